@@ -27,7 +27,7 @@ from actors.lifecycle.probe import Health, Probeable
 from actors.lifecycle.team import ActorSpec, Team
 from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.environments.base import Problem
-from grpo_dist.environments.records import Action, Observed
+from grpo_dist.environments.episode import Action, Observed
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.runtime.stacks import pending_calls
 from grpo_dist.runtime.stage_log import say

@@ -24,11 +24,9 @@ from actors.workers.environment import Act, ActingEpisode, EnvironmentAddresses,
 from actors.workers.tool_calls import call_parser
 from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.environments.base import Problem
-from grpo_dist.environments.calls import resolve_format
-from grpo_dist.environments.dialogue import Dialogue
-from grpo_dist.environments.episode import Budgets, Generation, play
-from grpo_dist.environments.records import Action, Observed
-from grpo_dist.environments.rendering import Renderer, template_text
+from grpo_dist.environments.dialogue import Dialogue, Renderer, template_text
+from grpo_dist.environments.episode import Action, Budgets, Generation, Observed, play
+from grpo_dist.environments.tools import resolve_format
 from grpo_dist.runtime.metering import Meter
 from grpo_dist.types import Prompt, Rollout, Sampling
 
@@ -94,7 +92,7 @@ class EpisodeSampler:
             ends = _Ends(self, line, name, prompt, sampling, length)
             ends.begin()
             try:
-                budgets = Budgets.of(self._settings, tokens=sampling.max_new_tokens)
+                budgets = Budgets.from_config(self._settings, tokens=sampling.max_new_tokens)
                 finish_reason = await play(rows, ends, ends, budgets, seed=seed)
                 return rows.rollout(sample, finish_reason)
             except LOST as error:

@@ -21,12 +21,12 @@ from actors.lifecycle.probe import Probeable
 from actors.lifecycle.team import ActorSpec, Team
 from grpo_dist.config import ModelConfig, RewardModelConfig, RewardsConfig
 from grpo_dist.errors import expanded
-from grpo_dist.rewards.by_source import scorers_by_source
-from grpo_dist.rewards.degenerate_text import is_degenerate
+from grpo_dist.rewards.format import is_degenerate
 from grpo_dist.rewards.functions import StepScores
 from grpo_dist.rewards.group import CompletionGroup, ModelScores
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import model_terms, placed, reward_specs
+from grpo_dist.rewards.scorer import scorers_by_source
 from grpo_dist.rewards.steps import decoded_length, token_ends
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.metering import Metered, metered
@@ -56,9 +56,9 @@ class RewardModelWorker(Metered, Probeable):
             check_on_node(path)
         from transformers import AutoTokenizer
 
-        from grpo_dist.rewards.model_ranks import classifier_of  # torch, as above
+        from grpo_dist.rewards.model_ranks import load_classifier  # torch, as above
 
-        self._classifier = classifier_of(self._settings)
+        self._classifier = load_classifier(self._settings)
         self._tokenizer = AutoTokenizer.from_pretrained(
             self._policy_dir, trust_remote_code=self._policy.trust_remote_code
         )
@@ -172,7 +172,7 @@ class RewardWorker(Metered, Probeable):
         ``modelled``: the scores of each reward model; ``score_s`` excludes their time.
         """
         begin = time.perf_counter()
-        completions = CompletionGroup.of(
+        completions = CompletionGroup.from_rollouts(
             prompt, rollouts, max_new_tokens=self._max_new_tokens, settings=self._settings
         )
         scorer = self._scorers.get(prompt.source, self._scorers[""])

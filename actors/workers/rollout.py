@@ -32,7 +32,7 @@ from actors.workers.episodes import EpisodeSampler, episode_sampler
 from grpo_dist.chat.ends import SampleEnds, ends_of
 from grpo_dist.config import TransferBackend
 from grpo_dist.environments.episode import Generation
-from grpo_dist.environments.own_rollout import OwnRollout
+from grpo_dist.environments.user_rollout import UserRollout
 from grpo_dist.errors import SamplesFailed, SamplesLost
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.hardware import device_type
@@ -255,7 +255,7 @@ class RolloutWorker(WeightReceiver, Probeable):
         self._tokenizer: Any = None
         self._ends = SampleEnds(frozenset(), None)
         self._episodes: EpisodeSampler | None = None  # None: no prompt has an environment
-        self._own = OwnRollout.of(spec.rollout, spec.code_paths)
+        self._own = UserRollout.from_config(spec.rollout, spec.code_paths)
         self._compiled = 0  # graphs
         self._weights_on_host = False  # a copy, while the engine sleeps
 

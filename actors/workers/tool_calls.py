@@ -7,8 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_dist.environments.calls import CODE, CallParser
-from grpo_dist.environments.records import Call
+from grpo_dist.environments.episode import Call
+from grpo_dist.environments.tools import CODE, CallParser
 
 # Attributes in which parsers keep what opens a call.
 _OPENINGS = ("tool_call_start_token", "tool_calls_start_token", "bot_token")

@@ -85,7 +85,7 @@ def sample_ends(
     learned = token if token is not None else next(iter(named), None)
     if token is None or token in named:
         return SampleEnds(frozenset(named), learned, text)
-    names = ", ".join(repr(tokenizer.convert_ids_to_tokens(known)) for known in named) or "none"
+    names = ", ".join(repr(tokenizer.convert_ids_to_tokens(token_id)) for token_id in named) or "none"
     note = (
         f"note: the model's chat template ends an answer with {tokenizer.convert_ids_to_tokens(token)!r} (id "
         f"{token}), which its tokenizer and generation_config.json do not name as an end of text (they name "
@@ -104,19 +104,19 @@ def ends_of(data: DataConfig | None, tokenizer: Any) -> SampleEnds:
 
 def _named_ends(tokenizer: Any) -> list[int]:
     """Return the tokenizer's EOS, and the ends that the model's directory names, as vLLM looks for them."""
-    found = [tokenizer.eos_token_id]
+    end_ids = [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         file = Path(getattr(tokenizer, "name_or_path", "") or "") / name
         if file.is_file():
             ends = _eos_of(read_json(file))
-            found += ends if isinstance(ends, list) else [ends]
+            end_ids += ends if isinstance(ends, list) else [ends]
             break
-    return [int(token) for token in dict.fromkeys(found) if token is not None]
+    return [int(token) for token in dict.fromkeys(end_ids) if token is not None]
 
 
 def _eos_of(settings: Mapping[str, Any]) -> Any:
-    own = settings.get("eos_token_id")
-    return own if own is not None else (settings.get("text_config") or {}).get("eos_token_id")
+    eos_ids = settings.get("eos_token_id")
+    return eos_ids if eos_ids is not None else (settings.get("text_config") or {}).get("eos_token_id")
 
 
 def _turn_end(tokenizer: Any, template_kwargs: Mapping[str, Any], day: date | None) -> tuple[int | None, str]:
@@ -126,11 +126,11 @@ def _turn_end(tokenizer: Any, template_kwargs: Mapping[str, Any], day: date | No
     what follows it at the end; else, for templates such as GLM's, the token that begins the next question.
     """
     asked = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-    last = _behind_answer(tokenizer, asked, template_kwargs, day)
+    last = _render_after_answer(tokenizer, asked, template_kwargs, day)
     if last is None:
         return None, ""
     further = [*asked, {"role": "user", "content": _NEXT}]
-    between = (_behind_answer(tokenizer, further, template_kwargs, day) or "").partition(_NEXT)[0]
+    between = (_render_after_answer(tokenizer, further, template_kwargs, day) or "").partition(_NEXT)[0]
     controls = ControlTokens(tokenizer).ids - {tokenizer.bos_token_id}
     last_ids, between_ids = encode(last, tokenizer), encode(between, tokenizer)
     pairs = zip(last_ids, between_ids, strict=False)
@@ -145,7 +145,7 @@ def _turn_end(tokenizer: Any, template_kwargs: Mapping[str, Any], day: date | No
     return next((i for i in between_ids if i in controls), None), ""
 
 
-def _behind_answer(
+def _render_after_answer(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     template_kwargs: Mapping[str, Any],

@@ -52,11 +52,11 @@ class Curriculum:
         """Update the pass rates from the rewards."""
         for group in sampled:
             right = correctness(group)
-            known = right[~np.isnan(right)]
+            scored = right[~np.isnan(right)]
             before = self._rates.get(group.prompt.uid, (0.0, 0.0))
             self._rates[group.prompt.uid] = (
-                _DECAY * before[0] + float(known.sum()),
-                _DECAY * before[1] + float(len(known)),
+                _DECAY * before[0] + float(scored.sum()),
+                _DECAY * before[1] + float(len(scored)),
             )
 
     def take(self, batch: int) -> list[int]:
@@ -107,20 +107,20 @@ class OwnOrder(Curriculum):
 
 def chosen(name: str, code_paths: Sequence[str], kwargs: Mapping[str, Any], inputs: OrderInputs) -> list[int]:
     """Call the function ``name``. Raises ValueError unless it returns distinct indices of prompts."""
-    given = call(load(ORDER, name, code_paths), inputs, kwargs)
+    chosen_indices = call(load(ORDER, name, code_paths), inputs, kwargs)
     last = len(inputs.prompts) - 1
     try:
-        found = [operator.index(index) for index in given]
+        indices = [operator.index(index) for index in chosen_indices]
     except TypeError as error:  # no list, or scores in place of indices
         raise ValueError(
-            f"{ORDER.title} {name} returned {str(given)[:80]} ({error}); expected {inputs.count} different "
-            f"indices of 0 to {last}, as whole numbers"
+            f"{ORDER.title} {name} returned {str(chosen_indices)[:80]} ({error}); expected {inputs.count} "
+            f"different indices of 0 to {last}, as whole numbers"
         ) from error
-    wrong = [index for index in found if not 0 <= index <= last]
-    if len(found) != inputs.count or len(set(found)) != len(found) or wrong:
-        shown = f"{wrong[0]}, which is no prompt" if wrong else f"{len(set(found))} different ones"
+    wrong = [index for index in indices if not 0 <= index <= last]
+    if len(indices) != inputs.count or len(set(indices)) != len(indices) or wrong:
+        example = f"{wrong[0]}, which is no prompt" if wrong else f"{len(set(indices))} different ones"
         raise ValueError(
-            f"{ORDER.title} {name} returned {len(found)} indices with {shown}; expected {inputs.count} "
+            f"{ORDER.title} {name} returned {len(indices)} indices with {example}; expected {inputs.count} "
             f"different ones of 0 to {last}"
         )
-    return found
+    return indices

@@ -80,11 +80,11 @@ class Segment:
     given: bool = False
 
 
-def pair_of(prompt: list[int], segments: Sequence[Segment], tokenizer: Any) -> Pair:
+def tokenise_segments(prompt: list[int], segments: Sequence[Segment], tokenizer: Any) -> Pair:
     """Tokenise ``segments``, without an end behind them."""
     ids = [encode(s.text, tokenizer) for s in segments]
-    sampled = [not s.given for s, own in zip(segments, ids, strict=True) for _ in own]
-    return Pair(prompt, [token for own in ids for token in own], sampled)
+    sampled = [not s.given for s, segment_ids in zip(segments, ids, strict=True) for _ in segment_ids]
+    return Pair(prompt, [token for segment_ids in ids for token in segment_ids], sampled)
 
 
 def read_completion(completion: Any) -> list[Segment]:
@@ -97,8 +97,10 @@ def read_completion(completion: Any) -> list[Segment]:
             "`prompt` and `completion`"
         )
     for number, part in enumerate(completion):
-        text, given = (part.get("text"), part.get("given", False)) if isinstance(part, dict) else ("", False)
-        if not isinstance(text, str) or not text or not isinstance(given, bool):
+        text, is_given = (
+            (part.get("text"), part.get("given", False)) if isinstance(part, dict) else ("", False)
+        )
+        if not isinstance(text, str) or not text or not isinstance(is_given, bool):
             raise ValueError(
                 f'`completion`: segment {number} must be an object like {{"text": "...", "given": true}}, '
                 "where `text` is not empty; `given` marks what a tool or an environment put in"
@@ -137,8 +139,8 @@ def conversation(
     """
 
     def rendered(count: int, *, open_turn: bool) -> str:
-        own = messages[:count]
-        return render_messages(own, tokenizer, template_kwargs, day=day, open_turn=open_turn, keys=keys)
+        earlier = messages[:count]
+        return render_messages(earlier, tokenizer, template_kwargs, day=day, open_turn=open_turn, keys=keys)
 
     end_texts = [tokenizer.decode([token]) for token in sorted(ends.ids, key=lambda t: t != ends.learned)]
 
@@ -157,7 +159,7 @@ def conversation(
         if not end:  # some templates have no end but what begins the next message
             further = messages[index + 1 :]
             follows = rendered(index + 2, open_turn=False)[len(after) :] if further else end_texts[0]
-            end = next((found for found in end_texts if follows.startswith(found)), "")
+            end = next((candidate for candidate in end_texts if follows.startswith(candidate)), "")
         if not end:
             raise ValueError(
                 f"the chat template does not end the assistant's message {index} with a token that ends a "
@@ -336,8 +338,8 @@ def _records(source: DemonstrationsConfig, settings: Sources) -> Iterator[tuple[
     examples = source.examples
     if _is_made(source):
         name = source.path.removeprefix("demo:")
-        made = demonstrations(name, examples or EXAMPLES, noise=source.noise, seed=settings.seed)
-        yield from ((f"{source.path}:{i}", record) for i, record in enumerate(made, 1))
+        generated = demonstrations(name, examples or EXAMPLES, noise=source.noise, seed=settings.seed)
+        yield from ((f"{source.path}:{i}", record) for i, record in enumerate(generated, 1))
         return
     path = data_file(source, settings)
     is_listed = path.is_dir() or data_ending(path)  # any other file is read as JSON Lines
@@ -431,23 +433,24 @@ class _Tokeniser:
         templated = record.get("chat_template") != "none"
         ends, arguments = self._ends_of(templated), record.get("template_kwargs") or {}
         if templated:
-            record = self._without_controls(record, where)
+            record = self._break_controls(record, where)
             self._check_parts(record, arguments)
         if "completion" not in record:
             text, segments = conversation(
                 record["messages"], self._tokenizer, arguments, ends, day=self._day, keys=_KEYS_OF_A_ROW
             )
-            return pair_of(encode(text, self._tokenizer), segments, self._tokenizer)
+            return tokenise_segments(encode(text, self._tokenizer), segments, self._tokenizer)
         prompt = self._prompt_ids(record, arguments, templated)
-        pair = pair_of(prompt, read_completion(record["completion"]), self._tokenizer)
-        shown = ends.without(pair.completion)  # the file may have it
-        learned = pair.sampled[: len(shown)]
+        pair = tokenise_segments(prompt, read_completion(record["completion"]), self._tokenizer)
+        completion_ids = ends.without(pair.completion)  # the file may have it
+        learned = pair.sampled[: len(completion_ids)]
         if any(
-            t in ends.ids and a and b for t, a, b in zip(shown, learned, [*learned[1:], True], strict=True)
+            t in ends.ids and a and b
+            for t, a, b in zip(completion_ids, learned, [*learned[1:], True], strict=True)
         ):
             self._passed.append(where)
         assert ends.learned is not None, "`SampleEnds.check` has passed"
-        return Pair(pair.prompt, [*shown, ends.learned], [*learned, True])
+        return Pair(pair.prompt, [*completion_ids, ends.learned], [*learned, True])
 
     def _ends_of(self, templated: bool) -> SampleEnds:
         if templated not in self._ends:
@@ -455,7 +458,7 @@ class _Tokeniser:
             self._ends[templated].check()
         return self._ends[templated]
 
-    def _without_controls(self, record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    def _break_controls(self, record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         texts = {key: record[key] for key in ("prompt", "system", "messages") if record.get(key)}
         if record.get("special_tokens") == "keep" or not self._controls.find(str(texts)):
             return record

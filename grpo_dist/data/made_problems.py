@@ -60,13 +60,16 @@ Split = Literal["train", "test"]
 SPLITS: tuple[Split, ...] = ("train", "test")
 _SIZES: dict[str, int] = {"train": 8000, "test": 1000}
 _PLACES = {"add2": 2, "add3": 3, "add4": 4}
-_SIZES_OF_SUMS2: dict[str, int] = {"train": 7000, "test": 360}  # of 8100 problems, 363 of the test split
+_SIZES_OF_SUMS2: dict[str, int] = {
+    "train": 7000,
+    "test": 360,
+}  # there are 8100 problems, 363 in the test split
 _OPERATORS = {"add3": "+", "products": "*", "add2": "+", "add4": "+"}
 _EXAMPLES = {
     "sums2": "12 + 25 = 37\n41 + 7 = 48\n36 + 28 = 64\n",
     "sums3": "412 + 125 = 537\n641 + 137 = 778\n236 + 528 = 764\n",
 }
-_SUMS_AFTER_EXAMPLES = {"plain_sums2": "sums2"}  # of plain sums, the set whose problems and splits they have
+_SUMS_AFTER_EXAMPLES = {"plain_sums2": "sums2"}  # plain sums -> the set whose problems and splits they share
 
 
 def problems(name: str, split: str) -> list[dict[str, str]]:
@@ -77,10 +80,10 @@ def problems(name: str, split: str) -> list[dict[str, str]]:
     _check(name, "data set", (*_OPERATORS, *_EXAMPLES, *_SUMS_AFTER_EXAMPLES))
     if split not in _SIZES:
         raise ValueError(f"demo:{name}: no split `{split}`; expected train or test")
-    drawn = _SUMS_AFTER_EXAMPLES.get(name, name)
-    sizes = _SIZES_OF_SUMS2 if drawn in ("sums2", "add2") else _SIZES
-    pairs = _pairs(drawn, split, sizes[split])
-    return [{"problem": problem_of(name, a, b), "answer": str(_answer(name, a, b))} for a, b in pairs]
+    problem_set = _SUMS_AFTER_EXAMPLES.get(name, name)
+    sizes = _SIZES_OF_SUMS2 if problem_set in ("sums2", "add2") else _SIZES
+    pairs = _pairs(problem_set, split, sizes[split])
+    return [{"problem": write_problem(name, a, b), "answer": str(_answer(name, a, b))} for a, b in pairs]
 
 
 def demonstrations(name: str, count: int, *, noise: float, seed: int) -> list[dict[str, Any]]:
@@ -93,7 +96,7 @@ def demonstrations(name: str, count: int, *, noise: float, seed: int) -> list[di
     out: list[dict[str, Any]] = []
     while len(out) < count:
         a, b = _draw(name, rng)
-        problem = problem_of(name, a, b)
+        problem = write_problem(name, a, b)
         if split_of(problem) == "train":
             out.append({"prompt": problem, "completion": _DEMONSTRATIONS[name](a, b, rng, noise=noise)})
     return out
@@ -140,7 +143,7 @@ _DEMONSTRATIONS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def problem_of(name: str, a: int, b: int) -> str:
+def write_problem(name: str, a: int, b: int) -> str:
     if name in _EXAMPLES or name in _SUMS_AFTER_EXAMPLES:
         return f"{_EXAMPLES.get(name, '')}{a} + {b} ="
     return f"{a}{_OPERATORS[name]}{b}="
@@ -154,8 +157,8 @@ def split_of(problem: str) -> Split:
 
 def _check(name: str, what: str, names: tuple[str, ...]) -> None:
     if name not in names:
-        known = " or ".join(f"demo:{n}" for n in names)
-        raise ValueError(f"demo:{name}: no such {what}; expected {known}")
+        choices = " or ".join(f"demo:{n}" for n in names)
+        raise ValueError(f"demo:{name}: no such {what}; expected {choices}")
 
 
 def _answer(name: str, a: int, b: int) -> int:
@@ -180,6 +183,6 @@ def _pairs(name: str, split: str, size: int) -> tuple[tuple[int, int], ...]:
     while len(found) < size:
         pair = _draw(name, rng)
         a, b = sorted(pair) if name in _EXAMPLES else pair
-        if split_of(problem_of(name, a, b)) == split:
+        if split_of(write_problem(name, a, b)) == split:
             found[pair] = None
     return tuple(found)

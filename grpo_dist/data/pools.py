@@ -65,18 +65,20 @@ class PoolOrder:
             raise ValueError(
                 f"{per_batch} prompts a batch cannot be drawn from {len(prompts)} without repetition"
             )
-        own = [pool_of(prompt, settings.by) for prompt in prompts]
-        self._names = sorted(set(own))
-        self._members = [np.flatnonzero(np.array(own) == name) for name in self._names]
-        self._pool = {prompt.uid: self._names.index(name) for prompt, name in zip(prompts, own, strict=True)}
+        pool_names = [pool_of(prompt, settings.by) for prompt in prompts]
+        self._names = sorted(set(pool_names))
+        self._members = [np.flatnonzero(np.array(pool_names) == name) for name in self._names]
+        self._pool = {
+            prompt.uid: self._names.index(name) for prompt, name in zip(prompts, pool_names, strict=True)
+        }
         self._index = {prompt.uid: i for i, prompt in enumerate(prompts)}
         self._uids = [prompt.uid for prompt in prompts]
         self._per_batch, self._settings, self._seed = per_batch, settings, seed
         self._keep = 0.5 ** (1.0 / settings.half_life)
-        # of each pool: useful, useless; of each prompt: right, wrong
+        # a row per pool: useful, useless; a row per prompt: right, wrong
         self._pools = np.array([state.pools.get(name, (0.0, 0.0)) for name in self._names], np.float64)
         self._prompts = np.zeros((len(prompts), 2))
-        self._scales = {source: RewardScale(*own) for source, own in state.reward_scales.items()}
+        self._scales = {source: RewardScale(*sums) for source, sums in state.reward_scales.items()}
         for uid, counts in state.outcomes.items():
             self._prompts[self._index[uid]] = counts
 
@@ -127,10 +129,10 @@ class PoolOrder:
     def _ranked(self, pool: int, random: np.random.Generator) -> list[int]:
         """Return the first prompts of a pool, by q (1 - q) of a pass rate q drawn for each."""
         members = self._members[pool]
-        own = self._prompts[members]
-        total = own.sum(axis=0)
+        counts = self._prompts[members]
+        total = counts.sum(axis=0)
         borrowed = _BORROWED * (total + 1.0) / (total.sum() + 2.0)
-        right, wrong = (own + borrowed).T
+        right, wrong = (counts + borrowed).T
         rates = random.beta(right, wrong)
         order = np.argsort(-rates * (1.0 - rates), kind="stable")[: self._per_batch]
         found: list[int] = members[order].tolist()
@@ -251,12 +253,12 @@ def pool_metrics(groups: Sequence[Group], by: str) -> Mapping[str, float]:
     metrics: dict[str, float] = {}
     pools, scales = [pool_of(group.prompt, by) for group in groups], _scales(groups, {})
     for name in sorted(set(pools)):
-        own = [group for group, pool in zip(groups, pools, strict=True) if pool == name]
-        right = np.concatenate([correctness(group) for group in own])
-        known = right[~np.isnan(right)]
-        useful = [_usefulness(group, scales) for group in own]
-        metrics[f"pool/{name}/share"] = len(own) / len(groups)
-        metrics[f"pool/{name}/pass_rate"] = float(known.mean()) if len(known) else float("nan")
+        pool_groups = [group for group, pool in zip(groups, pools, strict=True) if pool == name]
+        right = np.concatenate([correctness(group) for group in pool_groups])
+        scored = right[~np.isnan(right)]
+        useful = [_usefulness(group, scales) for group in pool_groups]
+        metrics[f"pool/{name}/share"] = len(pool_groups) / len(groups)
+        metrics[f"pool/{name}/pass_rate"] = float(scored.mean()) if len(scored) else float("nan")
         metrics[f"pool/{name}/usefulness"] = float(np.mean(useful))
-        metrics[f"pool/{name}/tokens"] = float(sum(r.num_sampled for g in own for r in g.rollouts))
+        metrics[f"pool/{name}/tokens"] = float(sum(r.num_sampled for g in pool_groups for r in g.rollouts))
     return metrics

@@ -49,7 +49,7 @@ _OPENING = {closing: opening for opening, closing in _KNOWN.items()}
 _END = 200  # last characters of a prompt that are searched for tags
 
 
-def thought_of(prompt: str, template: str = "") -> Thought:
+def detect_thought(prompt: str, template: str = "") -> Thought:
     """Return the thought that a completion of ``prompt`` begins or continues.
 
     Its tags are those at the end of ``prompt``, else the first that it or its chat ``template`` mentions,
@@ -113,7 +113,7 @@ class PromptFormat:
     day: date | None = None
 
     @classmethod
-    def of(cls, data: DataConfig) -> PromptFormat:
+    def from_config(cls, data: DataConfig) -> PromptFormat:
         """Read the format from section `data` of the configuration."""
         return cls(
             data.system_prompt,
@@ -249,7 +249,7 @@ def build_prompts(
         # A row that occurs again gets a number as suffix.
         unique = uid if counts[uid] == 1 else f"{uid}-{counts[uid]}"
         ids, columns = np.asarray(token_ids, np.int32), dict(row.columns)
-        thought = thoughts.of(text)
+        thought = thoughts.detect(text)
         prompt = Prompt(unique, ids, row.answer, row.source, row.problem, columns, thought, task)
         prompts.append(replace(prompt, messages=row.messages) if row.messages else prompt)
     if dropped and not prompts:
@@ -297,8 +297,8 @@ class _SpecialTokens:
 
     def as_text(self, asked: Any, row: DataRow) -> Any:
         """Return ``asked``, what a prompt asks, as it is rendered."""
-        if found := set(self._controls.find(str(asked))):
-            self._found.update(found)
+        if controls := set(self._controls.find(str(asked))):
+            self._found.update(controls)
             self._written.append(row.location)
         return self._controls.as_text(asked) if self._templated else asked
 
@@ -309,9 +309,9 @@ class _SpecialTokens:
 
     def warnings(self, rows: int) -> list[str]:
         """Return what to tell the user of ``rows`` rows."""
-        return [*self._of_texts(rows), *self._of_ends(rows), *self._of_tokenizer()]
+        return [*self._text_warnings(rows), *self._end_warnings(rows), *self._tokenizer_warnings()]
 
-    def _of_texts(self, rows: int) -> Iterator[str]:
+    def _text_warnings(self, rows: int) -> Iterator[str]:
         if not self._written:
             return
         names = ", ".join(repr(name) for name, _ in self._found.most_common(3))
@@ -324,7 +324,7 @@ class _SpecialTokens:
             f"({names}), e.g. {self._written[0]}; {treated}"
         )
 
-    def _of_ends(self, rows: int) -> Iterator[str]:
+    def _end_warnings(self, rows: int) -> Iterator[str]:
         if self._ended:
             yield (
                 f"warning: {len(self._ended)} of {rows} prompts end with the EOS token "
@@ -332,7 +332,7 @@ class _SpecialTokens:
                 "a text: remove it from the row, or use a chat template that begins the answer"
             )
 
-    def _of_tokenizer(self) -> Iterator[str]:
+    def _tokenizer_warnings(self) -> Iterator[str]:
         if not self._templated and (behind := added_ids(self._tokenizer)[1]):
             names = ", ".join(map(repr, self._tokenizer.convert_ids_to_tokens(behind)))
             yield (
@@ -368,13 +368,13 @@ class _Thoughts:
         self._tokenizer, self._template = tokenizer, template if isinstance(template, str) else ""
         self._kept: dict[str, bool] = {}
 
-    def of(self, text: str) -> Thought:
+    def detect(self, text: str) -> Thought:
         """Return the thought of a completion of ``text``.
 
         When decoding drops the closing tag, the end of a thought is invisible, so the prompt counts as
         opening none.
         """
-        thought = thought_of(text, self._template)
+        thought = detect_thought(text, self._template)
         if not thought.prompt:
             return thought
         if thought.closing not in self._kept:

@@ -97,7 +97,7 @@ def _part(number: int, part: Any) -> str:
 
 
 PATTERN_S = 10.0  # deadline of answer_pattern on one row
-_PLACE = re.compile(r"\{(\w+(?:\.[\w-]+)*)\}")  # of a column in `problem_template`
+_PLACE = re.compile(r"\{(\w+(?:\.[\w-]+)*)\}")  # a column in `problem_template`
 _LONGEST_JSON = 10_000  # characters of text in which nested columns are looked for, for messages
 _NAMED = 30  # columns that a message lists
 
@@ -190,15 +190,15 @@ def read_all(
     """Read every source. ``key`` is the configuration key of the sources, the first of which is number
     ``first`` there, for messages; ``own`` and ``asked`` as in `read`.
     """
-    found = []
+    sources_read = []
     for number, source in enumerate(sources, first):
         try:
-            found.append((source, read(source, own, asked=asked)))
+            sources_read.append((source, read(source, own, asked=asked)))
         except MissingColumn as error:
             if not key:
                 raise
             raise ValueError(f"{error}, here `{key}.{number}.{error.setting}`") from error
-    return found
+    return sources_read
 
 
 def first_record(source: DataSourceConfig) -> Mapping[str, Any]:
@@ -326,7 +326,7 @@ def _column(record: Mapping[str, Any], name: str, location: str, setting: str) -
         pass
     names = column_names(record)
     last = name.rpartition(".")[2]
-    near = [known for known in names if known.rpartition(".")[2] == last]
+    near = [candidate for candidate in names if candidate.rpartition(".")[2] == last]
     near = near or difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else "."
     both = "`problem_column` and `answer_column`"
@@ -460,19 +460,19 @@ def _matched(answer: str, location: str, source: DataSourceConfig, pattern: Patt
     if source.answer_pattern is None:
         return answer
     try:
-        found = pattern.search(answer)
+        match = pattern.search(answer)
     except PatternTimeout:
         raise ValueError(
             f"{location}: answer_pattern {source.answer_pattern!r} does not finish within "
             f"{pattern.timeout_s:g} s on `{source.answer_column}` ({len(answer)} characters): "
             f"...{answer[-60:]!r}; use a pattern without nested repetitions ((a+)+ is one)"
         ) from None
-    if found is None:
+    if match is None:
         raise ValueError(
             f"{location}: `{source.answer_column}` does not match answer_pattern "
             f"{source.answer_pattern!r}: ...{answer[-60:]!r}; fix the row or the pattern"
         )
-    return (found[0] or "").strip()
+    return (match[0] or "").strip()
 
 
 def _text(record: Mapping[str, Any], name: str, location: str, setting: str) -> str:
@@ -493,8 +493,8 @@ def _as_text(value: Any, name: str, location: str, record: Mapping[str, Any]) ->
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     if isinstance(value, Decimal) and value.is_finite():
-        shown = format(value, "f")
-        return shown.rstrip("0").rstrip(".") if "." in shown else shown
+        digits = format(value, "f")
+        return digits.rstrip("0").rstrip(".") if "." in digits else digits
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     kind = type(value).__name__
@@ -502,7 +502,7 @@ def _as_text(value: Any, name: str, location: str, record: Mapping[str, Any]) ->
         raise ValueError(
             f"{location}: `{name}` is a {kind} ({value}); expected text or a number; store it as text"
         )
-    readable = [known for known in column_names(record) if _is_readable(column(record, known))]
+    readable = [candidate for candidate in column_names(record) if _is_readable(column(record, candidate))]
     raise _WrongKind(
         f"{location}: `{name}` is a {kind} ({str(value)[:60]}); expected text or a number; set "
         f"`problem_column` and `answer_column` to columns that have them ({_listed(readable) or 'none'}), "
@@ -597,11 +597,11 @@ _MEDIA = re.compile(
 
 def media_problem(rows: Sequence[DataRow]) -> str:
     """Return how many ``rows`` refer to an image, video or sound, and the first of them; "": none does."""
-    found = [(row, match[0]) for row in rows if (match := _MEDIA.search(row.problem))]
-    if not found:
+    references = [(row, match[0]) for row in rows if (match := _MEDIA.search(row.problem))]
+    if not references:
         return ""
-    row, placeholder = found[0]
+    row, placeholder = references[0]
     return (
-        f"{len(found)} of {len(rows)} problems have a placeholder for an image, video or sound (the first is "
-        f"{row.location}, {placeholder}), and the model reads text alone; remove such rows"
+        f"{len(references)} of {len(rows)} problems have a placeholder for an image, video or sound (the "
+        f"first is {row.location}, {placeholder}), and the model reads text alone; remove such rows"
     )

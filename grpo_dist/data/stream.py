@@ -31,7 +31,7 @@ Prompts that the policy solves are left out of all later epochs: `data.drop_solv
     epoch 2                c 3   d 2     b, too
 
 ScaleRL's no-positive resampling, arXiv:2510.13786: a policy mostly keeps solving what it has solved, so the
-prompt never returns, but for steps that are on their way by then. The group of the latest epoch decides, and
+prompt never returns, except in steps already in flight. The group of the latest epoch decides, and
 not the mean over all epochs, which the first ones would hold down. A sample that could not be scored, or that
 no engine gave, does not count as right: it is no reason to leave a prompt out for good.
 
@@ -70,7 +70,7 @@ from grpo_dist.types import Group, Prompt, correctness
 
 _GOLDEN = (5**0.5 - 1) / 2
 _BLOCK = 4096  # draws computed at once
-_ROUNDING = 1e-6  # of a share times a number of prompts: 0.07 * 100 is above 7
+_ROUNDING = 1e-6  # in a share times a number of prompts: 0.07 * 100 is above 7
 
 
 class Mixture:
@@ -82,13 +82,13 @@ class Mixture:
     """
 
     def __init__(self, sources: Sequence[str], weights: Mapping[str, float], *, seed: int) -> None:
-        names, own = list(weights), np.array(sources)
-        self._members = [np.flatnonzero(own == name) for name in names]
+        names, source_names = list(weights), np.array(sources)
+        self._members = [np.flatnonzero(source_names == name) for name in names]
         shares = np.array([weights[name] for name in names], np.float64)
         self._ends = np.cumsum(shares / shares.sum())[:-1]
         self._seeds = [seed + 1_000_003 * i for i in range(len(names))]
-        self._source = np.empty(0, np.int64)  # of each draw so far
-        self._number = np.empty(0, np.int64)  # of the draw among those of its source
+        self._source = np.empty(0, np.int64)  # the source of each draw so far
+        self._number = np.empty(0, np.int64)  # how many draws of its source came before
         # The latest epoch of each source: sources take turns, and there may be many.
         self._epochs: list[tuple[int, np.ndarray]] = [(-1, np.empty(0, np.int64))] * len(names)
 
@@ -106,12 +106,14 @@ class Mixture:
     def _extend(self) -> None:
         begin = len(self._source)
         fractions = (np.arange(begin + 1, begin + _BLOCK + 1) * _GOLDEN) % 1.0
-        found = np.searchsorted(self._ends, fractions, side="right")
+        drawn_sources = np.searchsorted(self._ends, fractions, side="right")
         number = np.empty(_BLOCK, np.int64)
         for source in range(len(self._members)):
-            own = found == source
-            number[own] = np.count_nonzero(self._source == source) + np.arange(np.count_nonzero(own))
-        self._source = np.concatenate([self._source, found])
+            is_drawn = drawn_sources == source
+            number[is_drawn] = np.count_nonzero(self._source == source) + np.arange(
+                np.count_nonzero(is_drawn)
+            )
+        self._source = np.concatenate([self._source, drawn_sources])
         self._number = np.concatenate([self._number, number])
 
 
@@ -128,7 +130,7 @@ def most_at_once(weights: Mapping[str, float], prompts: Sequence[Prompt]) -> int
 
 
 def check_weights(data: DataConfig, prompts: Sequence[Prompt], *, in_flight: int) -> None:
-    """Check that every source can give its share. ``in_flight``: prompts of all steps on their way.
+    """Check that every source can give its share. ``in_flight``: prompts of all steps in flight.
 
     Raises ValueError where the prompts of a source are fewer, so that it would be drawn twice at once.
     """
@@ -137,7 +139,7 @@ def check_weights(data: DataConfig, prompts: Sequence[Prompt], *, in_flight: int
         if share * in_flight > counts[name] + _ROUNDING:
             raise ValueError(
                 f"data.train: source {name} has {counts[name]} prompts, but with its `weight` it gives "
-                f"{share:.0%} of the {in_flight} that may be on their way at once; lower its weight, "
+                f"{share:.0%} of the {in_flight} prompts in flight; lower its weight, "
                 "`batch.prompts_per_step` or `max_staleness`, or give it more prompts"
             )
 
@@ -161,7 +163,7 @@ class SolvedPrompts:
         samples: int = 1,
     ) -> None:
         """``share``: right samples of a group from which its prompt is left out; None: it never is.
-        ``keep``: prompts that stay in any case, since the steps on their way hold so many. ``samples``: of a
+        ``keep``: prompts that stay in any case, since the steps in flight hold as many. ``samples``: of a
         whole group.
         """
         self._prompts, self._share, self._keep, self._samples = prompts, share, keep, samples
@@ -203,7 +205,7 @@ class SolvedPrompts:
         self._has_warned = True
         logger.warning(
             "data.drop_solved = %g: %d of %d prompts are solved and left out; the other %d stay, solved or "
-            "not, since the steps on their way hold %d. The run continues with them; end it, or start one "
+            "not, since the steps in flight hold %d. The run continues with them; end it, or start one "
             "with further prompts",
             self._share, len(self._passed), len(self._prompts), len(self._prompts) - len(self._passed),
             self._keep,
@@ -333,8 +335,8 @@ class LengthOrder(PromptStream):
         self._solved.observe(sampled)
         for group in sampled:
             tokens = float(np.mean([rollout.num_tokens for rollout in group.rollouts]))
-            known = self._lengths.get(group.prompt.uid, tokens)
-            self._lengths[group.prompt.uid] = _LENGTH_KEPT * known + (1 - _LENGTH_KEPT) * tokens
+            mean_tokens = self._lengths.get(group.prompt.uid, tokens)
+            self._lengths[group.prompt.uid] = _LENGTH_KEPT * mean_tokens + (1 - _LENGTH_KEPT) * tokens
         uids = {group.prompt.uid for group in sampled}
         self._waiting.extendleft(reversed([index for index in indices if self._uid(index) not in uids]))
 
@@ -376,7 +378,7 @@ class LengthOrder(PromptStream):
 
     def _expected(self, indices: np.ndarray) -> np.ndarray:
         """Return the expected tokens of a completion, float64 [indices]."""
-        known = [self._lengths.get(self._uid(index)) for index in indices.tolist()]
-        seen = [tokens for tokens in known if tokens is not None]
+        lengths = [self._lengths.get(self._uid(index)) for index in indices.tolist()]
+        seen = [tokens for tokens in lengths if tokens is not None]
         unseen = float(np.mean(seen)) if seen else 0.0
-        return np.array([unseen if tokens is None else tokens for tokens in known])
+        return np.array([unseen if tokens is None else tokens for tokens in lengths])

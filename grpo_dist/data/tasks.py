@@ -13,9 +13,9 @@ from grpo_dist.data.files import Located
 from grpo_dist.data.readers import DataRow
 from grpo_dist.data.sources import OwnProblems
 from grpo_dist.environments.base import Message, Problem
-from grpo_dist.environments.calls import missing_tokens
-from grpo_dist.environments.preparation import Description, EnvironmentProbe, StartFailed
-from grpo_dist.environments.rendering import Renderer, result_messages
+from grpo_dist.environments.dialogue import Renderer, result_messages
+from grpo_dist.environments.runner import Description, EnvironmentProbe, StartFailed
+from grpo_dist.environments.tools import missing_tokens
 from grpo_dist.plugins.inputs import SourceInputs
 from grpo_dist.plugins.user_code import SOURCE, call, check_signature, load
 from grpo_dist.types import Task
@@ -147,10 +147,10 @@ def _check_template(renderer: Renderer, task: Task, described: Description) -> N
             results = result_messages(names[:1], [_RESULT])
             if _RESULT not in renderer.conversation(task, task.messages, "?", results).tail:
                 raise ValueError(f"the model's chat template does not show results of tools; {remedy}")
-        shown = [{"role": "user", "content": _RESULT}]
+        observation = [{"role": "user", "content": _RESULT}]
         if (
             not described.stateless
-            and _RESULT not in renderer.conversation(task, task.messages, "?", shown).tail
+            and _RESULT not in renderer.conversation(task, task.messages, "?", observation).tail
         ):
             raise ValueError(
                 "the model's chat template does not show a second user message, in which environment "

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.environments.base import Environment
-from grpo_dist.environments.program import EnvironmentPrograms, Program, answer_of, awaited, programs_of
-from grpo_dist.environments.sandbox.failure import ProcessFailure
-from grpo_dist.environments.sandbox.host import ProcessHost
+from grpo_dist.environments.program import EnvironmentPrograms, Program, awaited, check_step, make_programs
+from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
 
 BATCHES = "grpo_dist.environments.batches"
 _ALL = "all"  # the one process, for its host
@@ -27,7 +26,7 @@ _CLOSE_S = 60.0  # deadline of a `close` request, for which no caller waits
 
 def __getattr__(name: str) -> EnvironmentPrograms:
     """Return the program of the environment ``name``, as in ``batches:my_module:Guess``."""
-    return programs_of(name, BatchProgram)
+    return make_programs(name, BatchProgram)
 
 
 class BatchProgram:
@@ -81,7 +80,7 @@ class BatchProgram:
 
 def _answer(step: Any) -> dict[str, Any] | Exception:
     try:
-        return answer_of(step)
+        return check_step(step)
     except Exception as error:
         return error
 

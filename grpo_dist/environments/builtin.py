@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 from grpo_dist.environments.base import Environment, Tool
 
 _MAX_CHARACTERS = 1000
-_MAX_BITS = 20_000  # of a numerator or denominator: about 6,000 digits, milliseconds of any operation here
+_MAX_BITS = 20_000  # in a numerator or denominator: about 6,000 digits, milliseconds for any operation here
 _MAX_DIGITS = 4000  # digits: Python converts no longer integers to text by default
-_MAX_ARGUMENT = 1000  # of a factorial or a binomial coefficient
+_MAX_ARGUMENT = 1000  # largest for a factorial or a binomial coefficient
 
 Number = Fraction | float
 

@@ -6,20 +6,190 @@
 An observation is rendered by the chat template behind the real conversation, and only the ids of the new tail
 are appended. Where the text in front of the tail is not that of the row (templates that drop the thoughts of
 earlier turns), the episode continues in a further row.
+
+`Renderer` reads actions and renders observations for one tokenizer: chat template, form of calls, results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
+from grpo_dist.chat.ends import ends_of
+from grpo_dist.chat.template import ControlTokens, encode, render
+from grpo_dist.config import DataConfig, EnvironmentsConfig
 from grpo_dist.environments.base import Message
-from grpo_dist.environments.episode import Generation
-from grpo_dist.environments.records import Action, Observed
-from grpo_dist.environments.rendering import Rendered, Renderer, result_messages
-from grpo_dist.types import FurtherRow, Prompt, Rollout, Routes, ToolCall, Turn
+from grpo_dist.environments.episode import Action, Generation, Observed
+from grpo_dist.environments.tools import CODE, CODE_STOP, CallParser, read_chat, read_code, resolve_format
+from grpo_dist.types import FurtherRow, Prompt, Rollout, Routes, Task, Thought, ToolCall, Turn
+
+# Text around turns
+
+
+# In place of the last assistant's content, so that what follows it can be found in the rendered text.
+_MARK = "@@CONTENT-OF-THE-LAST-ASSISTANT@@"
+_CUT = "\n... {} characters cut ...\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as the template writes it.
+
+    Attributes:
+        text: all of it, up to where the next action begins.
+        before: what precedes the content of the last assistant message.
+        tail: what follows it.
+    """
+
+    text: str
+    before: str
+    tail: str
+
+
+class Renderer:
+    """Reads actions and renders observations for one tokenizer. Made once per engine; holds no episode."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        data: DataConfig,
+        settings: EnvironmentsConfig,
+        parser: CallParser | None = None,
+    ) -> None:
+        """``parser``: of calls in the form `environments.call_format`; not needed for code blocks. Raises
+        ValueError where no token ends an action.
+        """
+        self._tokenizer, self._parser = tokenizer, parser
+        self.has_template = data.chat_template == "model"
+        self._kwargs, self._day = dict(data.template_kwargs), data.day
+        self.call_format = resolve_format(settings.call_format, template_text(tokenizer, data))
+        self._max_tool_tokens = settings.max_tool_tokens
+        self.ends = ends_of(data, tokenizer)
+        self.ends.check()  # a text of `sampling.stop` ends no action
+        self.controls = ControlTokens(tokenizer)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether results follow a call in the same message."""
+        return self.call_format == CODE
+
+    def stop(self, task: Task) -> tuple[str, ...]:
+        """Return the strings that end an action of ``task``. They are part of it. Without tools a code block
+        is an answer like any other.
+        """
+        return (CODE_STOP,) if self.in_place and task.tools else ()
+
+    def parse(self, text: str, ids: Sequence[int], task: Task, thought: Thought) -> Action:
+        """Read an action with its calls.
+
+        Args:
+            text: decoded without special tokens.
+            ids: all tokens of the action.
+        """
+        if not task.tools:
+            return Action(text)
+        ended = self.ended(ids)
+        if self.in_place:
+            return read_code(text, [schema["function"]["name"] for schema in task.tools], ended=ended)
+        assert self._parser is not None, f"a parser for {self.call_format} calls is needed"
+        answer = _strip_thought(self.raw(ids), thought)
+        calls, malformed = read_chat(answer, self.call_format, self._parser, task.tools)
+        return Action(text, calls, malformed)
+
+    def ended(self, ids: Sequence[int]) -> bool:
+        """Return whether the policy ended its message."""
+        return self.ends.ended(ids)
+
+    def raw(self, ids: Sequence[int]) -> str:
+        """Decode an action with its special tokens, without the one that ends it."""
+        return self._tokenizer.decode(
+            self.ends.without(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Decode an action without special tokens, and without the one that ends it."""
+        return self._tokenizer.decode(
+            self.ends.without(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def ids(self, text: str) -> list[int]:
+        return encode(text, self._tokenizer)
+
+    def prompt(self, task: Task) -> str:
+        """Render the prompt of ``task``, up to where the first action begins."""
+        return self._render(task.messages, task)
+
+    def conversation(
+        self, task: Task, history: Sequence[Message], content: str, observed: Sequence[Message]
+    ) -> Rendered:
+        """Render ``history``, an assistant message of ``content``, and what was ``observed`` behind it."""
+        text = self._render((*history, _assistant(content), *observed), task)
+        marked = self._render((*history, _assistant(_MARK), *observed), task)
+        before, mark, tail = marked.rpartition(_MARK)
+        if not mark:
+            raise ValueError(
+                "the model's chat template does not show the content of assistant messages, so no turn can "
+                "follow it; use another `data.chat_template`"
+            )
+        return Rendered(text, before, tail)
+
+    def cut(self, result: str) -> str:
+        """Return a tool's result with at most `environments.max_tool_tokens` tokens: its middle is cut."""
+        result = self.controls.as_text(result)
+        limit = self._max_tool_tokens
+        half = (
+            len(result) // 2 if len(result) <= 64 * limit else 32 * limit
+        )  # bounds the cost of a huge result
+        while True:
+            text = _middle_cut(result, half)
+            count = len(self.ids(text))
+            if count <= limit:
+                return text
+            if half == 0:  # the mark alone is longer
+                return self._tokenizer.decode(self.ids(text)[:limit], skip_special_tokens=True)
+            half = min(half - 1, int(half * limit / count))
+
+    def _render(self, messages: Sequence[Message], task: Task) -> str:
+        tools = [dict(tool) for tool in task.tools] if task.tools and not self.in_place else None
+        return render(self._tokenizer, messages, self._kwargs, day=self._day, tools=tools)
+
+
+def template_text(tokenizer: Any, data: DataConfig) -> str | None:
+    """Return the chat template in use for conversations with tools; None for plain text."""
+    if data.chat_template == "none" or not getattr(tokenizer, "chat_template", None):
+        return None
+    return tokenizer.get_chat_template(tools=[{}])
+
+
+def result_messages(names: Sequence[str], results: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return a tool message for each result."""
+    return [
+        {"role": "tool", "name": name, "content": text} for name, text in zip(names, results, strict=True)
+    ]
+
+
+def _assistant(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def _strip_thought(text: str, thought: Thought) -> str:
+    """Return what follows the thought; "" where it is not closed. A call inside a thought does not count."""
+    is_open = thought.prompt == "opens" or text.lstrip().startswith(thought.opening)
+    if thought.closing in text:
+        return text.partition(thought.closing)[2]
+    return "" if is_open else text
+
+
+def _middle_cut(text: str, half: int) -> str:
+    if 2 * half >= len(text) - 1:
+        return text
+    return text[:half] + _CUT.format(len(text) - 2 * half) + text[len(text) - half :]
+
+
+# Rows of tokens
 
 
 @dataclass(slots=True)
@@ -32,7 +202,7 @@ class _GrowingRow:
     versions: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     end: int = 0
-    routes: Routes | None = None  # of the last action's request: all tokens up to ``end`` but the last
+    routes: Routes | None = None  # from the last action's request: all tokens up to ``end`` but the last
 
     def add(self, sampled: Generation) -> None:
         self.ids.extend(sampled.token_ids)
@@ -70,7 +240,7 @@ class Dialogue:
         self._history: list[Message] = list(prompt.task.messages)
         self._action_ids: list[int] = []
         self._action: Action | None = None  # not observed yet
-        self._content = ""  # of the assistant message that is being written, before the action
+        self._content = ""  # the assistant message so far, before the action
         self._behind = ""  # text of the row behind the rendered prompt, before that message's content
         self._lead: str | None = None  # what the prompt already holds of that content, such as <think>
 
@@ -130,10 +300,12 @@ class Dialogue:
 
     def _observation_messages(self, observed: Observed) -> list[Message]:
         """Return the environment's own observation as messages that hold no control token."""
-        given = observed.observation
-        if isinstance(given, str):
-            given = [{"role": "user", "content": given}] if given else []
-        return [{**message, "content": self._renderer.controls.as_text(_text(message))} for message in given]
+        messages = observed.observation
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}] if messages else []
+        return [
+            {**message, "content": self._renderer.controls.as_text(_text(message))} for message in messages
+        ]
 
     def _end_turn(self, observation: str, calls: tuple[ToolCall, ...], reward: float | None) -> None:
         assert self._action is not None, "an observation without an action"
@@ -147,9 +319,9 @@ class Dialogue:
         results = [call.result for call in calls]
         if self._renderer.in_place and calls and not own_messages and not self._renderer.ended(ids):
             blocks = "".join(f"```output\n{result.rstrip()}\n```\n" for result in results)
-            given = blocks if written.endswith("\n") else f"\n{blocks}"
-            self._content += written + given
-            self._rows[-1].give(self._renderer.ids(given))
+            results_text = blocks if written.endswith("\n") else f"\n{blocks}"
+            self._content += written + results_text
+            self._rows[-1].give(self._renderer.ids(results_text))
             return
         if not self._task.messages:
             parts = [*results, *(_text(message) for message in own_messages)]

@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_dist.environments.base import Environment, Problem, Step
 from grpo_dist.environments.builtin import python
-from grpo_dist.environments.records import Call
+from grpo_dist.environments.episode import Call
 from grpo_dist.environments.registry import load_environment
 from grpo_dist.environments.tools import BadCall, as_text, typed_tools
 
@@ -25,10 +25,10 @@ _ROWS = 500  # problems of one reply
 
 def __getattr__(name: str) -> EnvironmentPrograms:
     """Return the programs of the environment ``name``, as in ``program:my_module:Guess``."""
-    return programs_of(name, Program)
+    return make_programs(name, Program)
 
 
-def programs_of(name: str, program: Callable[..., Any]) -> EnvironmentPrograms:
+def make_programs(name: str, program: Callable[..., Any]) -> EnvironmentPrograms:
     """Return what makes each ``program`` of the environment ``name``. Raises AttributeError for ``__path__``
     and the like, which Python asks every module for.
     """
@@ -80,8 +80,8 @@ class Program:
         }
 
     def _has_own(self, class_method: str) -> bool:
-        own, general = getattr(self._class, class_method), getattr(Environment, class_method)
-        return getattr(own, "__func__", own) is not general.__func__
+        defined, general = getattr(self._class, class_method), getattr(Environment, class_method)
+        return getattr(defined, "__func__", defined) is not general.__func__
 
     async def _start(self, problem: Mapping[str, Any]) -> Any:
         """Begin an episode and return what it asks, as messages or text."""
@@ -107,14 +107,14 @@ class Program:
             there = ", ".join(self._tools) or "none"
             return _result(f"there is no tool `{name}`; there are: {there}", "unknown")
         try:
-            given = tool.arguments(Call(name, arguments, raw))
+            values = tool.arguments(Call(name, arguments, raw))
         except BadCall as error:
             return _result(str(error), "malformed")
         if tool.function is python:
-            return {"code": given["code"]}
+            return {"code": values["code"]}
         began = time.monotonic()
         try:
-            result, outcome = as_text(await awaited(tool.function(**given))), "ok"
+            result, outcome = as_text(await awaited(tool.function(**values))), "ok"
         except MemoryError:
             result, outcome = "out of memory", "memory"
         except Exception as error:
@@ -123,7 +123,7 @@ class Program:
 
     async def _step(self, problem: Mapping[str, Any], begin: bool, action: str) -> dict[str, Any]:
         environment = await self.begin(problem, begin)
-        return answer_of(await awaited(environment.step(action)))
+        return check_step(await awaited(environment.step(action)))
 
     async def _close(self) -> None:
         if self._environment is not None:
@@ -139,7 +139,7 @@ class Program:
         return self._environment
 
 
-def answer_of(step: Any) -> dict[str, Any]:
+def check_step(step: Any) -> dict[str, Any]:
     """Return the reply for a `Step`. Raises TypeError or ValueError for any other object."""
     if not isinstance(step, Step):
         raise TypeError(f"step returned a {type(step).__name__}, expected a Step")

@@ -30,7 +30,7 @@ from grpo_dist.runtime.processes import child_command
 
 COLUMN = "reasoning_gym"  # the package's entry of a problem, and the settings of its scorer
 _SIZE = 500  # problems of a split without `max_rows`
-_HELD_OUT = 10  # one in so many
+_HELD_OUT = 10  # one problem in ten
 _SPARE = 5  # upper bound of the problems that are generated, relative to the mean number that a split needs
 
 
@@ -102,26 +102,26 @@ def _made_rows(
         raise ValueError(f"reasoning_gym:{name}: kwargs.seed = null: expected a number, to repeat problems")
     wanted = count or _SIZE
     share = 1 if split == "train" else _HELD_OUT
-    found: set[str] = set()
-    made = 0
+    questions: set[str] = set()
+    generated = 0
     # The data set is no larger than it must be: some tasks refuse large sizes.
     for size in (wanted * share * factor for factor in range(1, _SPARE + 1)):
         data_set = _data_set(name, json.dumps({**settings, "size": size}, sort_keys=True))
-        for index in range(made, size):
+        for index in range(generated, size):
             random.seed(index)  # a few tasks draw from the module's own generator
             entry = data_set[index]
             question = entry["question"]
-            if question in found or is_held_out(question) == (split == "train"):
+            if question in questions or is_held_out(question) == (split == "train"):
                 continue
-            found.add(question)
+            questions.add(question)
             kept = {"task": name, "settings": dict(settings), "entry": _literal(entry, name)}
             yield {"problem": question, "answer": str(entry["answer"] or ""), COLUMN: kept}
-            if len(found) == wanted:
+            if len(questions) == wanted:
                 return
-        made = size
+        generated = size
     raise ValueError(
-        f"reasoning_gym:{name}: {len(found)} different problems for split {split} among {made} made with "
-        f"{dict(settings)}, expected {wanted}; lower `max_rows`, or choose settings with more problems"
+        f"reasoning_gym:{name}: {len(questions)} different problems for split {split} among {generated} made "
+        f"with {dict(settings)}, expected {wanted}; lower `max_rows`, or choose settings with more problems"
     )
 
 
@@ -164,7 +164,7 @@ def score_answer(completion: str, kept: Mapping[str, Any]) -> float:
         return float(scorer.score_answer(_answer(completion), entry))
     except MemoryError:  # says nothing of the answer
         raise
-    except Exception:  # of any kind: several scorers parse answers without checks
+    except Exception:  # any error: several scorers parse answers without checks
         scorer.score_answer(entry["answer"], entry)
         return 0.0
 
@@ -173,13 +173,13 @@ def score_answer(completion: str, kept: Mapping[str, Any]) -> float:
 def _data_set(name: str, settings: str) -> Any:
     if name not in DATASETS:
         raise ValueError(f"reasoning_gym:{name}: no such task; the package's GALLERY.md lists them")
-    known = json.loads(settings)
+    options = json.loads(settings)
     try:
-        return reasoning_gym.create_dataset(name, **{"seed": 0, **known})
+        return reasoning_gym.create_dataset(name, **{"seed": 0, **options})
     except (ValueError, TypeError, AssertionError) as error:
         raise ValueError(
-            f"reasoning_gym:{name}: the package refuses the settings {known} ({error}); its GALLERY.md lists "
-            "those of each task, and size follows from `max_rows`"
+            f"reasoning_gym:{name}: the package refuses the settings {options} ({error}); its GALLERY.md "
+            "lists those of each task, and size follows from `max_rows`"
         ) from error
 
 

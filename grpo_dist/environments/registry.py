@@ -65,8 +65,8 @@ def load_environment(name: str) -> type[Environment]:
 def own_environments(data: DataConfig) -> tuple[OwnPiece, ...]:
     """Return the environments of a user's own, and those that a package registers by name."""
     names = {data.environment_of(source) for source in (*data.train, *data.eval)} - {None, *BUILTIN}
-    own = sorted(str(name) for name in names if str(name).partition(":")[0] not in ADAPTERS)
-    return tuple(OwnPiece(ENVIRONMENT, name, ENVIRONMENT.key) for name in own)
+    user_names = sorted(str(name) for name in names if str(name).partition(":")[0] not in ADAPTERS)
+    return tuple(OwnPiece(ENVIRONMENT, name, ENVIRONMENT.key) for name in user_names)
 
 
 def own_code(data: DataConfig, settings: EnvironmentsConfig) -> Iterator[Path]:

@@ -5,28 +5,29 @@
 
 Code of users runs in a process per episode, or with `step_batch` in one for all. The environments of this
 package hold no user code and run here.
+
+`EnvironmentProbe` queries environments, each in its own process, for what a run needs before it starts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.config.secrets import masked_text
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.batches import BATCHES, BatchHost
+from grpo_dist.environments.episode import Action, Call, Observed, replace_surrogates
 from grpo_dist.environments.program import PROGRAM, Program
-from grpo_dist.environments.records import Action, Call, Observed, without_surrogates
 from grpo_dist.environments.registry import BUILTIN
-from grpo_dist.environments.sandbox.failure import ProcessFailure
-from grpo_dist.environments.sandbox.host import ProcessHost
-from grpo_dist.environments.sandbox.limits import Limits
+from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
+from grpo_dist.environments.sandbox.isolation import Limits
 from grpo_dist.environments.sandbox.python import PythonSandbox
 from grpo_dist.errors import UserError
 from grpo_dist.types import Task, ToolCall
@@ -70,7 +71,7 @@ class _LocalHost:
         self._live.clear()
 
 
-def host_of(
+def make_host(
     environment: str, kwargs: Mapping[str, Any], settings: EnvironmentsConfig, *, batched: bool = False
 ) -> Host:
     """Return the host of an environment's programs. Raises ValueError for a missing code path.
@@ -131,10 +132,10 @@ class EpisodeRunner:
         """Start an episode's process before its first action, which raises the error of a failed start."""
         if episode not in self._episodes:
             with suppress(ProcessFailure, ValueError):
-                known = self._episodes[episode] = _Episode(self._host(task), asdict(problem))
-                await known.host.begin(episode)
+                state = self._episodes[episode] = _Episode(self._host(task), asdict(problem))
+                await state.host.begin(episode)
                 if episode not in self._episodes:  # it ended while its process started
-                    await known.host.end(episode)
+                    await state.host.end(episode)
 
     async def act(self, episode: str, task: Task, problem: Problem, action: Action, *, turn: int) -> Observed:
         """Answer an action. The first one of an episode begins it, unless `begin` has.
@@ -147,31 +148,31 @@ class EpisodeRunner:
         try:
             if episode not in self._episodes:
                 self._episodes[episode] = _Episode(self._host(task), asdict(problem))
-            known = self._episodes[episode]
+            state = self._episodes[episode]
             if action.malformed:
                 return Observed(calls=(ToolCall("", "", action.malformed, "malformed", 0.0),))
             if action.calls:
-                return Observed(calls=tuple([await self._call(episode, known, c) for c in action.calls]))
-            answer = await self._ask(episode, known, "step", action=action.text)
+                return Observed(calls=tuple([await self._call(episode, state, c) for c in action.calls]))
+            answer = await self._ask(episode, state, "step", action=action.text)
         except ProcessFailure as failure:
-            known.failed = True
+            state.failed = True
             return Observed(failed=_described(task, failure))
         except asyncio.CancelledError:
-            known.failed = True  # its process has been killed, and none is started to close it
+            state.failed = True  # its process has been killed, and none is started to close it
             raise
-        except Exception as error:  # of an environment of this package, or its code path is missing
+        except Exception as error:  # an environment of this package failed, or its code path is missing
             return Observed(failed=f"{task.environment}: {type(error).__name__}: {error}"[:_REASON])
         observation = answer["observation"]
-        shown = observation if isinstance(observation, str) else tuple(observation)
-        return Observed(shown, reward=answer["reward"], done=answer["done"])
+        content = observation if isinstance(observation, str) else tuple(observation)
+        return Observed(content, reward=answer["reward"], done=answer["done"])
 
     async def end(self, episode: str) -> None:
         """End an episode and delete its files. Does nothing for an unknown one."""
-        if (known := self._episodes.pop(episode, None)) is not None:
-            if known.started and not known.failed:
+        if (state := self._episodes.pop(episode, None)) is not None:
+            if state.started and not state.failed:
                 with suppress(ProcessFailure):  # the episode is over, and its sample complete
-                    await known.host.ask(episode, "close", {}, timeout_s=_CLOSE_S)
-            await known.host.end(episode)
+                    await state.host.ask(episode, "close", {}, timeout_s=_CLOSE_S)
+            await state.host.end(episode)
             if self._sandbox is not None:
                 await self._sandbox.end(episode)
 
@@ -186,7 +187,7 @@ class EpisodeRunner:
         key = f"{task.environment} {json.dumps(dict(task.kwargs), sort_keys=True)}"
         if key not in self._hosts:
             kwargs, batched = task.kwargs, task.batched
-            self._hosts[key] = host_of(task.environment, kwargs, self._settings, batched=batched)
+            self._hosts[key] = make_host(task.environment, kwargs, self._settings, batched=batched)
         return self._hosts[key]
 
     async def _ask(self, episode: str, known: _Episode, kind: str, **payload: Any) -> Any:
@@ -207,7 +208,7 @@ class EpisodeRunner:
             return ToolCall(call.name, call.arguments, str(failure), failure.outcome, 0.0)
         if "code" in answer:
             assert self._sandbox is not None, "the runner was started without a sandbox"
-            ran = await self._sandbox.run(episode, without_surrogates(answer["code"]))
+            ran = await self._sandbox.run(episode, replace_surrogates(answer["code"]))
             return ToolCall(call.name, call.arguments, ran.output, ran.outcome, ran.seconds)
         return ToolCall(call.name, call.arguments, answer["result"], answer["outcome"], answer["seconds"])
 
@@ -218,3 +219,122 @@ class EpisodeRunner:
 
 def _described(task: Task, failure: ProcessFailure) -> str:
     return f"{task.environment}: {failure.outcome}: {failure}"[:_REASON]
+
+
+# Before a run
+
+
+T = TypeVar("T")
+_PROBE_EPISODE = "preparation"
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """An environment as its class describes it.
+
+    Attributes:
+        tools: JSON schemas.
+        sandboxed: whether it has the tool `python`.
+        asks: whether it has a `start` of its own.
+        stateless: it has neither `start` nor `step` of its own, so an episode can continue in a new process.
+        batched: it has `step_batch`.
+        has_problems: whether it brings its own problems.
+    """
+
+    tools: tuple[Mapping[str, Any], ...]
+    sandboxed: bool
+    asks: bool
+    stateless: bool
+    batched: bool
+    has_problems: bool
+
+
+class StartFailed(ValueError):
+    """``start`` failed for the problem of this index."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(index, reason)
+        self.index, self.reason = index, reason
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentProbe:
+    """One environment of a run. Every method starts processes and ends them, and raises ValueError for an
+    environment that cannot be used.
+    """
+
+    name: str
+    kwargs: Mapping[str, Any]
+    settings: EnvironmentsConfig
+
+    def describe(self) -> Description:
+        async def ask(host: Host) -> Description:
+            return Description(**await self._ask(host, "describe", {}))
+
+        return self._run(ask)
+
+    def questions(self, problems: Sequence[Problem]) -> tuple[Description, list[Any]]:
+        """Return the description, and what `start` asks for each problem: text or messages.
+
+        An environment without a `start` of its own is only asked for the first one. Raises StartFailed.
+        """
+
+        async def ask(host: Host) -> tuple[Description, list[Any]]:
+            described = Description(**await self._ask(host, "describe", {}))
+            asked: list[Any] = [problem.text for problem in problems]
+            for index, problem in enumerate(problems if described.asks else problems[:1]):
+                try:
+                    asked[index] = await self._ask(host, "start", {"problem": asdict(problem)})
+                except ValueError as error:
+                    raise StartFailed(index, str(error)) from error
+            if described.asks:
+                await self._ask(
+                    host, "close", {}
+                )  # ends the last problem; each `start` closes the one before
+            return described, asked
+
+        return self._run(ask)
+
+    def own_problems(self, split: str, count: int | None) -> list[dict[str, Any]]:
+        """Return the rows that the environment brings; at most ``count``."""
+
+        async def ask(host: Host) -> list[dict[str, Any]]:
+            if not Description(**await self._ask(host, "describe", {})).has_problems:
+                raise ValueError(
+                    f"environment {self.name} brings no problems of its own; set the source's `path`, or "
+                    "give the environment a class method `problems`"
+                )
+            rows: list[dict[str, Any]] = []
+            while count is None or len(rows) < count:
+                more = await self._ask(host, "problems", {"split": split, "count": count})
+                if not more:
+                    break
+                rows += more
+            return rows[:count]
+
+        return self._run(ask)
+
+    def _run(self, ask: Callable[[Host], Coroutine[Any, Any, T]]) -> T:
+        async def run() -> T:
+            async with self._host() as host:
+                return await ask(host)
+
+        return asyncio.run(run())
+
+    @asynccontextmanager
+    async def _host(self) -> AsyncIterator[Host]:
+        host = make_host(self.name, self.kwargs, self.settings)
+        try:
+            yield host
+        finally:
+            await host.close()
+
+    async def _ask(self, host: Host, kind: str, payload: Mapping[str, Any]) -> Any:
+        try:
+            answer = await host.ask(_PROBE_EPISODE, kind, payload, timeout_s=self.settings.timeout_s)
+        except ProcessFailure as failure:
+            what = "" if kind == "describe" else f" {kind}:"
+            reason = str(failure).removeprefix("ValueError: ")
+            outcome = "" if failure.outcome == "error" else f" {failure.outcome}:"
+            raise ValueError(f"environment {self.name}:{what}{outcome} {reason}") from failure
+        return replace_surrogates(answer)

@@ -1,6 +1,16 @@
-"""Tools: functions with typed parameters and a docstring. Their schema, and calls with checked arguments.
+"""Tools, and calls of them in the text of an action.
 
-A docstring describes the tool and, in a section ``Args:``, what each argument is. The policy reads both.
+A tool is a function with typed parameters and a docstring, which describes the tool and, in a section
+``Args:``, what each argument is. The policy reads both. Calls have the form of the chat template, or are code
+blocks:
+
+chat form   <tool_call>{"name": "calculator", "arguments": {"expression": "3*4"}}</tool_call>   and others
+code form   ```calculator        the action ends here, and the result follows in the same message:
+            3*4
+            ```
+            ```output
+            12
+            ```
 """
 
 from __future__ import annotations
@@ -10,13 +20,16 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NotRequired, Required, get_type_hints
+from typing import Any, NotRequired, Protocol, Required, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic, whose dependency it is, asks for it before Python 3.12
 
 from grpo_dist.environments.base import Tool
-from grpo_dist.environments.records import Call
+from grpo_dist.environments.episode import Action, Call
+
+# Schemas and arguments
+
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _SHOWN = 200  # characters of a value or of an error in a message to the policy
@@ -71,8 +84,8 @@ class TypedTool:
     def arguments(self, call: Call) -> dict[str, Any]:
         """Return the checked arguments of ``call``. Raises BadCall."""
         try:
-            given = self._raw(call) if call.raw else _decoded(call.arguments)
-            return dict(self._arguments.validate_python(given))
+            values = self._raw(call) if call.raw else _decoded(call.arguments)
+            return dict(self._arguments.validate_python(values))
         except ValidationError as error:
             wrong = "; ".join(_complaint(item) for item in error.errors()[:5])
             raise BadCall(f"{self.name}: {wrong}. It takes: {', '.join(self._names) or 'nothing'}") from error
@@ -83,11 +96,11 @@ class TypedTool:
         """
         if not self._names:
             return {}
-        several, given = len(self._required) > 1, None
+        several, decoded = len(self._required) > 1, None
         with suppress(BadCall):
-            given = _decoded(call.arguments) if len(self._names) > 1 else None
-        if given is not None and (several or (given and given.keys() <= set(self._names))):
-            return given
+            decoded = _decoded(call.arguments) if len(self._names) > 1 else None
+        if decoded is not None and (several or (decoded and decoded.keys() <= set(self._names))):
+            return decoded
         if several:
             form = ", ".join(f'"{name}": ...' for name in self._names)
             raise BadCall(f"{self.name}: write its arguments in the block as a JSON object: {{{form}}}")
@@ -143,9 +156,9 @@ def _documentation(docstring: str) -> tuple[str, dict[str, str]]:
     """Split a docstring into what the tool does and its described arguments (a section ``Args:``)."""
     summary, _, rest = docstring.partition("\nArgs:\n")
     rest = re.split(r"\n(?=\S)", rest, maxsplit=1)[0]
-    found = re.findall(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*(?:\n\s{8,}.*)*)", rest, re.MULTILINE)
+    sections = re.findall(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*(?:\n\s{8,}.*)*)", rest, re.MULTILINE)
     summary = re.split(r"\n(?:Returns|Raises):\n", summary, maxsplit=1)[0]
-    return summary.strip(), {name: " ".join(text.split()) for name, text in found}
+    return summary.strip(), {name: " ".join(text.split()) for name, text in sections}
 
 
 def _untitled(schema: Any) -> Any:
@@ -155,3 +168,133 @@ def _untitled(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     return {k: _untitled(v) for k, v in schema.items() if not (k == "title" and isinstance(v, str))}
+
+
+# Calls in text
+
+
+CODE = "code"
+# The last newline belongs to the action: without it a closing fence could still become an opening one.
+CODE_STOP = "\n```\n"
+_FENCE = "```"
+_OTHER_NAMES = {"py": "python", "python3": "python", "Python": "python"}
+
+# What a chat template that shows tools mentions -> the parser of vLLM; the first that fits decides.
+_MENTIONS = (
+    ("<function=", "qwen3_xml"),
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
+    ("<|python_tag|>", "llama3_json"),
+    ("Environment: ipython", "llama3_json"),
+)  # fmt: skip
+# What opens a call in each format. An action with it that holds no call is malformed.
+_OPENINGS = {
+    "qwen3_xml": ("<tool_call>", "<function="),
+    "qwen3_coder": ("<tool_call>", "<function="),
+    "hermes": ("<tool_call>",),
+    "qwen3_json": ("<tool_call>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek_v3": ("<｜tool▁call▁begin｜>",),
+    "deepseek_v31": ("<｜tool▁call▁begin｜>",),
+    "llama3_json": ("<|python_tag|>", '{"name":', '{"type": "function"'),
+    "llama4_json": ("<|python_tag|>", '{"name":', '{"type": "function"'),
+}
+
+# Tokens without which vLLM's parser does not start.
+_NEEDED = {
+    "llama3_json": ("<|python_tag|>",),
+    "llama4_json": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>",),
+    "deepseek_v31": ("<｜tool▁calls▁begin｜>",),
+}
+_CALL_REASON = 200  # characters of a parser's error that the policy reads
+# Formats whose parsers return a call that was cut, without the argument in which it was.
+_CLOSED = {"qwen3_xml": ("<function=", "</function>"), "qwen3_coder": ("<function=", "</function>")}
+
+
+class CallParser(Protocol):
+    """A tool parser of the engine. Not in this package, which does not know vLLM."""
+
+    @property
+    def openings(self) -> Sequence[str]:
+        """Texts that open a call, if the parser states them."""
+        ...
+
+    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[Call]:
+        """Return the calls in ``text``; none where it cannot be read."""
+
+
+def resolve_format(call_format: str, chat_template: str | None) -> str:
+    """Return the format of calls: `environments.call_format`, or where that is `auto` the chat template's.
+
+    ``chat_template``: None for plain text. For a template without tools the format is code blocks.
+    """
+    if call_format != "auto":
+        return call_format
+    template = chat_template or ""
+    return next((name for mark, name in _MENTIONS if mark in template and "tools" in template), CODE)
+
+
+def is_known(call_format: str) -> bool:
+    """Return whether this package parses ``call_format`` itself; other names are parsers of vLLM."""
+    return call_format in ("auto", CODE) or call_format in _OPENINGS
+
+
+def missing_tokens(call_format: str, vocabulary: Mapping[str, int]) -> str:
+    """Return a token that the parser of ``call_format`` needs and the tokenizer lacks; "": there is none."""
+    return next((token for token in _NEEDED.get(call_format, ()) if token not in vocabulary), "")
+
+
+def read_chat(
+    text: str, call_format: str, parser: CallParser, tools: Sequence[Mapping[str, Any]]
+) -> tuple[tuple[Call, ...], str]:
+    """Return the calls in an action's answer, and why they cannot be read ("": they can)."""
+    try:
+        calls = tuple(parser(text, tools))
+    except Exception as error:  # text of the policy must not end the run; the samples show the reason
+        why = f"{type(error).__name__}: {error}"[:_CALL_REASON]
+        return (), f"the call cannot be read ({why}); write it as valid {_form(call_format)}"
+    opening, closing = _CLOSED.get(call_format, ("", ""))
+    if text.count(opening) > text.count(closing):
+        return (), f"the call after {opening} is not closed; end it with {closing}"
+    if calls:
+        return calls, ""
+    for opening in (*_OPENINGS.get(call_format, ()), *parser.openings):
+        if opening in text:
+            return (), f"the call after {opening} cannot be read; write it as valid {_form(call_format)}"
+    return (), ""
+
+
+def read_code(text: str, names: Sequence[str], *, ended: bool) -> Action:
+    """Read an action of the code form.
+
+    Args:
+        names: of tools; a block in the language of that name calls it.
+        ended: the policy ended its message, so that nothing is executed: a block in it is part of the answer.
+    """
+    language, body, start, closed = None, "", 0, False
+    position = 0
+    for line in text.splitlines(keepends=True):
+        fence = line.strip()
+        if language is None and fence.startswith(_FENCE) and "`" not in fence[3:]:
+            language, start, closed = fence[3:].strip(), position + len(line), False
+        elif language is not None and fence == _FENCE:
+            body, closed = text[start:position], True
+            name, language = _OTHER_NAMES.get(language, language), None
+        elif fence:
+            closed = False
+        position += len(line)
+    if ended:
+        if language is not None and _OTHER_NAMES.get(language, language) in names:
+            return Action(text, malformed=f"the {language} block is not closed; end it with a line of ```")
+        return Action(text)
+    if closed and name in names:
+        return Action(text, (Call(name, body, raw=True),))
+    # The stop string also matches a fence that closes a block in another language, or opens one without.
+    return Action(text, unfinished=bool(re.search(r"\n```\s*\Z", text)))
+
+
+def _form(call_format: str) -> str:
+    return "JSON with name and arguments" if "xml" not in call_format else "XML with function and parameters"

@@ -60,10 +60,10 @@ class VerifiersEnvironment(Environment):
         kinds = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}
         messages = [*self._asked, {"role": "assistant", "content": action}]
         for number, message in enumerate(messages):
-            own = kinds[message["role"]](content=message["content"])
+            message_node = kinds[message["role"]](content=message["content"])
             parent = number - 1 if number else None
             is_last = number == len(messages) - 1
-            trace.nodes.append(vf.MessageNode(parent=parent, message=own, sampled=is_last))
+            trace.nodes.append(vf.MessageNode(parent=parent, message=message_node, sampled=is_last))
         await task.score(trace)
         if missing := [name for name, reward in trace.rewards.items() if reward is None] or trace.errors:
             raise ValueError(f"verifiers:{self.target} did not score the answer: {missing}")

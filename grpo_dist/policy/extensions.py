@@ -6,7 +6,6 @@ every later process of that user waits for it forever. Here the mark is a lock t
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import hashlib
 import os
@@ -22,7 +21,7 @@ from torch.utils import cpp_extension
 from grpo_dist.config import PolicyConfig
 from grpo_dist.errors import UserError
 from grpo_dist.policy.deepspeed_config import offload_devices
-from grpo_dist.runtime.processes import child_command
+from grpo_dist.runtime.processes import run_child
 
 _DEADLINE_S = 3600.0  # of one build by another process: a busy machine takes minutes for one file
 _REFUSED = "REFUSED: "  # before the message of a build that failed
@@ -152,25 +151,14 @@ async def build_kernels_here(builders: Sequence[str]) -> None:
     """Build what this machine lacks of ``builders``, in a process of its own, before ranks start: a build may
     take longer than the start of an actor. Raises UserError as `build_kernels`, TimeoutError after an hour.
     """
-    process = await asyncio.create_subprocess_exec(
-        *child_command("grpo_dist.policy.extensions", *builders),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(_DEADLINE_S):
-            _, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-    if process.returncode:
-        _, _, refused = errors.decode(errors="replace").rpartition(_REFUSED)
+    status, _, errors = await run_child("grpo_dist.policy.extensions", *builders, deadline_s=_DEADLINE_S)
+    if status:
+        refused = errors.rpartition(_REFUSED)[2]
         # A process that was ended, as for want of memory, has said nothing.
         raise UserError(
             refused.strip()[-2 * _OUTPUT :]
             or f"DeepSpeed's kernels {', '.join(_NAMES[name] for name in builders)} are not built: the "
-            f"process that builds them ended with status {process.returncode}; a status of -9 is for want of "
+            f"process that builds them ended with status {status}; a status of -9 is for want of "
             "memory: free some, and start again"
         )
 

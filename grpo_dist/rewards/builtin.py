@@ -16,13 +16,11 @@ from typing import Any, ClassVar
 from pydantic import Field, PositiveInt, field_validator
 
 from grpo_dist.config import Fraction, NonNegative, Section
-from grpo_dist.rewards.episodes import reward_of_environment
 from grpo_dist.rewards.format import think_answer_format
-from grpo_dist.rewards.group import CompletionGroup, Verdicts
+from grpo_dist.rewards.group import CompletionGroup, Verdicts, sum_rewarded_turns
 from grpo_dist.rewards.language import SCRIPTS, Script, script_share
-from grpo_dist.rewards.length import cosine_length, overlong_punishment, relative_length
+from grpo_dist.rewards.length import cosine_length, overlong_punishment, relative_length, repeated_share
 from grpo_dist.rewards.match import exact_match, numeric_match
-from grpo_dist.rewards.repetition import repeated_share
 from grpo_dist.rewards.text import alternatives
 
 Note = Callable[[str], None]  # receives the reason why a sample could not be scored
@@ -278,4 +276,4 @@ class EnvironmentSum(Builtin):
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         episodes = zip(group.turns or [()] * len(group.completions), group.finish_reasons, strict=True)
-        return [reward_of_environment(turns, end, verdicts.rewarded_ends) for turns, end in episodes]
+        return [sum_rewarded_turns(turns, end, verdicts.rewarded_ends) for turns, end in episodes]

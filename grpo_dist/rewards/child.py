@@ -1,11 +1,11 @@
-"""Main program of a grader process. `pool` starts it with the arguments MEMORY_MB LIFELINE OWN.
+"""Main program of a grader process. `pool` starts it with the arguments MEMORY_MB LIFELINE USER_CODE.
 
 Requests arrive as pickles on standard input; replies leave as JSON lines on the original standard output.
 Both are redirected to /dev/null for graded code, so its prints are discarded and its reads are empty. A reply
 repeats the random number of its request, so a line that other code writes to the descriptor is not taken for
 a reply. A forked process inherits neither descriptor.
 
-OWN is 1 in a process for the package's own graders, which never runs user code, and 0 otherwise.
+USER_CODE is 0 in a process for the package's graders, which never runs user code, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CANCELLED_S = 1.0  # seconds that cancelled calls have to end
 
 
 def main() -> None:
-    memory_mb, lifeline, own = (int(argument) for argument in sys.argv[1:4])
+    memory_mb, lifeline, runs_user_code = (int(argument) for argument in sys.argv[1:4])
     fork_guarded(lifeline)
     die_with(lifeline)
     requests = os.fdopen(os.dup(0), "rb", closefd=False)
@@ -40,7 +40,7 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
     os.register_at_fork(after_in_child=partial(_close, (requests.fileno(), replies, lifeline)))
-    if own:
+    if not runs_user_code:
         with without_collections():
             from grpo_dist.rewards.math import grade  # only here, so that processes of user code start fast
 
@@ -80,14 +80,14 @@ def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
                 function, accepted = load(*arguments)
             finally:
                 limit_address_space(memory_mb)
-            known = {
+            parameters = {
                 name: parameter
                 for name, parameter in inspect.signature(function).parameters.items()
                 if accepted is None or name in accepted
             }
-            required = [name for name, parameter in known.items() if _is_required(parameter)]
+            required = [name for name, parameter in parameters.items() if _is_required(parameter)]
             is_async = inspect.iscoroutinefunction(function)
-            return ["ok", {"names": [*known], "required": required, "is_async": is_async}]
+            return ["ok", {"names": [*parameters], "required": required, "is_async": is_async}]
         return ["ok", _KINDS[kind](*arguments)]
     except MemoryError:
         return ["memory", f"out of memory: more than {memory_mb} MB above the process's size at start"]
@@ -113,56 +113,52 @@ def _find(completion: str) -> str | None:
     return answer_found(completion)
 
 
-def _call(path: str, keywords: dict[str, Any]) -> float | None:
-    """Call the user's function; None if it returns None or NaN, which mean "cannot be scored"."""
-    return _number(path, _result(path, keywords))
-
-
-def _call_for_all(path: str, keywords: dict[str, Any], size: int) -> list[float | None]:
-    """Call a function that returns ``size`` numbers at once: of a group, or of the steps of a completion."""
-    return _numbers(path, _result(path, keywords), size)
-
-
-def _numbers(path: str, values: Any, size: int) -> list[float | None]:
-    """Return ``values`` as numbers. Raises ValueError where they are not ``size``."""
-    try:
-        if isinstance(values, str | bytes | Mapping | Set):
-            raise TypeError("not in the order of the completions")
-        given = list(values)
-    except TypeError as error:
-        raise ValueError(f"{path} returned {_shown(values)}; expected a list of {size} numbers") from error
-    if len(given) != size:
-        raise ValueError(f"{path} returned {len(given)} numbers; expected {size}")
-    return [_number(path, value) for value in given]
-
-
-def _call_together(
-    path: str, calls: list[dict[str, Any]], limits: list[float], sizes: list[int] | None
+def _call(
+    path: str, calls: list[dict[str, Any]], limits: list[float], sizes: list[int | None]
 ) -> list[list[Any]]:
-    """Await an asynchronous function for all ``calls`` at the same time, each for ``limits`` seconds.
+    """Call the user's function with each of ``calls``.
 
-    Returns ["ok", number], ["failed", reason] or ["timeout", reason] of each; with ``sizes`` a list of so
-    many numbers in place of the number.
+    One that is asynchronous is awaited for all of them at the same time, each for ``limits`` seconds; the
+    pool bounds any other. Returns ["ok", number], ["failed", reason] or ["timeout", reason] of each call;
+    with a size a list of so many numbers. A number is None where the function returned None or NaN, which
+    mean "cannot be scored".
     """
-    expected = [None] * len(calls) if sizes is None else sizes
-    left: list[asyncio.Future[Any]] = []  # past their deadline
+    function, accepted = load(path)
+    filtered = [{k: v for k, v in call.items() if accepted is None or k in accepted} for call in calls]
+    if inspect.iscoroutinefunction(function):
+        return _runner().run(
+            _await_all(path, [partial(function, **call) for call in filtered], limits, sizes)
+        )
+    replies = []
+    for call, size in zip(filtered, sizes, strict=True):
+        value = function(**call)
+        if inspect.isawaitable(value):
+            value = _runner().run(_wait(value))
+        replies.append(["ok", _checked(path, value, size)])
+    return replies
 
-    async def answer(keywords: dict[str, Any], limit_s: float, size: int | None) -> list[Any]:
-        task = asyncio.ensure_future(_awaitable(path, keywords))
+
+async def _await_all(
+    path: str, calls: list[Callable[[], Awaitable[Any]]], limits: list[float], sizes: list[int | None]
+) -> list[list[Any]]:
+    late: list[asyncio.Future[Any]] = []  # past their deadline
+
+    async def reply(call: Callable[[], Awaitable[Any]], limit_s: float, size: int | None) -> list[Any]:
+        task = asyncio.ensure_future(_wait(call()))
         await asyncio.wait([task], timeout=limit_s)
         if not task.done():
             task.cancel()
-            left.append(task)
+            late.append(task)
             return ["timeout", f"no result within {limit_s:g} s"]
-        return _outcome(path, task, size)
+        try:
+            return ["ok", _checked(path, task.result(), size)]  # bounded: it is done
+        except BaseException as error:  # as in `_answer`, and a cancelled task
+            return ["failed", raised(error)[:_REASON]]
 
-    async def answers() -> list[list[Any]]:
-        found = await asyncio.gather(*map(answer, calls, limits, expected))
-        if left:
-            await asyncio.wait(left, timeout=_CANCELLED_S)
-        return found
-
-    return _runner().run(answers())
+    replies = await asyncio.gather(*map(reply, calls, limits, sizes))
+    if late:
+        await asyncio.wait(late, timeout=_CANCELLED_S)
+    return replies
 
 
 @cache
@@ -171,27 +167,26 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-def _outcome(path: str, task: asyncio.Future[Any], size: int | None) -> list[Any]:
-    try:
-        value = task.result()  # bounded: it is done
-        return ["ok", _number(path, value) if size is None else _numbers(path, value, size)]
-    except BaseException as error:  # as in `_answer`, and a cancelled task
-        return ["failed", raised(error)[:_REASON]]
-
-
-def _result(path: str, keywords: dict[str, Any]) -> Any:
-    """Return what the user's function returns, also if it is asynchronous."""
-    value = _awaitable(path, keywords)
-    return _runner().run(_awaited(value)) if inspect.isawaitable(value) else value
-
-
-def _awaitable(path: str, keywords: dict[str, Any]) -> Any:
-    function, accepted = load(path)
-    return function(**{k: v for k, v in keywords.items() if accepted is None or k in accepted})
-
-
-async def _awaited(value: Awaitable[Any]) -> Any:
+async def _wait(value: Awaitable[Any]) -> Any:
     return await value
+
+
+def _checked(path: str, values: Any, size: int | None) -> Any:
+    """Return ``values`` as a number, or as ``size`` numbers: of a group, or of the steps of a completion.
+
+    Raises ValueError where they are none.
+    """
+    if size is None:
+        return _number(path, values)
+    try:
+        if isinstance(values, str | bytes | Mapping | Set):
+            raise TypeError("not in the order of the completions")
+        numbers = list(values)
+    except TypeError as error:
+        raise ValueError(f"{path} returned {_describe(values)}; expected a list of {size} numbers") from error
+    if len(numbers) != size:
+        raise ValueError(f"{path} returned {len(numbers)} numbers; expected {size}")
+    return [_number(path, value) for value in numbers]
 
 
 def _number(path: str, value: Any) -> float | None:
@@ -206,12 +201,12 @@ def _number(path: str, value: Any) -> float | None:
         number = math.inf
     if math.isinf(number):
         raise ValueError(
-            f"{path} returned {_shown(value)}; expected a finite number, or None if it cannot be scored"
+            f"{path} returned {_describe(value)}; expected a finite number, or None if it cannot be scored"
         )
     return None if math.isnan(number) else number
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     """Describe what a function returned: None, inf, the text 'yes', a dict."""
     if value is None or isinstance(value, float):
         return str(value)
@@ -222,8 +217,6 @@ _KINDS: dict[str, Callable[..., Any]] = {
     "grade": _grade,
     "find": _find,
     "call": _call,
-    "call_for_all": _call_for_all,
-    "call_together": _call_together,
 }
 
 

@@ -23,7 +23,7 @@ _REVERSED = re.compile(  # "(B) is the correct answer"
     rf"(?<![\w'’^\\])(?P<open>(?:{_OPEN}){{0,6}})(?P<letter>[A-Z])(?![\w'’^])(?P<close>(?:{_CLOSE}){{0,6}})"
     rf"\s+is,?\s+(?:{_SURELY},?\s+)?the\s+(?:only\s+)?(?:correct|right|best)\s+(?:answer|option|choice)\b"
 )
-_BEFORE = re.compile(  # of the same clause: it is not claimed, or not that it is right
+_BEFORE = re.compile(  # in the same clause: nothing is claimed, or not as right
     r"\b(?:if|whether|unless|except|not|never|nor|wrong|incorrect|false|unlikely|cannot|least|worst)\b|n['’]t\b",
     re.IGNORECASE,
 )
@@ -32,7 +32,7 @@ _NOBODY = (  # words for a given answer that is no claim of another person
     r"(?:problem|question|text|statement|exercise|task|condition|definition|theorem|passage|hint|it|which|we|as"
     rf"|{_ADVERB})"
 )
-_SUPPOSED = re.compile(  # of the same sentence: the claim of another person, or one that is made to be tried
+_SUPPOSED = re.compile(  # in the same sentence: another person's claim, or an assumption
     r"\b(?:suppos\w+|assum\w+|imagin\w+|doubt\w*|who|claim\w*|thinks?"
     r"|conclude\s+that\s+the|would\s+(?:have|mean|imply))\b"
     rf"|\b(?!{_NOBODY}\b)\w+\s+(?:{_ADVERB}\s+)?(?:says?|said|thought|believe[sd]?|argue[sd]?)\b"
@@ -87,14 +87,14 @@ def marked_option(answer: str) -> tuple[str, str] | None:
 
     None for an answer without a mark, and where another option or a formula of the letter follows.
     """
-    found = _MARKED.fullmatch(_WRAPPED.sub(r"\1 ", answer, count=1) if _WRAPPED.match(answer) else answer)
-    if found is None:
+    match = _MARKED.fullmatch(_WRAPPED.sub(r"\1 ", answer, count=1) if _WRAPPED.match(answer) else answer)
+    if match is None:
         return None
-    text = found["text"].strip()
-    adjoins = not found["gap"] and text.startswith(("-", "(", "|"))  # a difference or a product
+    text = match["text"].strip()
+    adjoins = not match["gap"] and text.startswith(("-", "(", "|"))  # a difference or a product
     if adjoins or _COMPUTED.match(text) or _ANOTHER_OPTION.search(text):
         return None
-    return next(filter(None, found.group("bracketed", "closed", "stopped", "named"))), text
+    return next(filter(None, match.group("bracketed", "closed", "stopped", "named"))), text
 
 
 def stated_choice(text: str) -> str | None:
@@ -114,7 +114,7 @@ def stated_choice(text: str) -> str | None:
         return None
     before, rest = text[max(0, last.start() - _LOOKS_BACK) : last.start()], text[last.end() :]
     sentence = re.split(r"[.!?\n]", before)[-1]
-    clause = sentence[found.end() :] if (found := _REASONED.match(sentence)) else sentence
+    clause = sentence[reason.end() :] if (reason := _REASONED.match(sentence)) else sentence
     if _SUPPOSED.search(sentence) or _BEFORE.search(clause):
         return None
     if last.re is _REVERSED and (_WITH_ANOTHER.search(before) or _RESTRICTED.match(rest)):

@@ -14,11 +14,14 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from grpo_dist.config import Count, Section
 from grpo_dist.config.secrets import masked_text
 
 if TYPE_CHECKING:
@@ -46,25 +49,18 @@ class NoReply(Exception):
         return str(self.args[0])
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointSettings:
-    """How requests are sent.
+class EndpointSettings(Section):
+    """How requests are sent; fields of the `kwargs` of `judge`, `remote` and `generative`."""
 
-    Attributes:
-        timeout_s: deadline of one attempt in seconds, from its start to the last byte of the reply.
-        max_retries: further attempts after a connection error, a timeout or a transient status.
-        requests_per_minute: rate limit over attempts; None for no limit.
-        break_after: failed requests in a row after which the breaker opens.
-        break_s: seconds for which it first stays open; it doubles up to `CircuitBreaker.LONGEST_S`.
-        headers: of every request.
-    """
-
-    timeout_s: float = 30.0
-    max_retries: int = 3
-    requests_per_minute: float | None = None
-    break_after: int = 5
-    break_s: float = 10.0
-    headers: Mapping[str, str] = field(default_factory=dict)
+    api_key_env: str | None = Field(None, description="environment variable that holds the key")
+    max_retries: Count = Field(3, description="after a connection error, a timeout or a transient status")
+    timeout_s: PositiveFloat = Field(30.0, description="of one attempt, from its start to the last byte")
+    requests_per_minute: PositiveFloat | None = Field(None, description="of the whole run; retries count")
+    break_after: PositiveInt = Field(
+        5, description="failed requests in a row after which none is sent for `break_s`"
+    )
+    break_s: PositiveFloat = Field(10.0, description="first pause of a server that is gone; it doubles")
+    headers: dict[str, str] = Field({}, description="of every request")
 
 
 class RateLimit:
@@ -144,25 +140,28 @@ class Endpoint:
     """Posts JSON to one server, from any thread.
 
     Args:
-        api_key: sent as a bearer token; None for a server without keys.
+        workers: clients of the run that share `requests_per_minute`.
         extra_secrets: a tree whose secret values are masked in messages, e.g. a body's further fields.
         sleep: replaces `time.sleep` between attempts in tests.
+
+    Raises ValueError where the variable of `api_key_env` is not set.
     """
 
     def __init__(
         self,
         base_url: str,
-        settings: EndpointSettings = EndpointSettings(),
+        settings: EndpointSettings,
         *,
-        api_key: str | None = None,
+        workers: int = 1,
         extra_secrets: Any = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._url, self._settings, self._sleep = base_url.rstrip("/"), settings, sleep
-        headers = dict(settings.headers) | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        key, rate = _api_key(settings.api_key_env), settings.requests_per_minute
+        headers = settings.headers | ({"Authorization": f"Bearer {key}"} if key else {})
         # An error message may quote the request, so secrets are masked in what is shown.
-        self._secrets = {"api_key": api_key, "url": base_url, "headers": headers, "extra": extra_secrets}
-        self._limit = RateLimit(settings.requests_per_minute) if settings.requests_per_minute else None
+        self._secrets = {"api_key": key, "url": base_url, "headers": headers, "extra": extra_secrets}
+        self._limit = RateLimit(rate / workers) if rate else None
         self.breaker = CircuitBreaker(settings.break_after, settings.break_s)
         self._loop = _ClientLoop(headers)
 
@@ -200,6 +199,27 @@ class Endpoint:
 
     def close(self) -> None:
         self._loop.close()
+
+    def chat(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, str]],
+        max_tokens: int,
+        extra_body: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Return what ``model`` replies, sampled greedily (temperature 0), over the OpenAI chat API.
+
+        ``extra_body``: further fields of the request, e.g. vLLM's ``structured_outputs``. Raises NoReply.
+        """
+        asked = {"model": model, "messages": messages, "temperature": 0.0, "max_tokens": max_tokens}
+        reply = self.post("/chat/completions", asked | dict(extra_body))
+        try:
+            content = reply["choices"][0]["message"]["content"]
+        except (TypeError, LookupError):  # not the expected lists and mappings
+            content = None
+        if not isinstance(content, str):
+            raise NoReply("malformed reply (no choice with a text)")
+        return content
 
     def _parsed(self, content: bytes) -> Any:
         self.breaker.succeeded()
@@ -263,7 +283,7 @@ class _ClientLoop:
         return response.status_code, _seconds(response.headers.get("retry-after", "")), content
 
 
-def api_key(variable: str | None) -> str | None:
+def _api_key(variable: str | None) -> str | None:
     """Read the key from environment variable ``variable``; None for None.
 
     Raises ValueError when it is unset.

@@ -29,7 +29,7 @@ from grpo_dist.rewards.formula_values import (
     real,
 )
 
-_MAX_ELEMENTS = 64  # of lists that are compared in any order
+_MAX_ELEMENTS = 64  # longest list compared in any order
 _ROUNDED = 1e-4  # largest relative difference of a decimal number that stands for an exact one
 _PLACES, _PLACES_IN_TUPLE = 6, 4  # decimals of such a number, alone and as an end or coordinate
 
@@ -135,12 +135,12 @@ def _is_letter(node: Formula) -> bool:
 
 def _same_statement(ours: Formula, theirs: Formula) -> bool | None:
     ours, theirs = (
-        _alternatives(_with_moduli(_without_domains(_worked_out(node)))) for node in (ours, theirs)
+        _alternatives(_share_modulus(_drop_domains(_worked_out(node)))) for node in (ours, theirs)
     )
     ours, theirs = _spread(ours, theirs), _spread(theirs, ours)
     if "congruence" in (ours.kind, theirs.kind):
         return _same_congruence(ours, theirs)
-    sets = _as_sets(ours, theirs)
+    sets = _compare_as_sets(ours, theirs)
     if sets is not None:
         return sets
     if _is_equation(theirs) and not _is_statement(ours):
@@ -165,7 +165,7 @@ def _same_statement(ours: Formula, theirs: Formula) -> bool | None:
 _COLLECTIONS = ("list", "set", "tuple", "interval", "matrix", "or", "and")
 
 
-def _without_domains(node: Formula) -> Formula:
+def _drop_domains(node: Formula) -> Formula:
     """Remove what a list says of the numbers that its variables stand for: ``2n, n \\in \\mathbb{Z}``."""
     if node.kind != "list":
         return node
@@ -177,7 +177,7 @@ def _without_domains(node: Formula) -> Formula:
     return node if not kept else kept[0] if len(kept) == 1 else node._replace(parts=tuple(kept))
 
 
-def _with_moduli(node: Formula) -> Formula:
+def _share_modulus(node: Formula) -> Formula:
     """Turn ``x \\equiv 1, 4 \\pmod 5`` into two congruences, of one left side and one modulus."""
     if node.kind != "list" or node.parts[-1].kind != "congruence":
         return node
@@ -330,10 +330,10 @@ def _same_congruence(ours: Formula, theirs: Formula) -> bool:
 
 
 def _is_constant_multiple(node: Formula, modulus: int) -> bool:
-    found = [evaluate(node, values) for values in _values_of_variables(node, node)]
-    return all(close(number, found[0]) for number in found) and is_zero(
-        Fraction(round(real(found[0]))) - found[0]
-    ) and round(real(found[0])) % modulus == 0  # fmt: skip
+    numbers = [evaluate(node, values) for values in _values_of_variables(node, node)]
+    return all(close(number, numbers[0]) for number in numbers) and is_zero(
+        Fraction(round(real(numbers[0]))) - numbers[0]
+    ) and round(real(numbers[0])) % modulus == 0  # fmt: skip
 
 
 def _whole(node: Formula) -> int:
@@ -355,20 +355,20 @@ def _alternatives(node: Formula) -> Formula:
         return Formula("set" if node.kind == "set" else "list", tuple(parts))
     if node.kind in ("tuple", "interval"):
         choices = [_parts_of(_alternatives(part)) for part in node.parts]
-        found = [node._replace(parts=tuple(choice)) for choice in product(*choices)]
+        alternatives = [node._replace(parts=tuple(choice)) for choice in product(*choices)]
     else:
-        found = [_with_sign(node, upper) for upper in (True, False)]
-    if len(found) > _MAX_ELEMENTS:
+        alternatives = [_choose_sign(node, upper) for upper in (True, False)]
+    if len(alternatives) > _MAX_ELEMENTS:
         raise Unread("many signs")
-    return Formula("list", tuple(found))
+    return Formula("list", tuple(alternatives))
 
 
 def _parts_of(node: Formula) -> tuple[Formula, ...]:
     return node.parts if node.kind == "list" else (node,)
 
 
-def _with_sign(node: Formula, upper: bool) -> Formula:
-    parts = tuple(_with_sign(part, upper) for part in node.parts)
+def _choose_sign(node: Formula, upper: bool) -> Formula:
+    parts = tuple(_choose_sign(part, upper) for part in node.parts)
     if node.kind != "signs":
         return node._replace(parts=parts)
     return parts[0] if (node.name == "pm") == upper else Formula("negative", parts)
@@ -383,13 +383,13 @@ def _same_collection(ours: Formula, theirs: Formula) -> bool | None:
         for node, other in ((ours, theirs), (theirs, ours))
     )
     if ours.kind in ordered or theirs.kind in ordered:
-        ours, theirs = _in_order(ours, theirs), _in_order(theirs, ours)
+        ours, theirs = _order_by_names(ours, theirs), _order_by_names(theirs, ours)
         if ours.kind != theirs.kind:
             return _matrix_and_tuple(ours, theirs)
         if ours.name != theirs.name or len(ours.parts) != len(theirs.parts):
             return False
         return _all_same(ours.parts, theirs.parts)
-    ours, theirs = (_without_names(node) if other.kind in ("set", "list") and not _is_statement(other)
+    ours, theirs = (_drop_names(node) if other.kind in ("set", "list") and not _is_statement(other)
                     else node
                     for node, other in ((ours, theirs), (theirs, ours)))  # fmt: skip
     if {ours.kind, theirs.kind} == {"and", "or"} and not all(
@@ -444,7 +444,7 @@ def _matrix(rows: Sequence[Sequence[Formula]]) -> Formula:
     return Formula("matrix", tuple(Formula("tuple", tuple(row)) for row in rows))
 
 
-def _in_order(node: Formula, other: Formula) -> Formula:
+def _order_by_names(node: Formula, other: Formula) -> Formula:
     """Turn ``p=5, q=2`` into (5, 2) where the other formula is a tuple."""
     if (
         other.kind != "tuple"
@@ -495,7 +495,7 @@ def _is_compound(node: Formula) -> bool:
     return node.kind in _COLLECTIONS or _is_statement(node)
 
 
-def _without_names(node: Formula) -> Formula:
+def _drop_names(node: Formula) -> Formula:
     """Turn ``x=2 or x=3`` into the list 2, 3: equations of one name."""
     parts = node.parts if node.kind in ("list", "or", "and") else (node,)
     if not all(_is_equation(part) and len(part.parts) == 2 and _is_name(part.parts[0]) for part in parts):
@@ -539,11 +539,13 @@ class _Interval:
     high_closed: bool
 
 
-def _as_sets(ours: Formula, theirs: Formula) -> bool | None:
+def _compare_as_sets(ours: Formula, theirs: Formula) -> bool | None:
     """Compare as sets of real numbers if one side is an interval, a union or an inequality."""
     if not any(_is_set(node) for node in (ours, theirs)):
         return None
     for node, other in ((ours, theirs), (theirs, ours)):
+        if node.kind in ("interval", "union", "intersection", "difference") and _is_number(other):
+            return False
         if node.kind == "tuple" and len(node.parts) != 2:
             return None
         if node.kind == other.kind == "relation" and len({*_variables(node), *_variables(other)}) > 1:
@@ -575,6 +577,12 @@ def _is_set(node: Formula) -> bool:
     )
 
 
+def _is_number(node: Formula) -> bool:
+    """Return whether a formula is one number, whatever its value."""
+    is_set = node.kind == "constant" and node.name not in ("pi", "infty")
+    return not (is_set or _is_compound(node) or _is_set(node) or _variables(node))
+
+
 def _variables(node: Formula) -> set[str]:
     return {part.name for part in _nodes(node) if part.kind == "symbol" and part.name not in ("e", "i")}
 
@@ -599,10 +607,10 @@ def _pieces(node: Formula, values: Values) -> list[_Interval]:
     if node.kind in ("union", "or"):
         return _united([piece for part in node.parts for piece in _pieces(part, values)])
     if node.kind in ("intersection", "and"):
-        found = _pieces(node.parts[0], values)
+        pieces = _pieces(node.parts[0], values)
         for part in node.parts[1:]:
-            found = _intersected(found, _pieces(part, values))
-        return found
+            pieces = _intersected(pieces, _pieces(part, values))
+        return pieces
     if node.kind == "list":  # inequalities that exclude each other are alternatives
         both = _pieces(Formula("and", node.parts), values)
         return both or _pieces(Formula("or", node.parts), values)
@@ -765,7 +773,7 @@ def _values_of_variables(*trees: Formula) -> Iterator[Values]:
 
 
 def _rounds_to(exact: Number, rounded: Number, places: int) -> bool:
-    """Return whether one number is the other rounded to so many decimals or more."""
+    """Return whether one number is the other rounded to ``places`` decimals or more."""
     a, b = inexact(exact), inexact(rounded)
     if isinstance(a, mpc) or isinstance(b, mpc) or mp.isinf(a) or mp.isinf(b):
         return False

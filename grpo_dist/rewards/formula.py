@@ -160,15 +160,15 @@ def _tokens(text: str) -> Iterator[_Token]:
             spaced = True
             continue
         if kind == "word":
-            yield from _of_letters(token, spaced)
+            yield from _split_letters(token, spaced)
         elif kind == "words":
-            yield from _of_font(token, spaced)
+            yield from _read_font(token, spaced)
         else:
             yield _Token(kind, token, spaced)
         spaced = False
 
 
-def _of_letters(letters: str, spaced: bool) -> Iterator[_Token]:
+def _split_letters(letters: str, spaced: bool) -> Iterator[_Token]:
     if letters in ("or", "and"):
         yield _Token("command", "\\lor" if letters == "or" else "\\land", spaced)
         return
@@ -187,7 +187,7 @@ def _of_letters(letters: str, spaced: bool) -> Iterator[_Token]:
         yield _Token("letter", letter, spaced and not place)
 
 
-def _of_font(command: str, spaced: bool) -> Iterator[_Token]:
+def _read_font(command: str, spaced: bool) -> Iterator[_Token]:
     """Yield the tokens of an operator's name, of a letter in another font, or of the words of an index."""
     match = _IN_FONT.fullmatch(command)
     if match is None:
@@ -196,7 +196,7 @@ def _of_font(command: str, spaced: bool) -> Iterator[_Token]:
     if words in _FUNCTION_NAMES:
         yield _Token("command", f"\\{words}", spaced)
     elif words in ("or", "and") or (len(words) == 1 and words.isalpha()):
-        yield from _of_letters(words, spaced)
+        yield from _split_letters(words, spaced)
     elif match["font"] == "operatorname" and words.isalpha():
         yield _Token("function", words, spaced)
     elif match["font"].startswith("text") or match["font"] in ("mbox", "operatorname") or words.isalpha():
@@ -422,6 +422,8 @@ class _Parser:
     def _indexed(self, base: Formula) -> Formula:
         if base.kind == "power" and base.parts[0].kind == "symbol":  # x^2_n
             return base._replace(parts=(self._indexed(base.parts[0]), base.parts[1]))
+        if base.kind == "number" and all(token.text == "-" for token in self._tokens[: self._place - 2]):
+            return self._without_base(base)
         if base.kind != "symbol":
             raise Unread("an index")
         begin = self._place
@@ -436,6 +438,13 @@ class _Parser:
             self._place = end
             return self._applied(base._replace(name=f"{base.name}_{name}"))
         return Formula("call", (index,), f"{base.name}_")
+
+    def _without_base(self, number: Formula) -> Formula:
+        """Read the base of a number, ``52_8``, whose digits alone are compared here: see `wording.unit`."""
+        tokens = self._raw_group() if self._sees("{") else [self._next()]
+        if not all(token.kind in ("number", "words", "letter") for token in tokens):
+            raise Unread("an index")
+        return number
 
     def _raw_group(self) -> list[_Token]:
         self._expect("{")
@@ -490,8 +499,8 @@ class _Parser:
             return self._matrix(token.text.partition("{")[2].rstrip("}"))
         if token.kind == "function":
             return self._function(token.text)
-        if token.kind == "command" and (found := self._command(token.text[1:])) is not None:
-            return found
+        if token.kind == "command" and (command := self._command(token.text[1:])) is not None:
+            return command
         if token.text in ("|", "\\vert", "\\lvert"):
             self._bars += 1
             inside = self.elements()

@@ -14,9 +14,9 @@ from grpo_dist.rewards.formula import Formula, Unread
 
 DIGITS = 60
 _SAME = mpf(10) ** -35  # relative difference of equal numbers that are not exact
-_MAX_BITS = 400_000  # of an exact number
-_MAX_EXPONENT = 10**9  # of a number in floating point, in bits
-_MAX_TERMS = 10_000  # of a sum or a product
+_MAX_BITS = 400_000  # largest exact number
+_MAX_EXPONENT = 10**9  # largest float, in bits
+_MAX_TERMS = 10_000  # longest sum or product
 
 
 class TooLarge(Unread):
@@ -90,10 +90,10 @@ def evaluate(node: Formula, values: Values) -> Number:
 def combined(a: Number, b: Number, operation: Callable[[Any, Any], Any]) -> Number:
     if isinstance(a, Fraction) and isinstance(b, Fraction) and _bits(a) + _bits(b) < _MAX_BITS:
         return operation(a, b)
-    found = operation(inexact(a), inexact(b))
-    if mp.isnan(found):
+    result = operation(inexact(a), inexact(b))
+    if mp.isnan(result):
         raise Unread("not a number")
-    return found
+    return result
 
 
 def _bits(a: Fraction) -> int:
@@ -159,13 +159,13 @@ def _undefined() -> Number:
 def _exact_root(number: Fraction, degree: int) -> Fraction | None:
     if _bits(number) > 4000:
         return None
-    found = []
+    roots = []
     for part in (number.numerator, number.denominator):
         root = math.isqrt(part) if degree == 2 else round(mp.root(part, degree))
         if root**degree != part:
             return None
-        found.append(root)
-    return Fraction(*found)
+        roots.append(root)
+    return Fraction(*roots)
 
 
 def _root(number: Number, degree: Number) -> Number:
@@ -199,10 +199,10 @@ def _call(node: Formula, values: Values) -> Number:
     if name == "det" and node.parts[0].kind == "matrix":
         return _determinant([[evaluate(x, values) for x in row.parts] for row in node.parts[0].parts])
     numbers = [evaluate(part, values) for part in node.parts]
-    known = FUNCTIONS.get(name)
-    if known is None:
+    function = FUNCTIONS.get(name)
+    if function is None:
         return _opaque(name, numbers)
-    return known(*numbers)
+    return function(*numbers)
 
 
 def _determinant(rows: list[list[Number]]) -> Number:
@@ -230,10 +230,10 @@ def _opaque(name: str, numbers: Sequence[Number]) -> Number:
 
 def _function(of: Callable[..., Any]) -> Callable[..., Number]:
     def evaluate(*numbers: Number) -> Number:
-        found = of(*(inexact(number) for number in numbers))
-        if mp.isnan(found) or (mp.isinf(found) and not any(mp.isinf(inexact(n)) for n in numbers)):
+        result = of(*(inexact(number) for number in numbers))
+        if mp.isnan(result) or (mp.isinf(result) and not any(mp.isinf(inexact(n)) for n in numbers)):
             raise Unread("undefined")
-        return found
+        return result
 
     return evaluate
 
@@ -253,12 +253,12 @@ def _logarithm(number: Number, base: Number | None = None) -> Number:
     """Return a logarithm, by default natural; exact for powers of a whole base."""
     if is_zero(number):
         raise Unread("undefined")
-    found = mp.log(inexact(number)) / (mp.log(inexact(base)) if base is not None else 1)
-    if isinstance(number, Fraction) and isinstance(base, Fraction) and not isinstance(found, mpc):
-        nearest = round(found)
+    logarithm = mp.log(inexact(number)) / (mp.log(inexact(base)) if base is not None else 1)
+    if isinstance(number, Fraction) and isinstance(base, Fraction) and not isinstance(logarithm, mpc):
+        nearest = round(logarithm)
         if abs(nearest) < 10_000 and _bits(base) * abs(nearest) < _MAX_BITS and base**nearest == number:
             return Fraction(nearest)
-    return found
+    return logarithm
 
 
 def _factorial(number: Number) -> Number:

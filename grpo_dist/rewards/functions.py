@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.rewards.group import OF_CALLS, CompletionGroup
-from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.results import Failure
+from grpo_dist.rewards.pool import Failure, GraderPool
 from grpo_dist.rewards.steps import REDUCE, split_steps
 
 
@@ -38,7 +37,7 @@ class StepScores:
     char_ends: tuple[list[int], ...]  # G lists [S_i], the character at which the next step begins
 
 
-class OwnFunction:
+class UserFunction:
     """One user function in the processes of ``pool``.
 
     Raises:
@@ -71,61 +70,47 @@ class OwnFunction:
     def score(self, group: CompletionGroup) -> tuple[list[float | Failure], StepScores | None]:
         """Return a number, or why there is none, for each completion, and the rewards of its steps if any."""
         if self._steps is not None:
-            return self._scored_steps(group, self._steps)
+            return self._score_steps(group, self._steps)
+        size = len(group.completions)
         if self._takes_group:
-            size = len(group.completions)
-            (result,) = self._pool.call_for_each(self._path, [self._for_group(group)], [size])
-            return ([result] * size if isinstance(result, Failure) else [*result]), None
-        calls = [self._for_sample(group, i) for i in range(len(group.completions))]
-        if self._signature.is_async:
-            return self._pool.call_together(self._path, calls), None
-        return self._pool.call(self._path, calls), None
+            (result,) = self._pool.call(self._path, [self._keywords(group)], [size])
+            return ([result] * size if isinstance(result, Failure) else result), None
+        calls = [self._keywords(group, i) for i in range(size)]
+        return self._pool.call(self._path, calls, together=self._signature.is_async), None
 
-    def _scored_steps(
+    def _score_steps(
         self, group: CompletionGroup, settings: StepSettings
     ) -> tuple[list[float | Failure], StepScores]:
         split = [split_steps(text, settings.separator) for text in group.completions]
         sizes = [len(steps) for steps in split]
         calls = [
-            self._for_sample(group, i) | {"steps": [text for text, _ in steps]}
-            for i, steps in enumerate(split)
+            self._keywords(group, i) | {"steps": [text for text, _ in steps]} for i, steps in enumerate(split)
         ]
-        together = self._pool.call_together if self._signature.is_async else self._pool.call_for_each
+        results = self._pool.call(self._path, calls, sizes, together=self._signature.is_async)
         values: list[float | Failure] = []
         rewards = []
-        for result, size in zip(together(self._path, calls, sizes), sizes, strict=True):
-            own = np.array([math.nan] * size if isinstance(result, Failure) else result, np.float64)
-            own = np.where(np.abs(own) <= np.finfo(np.float32).max, own, np.nan).astype(np.float32)
-            rewards.append(own)
-            values.append(result if isinstance(result, Failure) else REDUCE[settings.reduce](own))
+        for result, size in zip(results, sizes, strict=True):
+            scores = np.array([math.nan] * size if isinstance(result, Failure) else result, np.float64)
+            scores = np.where(np.abs(scores) <= np.finfo(np.float32).max, scores, np.nan).astype(np.float32)
+            rewards.append(scores)
+            values.append(result if isinstance(result, Failure) else REDUCE[settings.reduce](scores))
         return values, StepScores(tuple(rewards), tuple([end for _, end in steps] for steps in split))
 
-    def _for_sample(self, group: CompletionGroup, i: int) -> dict[str, Any]:
-        """Return the keywords of one call. Columns and kwargs come before names that only describe."""
-        own: dict[str, Any] = {
-            "source": group.source,
-            "finish_reason": group.finish_reasons[i],
-            "group": list(group.completions),
-        }
+    def _keywords(self, group: CompletionGroup, index: int | None = None) -> dict[str, Any]:
+        """Return the keywords of the call for sample ``index``; None: for the whole group. Columns and kwargs
+        come before names that only describe.
+        """
+
+        def pick(values: Sequence[Any]) -> Any:
+            return list(values) if index is None else values[index]
+
+        described = {"source": group.source, "finish_reason": pick(group.finish_reasons)}
+        if index is not None:
+            described["group"] = list(group.completions)
         if "token_ids" in self._signature.names:
-            own["token_ids"] = group.token_ids[i].tolist()
-        named = {name: value for name, value in own.items() if name in self._signature.names}
-        call = named | self._known(group) | {"completion": group.completions[i]}
-        return call | ({"turns": group.turns[i]} if any(group.turns) else {})
-
-    def _for_group(self, group: CompletionGroup) -> dict[str, Any]:
-        own: dict[str, Any] = {"source": group.source, "finish_reason": list(group.finish_reasons)}
-        if "token_ids" in self._signature.names:
-            own["token_ids"] = [ids.tolist() for ids in group.token_ids]
-        named = {name: value for name, value in own.items() if name in self._signature.names}
-        call = named | self._known(group) | {"completions": list(group.completions)}
-        return call | ({"turns": list(group.turns)} if any(group.turns) else {})
-
-    def _known(self, group: CompletionGroup) -> dict[str, Any]:
-        return {"answer": group.gold, **group.columns, **self._kwargs}
-
-
-def noted(results: Sequence[float | Failure]) -> tuple[list[float], list[str]]:
-    """Return numbers, NaN for failures, and why each of those failed."""
-    numbers = [math.nan if isinstance(result, Failure) else result for result in results]
-    return numbers, [result.detail for result in results if isinstance(result, Failure)]
+            ids = group.token_ids
+            described["token_ids"] = [i.tolist() for i in ids] if index is None else ids[index].tolist()
+        call = {name: value for name, value in described.items() if name in self._signature.names}
+        call |= {"answer": group.gold, **group.columns, **self._kwargs}
+        call["completions" if index is None else "completion"] = pick(group.completions)
+        return call | ({"turns": pick(group.turns)} if any(group.turns) else {})

@@ -1,9 +1,10 @@
-"""Inputs of a reward: the completions of one problem, the math grader's verdicts on them, and the scores of
-reward models.
+"""Inputs of a reward: the completions of one problem, the turns of episodes, the math grader's verdicts, and
+the scores of reward models.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,11 +13,51 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.config import RewardsConfig
-from grpo_dist.rewards.episodes import Turns, turns_for_rewards
 from grpo_dist.rewards.math import Grade
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.thought import in_plain_tags, outside_thought, thought_for
-from grpo_dist.types import NO_THOUGHT, Prompt, Rollout, Thought
+from grpo_dist.rewards.thought import normalise_tags, resolve_thought, strip_unclosed_thought
+from grpo_dist.runtime.files import fields_of
+from grpo_dist.types import NO_THOUGHT, Prompt, Rollout, Thought, Turn
+
+Turns = Sequence[Mapping[str, Any]]  # one episode, as `turns_for_rewards` makes it
+
+
+def turns_for_rewards(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Return plain values for the functions of users, which run in processes without this package's types.
+
+    [{"action": "2*3?", "observation": "6", "reward": None,
+      "calls": [{"name": "calculator", "arguments": "2*3", "result": "6", "outcome": "ok", "seconds": 0.1}]}]
+    """
+    return [
+        {
+            "action": turn.text,
+            "observation": turn.observation,
+            "calls": [fields_of(call) for call in turn.calls],
+            "reward": turn.reward,
+        }
+        for turn in turns
+    ]
+
+
+def sum_of_turns(turns: Turns) -> float:
+    """Sum the rewards of the turns that have one; NaN where none has, or one could not be scored."""
+    rewards = [turn["reward"] for turn in turns if turn["reward"] is not None]
+    return math.fsum(rewards) if rewards and all(map(math.isfinite, rewards)) else math.nan
+
+
+def sum_rewarded_turns(turns: Turns, finish_reason: str, rewarded_ends: Collection[str]) -> float:
+    """Return `sum_of_turns`; 0 for an episode without a reward that a budget ended, where
+    `environments.outcome_rewards` has a reward for that outcome, which could not be added to NaN.
+    """
+    if finish_reason in rewarded_ends and turns and all(turn["reward"] is None for turn in turns):
+        return 0.0
+    return sum_of_turns(turns)
+
+
+def describe_failure(turns: Turns) -> str:
+    """Return why the environment of an episode that ended with "error" failed."""
+    return (turns[-1]["observation"] if turns else "") or "it failed"
+
 
 # Arguments that every call of a user's function can have; all others are columns of the data, or `kwargs`.
 OF_CALLS = frozenset(
@@ -63,7 +104,7 @@ class CompletionGroup:
     source: str = ""  # name of the data set that the problem came from
 
     @classmethod
-    def of(
+    def from_rollouts(
         cls,
         prompt: Prompt,
         rollouts: Sequence[Rollout],
@@ -84,7 +125,7 @@ class CompletionGroup:
             source=prompt.source,
             columns={"problem": prompt.text, **named_columns(prompt.columns)},
             max_new_tokens=next((r.max_new_tokens for r in rollouts if r.max_new_tokens), max_new_tokens),
-            thought=thought_for(prompt.thought, settings) if settings else prompt.thought,
+            thought=resolve_thought(prompt.thought, settings) if settings else prompt.thought,
             turns=tuple(turns_for_rewards(r.turns) for r in rollouts),
             given=tuple(r.num_tokens - r.num_sampled for r in rollouts),
         )
@@ -92,18 +133,18 @@ class CompletionGroup:
     @property
     def outside_thoughts(self) -> list[str]:
         """Strip a thought that is never closed, since it holds no answer. [G]"""
-        return [outside_thought(completion, self.thought) for completion in self.completions]
+        return [strip_unclosed_thought(completion, self.thought) for completion in self.completions]
 
     @property
     def graded_texts(self) -> list[str]:
         """As `outside_thoughts`, with ``</think>`` as the closing tag: what compares answers reads it. [G]"""
-        return [in_plain_tags(text, self.thought) for text in self.outside_thoughts]
+        return [normalise_tags(text, self.thought) for text in self.outside_thoughts]
 
     @property
     def lengths(self) -> list[int]:
         """Count the tokens behind the prompt of each sample, sampled (EOS included) and given. [G]"""
-        given = self.given or (0,) * len(self.token_ids)
-        return [len(ids) + more for ids, more in zip(self.token_ids, given, strict=True)]
+        given_tokens = self.given or (0,) * len(self.token_ids)
+        return [len(ids) + more for ids, more in zip(self.token_ids, given_tokens, strict=True)]
 
 
 class Verdicts:

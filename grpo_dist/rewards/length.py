@@ -1,9 +1,11 @@
-"""Length rewards. Lengths are tokens of the policy, never characters."""
+"""Length and repetition rewards. Lengths are tokens of the policy, never characters."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+
+import numpy as np
 
 
 def overlong_punishment(length: int, *, max_tokens: int, buffer_tokens: int) -> float:
@@ -67,3 +69,20 @@ def relative_length(correct: Sequence[float], lengths: Sequence[int]) -> list[fl
         value = 0.5 - (length - shortest) / (longest - shortest)
         rewards.append(math.nan if math.isnan(right) else value if right > 0.5 else min(0.0, value))
     return rewards
+
+
+def repeated_share(token_ids: Sequence[int] | np.ndarray, *, n: int) -> float:
+    """Return the share of token n-grams that repeat an earlier one: 1 - distinct / all, in [0, 1).
+
+    The repetition penalty of Yeo et al. 2025 (arXiv:2502.03373, section 4.3 and its appendix) over whole
+    completions. 0 for fewer than ``n`` tokens.
+
+        [1, 2, 1, 2, 1], n = 2:   12 21 12 21 -> 1 - 2/4 = 0.5
+    """
+    ids = np.asarray(token_ids, dtype=np.int32)
+    total = len(ids) - n + 1
+    if total <= 0:
+        return 0.0
+    raw, width = ids.tobytes(), ids.itemsize
+    distinct = {raw[width * i : width * (i + n)] for i in range(total)}
+    return 1.0 - len(distinct) / total

@@ -51,8 +51,8 @@ def final_answer(completion: str) -> str:
     text.
     """
     tail = final_text(completion)[-_LONGEST:]
-    if found := boxes(tail):
-        return found[-1]
+    if contents := boxes(tail):
+        return contents[-1]
     if (tagged := tagged_answer(tail)) is not None:
         return tagged
     lines = tail.strip().splitlines()
@@ -88,12 +88,12 @@ def numeric_match(completion: str, gold: str, *, relative: float, absolute: floa
         return math.nan
     tail = final_text(completion)[-_LONGEST:]
     boxed = bool(boxes(tail))
-    found = last_number(final_answer(tail), prose=not boxed and tagged_answer(tail) is None)
-    if found is None and not boxed:
-        found = last_number(tail, prose=True)
-    if found is None:
+    number = last_number(final_answer(tail), prose=not boxed and tagged_answer(tail) is None)
+    if number is None and not boxed:
+        number = last_number(tail, prose=True)
+    if number is None:
         return 0.0
-    return float(abs(found - expected) <= max(relative * abs(expected), absolute))
+    return float(abs(number - expected) <= max(relative * abs(expected), absolute))
 
 
 def last_number(text: str, *, prose: bool = False) -> float | None:
@@ -155,8 +155,8 @@ def _is_negative(match: re.Match[str], prose: bool) -> bool:
 
 
 def _gold(gold: str) -> str:
-    found = boxes(gold)
-    return found[-1] if found else gold
+    contents = boxes(gold)
+    return contents[-1] if contents else gold
 
 
 def _light(text: str, ignore_case: bool) -> str:

@@ -23,40 +23,38 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
 
-from grpo_dist.rewards.arithmetic import is_unsolved
 from grpo_dist.rewards.choice import marked_option, stated_choice
 from grpo_dist.rewards.equality import is_formula, same, value
-from grpo_dist.rewards.marks import (
-    cases_apart,
-    half_of_day,
-    label,
-    same_between_colons,
-    subscripts,
-    unit,
-    without_percent,
-    worded_numbers,
-)
 from grpo_dist.rewards.reading import Reading, is_known_to_math_verify, read
 from grpo_dist.rewards.text import (
     alternatives,
-    behind_boxes,
     boxes,
-    in_english,
     normalise,
     quantity,
     same_list,
     spellings,
     tagged_answer,
+    text_after_boxes,
     tidy,
+    translate_statements,
 )
-from grpo_dist.rewards.thought import behind_thought, outside_thought
+from grpo_dist.rewards.thought import strip_unclosed_thought, text_after_thought
 from grpo_dist.rewards.wording import (
     changes_value,
+    extend_by_context,
     gives_no_answer,
-    in_context,
+    half_of_day,
     is_negated_before,
     is_one_quantity,
     is_sentence,
+    is_unsolved,
+    label,
+    rename_capitals,
+    same_between_colons,
+    strip_percent,
+    subscripts,
+    unit,
+    worded_numbers,
 )
 
 Outcome = Literal["correct", "wrong", "no_answer", "timeout", "error"]
@@ -68,6 +66,11 @@ _RELATIVE = 1e-4  # largest relative difference of equal numbers
 _PROSE = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{3,}")
 _FEW_WORDS = 25  # a gold with more of them is a solution that ends in its answer
 _FORMULA = re.compile(r"\$([^$]+)\$")
+_UNIT_BEHIND = re.compile(
+    r"(.*\S)\s*\\(?:text|mbox|mathrm)\s*\{[A-Za-z .]+\}(?:\s*\^\s*\{?[23]\}?)?", re.DOTALL
+)
+_WORDS_ALONE = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[A-Za-z ,()]{2,}\}")
+_RATIO = re.compile(r"(\d{1,9})\s*:\s*(\d{1,9})")
 _DECIMAL_COMMA = re.compile(r"-?\d+,(?!\d{3}$)\d+|-?0,\d+")
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no timeout; the pool has
@@ -82,7 +85,7 @@ class Grade:
     detail: str = ""
 
     @classmethod
-    def of(cls, outcome: Outcome, detail: str = "") -> Grade:
+    def from_outcome(cls, outcome: Outcome, detail: str = "") -> Grade:
         reward = {"correct": 1.0, "wrong": 0.0, "no_answer": 0.0}.get(outcome, math.nan)
         return cls(outcome, reward, detail)
 
@@ -104,29 +107,29 @@ def grade(completion: str, answer: str, *, accept_arithmetic: bool = False) -> G
         grades = [grade(completion, gold, accept_arithmetic=accept_arithmetic) for gold in golds]
         return next((one for one in grades if one.outcome == "correct"), grades[0])
     completion = _response(completion)
-    found = boxes(completion)
+    contents = boxes(completion)
     gold = gold_text(answer)
-    if found:
-        if _is_option(gold) and (choice := _option_beside_box(completion, found[-1])) is not None:
-            return Grade.of("correct" if choice == normalise(gold) else "wrong")
-        return Grade.of("correct" if _box_is_right(found, gold, accept_arithmetic) else "wrong")
+    if contents:
+        if _is_option(gold) and (choice := _option_beside_box(completion, contents[-1])) is not None:
+            return Grade.from_outcome("correct" if choice == normalise(gold) else "wrong")
+        return Grade.from_outcome("correct" if _box_is_right(contents, gold, accept_arithmetic) else "wrong")
     tagged = tagged_answer(completion) or ""
     tail = tagged or completion[-_LONGEST_RESPONSE:]
     if tail.strip() and len(tail) <= 4 * len(gold) + 40 and _same_text(tail, gold):
-        return Grade.of("correct")
+        return Grade.from_outcome("correct")
     if _is_option(gold) and (choice := stated_choice(tail)) is not None:
-        return Grade.of("correct" if choice == normalise(gold) else "wrong")
+        return Grade.from_outcome("correct" if choice == normalise(gold) else "wrong")
     phrase = _phrase(tagged)
     if phrase and _box_is_right([phrase], gold, accept_arithmetic):
-        return Grade.of("correct")
+        return Grade.from_outcome("correct")
     reading = read(tail)
     if reading is None:
-        return Grade.of("no_answer")
+        return Grade.from_outcome("no_answer")
     if phrase:
-        return Grade.of("wrong")
+        return Grade.from_outcome("wrong")
     if tagged and len(tagged) <= _LONGEST_PHRASE and changes_value(tidy(gold), tidy(tagged)):
-        return Grade.of("wrong")
-    return Grade.of("correct" if _reading_is_right(reading, gold, accept_arithmetic) else "wrong")
+        return Grade.from_outcome("wrong")
+    return Grade.from_outcome("correct" if _reading_is_right(reading, gold, accept_arithmetic) else "wrong")
 
 
 def answer_found(completion: str) -> str | None:
@@ -139,8 +142,8 @@ def answer_found(completion: str) -> str | None:
     Raises only MemoryError.
     """
     completion = _response(completion)
-    if found := boxes(completion):
-        return _option_beside_box(completion, found[-1]) or found[-1]
+    if contents := boxes(completion):
+        return _option_beside_box(completion, contents[-1]) or contents[-1]
     tagged = tagged_answer(completion) or ""
     if phrase := _phrase(tagged):
         formula = _FORMULA.fullmatch(phrase)
@@ -156,7 +159,7 @@ def _option_beside_box(completion: str, box: str) -> str | None:
     """
     if _is_option(box) or marked_option(box):
         return None
-    return stated_choice(behind_boxes(completion)) or stated_choice(completion)
+    return stated_choice(text_after_boxes(completion)) or stated_choice(completion)
 
 
 def _phrase(tagged: str) -> str:
@@ -169,8 +172,8 @@ def _phrase(tagged: str) -> str:
 
 def _response(completion: str) -> str:
     """Return the text behind the last closed thought where it decides, else all but an unclosed thought."""
-    completion = in_english(outside_thought(completion)[-_LONGEST_COMPLETION:])
-    behind = behind_thought(completion)
+    completion = translate_statements(strip_unclosed_thought(completion)[-_LONGEST_COMPLETION:])
+    behind = text_after_thought(completion)
     if behind is None:
         return completion
     if boxes(behind) or tagged_answer(behind) or gives_no_answer(behind):
@@ -181,8 +184,8 @@ def _response(completion: str) -> str:
 
 def gold_text(answer: str) -> str:
     """Return the answer of a gold that may be boxed or a whole solution: ``... = 4\\n#### 4`` -> ``4``."""
-    if found := boxes(answer):
-        return ", ".join(found)
+    if contents := boxes(answer):
+        return ", ".join(contents)
     if "\\boxed{" in answer:  # never closed
         return answer.rpartition("\\boxed{")[2].strip()
     if "####" in answer:
@@ -210,8 +213,8 @@ def _box_is_right(found: list[str], gold: str, accept_arithmetic: bool) -> bool:
     option = marked_option(found[-1]) if len(found[-1]) <= _LONGEST_ANSWER else None
     if option is not None:
         # Never both: of another option, the letter is wrong although the text may be that of the gold.
-        own = option[0] if _is_option(gold) else option[1]
-        if own and _plain_box_is_right([own], gold, accept_arithmetic):
+        part = option[0] if _is_option(gold) else option[1]
+        if part and _plain_box_is_right([part], gold, accept_arithmetic):
             return True
     return _plain_box_is_right(found, gold, accept_arithmetic)
 
@@ -227,7 +230,7 @@ def _plain_box_is_right(found: list[str], gold: str, accept_arithmetic: bool) ->
         return False
     if (same := same_between_colons(gold, last)) is not None:
         return same
-    for ours, theirs in without_percent(gold, last, share=lambda: _is_share(gold)):
+    for ours, theirs in strip_percent(gold, last, share=lambda: _is_share(gold)):
         if _same_spellings(ours, theirs):
             return True
     return len(found) > 1 and "," in gold and _same_spellings(gold, ", ".join(found)[-_LONGEST_ANSWER:])
@@ -240,26 +243,53 @@ def _same_spellings(gold: str, answer: str) -> bool:
     math-verify reads both whole.
     """
     undecided = []
-    for ours, theirs in product(spellings(gold), spellings(answer)):
+    for ours, theirs in product(_formulas_of(gold), _formulas_of(answer)):
         equal = same(ours, theirs)
         if equal:
             return True
+        if equal is None and _is_word_for_number(ours, theirs):
+            continue
         if equal is None and is_known_to_math_verify(ours) and is_known_to_math_verify(theirs):
-            undecided.append(cases_apart(ours, theirs))
+            undecided.append(rename_capitals(ours, theirs))
     for ours, theirs in undecided:
-        known = _reading_of(ours)
+        gold_readings = _reading_of(ours)
         # As a formula first, then as a box, which math-verify parses more leniently.
         for text in (f"${theirs}$", f"\\boxed{{{theirs}}}"):
-            if known and (reading := read(text)) is not None and _equal(gold, known, [reading]):
+            if (
+                gold_readings
+                and (reading := read(text)) is not None
+                and _equal(gold, gold_readings, [reading])
+            ):
                 return True
     return False
+
+
+@lru_cache(maxsize=4096)
+def _formulas_of(answer: str) -> tuple[str, ...]:
+    """Return the spellings, a ratio as a quotient, and without a unit in text behind a formula:
+    ``12\\sqrt{13}\\text{ feet}``.
+    """
+    texts = []
+    for spelling in spellings(answer):
+        text = _RATIO.sub(r"\1/\2", spelling) if _RATIO.fullmatch(spelling) else spelling
+        measured = None if is_formula(text) else _UNIT_BEHIND.fullmatch(text)
+        texts.append(measured[1] if measured and is_formula(measured[1]) else text)
+    return tuple(dict.fromkeys(texts))
+
+
+def _is_word_for_number(ours: str, theirs: str) -> bool:
+    """Return whether one is words alone, ``\\text{odd}``, and the other a number: they are never equal."""
+    return any(
+        _WORDS_ALONE.fullmatch(words) and value(number) is not None
+        for words, number in ((ours, theirs), (theirs, ours))
+    )
 
 
 def _reading_is_right(reading: Reading, gold: str, accept_arithmetic: bool) -> bool:
     """Compare an answer that is not in a box."""
     if is_negated_before(reading.before) and not is_negated_before(gold):
         return False
-    whole = in_context(reading.before, reading.text, reading.after)
+    whole = extend_by_context(reading.before, reading.text, reading.after)
     return _box_is_right([whole], gold, accept_arithmetic)
 
 
@@ -366,5 +396,5 @@ def _reading_of(spelling: str) -> tuple[Reading, ...]:
 
 def _is_share(gold: str) -> bool:
     """Return whether ``gold`` is a number of at most 1, or not a number."""
-    number = next((found for text in spellings(gold) if (found := value(text)) is not None), None)
+    number = next((evaluated for text in spellings(gold) if (evaluated := value(text)) is not None), None)
     return number is None or abs(number) <= 1

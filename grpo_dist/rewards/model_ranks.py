@@ -32,8 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_dist.config import RewardModelConfig
-from grpo_dist.rewards.model_inputs import ModelInput
-from grpo_dist.rewards.models import Classifier
+from grpo_dist.rewards.models import Classifier, ModelInput
 from grpo_dist.runtime.hardware import collective_backend, device_type
 from grpo_dist.runtime.processes import child_command, die_with
 from grpo_dist.runtime.rendezvous import Rank, check_members, meeting_point
@@ -42,10 +41,10 @@ logger = logging.getLogger(__name__)
 
 _COLLECTIVE_S = 1800.0  # deadline of one; ranks read a large model from disk at different speeds
 _HOST, _INTERFACE = "127.0.0.1", "lo"
-_RANDOM_BYTES = 32  # of the secret and of the challenge
+_RANDOM_BYTES = 32  # length of secret and challenge
 
 
-def classifier_of(settings: RewardModelConfig) -> Classifier:
+def load_classifier(settings: RewardModelConfig) -> Classifier:
     """Return the model on the device of this process, or split over it and those of new processes."""
     return Classifier(settings) if settings.tensor_parallel_size == 1 else SplitClassifier(settings)
 
@@ -95,13 +94,13 @@ class _Peer:
 
     def __init__(self, settings: RewardModelConfig, rank: Rank) -> None:
         self._name = f"reward model {settings.name}: rank {rank.index}"
-        self._connection, given = Pipe()
+        self._connection, rank_end = Pipe()
         lifeline, self._lifeline = os.pipe()
-        fds = (given.fileno(), lifeline)
+        fds = (rank_end.fileno(), lifeline)
         self._process = subprocess.Popen(
             child_command(__name__, *fds), pass_fds=fds, start_new_session=True, stdin=subprocess.DEVNULL
         )
-        given.close()
+        rank_end.close()
         os.close(lifeline)
         self._closing = threading.Event()
         self.send((settings, rank))
@@ -188,8 +187,8 @@ def _join(rank: Rank) -> None:
     check_members(_gathered, rank.secret, rank.challenge, index)
 
 
-def _gathered(own: Tensor) -> list[Tensor]:
-    own = own.to(device_type())
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)  # bounded: the process group has a deadline
+def _gathered(tensor: Tensor) -> list[Tensor]:
+    tensor = tensor.to(device_type())
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)  # bounded: the process group has a deadline
     return gathered

@@ -2,41 +2,381 @@
 several devices.
 
     outcome   sequence classifier, one score per completion; input in the model's own chat template
-    process   one score per step, in a published format of `model_inputs`:
+    process   one score per step, in a published format of `process_inputs`:
               problem  step 1 <mark>  step 2 <mark> ...
                                ^ score 1       ^ score 2
 
 The score of a classifier is the logit of a model with one label, or the probability of the second of two.
-Formats with a head of their own give probabilities, see `model_heads`.
+Formats with a head of their own give probabilities, see `load_with_head`.
+
+Inputs of reward models: token ids of a problem with a completion, and the positions of its scores.
+
+format         input                                                        a step's score is read at
+classifier     problem  step 1 <mark>  step 2 <mark> ...                    the last token of its mark
+qwen           system, problem; answer: step 1<extra_0>step 2<extra_0>      <extra_0>
+math_shepherd  problem Step 1: ... ки (line break) Step 2: ... ки           ки
+rlhflow        user: problem step 1, assistant: +, user: step 2, ...        the token before the +
+skywork        problem (line break) step 1 <line break> step 2 <line break> the line break
+prefixes       a conversation for each step, which ends with that step      its end
+
+Process reward models whose scores `transformers` has no class for: a decoder, and a head of its own kind.
+
+qwen                    score: Linear, ReLU, Linear to 2     softmax, the second label   arXiv:2501.07301
+skywork                 v_head.summary: Linear to 1          sigmoid                     Skywork-o1-Open-PRM
+math_shepherd, rlhflow  the LM head's rows of two tokens     softmax, the first token    arXiv:2312.08935
+
+Only the hidden states at the ends of steps reach a head, so no logits of a vocabulary are kept.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float32, Int32
+from torch import Tensor, nn
 
 from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.config import RewardModelConfig
 from grpo_dist.errors import expanded
 from grpo_dist.rewards.group import ModelScores
-from grpo_dist.rewards.model_heads import (
-    StepHead,
-    check_split,
-    load_with_head,
-    split_over,
-    verdict_ids,
-    verdict_transform,
-)
-from grpo_dist.rewards.model_inputs import ModelInput, Steps, check_inputs, conversation, process_inputs
 from grpo_dist.rewards.steps import REDUCE, decoded_length, split_steps, token_ends
 from grpo_dist.runtime.hardware import device_type, limit_gpu_memory, quiet_libraries, resolve_dtype
+from grpo_dist.runtime.logit_transform import IDENTITY, LogitTransform
 from grpo_dist.runtime.memory import HostCopies, release_cache
 from grpo_dist.runtime.model_config import keep_attention_cap, position_limit
+
+# Inputs
+
+
+# From Qwen2.5-Math-PRM's model card: the model was trained with it.
+QWEN_SYSTEM_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
+STEP_MARKS = {"qwen": "<extra_0>", "math_shepherd": "ки", "skywork": "\n"}  # where `step_mark` is null
+_GOOD = "+"  # earlier steps in the conversation of `rlhflow`
+_NUMBERED = re.compile(r"step\s*\d", re.IGNORECASE)
+
+Steps = Sequence[tuple[str, int]]  # as `split_steps` returns them
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """One row of a reward model."""
+
+    token_ids: list[int]
+    read_at: list[int]  # positions of the scores of steps; []: a classifier finds the end of the row
+
+
+def conversation(tokenizer: Any, problem: str, completion: str) -> ModelInput:
+    """Return problem and completion in the chat template, or as plain text where there is none."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ModelInput(tokenizer(f"{problem}\n{completion}")["input_ids"], [])
+    turns = [{"role": "user", "content": problem}, {"role": "assistant", "content": completion}]
+    return ModelInput(_encode(tokenizer, tokenizer.apply_chat_template(turns, tokenize=False)), [])
+
+
+def process_inputs(
+    settings: RewardModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+) -> list[ModelInput]:
+    """Return the rows that score ``steps`` of ``completion``, in `settings.format`.
+
+    All rows together have one score for each step, in order: one row with S positions, or S rows with none.
+
+    Raises:
+        ValueError: the tokenizer does not fit the format.
+    """
+    return _FORMATS[settings.format](settings, tokenizer, problem, completion, steps)
+
+
+def _classifier(
+    settings: RewardModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+) -> list[ModelInput]:
+    """Join the steps with marks.
+
+    Steps and marks are tokenised separately, so that a mark has the same tokens after any step, as in
+    training (e.g. by TRL's PRMTrainer).
+    """
+    mark = _encode(tokenizer, settings.step_separator if settings.step_mark is None else settings.step_mark)
+    if getattr(tokenizer, "chat_template", None):
+        turn = [{"role": "user", "content": problem}]
+        head = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        ids = _encode(tokenizer, head)
+    else:
+        ids = list(tokenizer(f"{problem}\n")["input_ids"])
+    return [_joined(ids, [_encode(tokenizer, step) for step, _ in steps], mark)]
+
+
+def _qwen(
+    settings: RewardModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+) -> list[ModelInput]:
+    mark = _mark(settings)
+    # A completion that writes the mark itself would have more scores than steps.
+    problem, *texts = (text.replace(mark, " ") for text in (problem, *(step for step, _ in steps)))
+    turns = [
+        {"role": "system", "content": QWEN_SYSTEM_PROMPT},
+        {"role": "user", "content": problem},
+        {"role": "assistant", "content": "".join(text + mark for text in texts)},
+    ]
+    ids = _encode(tokenizer, tokenizer.apply_chat_template(turns, tokenize=False))
+    (wanted,) = _encode(tokenizer, mark)
+    return [ModelInput(ids, [i for i, token in enumerate(ids) if token == wanted])]
+
+
+def _math_shepherd(
+    settings: RewardModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+) -> list[ModelInput]:
+    """Number the steps, as in the model's training data, and read at our marks alone: ки is also a part of
+    Russian words.
+    """
+    text, ends = f"{problem} ", []
+    for i, (step, _) in enumerate(steps):
+        numbered = step if _NUMBERED.match(step) else f"Step {i + 1}: {step}"
+        text += f"{chr(10) if i else ''}{numbered} {_mark(settings)}"
+        ends.append(len(text))
+    encoded = tokenizer(text, return_offsets_mapping=True)
+    return [ModelInput(encoded["input_ids"], _find_tokens_before(ends, encoded["offset_mapping"]))]
+
+
+def _rlhflow(
+    settings: RewardModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+) -> list[ModelInput]:
+    """Render the whole conversation once: a causal model's score of a step does not see what follows, so it
+    is that of the conversation up to the step.
+    """
+    turns, ends = [], []
+    for i, (step, _) in enumerate(steps):
+        turns.append({"role": "user", "content": step if i else f"{problem} {step}"})
+        asked = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        turns.append({"role": "assistant", "content": _GOOD})
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        if not text.startswith(asked + _GOOD):
+            raise ValueError(
+                "its chat template does not continue a generation prompt with the reply, so the place of a "
+                "verdict is unknown; use the model's own tokenizer"
+            )
+        ends.append(len(asked))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return [ModelInput(encoded["input_ids"], _find_tokens_before(ends, encoded["offset_mapping"]))]
+
+
+def _skywork(
+    settings: RewardModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+) -> list[ModelInput]:
+    ids = _encode(tokenizer, f"{tokenizer.bos_token or ''}{problem}\n")
+    mark = _encode(tokenizer, _mark(settings))[-1:]
+    return [_joined(ids, [_encode(tokenizer, step) for step, _ in steps], mark)]
+
+
+def _prefixes(
+    settings: RewardModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+) -> list[ModelInput]:
+    """The last prefix is the whole completion, so its score is that of `kind: outcome`."""
+    prefixes = [completion[:end].rstrip() for _, end in steps[:-1]]
+    return [conversation(tokenizer, problem, text) for text in (*prefixes, completion)]
+
+
+_FORMATS: dict[str, Callable[[RewardModelConfig, Any, str, str, Steps], list[ModelInput]]] = {
+    "classifier": _classifier,
+    "qwen": _qwen,
+    "math_shepherd": _math_shepherd,
+    "rlhflow": _rlhflow,
+    "skywork": _skywork,
+    "prefixes": _prefixes,
+}
+
+
+def check_inputs(settings: RewardModelConfig, tokenizer: Any) -> None:
+    """Raise ValueError where ``tokenizer`` cannot write the format of a process model."""
+    if settings.format == "qwen" and len(_encode(tokenizer, _mark(settings))) != 1:
+        raise ValueError(f"its tokenizer has no single token {_mark(settings)!r}; set step_mark to its own")
+    if settings.format in ("qwen", "rlhflow") and not getattr(tokenizer, "chat_template", None):
+        raise ValueError("its tokenizer has no chat template; use the model's own tokenizer")
+    steps = [("a", 3), ("b", 4)]
+    rows = process_inputs(settings, tokenizer, "1+1", "a\n\nb", steps)
+    if sum(max(1, len(row.read_at)) for row in rows) != len(steps):
+        raise ValueError("its tokenizer does not keep the marks of steps apart; set step_mark")
+
+
+def _mark(settings: RewardModelConfig) -> str:
+    return STEP_MARKS[settings.format] if settings.step_mark is None else settings.step_mark
+
+
+def _joined(head: list[int], steps: Sequence[list[int]], mark: list[int]) -> ModelInput:
+    ids, read_at = list(head), []
+    for step in steps:
+        ids += step + mark
+        read_at.append(len(ids) - 1)
+    return ModelInput(ids, read_at)
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _find_tokens_before(ends: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[int]:
+    """Return for each of ``ends`` the last token that holds the character before it."""
+    holder = {char: i for i, (begin, end) in enumerate(offsets) for char in range(begin, end)}
+    return [holder[end - 1] for end in ends]
+
+
+# Heads
+
+
+VERDICTS = ("+", "-")  # good and bad, where `verdict_tokens` is null
+_PREFIXES = {"qwen": "score.", "skywork": "v_head.summary."}
+
+
+class StepHead(nn.Module):
+    """Probability in [0, 1] that a step is good, from the hidden state at its end. Computes in float32."""
+
+    def __init__(self, layers: nn.Module, good: int | None, transform: LogitTransform = IDENTITY) -> None:
+        super().__init__()
+        self.layers, self._good, self._transform = layers.float(), good, transform
+
+    def forward(self, hidden: Float[Tensor, "N H"]) -> Float[Tensor, " N"]:
+        logits = self._transform.apply_(self.layers(hidden.float()))
+        return logits[:, 0].sigmoid() if self._good is None else logits.softmax(-1)[:, self._good]
+
+
+def load_with_head(
+    settings: RewardModelConfig, source: str, tokenizer: Any, dtype: torch.dtype
+) -> tuple[Any, StepHead]:
+    """Return the decoder, whose output has ``last_hidden_state``, and the head of `settings.format`.
+
+    Raises:
+        ValueError: weights of the decoder or the head are missing or of another shape.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM  # heavy: only for runs with reward models
+
+    of_verdicts = settings.format in ("math_shepherd", "rlhflow")
+    auto = AutoModelForCausalLM if of_verdicts else AutoModel
+    # Never the code that ships with the model: its decoder is the plain one, and the head is made here.
+    model, info = auto.from_pretrained(
+        source, revision=settings.revision, dtype=dtype, output_loading_info=True, **split_over(settings)
+    )
+    if info["missing_keys"]:  # transformers would initialise them at random
+        raise ValueError(
+            f"rewards.models {settings.name}: path = {settings.path} has no weights for "
+            f"{', '.join(sorted(info['missing_keys'])[:3])}; expected a trained model of format "
+            f"{settings.format}"
+        )
+    if not of_verdicts:
+        return model, _own_head(settings, source, model.config.get_text_config().hidden_size)
+    lm_head, ids = model.get_output_embeddings(), verdict_ids(settings, tokenizer)
+
+    def rows(values: Tensor) -> nn.Parameter:
+        values = (
+            values.full_tensor() if hasattr(values, "full_tensor") else values
+        )  # a split model has a part on each rank
+        return nn.Parameter(values[ids].detach().float().clone())
+
+    layers = nn.Linear(lm_head.weight.shape[1], 2, bias=getattr(lm_head, "bias", None) is not None)
+    layers.weight = rows(lm_head.weight)
+    if layers.bias is not None:
+        layers.bias = rows(lm_head.bias)
+    return model.base_model, StepHead(layers, good=0, transform=verdict_transform(model.config))
+
+
+def verdict_ids(settings: RewardModelConfig, tokenizer: Any) -> list[int]:
+    """Return the token ids of the good and the bad verdict.
+
+    Raises ValueError where they are not two known tokens.
+    """
+    texts = settings.verdict_tokens or VERDICTS
+    # The last one: SentencePiece tokenizers may put a token of a leading space before it.
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"][-1] for text in texts]
+    if ids[0] == ids[1] or (tokenizer.unk_token_id in ids and tokenizer.unk_token not in texts):
+        raise ValueError(f"its tokenizer does not tell the verdicts {list(texts)} apart; set verdict_tokens")
+    return ids
+
+
+def split_over(settings: RewardModelConfig) -> dict[str, Any]:
+    """Return the arguments of ``from_pretrained`` that give this process its part of a split model."""
+    if settings.tensor_parallel_size == 1:
+        return {}
+    from transformers.distributed import DistributedConfig  # heavy, as above
+
+    return {"distributed_config": DistributedConfig(tp_size=settings.tensor_parallel_size)}
+
+
+def check_split(config: Any, size: int) -> None:
+    """Raise ValueError for a model that cannot be split over ``size`` devices."""
+    if size == 1:
+        return
+    text = config.get_text_config()
+    if not getattr(text, "base_model_tp_plan", None):
+        raise ValueError(
+            f"tensor_parallel_size = {size}: model_type {text.model_type} has no plan for splitting it in "
+            "transformers; use 1 or another model"
+        )
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if (getattr(text, key, None) or 0) % size:
+            raise ValueError(
+                f"tensor_parallel_size = {size} does not divide its {key} = {getattr(text, key)}; use a "
+                "divisor of it"
+            )
+
+
+def verdict_transform(config: Any) -> LogitTransform:
+    """Return what a model of ``config`` does to the logits of verdicts behind its LM head. Reads no weights.
+    Raises ValueError where that is not known.
+    """
+    from transformers import AutoModelForCausalLM  # heavy, as above
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return LogitTransform.from_model(model)
+
+
+def _own_head(settings: RewardModelConfig, source: str, hidden: int) -> StepHead:
+    layers: nn.Module = nn.Linear(hidden, 1)
+    if settings.format == "qwen":
+        layers = nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 2))
+    prefix = _PREFIXES[settings.format]
+    wanted = list(layers.state_dict())
+    tensors = _tensors(settings, source, [prefix + name for name in wanted])
+    try:
+        layers.load_state_dict({name: tensors[prefix + name].float() for name in wanted})
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(
+            f"rewards.models {settings.name}: path = {settings.path} has no head of format {settings.format} "
+            f"({error}); expected weights {', '.join(prefix + name for name in wanted)} for hidden size "
+            f"{hidden}; use another model or format"
+        ) from error
+    return StepHead(layers, good=1 if settings.format == "qwen" else None)
+
+
+def _tensors(settings: RewardModelConfig, source: str, names: Sequence[str]) -> dict[str, Tensor]:
+    """Read those of ``names`` that the safetensors files of ``source`` have."""
+    from safetensors import safe_open
+    from transformers.utils.hub import cached_file
+
+    def file(name: str) -> str | None:
+        return cached_file(
+            source, name, revision=settings.revision, _raise_exceptions_for_missing_entries=False
+        )
+
+    shards = {"model.safetensors"}
+    if index := file("model.safetensors.index.json"):
+        places = json.loads(Path(index).read_text())["weight_map"]
+        shards = {places[name] for name in names if name in places}
+    found: dict[str, Tensor] = {}
+    for shard in sorted(shards):
+        if (path := file(shard)) is None:
+            continue  # the caller names the weights that are absent
+        with safe_open(path, framework="pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in names if name in tensors.keys()}  # noqa: SIM118
+    return found
+
+
+# Models
+
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +446,8 @@ class Classifier:
         steps = [split_steps(text, self._settings.step_separator) for text in completions]
         scores = self._step_scores(problem, completions, steps)
         ends = [
-            token_ends([end for _, end in own], len(ids), decoded_length(policy_tokenizer, ids))
-            for own, ids in zip(steps, token_ids, strict=True)
+            token_ends([end for _, end in completion_steps], len(ids), decoded_length(policy_tokenizer, ids))
+            for completion_steps, ids in zip(steps, token_ids, strict=True)
         ]
         reduce = REDUCE[self._settings.reduce]
         rewards = np.array([reduce(s) for s in scores], dtype=np.float32)
@@ -121,11 +461,11 @@ class Classifier:
     ) -> list[Float32[np.ndarray, " _S"]]:
         """Return the scores of each completion, as many as it has steps, which may be spread over rows."""
         rows = [
-            process_inputs(self._settings, self._tokenizer, problem, text, own)
-            for text, own in zip(completions, steps, strict=True)
+            process_inputs(self._settings, self._tokenizer, problem, text, inputs)
+            for text, inputs in zip(completions, steps, strict=True)
         ]
-        scores = iter(self.scores([row for own in rows for row in own]))
-        return [np.concatenate([next(scores) for _ in own]) for own in rows]
+        scores = iter(self.scores([row for inputs in rows for row in inputs]))
+        return [np.concatenate([next(scores) for _ in inputs]) for inputs in rows]
 
     @torch.no_grad()
     def scores(self, rows: Sequence[ModelInput]) -> list[Float32[np.ndarray, " _S"]]:
@@ -143,7 +483,7 @@ class Classifier:
 
     def _forward(self, inputs: Sequence[ModelInput]) -> list[Float32[np.ndarray, " _S"]]:
         """Run the model on right-padded rows. Returns the scores of each: S = 1 without positions."""
-        rows = [own.token_ids for own in inputs]
+        rows = [row_input.token_ids for row_input in inputs]
         padding = _unused_id(rows, self._model.config.get_text_config().vocab_size)
         # A sequence classifier locates the end of a row by the padding id of its configuration. With EOS as
         # padding it would skip the EOS that ends the completion.
@@ -157,11 +497,11 @@ class Classifier:
         output = self._model(input_ids=tokens.to(self._device), attention_mask=mask.to(self._device))
         values = output.logits if self._head is None else output.last_hidden_state
         if inputs[0].read_at:  # [B, T, labels or H] -> [all steps, labels or H]
-            of_row = [i for i, own in enumerate(inputs) for _ in own.read_at]
-            values = values[of_row, [at for own in inputs for at in own.read_at]]
+            of_row = [i for i, row_input in enumerate(inputs) for _ in row_input.read_at]
+            values = values[of_row, [at for row_input in inputs for at in row_input.read_at]]
         scores = _probability(values) if self._head is None else self._head(values)
         scores = torch.where(scores.isfinite(), scores, torch.nan).cpu().numpy()
-        ends = np.cumsum([max(1, len(own.read_at)) for own in inputs])
+        ends = np.cumsum([max(1, len(row_input.read_at)) for row_input in inputs])
         return np.split(scores, ends[:-1])
 
     def _warn(self, length: int) -> None:

@@ -14,6 +14,7 @@ graders.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import queue
@@ -25,10 +26,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.rewards.math import Grade
-from grpo_dist.rewards.results import Died, Failure, Signature, number_of, result_of
 from grpo_dist.runtime.processes import (
     child_command,
     code_directories,
@@ -43,8 +44,32 @@ _ATTEMPTS = 2  # a process may die for a reason other than its current answer
 _KILLED_S = 10.0  # limit for a killed process to exit; one that the kernel holds is abandoned
 _LONGEST_REPLY = 1 << 20  # bytes; far above any reply of a grader
 _TOGETHER_S = 2.0  # for an event loop to end calls that are past their deadline
-_OF_USERS = ("load", "call", "call_for_all", "call_together")  # kinds whose first argument is a function
+_USER_CODE = ("load", "call")  # kinds whose first argument is a function
+_FORGED = "other code, such as a reward function, wrote to the grader's replies"
 _MARK = "GRPO_DIST_GRADER"  # environment variable inherited by all that a grader process starts
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A call without a value; ``outcome`` is ``timeout`` or ``error``."""
+
+    outcome: str
+    detail: str
+
+
+class Died(Failure):
+    """The process died during the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a user function accepts. ``names``: its parameters, ``**anything`` among them by its name.
+    ``required``: those without a default.
+    """
+
+    names: frozenset[str]
+    required: frozenset[str] = frozenset()
+    is_async: bool = False
 
 
 class GraderPool:
@@ -84,8 +109,8 @@ class GraderPool:
         self._idle: queue.Queue[_Process] = queue.Queue()
         self._idle_for_users: queue.Queue[_Process] = queue.Queue()
         for _ in range(num_workers):
-            self._idle.put(_Process(memory_mb, environment, own=True))
-            self._idle_for_users.put(_Process(memory_mb, environment, own=False))
+            self._idle.put(_Process(memory_mb, environment, runs_user_code=False))
+            self._idle_for_users.put(_Process(memory_mb, environment, runs_user_code=True))
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="grader")
 
     def grade(self, pairs: list[tuple[str, str]]) -> list[Grade]:
@@ -97,44 +122,39 @@ class GraderPool:
         results = self._threads.map(lambda text: self._run("find", (text,)), completions)
         return [None if isinstance(result, Failure) else result for result in results]
 
-    def call(self, function: str, keywords: Iterable[Mapping[str, Any]]) -> list[float | Failure]:
-        """Call ``module:function`` with each set of keywords, in order; a Failure for a call without a value.
-
-        The function gets only the keywords that it accepts. None becomes NaN.
-        """
-        tasks = [(function, dict(k)) for k in keywords]
-        return list(self._threads.map(self._call_one, tasks))
-
-    def call_for_each(
-        self, function: str, keywords: Iterable[Mapping[str, Any]], sizes: Sequence[int]
-    ) -> list[list[float] | Failure]:
-        """Call ``module:function`` with each set of keywords for so many numbers, several at a time, each
-        within the deadlines of its numbers together.
-        """
-
-        def one(call: Mapping[str, Any], size: int) -> list[float] | Failure:
-            result = self._run("call_for_all", (function, dict(call), size), self._limit_s(size))
-            return result if isinstance(result, Failure) else [number_of(number) for number in result]
-
-        return list(self._threads.map(one, keywords, sizes))
-
-    def call_together(
-        self, function: str, keywords: Iterable[Mapping[str, Any]], sizes: Sequence[int] | None = None
+    def call(
+        self,
+        function: str,
+        keywords: Iterable[Mapping[str, Any]],
+        sizes: Sequence[int] | None = None,
+        *,
+        together: bool = False,
     ) -> list[Any]:
-        """Await the asynchronous ``module:function`` with each set of keywords, all at the same time in one
-        process, each within its deadline. Returns as `call`; with ``sizes`` as `call_for_each`.
+        """Call ``module:function`` with each set of keywords, in order. Returns a float for each call, NaN
+        for None, or a Failure. The function gets only the keywords that it accepts.
+
+        Args:
+            sizes: how many numbers each call returns; the result then is a list of floats, and the deadline
+                of a call that of its numbers together.
+            together: await an asynchronous function with all keywords at the same time in one process, each
+                within its deadline; otherwise calls are spread over the processes.
         """
         calls = [dict(k) for k in keywords]
-        limits = [self._limit_s(size) for size in sizes or [1] * len(calls)]
-        arguments = (function, calls, limits, sizes)
-        task = self._threads.submit(self._run, "call_together", arguments, max(limits) + _TOGETHER_S)
-        result = task.result()  # bounded: by the deadline of the answer and of a process to be free
-        if isinstance(result, Failure):  # it blocked its event loop, so nothing is known of the others
-            return [result] * len(calls)
-        return [result_of(status, value) for status, value in result]
+        expected = [None] * len(calls) if sizes is None else sizes
+        limits = [max(1, size or 1) * self._timeout_s for size in expected]
 
-    def _limit_s(self, size: int) -> float:
-        return max(1, size) * self._timeout_s
+        def run(part: slice) -> list[Any]:
+            longest = max(limits[part]) + (_TOGETHER_S if together else 0.0)
+            result = self._run("call", (function, calls[part], limits[part], expected[part]), longest)
+            if isinstance(result, Failure):  # the process was shared, so no other call has a result
+                return [result] * len(calls[part])
+            try:
+                return [_result(*reply, size) for reply, size in zip(result, expected[part], strict=True)]
+            except (TypeError, ValueError):  # not what a grader process replies
+                return [Failure("error", _FORGED)] * len(calls[part])
+
+        parts = [slice(None)] if together else [slice(i, i + 1) for i in range(len(calls))]
+        return [result for results in self._threads.map(run, parts) for result in results]
 
     def check(self, function: str) -> Signature:
         """Return the signature of ``module:function``. Raises ValueError if it cannot be loaded."""
@@ -161,30 +181,18 @@ class GraderPool:
         self.close()
 
     def _grade_one(self, pair: tuple[str, str]) -> Grade:
-        if not (
-            isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
-        ):
-            kinds = (
-                [type(part).__name__ for part in pair]
-                if isinstance(pair, tuple | list)
-                else type(pair).__name__
-            )
-            return Grade.of("error", f"expected a pair of strings, got {kinds}")
+        kinds = [type(p).__name__ for p in pair] if isinstance(pair, tuple | list) else type(pair).__name__
+        if kinds != ["str", "str"]:
+            return Grade.from_outcome("error", f"expected a pair of strings, got {kinds}")
         result = self._run("grade", (*pair, self._accept_arithmetic))
         if isinstance(result, Failure):
-            return Grade.of("timeout" if result.outcome == "timeout" else "error", result.detail)
-        return Grade.of(result[0], result[1])
-
-    def _call_one(self, task: tuple[str, dict[str, Any]]) -> float | Failure:
-        result = self._run("call", task)
-        if isinstance(result, Failure):
-            return result
-        return number_of(result)
+            return Grade.from_outcome("timeout" if result.outcome == "timeout" else "error", result.detail)
+        return Grade.from_outcome(*result)
 
     def _run(self, kind: str, arguments: tuple[Any, ...], timeout_s: float | None = None) -> Any:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        of_user = kind in _OF_USERS and not arguments[0].startswith("grpo_dist.")
-        idle = self._idle_for_users if of_user else self._idle
+        is_user_code = kind in _USER_CODE and not arguments[0].startswith("grpo_dist.")
+        idle = self._idle_for_users if is_user_code else self._idle
         try:
             # Bounds the time until a process is free: start, import, call, and at worst kill and restart.
             process = idle.get(timeout=_ATTEMPTS * (3 * _START_S + timeout_s + _KILLED_S))
@@ -203,13 +211,14 @@ class GraderPool:
 class _Process:
     """One grader process, restarted after a kill, a crash or `_TASKS_PER_PROCESS` calls.
 
-    A process for the package's graders (``own``) starts at once; one for user code starts on first use.
+    A process for the package's graders starts at once; one that ``runs_user_code`` starts on first use.
     """
 
-    def __init__(self, memory_mb: int, environment: dict[str, str], *, own: bool) -> None:
-        self._memory_mb, self._environment, self._own = memory_mb, environment, own
+    def __init__(self, memory_mb: int, environment: dict[str, str], *, runs_user_code: bool) -> None:
+        self._memory_mb, self._environment = memory_mb, environment
+        self._runs_user_code = runs_user_code
         self._child: subprocess.Popen[bytes] | None = None
-        if own:
+        if not runs_user_code:
             self._launch()
 
     def run(self, kind: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
@@ -220,7 +229,7 @@ class _Process:
             return Failure("error", f"cannot be sent to a grader process ({type(error).__name__}: {error})")
         try:
             self._prepare()
-            if kind == "load" or (kind in _OF_USERS and arguments[0] not in self._loaded):
+            if kind == "load" or (kind in _USER_CODE and arguments[0] not in self._loaded):
                 status, value = self._ask("load", pickle.dumps(arguments[:1]), _START_S)
                 if status == "ok":
                     self._loaded.add(arguments[0])
@@ -269,9 +278,11 @@ class _Process:
 
     def _launch(self) -> None:
         self._mark = secrets.token_hex(16)
-        held, given = os.pipe()
-        self._lifeline = os.fdopen(given, "wb", buffering=0)
-        command = child_command("grpo_dist.rewards.child", self._memory_mb, held, int(self._own))
+        read_end, write_end = os.pipe()
+        self._lifeline = os.fdopen(write_end, "wb", buffering=0)
+        command = child_command(
+            "grpo_dist.rewards.child", self._memory_mb, read_end, int(self._runs_user_code)
+        )
         try:
             self._child = subprocess.Popen(
                 command,
@@ -280,11 +291,11 @@ class _Process:
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
                 env=self._environment | {_MARK: self._mark},
-                pass_fds=(held,),
+                pass_fds=(read_end,),
                 start_new_session=True,  # only the driver handles an interrupt at the terminal
             )
         finally:
-            os.close(held)
+            os.close(read_end)
         assert self._child.stdin is not None and self._child.stdout is not None
         self._input, self._output = self._child.stdin.fileno(), self._child.stdout.fileno()
         os.set_blocking(self._input, False)
@@ -319,7 +330,7 @@ class _Process:
             rest = rest[os.write(self._input, rest[: 1 << 16]) :]
         reply = self._line(end)
         if not isinstance(reply, list) or len(reply) != 3 or reply[0] != number:
-            raise ValueError("other code, such as a reward function, wrote to the grader's replies")
+            raise ValueError(_FORGED)
         return reply[1], reply[2]
 
     def _line(self, end: float) -> Any:
@@ -337,6 +348,20 @@ class _Process:
                 raise ValueError(f"it wrote more than {_LONGEST_REPLY} bytes")
         line, self._buffer = self._buffer.split(b"\n", 1)
         return json.loads(line)
+
+
+def _result(status: str, value: Any, size: int | None) -> float | list[float] | Failure:
+    """Return the number or the ``size`` numbers of a call, NaN for None, or why it failed.
+
+    Raises TypeError or ValueError for what is no reply.
+    """
+    if status != "ok":
+        return Failure("timeout" if status == "timeout" else "error", str(value))
+    if size is None:
+        return math.nan if value is None else float(value)
+    if len(value) != size:
+        raise ValueError("numbers are missing")
+    return [math.nan if number is None else float(number) for number in value]
 
 
 def _exit_status(child: subprocess.Popen[bytes]) -> int | None:

@@ -82,7 +82,7 @@ def read(text: str) -> Reading | None:
     for patterns in _patterns():
         matches = [(m, target) for pattern, target in patterns for m in pattern.finditer(text)]
         for match, target in sorted(
-            matches, key=lambda found: (found[0].end(), -found[0].start()), reverse=True
+            matches, key=lambda pair: (pair[0].end(), -pair[0].start()), reverse=True
         ):
             expression, source = _parsed(match, target)
             if expression is not None and not isinstance(expression, str):

@@ -1,4 +1,4 @@
-"""Answers as text: finds boxes and normalises notation. Nothing is evaluated."""
+"""Finds boxes in answers as text, and normalises notation. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -6,16 +6,211 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterator
+from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 
-from grpo_dist.rewards.braces import matching_braces, with_braces, without_outer_braces
-from grpo_dist.rewards.wording import as_meant, connected, numbers_apart
+# Words of scale, struck-out text, separators
+
+
+_SCALES = {
+    "dozen": 12, "score": 20, "hundred": 10**2, "gross": 144, "thousand": 10**3, "thou": 10**3,
+    "myriad": 10**4, "lakh": 10**5, "million": 10**6, "mln": 10**6, "mil": 10**6, "mill": 10**6,
+    "crore": 10**7, "billion": 10**9, "bn": 10**9, "bil": 10**9, "trillion": 10**12, "quadrillion": 10**15,
+    "quintillion": 10**18, "sextillion": 10**21, "septillion": 10**24,
+}  # fmt: skip
+_PLURALS = {f"{name}s": value for name, value in _SCALES.items() if name not in ("score", "gross", "thou")}
+_SHARES = {
+    "per thousand": "0.001", "per mille": "0.001", "per mill": "0.001", "per ten thousand": "0.0001",
+    "per million": "0.000001", "ppm": "0.000001", "per billion": "0.000000001", "ppb": "0.000000001",
+}  # fmt: skip
+_FACTORS = {name: Decimal(value) for name, value in (_SCALES | _PLURALS | _SHARES).items()}
+_PER_MILLE = re.compile(r"‰|\\(?:text)?per(?:thousand|mil(?:le?)?)(?![A-Za-z])")
+_SPACE = r"(?:\s|\\[,;:! ]|~|\\quad|\\qquad|\\enspace|\\thinspace|\\hspace\*?\{[^{}]*\}|\\text\s*\{\s*\})"
+TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|operatorname|mbox)"
+# Not K (kelvin), M and B (molar, bytes), nor 5k outside text (a product).
+_KILO = re.compile(r"(?<![\w.^])(\d{1,15}(?:\.\d{1,15})?)\s*\\text\s*\{\s*k\s*\}")
+SCALE_WORDS = "|".join(sorted(_FACTORS, key=len, reverse=True)).replace(" ", r"\s+")
+_SCALED = re.compile(
+    rf"(?<![\w.^])(\d{{1,15}}(?:(?:,|\{{,\}})\d{{3}}){{0,6}}(?:\.\d{{1,15}})?){_SPACE}*"
+    rf"({TEXT}\s*\{{\s*)?({SCALE_WORDS})(?![A-Za-z])(\s*\}})?",
+    re.IGNORECASE,
+)
+_STRUCK = re.compile(r"~~[^~]*~~|<(s|del|strike)>.*?</\1>")
+_STRIKES = re.compile(
+    r"\\(?:[bx]?cancel|hcancel|(?P<two>cancelto)|sout|xout|st|[hv]?phantom)(?![A-Za-z])"
+    r"|\\enclose\s*\{[^{}]*strike[^{}]*\}"
+)
+_STRUCK_CHARACTER = re.compile(r"\w[\u0335-\u0338\u20d2\u20d3\u20e5]")  # after "=" they form another sign
+_LISTED = re.compile(rf"{TEXT}\s*\{{([\s,;]*(?:or\b|and\b|,|;)[^{{}}]*\d[^{{}}]*)\}}")
+_SEPARATED = re.compile(rf"{TEXT}\s*\{{\s*[,;&]\s*\}}|\\&")
+_CONNECTIVE = re.compile(
+    rf"(?:,\s*)?{TEXT}\s*\{{[\s,]*(?P<words>or|and)\s*\}}|(?:,\s*)?(?<=[\d\s)}}\],])\s(?P<plain>or|and)\s"
+    r"|(?<=\d)(?P<tight>or|and)(?=[A-Z\d\\(])"
+)
+_INEQUALITY = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?(?:slant)?|[lg]t|neq?|in)(?![A-Za-z])")
+# math-verify adds or joins numbers that are separated only by a space.
+_APART = re.compile(rf"(?<=\d)(?<!frac\d)(?<!frac\s\d){_SPACE}+(?=\d|\(\s*-?\d[\d.]*\s*\)\s*$)")
+_MODULUS = re.compile(
+    rf"{TEXT}\s*\{{\s*\(?\s*mod(?:ulo)?\s+(\w+)\s*\)?\s*\}}"
+    rf"|\(\s*{TEXT}\s*\{{\s*mod(?:ulo)?\s*\}}\s*(\w+)\s*\)|{TEXT}\s*\{{\s*mod(?:ulo)?\s*\}}\s*(\w+)"
+    r"|\(\s*mod(?:ulo)?\s+(\w+)\s*\)|(?<![\\A-Za-z{(])mod(?:ulo)?\s+(\w+)"
+)
+_FAR_APART = re.compile(
+    r"(?<=[\d)}])\s*(?:\\quad|\\qquad)(?![A-Za-z])\s*(?=-?(?:\d|\(|\\[dt]?frac|\\sqrt)|[a-z]\s*=)"
+)
+
+
+def rewrite_words(text: str) -> str:
+    """Evaluate words of scale, drop struck-out text, and replace other separators of numbers by commas.
+
+    2\\text{ (mod 5)}  2\\pmod{5}
+    5\\text{ million}  5000000     \\cancel{4} 5   5     3\\text{, }4   3,4     2\\quad 3   2,3
+    """
+    text = _MODULUS.sub(lambda match: f"\\pmod{{{match[match.lastindex or 0]}}}", text)
+    text = _PER_MILLE.sub(" per thousand ", _STRUCK_CHARACTER.sub("", text))
+    text = _KILO.sub(r"\1 thousand", _STRUCK.sub(" ", remove_commands(text, _STRIKES)))
+    for _ in range(3):  # 2 hundred thousand
+        text, count = _SCALED.subn(_scaled, text)
+        if not count:
+            break
+    return _SEPARATED.sub(",", _LISTED.sub(r" \1 ", text))
+
+
+def replace_connectives(text: str) -> str:
+    """Replace "and" and "or" between values by commas, and between inequalities by their signs.
+
+    x=1\\text{ or }x=2   x=1,x=2     x<1\\text{ or }x>2   x<1 \\lor x>2
+    """
+    if not _INEQUALITY.search(text):
+        return _CONNECTIVE.sub(",", text)
+
+    return _CONNECTIVE.sub(lambda match: f" \\l{match['words'] or match['plain'] or match['tight']} ", text)
+
+
+def _scaled(match: re.Match[str]) -> str:
+    number, opened, word, closed = match.groups()
+    value = Decimal(re.sub(r"[^\d.]", "", number)) * _FACTORS[" ".join(word.lower().split())]
+    words = opened or "" if opened and not closed else "" if opened else closed or ""
+    return f"{value.normalize():f}{words}"
+
+
+def separate_numbers(text: str) -> str:
+    """Turn numbers separated only by a space into a list: ``2\\ 3`` is 2,3, neither a number nor a sum."""
+    return _APART.sub(",", _FAR_APART.sub(", ", text))
+
+
+# Balanced braces of LaTeX, and commands with their arguments
+
+
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+_ARGUMENT = re.compile(r"\s*(?:(?P<opening>\{)|(?P<command>\\(?:[A-Za-z]+|.))|\d[\d.]*|[^\s{}])", re.DOTALL)
+
+
+def matching_braces(text: str) -> dict[int, int]:
+    """Map the position of each opening brace to that of its closing brace."""
+    pairs, waiting = {}, []
+    for match in _BRACES.finditer(text):
+        if match.group() == "{":
+            waiting.append(match.start())
+        elif match.group() == "}" and waiting:
+            pairs[waiting.pop()] = match.start()
+    return pairs
+
+
+def remove_commands(text: str, commands: re.Pattern[str], replacement: str = " ") -> str:
+    """Replace each match of ``commands`` and the arguments behind it.
+
+    A match takes one argument, or as many as its group ``two`` matches: two. An argument is a pair of braces,
+    however deep, or a token without braces: a number, a character, or a command with its own arguments. A
+    command without an argument stays.
+
+        \\cancel{\\frac{1}{2}} 3 -> 3      \\cancel 5 -> ""      \\cancelto{0}{x} -> ""
+    """
+    if not commands.search(text):
+        return text
+    closed = matching_braces(text)
+    kept, done = [], 0
+    for match in commands.finditer(text):
+        if match.start() < done:
+            continue
+        end: int | None = match.end()
+        for _ in range(2 if match.groupdict().get("two") else 1):
+            end = _end_of_argument(text, end, closed) if end is not None else None
+        if end is not None:
+            kept += [text[done : match.start()], replacement]
+            done = end
+    return "".join([*kept, text[done:]])
+
+
+_SYMBOL = r"[A-Za-z]|\\(?:circ|prime|top|pi|infty|alpha|beta|gamma|theta|lambda|mu|phi|omega)(?![A-Za-z])"
+_BARE = re.compile(  # the argument of an index, an exponent or a root
+    rf"\\text[a-z]*\s*\{{[^{{}}]*\}}|(\\log\s*_)\s*(\d)|([\^_])\s*(\d+(?:\.\d+)?|{_SYMBOL})"
+    r"|(\\sqrt(?:\s*\[[^\[\]]*\])?)\s*(\d+|(?<=[\s\]])[A-Za-z])"
+)
+_CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])\s*([^{}]*)\}")
+_TWO_PARTS = re.compile(r"\\(?:[dtc]?frac|[dt]?binom)(?![A-Za-z])\s*")
+_PART = re.compile(rf"\s*(\d|{_SYMBOL})")
+
+
+def add_braces(text: str) -> str:
+    """Put braces around the arguments of indices, exponents, roots and fractions that have none.
+
+        x_i^2 -> x_{i}^{2}     \\log_2 8 -> \\log_{2} 8     \\frac1{23} -> \\frac{1}{23}
+
+    An exponent, an index or a root takes a whole number (x^10 is meant as x^{10}); a fraction and the base of
+    a logarithm take one digit.
+    """
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
+    text = _BARE.sub(
+        lambda match: "{}{{{}}}".format(*filter(None, match.groups())) if match.lastindex else match.group(),
+        text,
+    )
+    for match in reversed(list(_TWO_PARTS.finditer(text))):
+        position, parts = match.end(), list[str]()
+        while len(parts) < 2:
+            if (part := _PART.match(text, position)) is not None:
+                parts.append(f"{{{part[1]}}}")
+                position = part.end()
+            elif (end := matching_braces(text).get(position)) is not None:
+                parts.append(text[position : end + 1])
+                position = end + 1
+            else:
+                break
+        text = "".join([text[: match.end()].rstrip(), *parts, text[position:]])
+    return text
+
+
+def strip_outer_braces(text: str) -> str:
+    """Remove braces around the whole: ``{(2,3)}`` -> ``(2,3)``."""
+    begin, end = 0, len(text)
+    if text.startswith("{"):
+        closed = matching_braces(text)
+        while begin < end and closed.get(begin) == end - 1:
+            begin, end = begin + 1, end - 1
+    return text[begin:end].strip()
+
+
+def _end_of_argument(text: str, begin: int, closed: dict[int, int]) -> int | None:
+    """Return the end of the argument that begins at or behind ``begin``; None without one."""
+    token = _ARGUMENT.match(text, begin)
+    if token is None:
+        return None
+    if token["opening"]:
+        end = closed.get(token.end() - 1)
+        return None if end is None else end + 1
+    position = token.end()
+    while token["command"] and text.startswith("{", position) and position in closed:
+        position = closed[position] + 1
+    return position
+
+
+# Answers
+
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[^\s{]))")
 _INNER_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _UNBRACED = re.compile(r"(?!\\(?:boxed|fbox))\\?[\w.\-]+")  # a box there is a separate box
-
 _SPACES = re.compile(r"\\[,;:!> ]|~|\\quad|\\qquad")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname|mbox|rm|bf)\s*\{([^{}]*)\}")
 DEGREES = r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)"
@@ -66,7 +261,6 @@ _VECTOR_OF_LETTER = re.compile(r"(\\(?:vec|mathbf|boldsymbol))\s*(?:\{\s*([A-Za-
 _SIZED_BRACE = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)\s*(?=\\[{}])")
 _QUOTED = re.compile(r"^(['\"])(.*)\1$", re.DOTALL)
 _TWICE_NEGATED = re.compile(r"-\s*\(\s*-([^()+\-=<>,]*)\)(?!\s*[\^!])")
-
 _STATEMENTS = (  # that an answer follows
     r"答案\s*(?:应该?)?(?:[是为]|等于|[:：])\s*[:：]?", r"答えは?\s*[:：]?", r"(?:정답|답)(?:은|\s*[:：])",
     r"\bla\s+respuesta\s+(?:final\s+)?es\b:?", r"\bla\s+réponse\s+(?:finale\s+)?est\b:?",
@@ -84,7 +278,6 @@ _NOTHING = re.compile(
     r"(?:thereare)?no(?:real|integer|positive|such|valid|rational|complex)*(?:solutions?|roots?)(?:exists?)?"
     r"|\\varnothing|emptyset|(?:the)?emptyset|\{\}|∅"
 )
-
 _UNICODE = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "⁄": "/", "…": r"\ldots ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∞": r"\infty ", "π": r"\pi ", "°": r"^{\circ}",
@@ -106,7 +299,7 @@ def boxes(text: str) -> list[str]:
     return [content for content, _ in _boxes(text)]
 
 
-def behind_boxes(text: str) -> str:
+def text_after_boxes(text: str) -> str:
     """Return the text behind the last box; all of it without a box."""
     return text[max((end for _, end in _boxes(text)), default=0) :]
 
@@ -125,7 +318,7 @@ def _boxes(text: str) -> Iterator[tuple[str, int]]:
             position = match.end()
         else:
             position = end + 1
-            yield _without_inner_boxes(text[match.end() : end].strip()), position
+            yield _strip_inner_boxes(text[match.end() : end].strip()), position
 
 
 def alternatives(gold: str) -> list[str]:
@@ -148,31 +341,31 @@ def tagged_answer(text: str) -> str | None:
     return before.rpartition("<answer>")[2].strip() if closing and "<answer>" in before else None
 
 
-def in_english(text: str) -> str:
+def translate_statements(text: str) -> str:
     """Replace what states an answer in other languages: ``答案是：12。`` -> ``The final answer is 12. ``"""
     if not text.isascii():
         text = _STOP.sub(". ", _BEFORE_HAN.sub(" ", _CHOSEN.sub(" The answer is ", text)))
     return _STATED.sub(" The final answer is ", text)
 
 
-def _without_inner_boxes(box: str) -> str:
+def _strip_inner_boxes(box: str) -> str:
     """Remove inner boxes and the braces that remain around the whole: ``\\boxed{5}`` -> ``5``."""
     bare = _INNER_BOX.sub("", box)
     if bare == box:
         return box
-    return without_outer_braces(bare)
+    return strip_outer_braces(bare)
 
 
 @lru_cache(maxsize=4096)
 def tidy(answer: str) -> str:
     """Rewrite notation that math-verify cannot parse in LaTeX that it can."""
-    text = as_meant(latex(as_meant(answer.strip())) if not answer.isascii() else answer.strip())
+    text = rewrite_words(latex(rewrite_words(answer.strip())) if not answer.isascii() else answer.strip())
     if "\\begin" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
     text = _OTHER_NAMES.sub(lambda match: _SAME_AS[match.group().strip()], re.sub(r"\\!\s*", "", text))
     text = _HTML.sub(lambda match: f"{'^' if match[1] == 'p' else '_'}{{{match[2]}}}", text)
     text = _QUOTED.sub(r"\2", re.sub(r"\\[\[\]()]|(?<!\\)\$", "", text).strip())
-    text = without_outer_braces(with_braces(_SIZED_BRACE.sub("", text)))
+    text = strip_outer_braces(add_braces(_SIZED_BRACE.sub("", text)))
     text = _ungroup(text)
     text = _REPEATING.sub(lambda m: _fraction(*m.groups()), text)
     text = _DOTTED.sub(lambda m: _fraction(*m.groups()), text)
@@ -187,7 +380,7 @@ def tidy(answer: str) -> str:
     text = _TWICE_NEGATED.sub(r"+(\1)", text)
     text = re.sub(r"(?:\\left)?\\langle", "(", text)
     text = re.sub(r"(?:\\right)?\\rangle", ")", text)
-    text = numbers_apart(connected(text))
+    text = separate_numbers(replace_connectives(text))
     text = re.sub(r"^\\\{\s*[a-z]\s*(?:\||\\mid|:)\s*(.*)\\\}$", r"\1", text)
     text = re.sub(r"\+\s*\\infty", r"\\infty", text)
     text = re.sub(r"(?<=[\w})])\.$", "", text)
@@ -236,21 +429,21 @@ def normalise(answer: str) -> str:
 def spellings(answer: str) -> list[str]:
     """Return ``answer`` tidied, and alternatives: without its label or unit, in radians, as a tuple."""
     plain = tidy(answer)
-    found = [plain]
+    candidates = [plain]
     if plain.count("=") == 1:
-        found.append(_DERIVATIVE_LABEL.sub("", LABEL.sub("", plain)))
+        candidates.append(_DERIVATIVE_LABEL.sub("", LABEL.sub("", plain)))
     if (unlabelled := _WORD_LABEL.sub("", plain)) != plain:
-        found.append(unlabelled)
+        candidates.append(unlabelled)
     if (measured := quantity(plain)) is not None:
-        found.append(measured[0])
+        candidates.append(measured[0])
     if (hundredths := percent(plain)) is not None:
-        found += [hundredths, f"\\frac{{{hundredths}}}{{100}}"]
+        candidates += [hundredths, f"\\frac{{{hundredths}}}{{100}}"]
     if re.search(DEGREES, plain):
-        found.append(re.sub(rf"(\d+(?:\.\d+)?)\s*{DEGREES}", r"(\\frac{\1 \\pi}{180})", plain))
+        candidates.append(re.sub(rf"(\d+(?:\.\d+)?)\s*{DEGREES}", r"(\\frac{\1 \\pi}{180})", plain))
     column = re.fullmatch(r"\\begin\{[pb]?matrix\}([^&]*?)(?:\\\\)?\s*\\end\{[pb]?matrix\}", plain, re.DOTALL)
     if column is not None and "\\\\" in column.group(1):
-        found.append("(" + ",".join(column.group(1).split("\\\\")) + ")")
-    return list(dict.fromkeys(_last_variable_kept(s.strip()) for s in found if s.strip()))
+        candidates.append("(" + ",".join(column.group(1).split("\\\\")) + ")")
+    return list(dict.fromkeys(_last_variable_kept(s.strip()) for s in candidates if s.strip()))
 
 
 def _last_variable_kept(text: str) -> str:
@@ -281,12 +474,12 @@ def quantity(plain: str) -> tuple[str, str] | None:
 
 def labelled_list(answer: str) -> tuple[tuple[str, str], ...]:
     """Split a list into names ("" for none) and values: ``x=1, y=10`` -> (("X", "1"), ("Y", "10"))."""
-    found = []
+    parts = []
     for part in re.split(r",(?![^()\[\]]*[)\]])", tidy(answer)):
         label = LABEL.match(part)
         name = normalise(label.group(1)) if label else ""
-        found.append((name, normalise(part[label.end() :] if label else part)))
-    return tuple(found)
+        parts.append((name, normalise(part[label.end() :] if label else part)))
+    return tuple(parts)
 
 
 def same_list(gold: str, answer: str) -> bool:

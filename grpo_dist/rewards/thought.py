@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # keeps the configuration out of grader processes
     from grpo_dist.config import RewardsConfig
 
 
-def thought_for(found: Thought, settings: RewardsConfig) -> Thought:
+def resolve_thought(found: Thought, settings: RewardsConfig) -> Thought:
     """Override the thought ``found`` in the prompt by the settings."""
     opening, closing = settings.thought_tags or (found.opening, found.closing)
     prompt = found.prompt
@@ -22,12 +22,12 @@ def thought_for(found: Thought, settings: RewardsConfig) -> Thought:
     return Thought(opening, closing, prompt)
 
 
-def shown_by(completions: Sequence[str], settings: RewardsConfig) -> Thought:
+def infer_thought(completions: Sequence[str], settings: RewardsConfig) -> Thought:
     """Infer the thought of completions whose prompt is unknown.
 
     The prompt opened it if a completion closes a thought that it has not opened.
     """
-    thought = thought_for(Thought(), settings)
+    thought = resolve_thought(Thought(), settings)
     if settings.prompt_opens_thought is None:
         opening, closing = _patterns(thought.opening, thought.closing)
         for completion in completions:
@@ -37,7 +37,7 @@ def shown_by(completions: Sequence[str], settings: RewardsConfig) -> Thought:
     return thought
 
 
-def outside_thought(completion: str, thought: Thought = NO_THOUGHT) -> str:
+def strip_unclosed_thought(completion: str, thought: Thought = NO_THOUGHT) -> str:
     """Strip a thought that is never closed; "" if the prompt opened it.
 
     A closing tag closes every earlier opening tag. Letter case of tags is ignored.
@@ -54,7 +54,7 @@ def outside_thought(completion: str, thought: Thought = NO_THOUGHT) -> str:
     return completion[: unclosed.start()] if unclosed else completion
 
 
-def behind_thought(completion: str) -> str | None:
+def text_after_thought(completion: str) -> str | None:
     """Return the text behind the last ``</think>``; None without one."""
     _, closing = _patterns(NO_THOUGHT.opening, NO_THOUGHT.closing)
     end = max((match.end() for match in closing.finditer(completion)), default=None)
@@ -67,11 +67,11 @@ def final_text(completion: str) -> str:
     "<think>\\boxed{8}?</think>No, 7."     "No, 7."
     "<think>so \\boxed{8}</think>"         unchanged
     """
-    behind = behind_thought(completion)
+    behind = text_after_thought(completion)
     return behind if behind is not None and behind.strip() else completion
 
 
-def in_plain_tags(completion: str, thought: Thought) -> str:
+def normalise_tags(completion: str, thought: Thought) -> str:
     """Replace the closing tags of ``thought`` by ``</think>``, which the graders of texts know."""
     if thought.closing.lower() == NO_THOUGHT.closing:
         return completion

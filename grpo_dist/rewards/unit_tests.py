@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PositiveInt, PrivateAttr, model_validator
 
 from grpo_dist.config.environments import SandboxConfig
-from grpo_dist.environments.sandbox.failure import ProcessFailure
+from grpo_dist.environments.sandbox.host import ProcessFailure
 from grpo_dist.environments.sandbox.python import CodeResult, PythonSandbox
 from grpo_dist.rewards.builtin import Builtin, Note
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
@@ -148,8 +148,8 @@ class UnitTests(Builtin):
 
     @property
     def _output_key(self) -> str:
-        own = "output_kb" not in self.sandbox.model_fields_set
-        return "kwargs.output_kb" if own else "kwargs.sandbox.output_kb"
+        is_default = "output_kb" not in self.sandbox.model_fields_set
+        return "kwargs.output_kb" if is_default else "kwargs.sandbox.output_kb"
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         try:
@@ -162,8 +162,8 @@ class UnitTests(Builtin):
         solutions = [last_block(text) for text in group.outside_thoughts]
         distinct = list(dict.fromkeys(code for code in solutions if code is not None))
         scores = self._code.run(self._scores(distinct, tests, setup))
-        known = dict(zip(distinct, scores, strict=True))
-        return [0.0 if code is None else known[code] for code in solutions]
+        score_of = dict(zip(distinct, scores, strict=True))
+        return [0.0 if code is None else score_of[code] for code in solutions]
 
     def close(self) -> None:
         self._code.close()
@@ -174,7 +174,7 @@ class UnitTests(Builtin):
     async def _score_of(self, solution: str, tests: Sequence[Any], setup: str) -> float:
         try:
             passed = await _passed_all(solution, tests, self._code, setup=setup, stop=self.reward == "all")
-        except ProcessFailure as failure:  # of the machine or the service: nothing is known
+        except ProcessFailure as failure:  # the machine or the service failed: nothing is known
             self._note(f"the sandbox failed: {failure}")
             return math.nan
         except _SetupFailed as failure:
@@ -185,7 +185,7 @@ class UnitTests(Builtin):
 
 def last_block(text: str) -> str | None:
     """Return the last fenced block of Python, or of no named language; None without one."""
-    blocks = [found[2] for found in _FENCED.finditer(text) if found[1].lower() in _LANGUAGES]
+    blocks = [block[2] for block in _FENCED.finditer(text) if block[1].lower() in _LANGUAGES]
     return blocks[-1] if blocks else None
 
 
@@ -264,9 +264,9 @@ async def _passes(solution: str, test: str | Mapping[str, str], sandbox: PythonS
             return ran.outcome == "ok" and ran.output.rstrip().endswith(mark)
         files = {"setup.py": setup, "solution.py": solution, "input": test["input"]}
         data = {name: _sendable(text).encode() for name, text in files.items()}
-        given = await sandbox.run(episode, _PREPARE.format(files=data))
-        if given.outcome != "ok":  # the program would find nothing to read: no fault of its own
-            raise _failure("the input cannot be given", f"{given.outcome} {given.output.strip()}")
+        prepared = await sandbox.run(episode, _PREPARE.format(files=data))
+        if prepared.outcome != "ok":  # the program would find nothing to read: no fault of its own
+            raise _failure("the input cannot be given", f"{prepared.outcome} {prepared.output.strip()}")
         mark = secrets.token_hex(16)
         ran = _begun(await sandbox.run(episode, _RUN.format(begin=_BEGIN, mark=mark)))
         if mark in ran.output:

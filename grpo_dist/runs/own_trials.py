@@ -17,7 +17,7 @@ import torch
 from grpo_dist.config.secrets import masked_text
 from grpo_dist.data.curriculum import chosen
 from grpo_dist.environments.episode import Generation
-from grpo_dist.environments.own_rollout import OwnRollout
+from grpo_dist.environments.user_rollout import UserRollout
 from grpo_dist.loop.metrics import own_metric
 from grpo_dist.plugins.algorithm import (
     OwnCode,
@@ -124,7 +124,7 @@ def _try(piece: OwnPiece, code_paths: Sequence[str], tokenizer: Any) -> None:
         if chosen(name, code_paths, piece.kwargs, inputs_of_order) != first:
             raise ValueError(f"prompt order {name} gives two answers to the same inputs; draw from `seed`")
     elif kind is ROLLOUT and tokenizer is not None:
-        _try_rollout(OwnRollout(name, function, piece.kwargs), tokenizer)
+        _try_rollout(UserRollout(name, function, piece.kwargs), tokenizer)
 
 
 def _try_advantage(name: str, own: OwnCode) -> None:
@@ -195,7 +195,7 @@ def _check_split(what: str, whole: torch.Tensor, parts: torch.Tensor) -> None:
         )
 
 
-def _try_rollout(own: OwnRollout, tokenizer: Any) -> None:
+def _try_rollout(own: UserRollout, tokenizer: Any) -> None:
     async def generate(
         ids: list[int], seed: int, sampling: Sampling, most: int, *, stop: Sequence[str]
     ) -> Generation:

@@ -34,12 +34,16 @@ from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.loop.admission import Admission
 from grpo_dist.policy.lora import with_adapter
 from grpo_dist.policy.text_model import usable_model
-from grpo_dist.rewards.combinations import combination_problems
-from grpo_dist.rewards.data_columns import column_problems
-from grpo_dist.rewards.gold import count_unreadable, describe_no_answers
+from grpo_dist.rewards.checks import (
+    column_problems,
+    combination_problems,
+    count_unreadable,
+    describe_no_answers,
+    graded_problems,
+    reward_problems,
+)
 from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import graded_problems, reward_problems
 from grpo_dist.rewards.text import alternatives
 from grpo_dist.runs.cold_start import run_sft
 from grpo_dist.runs.identity import DataOrigin
@@ -354,7 +358,7 @@ def load_prompts(
     built = build_prompts(
         rows,
         tokenizer,
-        PromptFormat.of(data),
+        PromptFormat.from_config(data),
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong,
         uid_counts=uid_counts,

@@ -133,7 +133,7 @@ def with_teacher_prompts(
     shown = [(t, t.prompt) for t in distillation.teachers if t.prompt is not None]
     if not shown:
         return list(prompts)
-    rendered = PromptFormat.of(data)
+    rendered = PromptFormat.from_config(data)
 
     def read_by(teacher: TeacherConfig, template: str, prompt: Prompt) -> np.ndarray:
         text = _filled(template, prompt, key_of(teacher))

@@ -15,7 +15,7 @@ from grpo_dist.data.demonstrations import source_pairs
 from grpo_dist.data.pools import pool_sizes
 from grpo_dist.data.readers import SourceRows, read_all, source_name
 from grpo_dist.data.tasks import own_problems
-from grpo_dist.rewards.data_columns import asked_columns
+from grpo_dist.rewards.checks import asked_columns
 from grpo_dist.runs.identity import shadowed
 from grpo_dist.runs.own_trials import own_code_problems
 from grpo_dist.runs.prepare import RunInputs, build_inputs, load_tokenizer, resolve_model

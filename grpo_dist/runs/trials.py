@@ -17,17 +17,17 @@ import numpy as np
 from grpo_dist.config import Config, EnvironmentsConfig, RewardsConfig, SamplingConfig
 from grpo_dist.data.readers import SourceRows
 from grpo_dist.environments.base import Problem
-from grpo_dist.environments.calls import CODE, resolve_format
-from grpo_dist.environments.preparation import Description, EnvironmentProbe
-from grpo_dist.environments.records import Action, Call, Observed
-from grpo_dist.environments.rendering import template_text
-from grpo_dist.environments.runner import EpisodeRunner
-from grpo_dist.rewards.data_columns import own_column_problems
+from grpo_dist.environments.dialogue import template_text
+from grpo_dist.environments.episode import Action, Call, Observed
+from grpo_dist.environments.runner import Description, EnvironmentProbe, EpisodeRunner
+from grpo_dist.environments.tools import CODE, resolve_format
+from grpo_dist.rewards.checks import user_column_problems
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import REWARDS, Scorer, reward_specs
+from grpo_dist.rewards.registry import REWARDS, reward_specs
+from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.rewards.text import alternatives
-from grpo_dist.rewards.thought import thought_for
+from grpo_dist.rewards.thought import resolve_thought
 from grpo_dist.runs.prepare import RunInputs, load_tokenizer, scoring_problems
 from grpo_dist.runtime.hardware import DeviceType, device_type
 from grpo_dist.runtime.stage_log import stage
@@ -159,7 +159,7 @@ def _check_all(start: Start, pool: GraderPool) -> str:
         problem
         for sources in start.rows or ()
         for _, rows in sources
-        for problem in own_column_problems(rewards, rows, "add it to the data", pool)
+        for problem in user_column_problems(rewards, rows, "add it to the data", pool)
     )
     if not rewards.by_source:
         return _check_source(start, rewards, _first_prompt(start), pool)
@@ -255,7 +255,9 @@ def _tried(
     before = {name: counts.total() for name, counts in scorer.failures.items()}
     rollouts = [_as_rollout(prompt, i, text) for i, text in enumerate(texts)]
     longest = sampling.longest
-    scores = scorer.score(CompletionGroup.of(prompt, rollouts, max_new_tokens=longest, settings=settings))
+    scores = scorer.score(
+        CompletionGroup.from_rollouts(prompt, rollouts, max_new_tokens=longest, settings=settings)
+    )
     raised = any(counts.total() > before.get(name, 0) for name, counts in scorer.failures.items())
     parts = {name: (float(part[0]), float(part[1])) for name, part in scores.parts.items()}
     return RewardTrial(
@@ -270,7 +272,7 @@ def _answers(rewards: RewardsConfig, prompt: Prompt) -> list[tuple[str, str]]:
         return [(_filled(trial.right, right), _filled(trial.wrong, right))]
     return [
         (before + form.format(answer=right), before + form.format(answer=_WRONG))
-        for before, form in _forms(thought_for(prompt.thought, rewards))
+        for before, form in _forms(resolve_thought(prompt.thought, rewards))
     ]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from actors.workers.engine_settings import EngineSpec, fitting_arguments
 from grpo_dist.config import Config, EnvironmentsConfig
 from grpo_dist.config.engine_arguments import engine_problems
-from grpo_dist.environments.calls import is_known
+from grpo_dist.environments.tools import is_known
 from grpo_dist.runtime.hardware import DeviceType, device_type
 
 _CHECK_S = 600.0  # importing vLLM takes seconds, on a busy machine a minute

@@ -11,6 +11,7 @@ waits until the grader exits, SIGTERM arrives or the pool's process ends; then i
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import fcntl
 import gc
@@ -235,6 +236,27 @@ def child_command(module: str, *arguments: object, python: str | None = None) ->
     """
     code = _CHILD.format(module=module)
     return [python or sys.executable, "-P", "-c", code, *map(str, arguments), str(_ROOT)]
+
+
+async def run_child(module: str, *arguments: object, deadline_s: float) -> tuple[int, bytes, str]:
+    """Run ``main()`` of a module in a process of its own, see `child_command`; kill it when cancelled.
+
+    Returns its exit status, standard output and standard error. Raises TimeoutError at the deadline.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *child_command(module, *arguments),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(deadline_s):
+            output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode is not None, "communicate returned before the process had ended"
+    return process.returncode, output, errors.decode(errors="replace")
 
 
 def code_directories(key: str, given: Sequence[str], what: str) -> list[str]:

@@ -265,7 +265,7 @@ class Group:
     # [G] of the math grader, or of a judge: correct | wrong | no_answer | timeout | error; "" if none ran
     outcomes: tuple[str, ...]
     score_s: float = 0.0  # seconds that scoring this group took
-    degenerate: int = 0  # samples of it that `degenerate_text.is_degenerate` is true of
+    degenerate: int = 0  # samples of it that `format.is_degenerate` is true of
     baseline_reward: float | None = None  # of the greedy answer; None: not sampled
     # From a process reward model; None without one. [G] of float32 [S], the score of each step, and of int32
     # [S], the index in completion_ids of each step's last token, not decreasing.

@@ -16,10 +16,12 @@ from grpo_dist.config import DataSourceConfig, RewardsConfig
 from grpo_dist.data.readers import read, source_name
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.environments import reasoning_gym as adapter
+from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.reasoning_gym import score
-from grpo_dist.rewards.registry import Scorer, check_rewards, reward_specs
+from grpo_dist.rewards.registry import reward_specs
+from grpo_dist.rewards.scorer import Scorer
 from tests.support.made_groups import group_of
 
 REWARD = "grpo_dist.rewards.reasoning_gym:score"
@@ -181,6 +183,6 @@ def test_a_row_becomes_a_prompt_that_carries_what_its_scorer_needs():
 
     own = source(rows=3)
     rows, data = read(own), DataConfig(train=(own,))
-    made = build_prompts(rows, character_tokenizer(), PromptFormat.of(data), max_prompt_tokens=900)
+    made = build_prompts(rows, character_tokenizer(), PromptFormat.from_config(data), max_prompt_tokens=900)
     assert [p.columns["reasoning_gym"] for p in made.prompts] == [r.columns["reasoning_gym"] for r in rows]
     assert len({p.uid for p in made.prompts}) == 3

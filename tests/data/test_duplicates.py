@@ -1,9 +1,9 @@
-"""Rows that repeat a problem are counted and named; `data.deduplicate` keeps the first of each."""
+"""Rows that repeat a problem, and rows that refer to an image, are counted and named."""
 
 import pytest
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, RewardsConfig
-from grpo_dist.data.readers import DataRow, find_duplicates
+from grpo_dist.data.readers import DataRow, find_duplicates, media_problem
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.runs.prepare import PromptSections, prepare_eval, train_prompts
 
@@ -80,3 +80,22 @@ def test_problems_differ_by_their_conversation_and_by_the_environment_that_asks_
     asked = (TWO.model_copy(update={"environment": "python"}), rows("two", ("1+1=", "2")))
     found = find_duplicates(sections().data, [plain, *in_chat, asked])
     assert (found.rows, found.repeats) == (5, 1)
+
+
+def image_rows(*problems):
+    return [DataRow(problem, "1", "geo", f"geo.jsonl:{i + 1}", {}) for i, problem in enumerate(problems)]
+
+
+@pytest.mark.parametrize(
+    "placeholder",
+    ["<image>", "<image_1>", "<image1>", "<video>", "<audio>", "<|image_pad|>", "<|image|>", 
+     "<|vision_start|>", "<start_of_image>", "<image_soft_token>", "[IMG]"],
+)  # fmt: skip
+def test_placeholders_are_counted_and_the_first_row_is_named(placeholder):
+    said = media_problem(image_rows("1 + 1", f"{placeholder}Find x.", f"In {placeholder}, find y."))
+    assert said.startswith("2 of 3 problems have a placeholder")
+    assert f"(the first is geo.jsonl:2, {placeholder})" in said
+
+
+def test_other_text_is_text():
+    assert media_problem(image_rows("Let <x> be the image of f.", "a<b>c", "image>1", "[IMGS]")) == ""

@@ -175,7 +175,7 @@ def test_an_environment_asks_the_row_s_messages_or_refuses_to_drop_them(tmp_path
     data = DataConfig(train=(source,), environment="riddles:Plain", instruction="Now.")
     tasks = source_tasks(data, environments, source, found, tokenizer)
     (prompt,) = build_prompts(
-        found, tokenizer, PromptFormat.of(data), max_prompt_tokens=999, tasks=tasks
+        found, tokenizer, PromptFormat.from_config(data), max_prompt_tokens=999, tasks=tasks
     ).prompts
     assert text_of(prompt) == WITH_TURNS
     assert [message["content"] for message in prompt.task.messages] == ["Add.", "1+1=", "2", "2+2=\nNow."]

@@ -1,15 +1,20 @@
-"""Order of prompts under dynamic sampling: every prompt of an epoch is sampled once."""
+"""Orders of prompts under dynamic sampling: streams, mixtures of sources, curricula."""
 
 import random
 from collections import Counter, deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from grpo_dist.config import DataConfig
+from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.order import OrderState, shuffled, step_prompts
-from grpo_dist.data.stream import PromptStream
+from grpo_dist.data.stream import Mixture, PromptStream, check_weights, most_at_once
+from grpo_dist.loop.admission import Admission
+from grpo_dist.loop.pipeline import build_order
 from tests.support import fakes
-from tests.support.made_groups import group
+from tests.support.made_groups import group, group_of
 
 
 def stream(n, per_batch, *, seed=0, state=None):
@@ -90,3 +95,164 @@ def test_every_prompt_of_an_epoch_is_sampled_once(n, own, further, ahead):
 def test_more_prompts_per_batch_than_prompts_is_rejected():
     with pytest.raises(ValueError, match="5 prompts a batch cannot be drawn from 4"):
         stream(4, 5)
+
+
+SOURCES = ["math"] * 30 + ["code"] * 10 + ["chat"] * 60
+WEIGHTS = {"math": 3.0, "code": 1.0, "chat": 4.0}
+PROMPTS = [replace(p, source=s) for p, s in zip(fakes.prompts(100), SOURCES, strict=True)]
+
+
+def test_every_stretch_of_draws_has_the_shares_of_the_weights():
+    mixture = Mixture(SOURCES, WEIGHTS, seed=0)
+    drawn = [SOURCES[mixture.prompt(i)] for i in range(10_000)]
+    for begin, size in [(0, 40), (137, 80), (4000, 400), (0, 10_000)]:
+        counts = Counter(drawn[begin : begin + size])
+        for name, weight in WEIGHTS.items():
+            assert abs(counts[name] - size * weight / 8) < 4
+
+
+def test_each_source_is_drawn_in_epochs_of_its_own():
+    mixture = Mixture(SOURCES, WEIGHTS, seed=0)
+    drawn = [mixture.prompt(i) for i in range(2000)]
+    for name in WEIGHTS:
+        members = [i for i, source in enumerate(SOURCES) if source == name]
+        own = [i for i in drawn if SOURCES[i] == name]
+        assert len(own) >= 2 * len(members)
+        for epoch in range(len(own) // len(members)):
+            part = own[epoch * len(members) : (epoch + 1) * len(members)]
+            assert sorted(part) == members
+        assert own[: len(members)] != own[len(members) : 2 * len(members)]
+    again = Mixture(SOURCES, WEIGHTS, seed=0)
+    assert [again.prompt(i) for i in reversed(range(2000))] == drawn[::-1]
+    assert [Mixture(SOURCES, WEIGHTS, seed=1).prompt(i) for i in range(50)] != drawn[:50]
+
+
+def test_batches_have_no_prompt_twice_keep_the_shares_and_resume_the_same():
+    stream = PromptStream(PROMPTS, 16, seed=0, state=OrderState(), weights=WEIGHTS)
+    batches, states = [], []
+    for batch in range(60):
+        batches.append([stream.prompt(index) for index in stream.take(batch)])
+        states.append(stream.state)
+    assert all(len(set(own)) == 16 for own in batches)
+    counts = Counter(SOURCES[i] for own in batches for i in own)
+    assert all(abs(counts[name] - 960 * weight / 8) < 8 for name, weight in WEIGHTS.items())
+    resumed = PromptStream(PROMPTS, 16, seed=0, state=states[29], weights=WEIGHTS)
+    assert [[resumed.prompt(i) for i in resumed.take(b)] for b in range(30, 60)] == batches[30:]
+    assert sum(stream.sampled().values()) == 960
+
+
+def test_the_configuration_gives_the_stream_its_weights():
+    train = [{"path": f"{name}.jsonl", "weight": weight} for name, weight in WEIGHTS.items()]
+    config = fakes.config(data={"train": train}, batch={"prompts_per_step": 8, "samples_per_prompt": 2})
+    assert config.data.weights == {"math": 3 / 8, "code": 1 / 8, "chat": 4 / 8}
+    order = build_order(config, PROMPTS, OrderState())
+    counts = Counter(SOURCES[order.prompt(index)] for batch in range(20) for index in order.take(batch))
+    assert counts["math"] == pytest.approx(60, abs=3) and counts["code"] == pytest.approx(20, abs=3)
+
+
+def test_a_source_that_is_too_small_for_its_weight_is_refused():
+    data = DataConfig.model_validate(
+        {"train": [{"path": "code.jsonl", "weight": 1}, {"path": "chat.jsonl", "weight": 1}]}
+    )
+    check_weights(data, PROMPTS, in_flight=20)
+    with pytest.raises(ValueError, match=r"source code has 10 prompts.*50% of the 24.*lower its weight"):
+        check_weights(data, PROMPTS, in_flight=24)
+
+
+@pytest.mark.parametrize("extra", [None, 400])
+@pytest.mark.parametrize(
+    ("order", "weights", "counts", "own", "staleness", "most"),
+    [
+        ("launched", (1, 1), (4000, 600), 256, 1, 1200),
+        ("launched", (1, 1), (400, 600), 128, 1, 800),
+        ("launched", (1, 1), (40, 60), 32, 0, 80),
+        ("launched", (7, 93), (7, 93), 32, 0, 100),
+        ("launched", (1, 1), (4, 60), 4, 1, 8),
+        ("completion", (1, 1), (4000, 600), 256, 1, 1200),
+        ("completion", (7, 93), (7, 93), 32, 1, 100),
+        ("completion", (1, 1), (4, 60), 4, 1, 8),
+    ],
+)
+def test_dynamic_sampling_replaces_as_many_groups_as_the_sources_allow(
+    order, weights, counts, own, staleness, most, extra
+):
+    """The steps' own prompts fit, so the mixture trains; those that replace groups fill what is left."""
+    sources = ["code"] * counts[0] + ["chat"] * counts[1]
+    prompts = [replace(p, source=s) for p, s in zip(fakes.prompts(sum(counts)), sources, strict=True)]
+    train = [{"path": f"{s}.jsonl", "weight": w} for s, w in zip(("code", "chat"), weights, strict=True)]
+    config = fakes.config(
+        data={"train": train},
+        batch={"prompts_per_step": own, "samples_per_prompt": 2, "order": order},
+        max_staleness=staleness,
+        dynamic_sampling={"enabled": True, "max_extra_prompts": extra},
+    )
+    assert most_at_once(config.data.weights, prompts) == most
+    admission = Admission.from_config(config, prompts)
+    assert own <= admission.per_draw <= admission.drawn <= most
+    if order == "launched" and extra is None:
+        assert admission.per_draw == min(4 * own, most // (1 + staleness))
+    check_weights(config.data, prompts, in_flight=admission.drawn)
+    taken = build_order(config, prompts, OrderState()).take(0)
+    assert len(taken) == (admission.per_draw if order == "launched" else 1)
+
+
+@pytest.mark.parametrize(("order", "in_flight"), [("launched", 16), ("completion", 8)])
+def test_a_source_that_is_too_small_for_the_steps_own_prompts_is_refused(order, in_flight):
+    config = fakes.config(
+        data={"train": [{"path": f"{name}.jsonl", "weight": 1.0} for name in ("code", "chat")]},
+        batch={"prompts_per_step": 8, "samples_per_prompt": 2, "order": order},
+        max_staleness=1,
+        dynamic_sampling={"enabled": True},
+    )
+    prompts = [replace(p, source="code" if i < 3 else "chat") for i, p in enumerate(fakes.prompts(64))]
+    assert most_at_once(config.data.weights, prompts) == 6
+    assert Admission.from_config(config, prompts).drawn == in_flight
+    with pytest.raises(ValueError, match=rf"code has 3 prompts.*50% of the {in_flight}"):
+        check_weights(config.data, prompts, in_flight=in_flight)
+
+
+def test_all_prompts_can_be_drawn_at_once_without_weights():
+    assert most_at_once({}, PROMPTS) == 100
+
+
+UIDS = ["always", "never", "half", "new"]
+
+
+def seen(uid, right, scored=16):
+    made = group_of([0.0] * scored, [1] * scored)
+    outcomes = ("correct",) * right + ("wrong",) * (scored - right)
+    object.__setattr__(made.prompt, "uid", uid)
+    object.__setattr__(made, "outcomes", outcomes)
+    return made
+
+
+def test_prompts_are_drawn_in_proportion_to_their_learning_signal():
+    curriculum = Curriculum(UIDS, 1, seed=0, rates={})
+    for _ in range(6):
+        curriculum.trained([], [seen("always", 16), seen("never", 0), seen("half", 8)])
+    rates = curriculum.state.pass_rates
+    assert rates["half"][0] / rates["half"][1] == 0.5
+    assert rates["never"] == (0.0, pytest.approx(16 * (2 - 0.5**5)))
+    counts = Counter(UIDS[curriculum.take(step)[0]] for step in range(4000))
+    share = 1 / (rates["never"][1] + 2)
+    rare = share * (1 - share)
+    total = 0.25 + 0.25 + 2 * rare
+    for uid, weight in (("always", rare), ("never", rare), ("half", 0.25), ("new", 0.25)):
+        expected = weight / total
+        assert counts[uid] / 4000 == pytest.approx(expected, abs=4 * np.sqrt(expected / 4000))
+
+
+def test_a_draw_repeats_and_holds_no_prompt_twice():
+    first, second = (Curriculum([f"p{i}" for i in range(9)], 5, seed=3, rates={}) for _ in range(2))
+    draws = [first.take(step) for step in range(20)]
+    assert draws == [second.take(step) for step in range(20)]
+    assert all(len(set(draw)) == 5 for draw in draws)
+    assert len({tuple(draw) for draw in draws}) > 10
+
+
+def test_unscored_samples_do_not_count_and_old_observations_decay():
+    curriculum = Curriculum(UIDS, 1, seed=0, rates={"half": (4.0, 8.0)})
+    unscored = seen("half", 2, scored=4)
+    object.__setattr__(unscored, "outcomes", ("correct", "timeout", "error", "wrong"))
+    curriculum.trained([], [unscored])
+    assert curriculum.state.pass_rates["half"] == (2.0 + 1.0, 4.0 + 2.0)

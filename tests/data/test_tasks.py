@@ -55,7 +55,7 @@ def _prompts(
     ((_, rows),) = read_all([source], "data.train", own_problems(config, environments))
     tasks = source_tasks(config, environments, source, rows, tokenizer)
     return build_prompts(
-        rows, tokenizer, PromptFormat.of(config), max_prompt_tokens=4000, tasks=tasks
+        rows, tokenizer, PromptFormat.from_config(config), max_prompt_tokens=4000, tasks=tasks
     ).prompts
 
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from grpo_dist.config import RewardsConfig
-from grpo_dist.data.prompts import PromptFormat, build_prompts, is_kept, thought_of
+from grpo_dist.data.prompts import PromptFormat, build_prompts, detect_thought, is_kept
 from grpo_dist.data.readers import DataRow
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import Scorer
-from grpo_dist.rewards.thought import outside_thought, shown_by, thought_for
+from grpo_dist.rewards.scorer import Scorer
+from grpo_dist.rewards.thought import infer_thought, resolve_thought, strip_unclosed_thought
 from grpo_dist.types import Prompt, Thought
 from tests.support.made_completions import completion_group, spec
 
@@ -38,7 +38,7 @@ X_R1 = "The reasoning is in <THINK> </THINK> tags. User: 2+2? Assistant: Let me 
     ],
 )
 def test_tags_and_whether_the_prompt_opens_them_are_read_from_its_text(prompt, template, thought):
-    assert thought_of(prompt, template) == thought
+    assert detect_thought(prompt, template) == thought
 
 
 def built(ending: str, *, use_chat_template: bool = True, **settings) -> Prompt:
@@ -72,10 +72,10 @@ def test_a_closing_tag_that_decoding_drops_opens_nothing():
 
 def test_settings_override_the_prompt():
     found = Thought("<THINK>", "</THINK>", "opens")
-    assert thought_for(found, RewardsConfig()) == found
-    assert thought_for(found, RewardsConfig(prompt_opens_thought=False)) == Thought("<THINK>", "</THINK>")
+    assert resolve_thought(found, RewardsConfig()) == found
+    assert resolve_thought(found, RewardsConfig(prompt_opens_thought=False)) == Thought("<THINK>", "</THINK>")
     own = RewardsConfig(thought_tags=("[[", "]]"), prompt_opens_thought=True)
-    assert thought_for(Thought(), own) == Thought("[[", "]]", "opens")
+    assert resolve_thought(Thought(), own) == Thought("[[", "]]", "opens")
     with pytest.raises(ValueError, match="thought_tags"):
         RewardsConfig(thought_tags=("<think>", "<think>"))
 
@@ -92,13 +92,13 @@ def test_settings_override_the_prompt():
     ],
 )
 def test_an_unclosed_thought_is_cut_off(completion, thought, outside):
-    assert outside_thought(completion, thought) == outside
+    assert strip_unclosed_thought(completion, thought) == outside
 
 
 def test_completions_of_an_unknown_prompt_show_that_it_opened_their_thought():
-    assert shown_by(["a \\boxed{4}", "b</think>4"], RewardsConfig()) == OPENS
-    assert shown_by(["<think>a</think>4", "a"], RewardsConfig()) == Thought()
-    assert shown_by(["b</think>4"], RewardsConfig(prompt_opens_thought=False)) == Thought()
+    assert infer_thought(["a \\boxed{4}", "b</think>4"], RewardsConfig()) == OPENS
+    assert infer_thought(["<think>a</think>4", "a"], RewardsConfig()) == Thought()
+    assert infer_thought(["b</think>4"], RewardsConfig(prompt_opens_thought=False)) == Thought()
 
 
 GROUP = ("2+2</think>\\boxed{4}", "2+2 \\boxed{4}", "<think>2+2</think>\\boxed{4}")

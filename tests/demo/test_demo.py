@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_dist.config.files import load_config
-from grpo_dist.data.made_problems import demonstration, demonstrations, problem_of, problems, split_of
+from grpo_dist.data.made_problems import demonstration, demonstrations, problems, split_of, write_problem
 from grpo_dist.data.prompts import PromptFormat
 from grpo_dist.data.readers import read
 from grpo_dist.demo.model import cached_model, random_model
@@ -76,7 +76,7 @@ def test_no_problem_of_the_test_split_is_ever_trained_or_demonstrated(name, patt
 @pytest.mark.parametrize("name", ["add3", "products"])
 def test_one_problem_in_twenty_is_a_test_problem(name):
     rng = random.Random(0)
-    drawn = (problem_of(name, rng.randint(100, 999), rng.randint(10, 999)) for _ in range(20_000))
+    drawn = (write_problem(name, rng.randint(100, 999), rng.randint(10, 999)) for _ in range(20_000))
     assert sum(split_of(p) == "test" for p in drawn) / 20_000 == pytest.approx(0.05, abs=0.006)
 
 
@@ -127,7 +127,7 @@ def test_plain_sums_are_the_sums_after_examples_without_the_examples(split):
 def test_the_toy_of_r1_zero_shows_no_sum_that_is_worked_without_tags():
     data = load_config("configs/r1_zero_smollm2.yaml").data
     prompts = [
-        PromptFormat.of(data).text(row.problem, tokenizer=None)
+        PromptFormat.from_config(data).text(row.problem, tokenizer=None)
         for source in (*data.train, *data.eval)
         for row in read(source)
     ]

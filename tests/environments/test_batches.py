@@ -18,7 +18,7 @@ from grpo_dist.data.readers import read
 from grpo_dist.data.tasks import own_problems, source_tasks
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.environments.base import Problem
-from grpo_dist.environments.records import Action, Call, Observed
+from grpo_dist.environments.episode import Action, Call, Observed
 from grpo_dist.environments.runner import EpisodeRunner
 from grpo_dist.types import Task
 from tests.support.patience import HANG_S
@@ -251,7 +251,7 @@ def test_a_source_marks_prompts_that_are_answered_in_batches(
     rows, tokenizer = read(source, own_problems(data, settings)), character_tokenizer()
     tasks = source_tasks(data, settings, source, rows, tokenizer)
     (prompt,) = build_prompts(
-        rows, tokenizer, PromptFormat.of(data), max_prompt_tokens=99, tasks=tasks
+        rows, tokenizer, PromptFormat.from_config(data), max_prompt_tokens=99, tasks=tasks
     ).prompts
     assert prompt.task is not None and prompt.task.batched
 

@@ -1,18 +1,29 @@
 """Guarantees: code blocks are read as calls, arguments are checked, the calculator is exact and bounded."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
+import numpy as np
 import pytest
 from pydantic import Field
 
+from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, SFTConfig
+from grpo_dist.data.demonstrations import load_demonstrations
+from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.environments.builtin import calculator
-from grpo_dist.environments.calls import read_chat, read_code, resolve_format
-from grpo_dist.environments.records import Call, Observed
-from grpo_dist.environments.tools import BadCall, TypedTool, as_text, typed_tools
-from grpo_dist.types import ToolCall
+from grpo_dist.environments.dialogue import Dialogue, Renderer
+from grpo_dist.environments.episode import Call, Observed
+from grpo_dist.environments.tools import (
+    BadCall,
+    TypedTool,
+    as_text,
+    read_chat,
+    read_code,
+    resolve_format,
+    typed_tools,
+)
+from grpo_dist.types import Prompt, Task, ToolCall
 from tests.support.chat_templates import real_tokenizer
+from tests.support.made_episodes import generated
 
 _NAMES = ["python", "calculator"]
 
@@ -320,3 +331,40 @@ def test_the_calculator_is_exact(expression: str, result: str) -> None:
 def test_the_calculator_refuses_in_words(expression: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         calculator(expression)
+
+
+def test_a_demonstrated_call_has_the_tokens_and_the_mask_of_an_episode():
+    tokenizer = character_tokenizer()
+    sft = {"model": "demo:micro", "data": [{"path": "demo:products", "examples": 12}]}
+    rows = load_demonstrations(SFTConfig.model_validate(sft), tokenizer)
+    data = DataConfig(train=(DataSourceConfig(path="demo:products"),))
+    renderer = Renderer(tokenizer, data, EnvironmentsConfig(call_format="code"))
+    for row in rows:
+        question = tokenizer.decode(row.token_ids).removeprefix("<|user|>").removesuffix("<|assistant|>")
+        messages = ({"role": "user", "content": question},)
+        task = Task("calculator", messages=messages, tools=(TypedTool(calculator).schema,))
+        assert renderer.ids(renderer.prompt(task)) == row.token_ids.tolist()
+        episode = Dialogue(renderer, Prompt("p", row.token_ids, "", "products", question, task=task))
+        asked, given, answer = np.split(row.completion_ids, np.flatnonzero(np.diff(row.sampled)) + 1)
+        action = sampled(episode, asked)
+        assert renderer.text(asked.tolist()).endswith(renderer.stop(task)[0])
+        (call,) = action.calls
+        assert (call.name, call.arguments.strip()) == ("calculator", question.removesuffix("="))
+        result = calculator(call.arguments)
+        episode.observe(Observed(calls=(ToolCall("calculator", call.arguments, result, "ok", 0.0),)))
+        assert tokenizer.decode(given) == f"```output\n{result}\n```\n"
+        assert sampled(episode, answer).calls == ()
+        rollout = episode.rollout(0, "stop")
+        assert rollout.completion_ids.tolist() == row.completion_ids.tolist()
+        assert rollout.sampled.tolist() == row.sampled.tolist()
+        assert rollout.text == f"\\boxed{{{result}}}"
+
+
+def sampled(episode, ids):
+    return episode.add_action(generated(ids, -0.5))
+
+
+@pytest.mark.parametrize("expression", ["347*58", "100*10", "999*99"])
+def test_the_calculator_writes_a_product_as_the_demonstrations_do(expression):
+    a, b = map(int, expression.split("*"))
+    assert calculator(expression) == str(a * b)

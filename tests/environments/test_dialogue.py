@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
-from grpo_dist.data.prompts import thought_of
+from grpo_dist.data.prompts import detect_thought
 from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.environments.builtin import calculator
-from grpo_dist.environments.dialogue import Dialogue
-from grpo_dist.environments.episode import Budgets, Generation, play
-from grpo_dist.environments.records import Action, Call, Observed
-from grpo_dist.environments.rendering import Renderer
+from grpo_dist.environments.dialogue import Dialogue, Renderer
+from grpo_dist.environments.episode import Action, Budgets, Call, Generation, Observed, play
 from grpo_dist.environments.tools import TypedTool
 from grpo_dist.types import Prompt, Rollout, Task, ToolCall
 from tests.support.chat_templates import real_tokenizer
@@ -51,7 +49,7 @@ def _prompt(
     task = Task("calculator", messages=messages, tools=tools)
     text = renderer.prompt(task) if messages else "12*34="
     ids = np.array(renderer.ids(text), np.int32)
-    return Prompt("p", ids, "408", "s", "12*34", task=task, thought=thought_of(text))
+    return Prompt("p", ids, "408", "s", "12*34", task=task, thought=detect_thought(text))
 
 
 def _act(dialogue: Dialogue, renderer: Renderer, text: str, end: str | None) -> list[int]:

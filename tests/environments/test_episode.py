@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_dist.config import EnvironmentsConfig
-from grpo_dist.environments.episode import Budgets, Generation, play
-from grpo_dist.environments.records import Action, Call, Observed
+from grpo_dist.environments.episode import Action, Budgets, Call, Generation, Observed, play
 from grpo_dist.runtime.seeds import turn_seed
 
 PROMPT = [7, 8]
@@ -140,4 +139,4 @@ def test_each_request_has_its_own_seed_that_follows_from_the_episodes_alone():
 
 def test_budgets_are_those_of_the_configuration():
     settings = EnvironmentsConfig(max_turns=3, max_turn_tokens=40, max_tool_calls=2)
-    assert Budgets.of(settings, tokens=200) == Budgets(200, 3, 40, 2)
+    assert Budgets.from_config(settings, tokens=200) == Budgets(200, 3, 40, 2)

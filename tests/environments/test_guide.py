@@ -11,9 +11,8 @@ from grpo_dist.cli import main
 from grpo_dist.config.files import load_config
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.builtin import calculator
-from grpo_dist.environments.preparation import Description
-from grpo_dist.environments.records import Action, Call, Observed
-from grpo_dist.environments.runner import EpisodeRunner
+from grpo_dist.environments.episode import Action, Call, Observed
+from grpo_dist.environments.runner import Description, EpisodeRunner
 from grpo_dist.environments.tools import typed_tools
 from grpo_dist.runs.start import load_inputs
 from grpo_dist.runs.trials import _not_told, _signature

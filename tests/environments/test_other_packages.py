@@ -19,7 +19,7 @@ from grpo_dist.data.readers import read
 from grpo_dist.data.tasks import own_problems, source_tasks
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.environments.base import Problem
-from grpo_dist.environments.records import Action, Observed
+from grpo_dist.environments.episode import Action, Observed
 from grpo_dist.environments.runner import EpisodeRunner
 from grpo_dist.types import Prompt
 from tests.support.documents import ROOT
@@ -33,7 +33,9 @@ def _prompts(environments: EnvironmentsConfig, **source: Any) -> list[Prompt]:
     rows = read(own, own_problems(data, environments))
     tokenizer = character_tokenizer()
     tasks = source_tasks(data, environments, own, rows, tokenizer)
-    return build_prompts(rows, tokenizer, PromptFormat.of(data), max_prompt_tokens=9000, tasks=tasks).prompts
+    return build_prompts(
+        rows, tokenizer, PromptFormat.from_config(data), max_prompt_tokens=9000, tasks=tasks
+    ).prompts
 
 
 def _play(environments: EnvironmentsConfig, prompt: Prompt, actions: Sequence[str]) -> list[Observed]:

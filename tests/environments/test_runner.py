@@ -14,11 +14,9 @@ import pytest
 from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.environments import runner as module
 from grpo_dist.environments.base import Problem
-from grpo_dist.environments.preparation import EnvironmentProbe, StartFailed
-from grpo_dist.environments.records import Action, Call, Observed
-from grpo_dist.environments.runner import EpisodeRunner, UnknownEpisode
-from grpo_dist.environments.sandbox.failure import ProcessFailure
-from grpo_dist.environments.sandbox.host import ProcessHost
+from grpo_dist.environments.episode import Action, Call, Observed
+from grpo_dist.environments.runner import EnvironmentProbe, EpisodeRunner, StartFailed, UnknownEpisode
+from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
 from grpo_dist.errors import UserError
 from grpo_dist.types import Task
 from tests.support.patience import HANG_S

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from grpo_dist.rewards.degenerate_text import is_degenerate
+from grpo_dist.rewards.format import is_degenerate
 from tests.support.patience import cpu_s
 
 PROSE = (

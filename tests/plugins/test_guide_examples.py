@@ -12,7 +12,7 @@ from grpo_dist.config import Config, DataConfig, DataSourceConfig, EnvironmentsC
 from grpo_dist.data.readers import read
 from grpo_dist.data.tasks import own_problems
 from grpo_dist.environments.episode import Generation
-from grpo_dist.environments.own_rollout import OwnRollout
+from grpo_dist.environments.user_rollout import UserRollout
 from grpo_dist.loop.metrics import own_metric
 from grpo_dist.observe.tracker import Tracker
 from grpo_dist.plugins import algorithm as pieces
@@ -147,7 +147,7 @@ def test_the_rollout_function(code):
         count = min(most, 2)
         return Generation([97] * count, np.full(count, -0.5, np.float32), np.full(count, 7, np.int32), "stop")
 
-    own = OwnRollout("my_pieces:think_twice", load(ROLLOUT, "my_pieces:think_twice", [code]), {"hint": "3"})
+    own = UserRollout("my_pieces:think_twice", load(ROLLOUT, "my_pieces:think_twice", [code]), {"hint": "3"})
     (prompt,) = fakes.prompts(1)
     found = asyncio.run(own.sample(prompt, 2, 11, Sampling(max_new_tokens=6), generate, Letters()))
     assert found.text == "aa3aa" and found.sample == 2

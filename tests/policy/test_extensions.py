@@ -10,8 +10,8 @@ import pytest
 
 from grpo_dist.config import PolicyConfig
 from grpo_dist.errors import UserError
-from grpo_dist.policy import extensions
 from grpo_dist.policy.extensions import build_kernels_here, kernels_of, unbuilt
+from grpo_dist.runtime import processes
 from tests.support.patience import HANG_S
 
 BUILD = """
@@ -123,6 +123,6 @@ def test_a_kernel_is_built_once_and_found_by_ranks(tmp_path, monkeypatch):
 
 
 def test_a_build_that_is_killed_is_named(monkeypatch):
-    monkeypatch.setattr(extensions, "child_command", lambda *_: ["sh", "-c", "kill -9 $$"])
+    monkeypatch.setattr(processes, "child_command", lambda *_: ["sh", "-c", "kill -9 $$"])
     with pytest.raises(UserError, match=r"kernels cpu_adam are not built.*status -9.*memory"):
         asyncio.run(build_kernels_here(["CPUAdamBuilder"]))

@@ -9,8 +9,9 @@ import pytest
 from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.evaluation.estimates import summarise
-from grpo_dist.rewards.combine import Term, combine
-from grpo_dist.rewards.episodes import failure_of
+from grpo_dist.rewards.group import describe_failure
+from grpo_dist.rewards.registry import Term
+from grpo_dist.rewards.scorer import combine
 from grpo_dist.types import Group, correctness
 from tests.support import fakes
 from tests.support.fake_runs import train
@@ -49,7 +50,7 @@ def test_one_sample_is_lost_and_not_its_group():
 
 
 def test_a_failed_environment_is_named_and_never_trained_on_whatever_its_reward():
-    assert failure_of([{"observation": "no server"}]) == "no server"
+    assert describe_failure([{"observation": "no server"}]) == "no server"
     group = group_of([RIGHT, WRONG], [3, 3], reasons=["stop", "error"])
     batch = make_batch([group], [advantages([RIGHT, WRONG])], ref_logprobs=None, max_new_tokens=3)
     assert batch.loss_mask.any(dim=1).tolist() == [True, False]

@@ -28,7 +28,7 @@ def test_the_bug_scores_what_the_tool_has_printed():
 
 
 def test_a_reward_gets_the_policys_own_text_and_tokens():
-    group = CompletionGroup.of(PROMPT, [GAVE_UP, ANSWERED], max_new_tokens=99)
+    group = CompletionGroup.from_rollouts(PROMPT, [GAVE_UP, ANSWERED], max_new_tokens=99)
     assert [GOLD in text for text in group.completions] == [False, True]
     assert [GOLD in decoded(ids) for ids in group.token_ids] == [False, True]
     # What the tool said is there for a reward that asks for it by name.
@@ -36,7 +36,7 @@ def test_a_reward_gets_the_policys_own_text_and_tokens():
 
 
 def test_an_answer_that_only_the_tool_gave_is_no_answer():
-    group = CompletionGroup.of(PROMPT, [GAVE_UP, ANSWERED, direct("1\n")], max_new_tokens=99)
+    group = CompletionGroup.from_rollouts(PROMPT, [GAVE_UP, ANSWERED, direct("1\n")], max_new_tokens=99)
     with GraderPool(1) as pool:
         found = pool.grade([(text, group.gold) for text in group.completions])
     assert [grade.outcome == "correct" for grade in found] == [False, True, False]

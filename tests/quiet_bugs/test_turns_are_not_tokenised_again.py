@@ -12,9 +12,8 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
-from grpo_dist.environments.dialogue import Dialogue
-from grpo_dist.environments.records import Observed
-from grpo_dist.environments.rendering import Renderer
+from grpo_dist.environments.dialogue import Dialogue, Renderer
+from grpo_dist.environments.episode import Observed
 from grpo_dist.types import Prompt, Task
 from tests.support.made_episodes import generated
 

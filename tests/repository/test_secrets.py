@@ -12,7 +12,7 @@ from grpo_dist.config import Config
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.config.files import ConfigError, dump_config, load_config
 from grpo_dist.config.secrets import masked, masked_command, masked_setting, masked_text, shown_value
-from grpo_dist.rewards.registry import check_rewards
+from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.tools.recipe.config import ResolvedStage
 from grpo_dist.tools.recipe.record import begin, differences
 from tests.support import fakes

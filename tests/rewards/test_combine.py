@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from grpo_dist.config import RewardsConfig
-from grpo_dist.rewards.combine import Term, as_part, combine
+from grpo_dist.rewards.registry import Term
+from grpo_dist.rewards.scorer import combine, to_part
 
 NAN = float("nan")
 
@@ -88,7 +89,7 @@ def test_a_reward_may_be_gated_by_a_model():
 def test_a_value_that_is_not_a_finite_float32_is_unscored(bad):
     parts = {"a": np.array([bad, 1.0]), "b": np.array([1.0, 1.0])}
     np.testing.assert_array_equal(combine(parts, [Term("a"), Term("b")]), [NAN, 2.0])
-    np.testing.assert_array_equal(as_part([bad, 1.0, None]), np.array([NAN, 1.0, NAN], np.float32))
+    np.testing.assert_array_equal(to_part([bad, 1.0, None]), np.array([NAN, 1.0, NAN], np.float32))
     gated = [Term("a", 0.0), Term("b", gate="a")]
     np.testing.assert_array_equal(combine(parts, gated), [NAN, 1.0])
 

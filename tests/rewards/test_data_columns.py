@@ -5,7 +5,7 @@ import pytest
 
 from grpo_dist.config import DataSourceConfig, RewardsConfig
 from grpo_dist.data.readers import DataRow
-from grpo_dist.rewards.data_columns import column_problems
+from grpo_dist.rewards.checks import column_problems
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.runs.prepare import check_columns
 from grpo_dist.types import Prompt
@@ -36,7 +36,7 @@ def test_a_nested_column_is_known_by_its_last_part_which_an_argument_can_have():
     prompt = Prompt(
         "u", np.zeros(1, np.int32), "2", "a", "1+1?", {"meta.level": 1, "a.answer": "3", "m.1b": 2}
     )
-    columns = CompletionGroup.of(prompt, [], max_new_tokens=1).columns
+    columns = CompletionGroup.from_rollouts(prompt, [], max_new_tokens=1).columns
     assert columns == {"problem": "1+1?", "level": 1, "meta.level": 1, "a.answer": "3", "m.1b": 2}
     with pytest.raises(ValueError, match=r"columns = a\.level and b\.level would both be `level` to rewards"):
         DataSourceConfig(path="a.jsonl", columns=("a.level", "b.level"))

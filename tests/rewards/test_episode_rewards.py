@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grpo_dist.rewards.episodes import sum_of_turns
-from grpo_dist.rewards.group import CompletionGroup
+from grpo_dist.rewards.group import CompletionGroup, sum_of_turns
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import Scorer
+from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.types import Prompt, Rollout, ToolCall, Turn
 from tests.support import made_groups
 from tests.support.made_completions import completion_group, spec
@@ -52,7 +51,7 @@ def episode(sample, text, *rewards, reason="stop", observation=""):
 
 
 def of(*rollouts):
-    return CompletionGroup.of(PROMPT, rollouts, max_new_tokens=100)
+    return CompletionGroup.from_rollouts(PROMPT, rollouts, max_new_tokens=100)
 
 
 def test_a_function_that_names_turns_gets_the_whole_episode(pool):

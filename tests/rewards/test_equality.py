@@ -1,10 +1,17 @@
-"""What is not read whole is never compared as if it had been."""
+"""What is not read whole is never compared as if it had been; words and signs around a value count; of
+several golds any is right.
+"""
+
+import math
 
 import pytest
 
+from grpo_dist.rewards.builtin import Exact, Numeric
 from grpo_dist.rewards.equality import same
 from grpo_dist.rewards.formula import Unread, is_word, parse
-from grpo_dist.rewards.math import answer_found, grade
+from grpo_dist.rewards.group import CompletionGroup
+from grpo_dist.rewards.math import answer_found, gold_is_parsable, grade
+from grpo_dist.rewards.text import alternatives
 
 RIGHT = [
     ("1,2", "Maximum = 2, Minimum = 1"),
@@ -246,3 +253,140 @@ def test_an_answer_is_stated_in_other_languages(completion: str, gold: str) -> N
 
 def test_a_denied_option_in_chinese_is_no_answer() -> None:
     assert grade("不选B。", "B").outcome != "correct"
+
+
+SCALES = {
+    "5\\text{ quadrillion}": "5000000000000000",
+    "5\\text{ quintillion}": "5000000000000000000",
+    "5\\text{ gross}": "720",
+    "5\\text{ score}": "100",
+    "5\\text{ bil}": "5000000000",
+    "5\\text{ mill.}": "5000000",
+    "5\\text{ thou}": "5000",
+    "5\\text{ millions}": "5000000",
+    "5 thousands": "5000",
+    "5\\text{ per thousand}": "0.005",
+    "5\\text{ ppm}": "0.000005",
+    "5‰": "0.005",
+    "5\\permil": "0.005",
+}
+
+
+@pytest.mark.parametrize("answer", SCALES)
+def test_a_scale_is_part_of_the_value(answer: str) -> None:
+    assert [graded(answer, gold) for gold in ("5", SCALES[answer])] == ["wrong", "correct"]
+
+
+def test_per_mille_is_a_share() -> None:
+    golds = ("500", "0.5", "\\frac{1}{2}", "500‰")
+    assert [graded("500‰", gold) for gold in golds] == ["wrong", "correct", "correct", "correct"]
+    assert grade("The answer is 500‰.", "500").outcome == "wrong"
+
+
+LISTS = [
+    "3\\text{ or four}",
+    "3\\text{ and four}",
+    "3\\text{, four}",
+    "3\\text{ apples, or four}",
+    "3\\text{ out of four}",
+    "3\\text{ four}",
+    "3\\text{ to four}",
+    "3\\text{ to one}",
+    "3\\text{ or x}",
+    "3\\text{ and up}",
+    "3\\text{ / 4}",
+    "3\\text{ - 4}",
+    "3\\text{ 4}",
+    "3\\text{ +- 1}",
+    "3\\text{ plus}",
+    "3\\text{ minus one}",
+    "3^+",
+    "3^{+}",
+    "3+",
+    "3\\,+",
+    "3-",
+    "3\\ldots",
+    "3...",
+    "3, \\dots",
+]
+RELATIONS = [
+    "\\gtrapprox", "\\lessapprox", "\\succcurlyeq", "\\preccurlyeq", "\\gtreqless", "\\eqslantless", "\\ggg",
+    "\\lnsim", "\\gvertneqq", "\\gtrdot", "&gt;", "⩾", "≮", "≳",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", [*LISTS, *(f"{relation} 3" for relation in RELATIONS)])
+def test_a_list_a_range_and_a_relation_are_not_their_first_number(answer: str) -> None:
+    assert graded(answer, "3") == "wrong"
+
+
+@pytest.mark.parametrize("sentence", ["3 to four", "$\\gtrapprox 3$", "$\\succcurlyeq 3$"])
+def test_a_range_and_a_relation_without_a_box_are_not_their_first_number(sentence: str) -> None:
+    assert grade(f"The answer is {sentence}.", "3").outcome != "correct"
+
+
+SO = [  # (gold, what is in the box)
+    ("3", "3\\text{ two-digit numbers}"),
+    ("5", "\\text{The answer is 5 for two reasons}"),
+    ("5", "5\\text{ canteens}"),
+    ("3", "3\\text{ red and blue balls}"),
+    ("3", "3\\text{ units}^2"),
+    ("3", "x_{\\text{two}} = 3"),
+    ("1024", "2^{10}\\text{ = 1024}"),
+    ("\\frac{1}{3}", "0.333\\ldots"),
+    ("1, 2, 3, \\ldots", "1,2,3,\\ldots"),
+    ("3.14159", "3.14159\\ldots"),
+    ("0^+", "0^+"),
+    ("1, 2", "1\\text{ and }2"),
+    ("1, 2", "1$ and $2"),
+    ("x=1, y=2", "x=1\\text{ and }y=2"),
+    ("300", "300\\text{ M}"),
+    ("x \\succeq 3", "x \\succeq 3"),
+]
+
+
+@pytest.mark.parametrize(("gold", "answer"), SO)
+def test_words_and_signs_that_keep_the_value_do_not_count(gold: str, answer: str) -> None:
+    assert graded(answer, gold) == "correct"
+
+
+def group(gold, *answers):
+    texts = tuple(f"It is \\boxed{{{answer}}}." for answer in answers)
+    return CompletionGroup(texts, (), ("stop",) * len(texts), gold, {}, 99)
+
+
+@pytest.mark.parametrize(
+    ("gold", "golds"),
+    [
+        ('["5", "five"]', ["5", "five"]),
+        ('["\\\\frac{1}{2}"]', ["\\frac{1}{2}"]),
+        ("[1, 2]", ["[1, 2]"]),  # a list that is the answer
+        ('["a", 1]', ['["a", 1]']),
+        ('["a" and more', ['["a" and more']),
+        ("", [""]),
+    ],
+)
+def test_a_list_of_texts_has_several_golds_and_other_text_is_one(gold, golds):
+    assert alternatives(gold) == golds
+
+
+def test_any_gold_is_right_and_part_of_a_list_is_not():
+    golds = '["\\\\frac{1}{2}", "6"]'
+    found = [
+        grade(f"so \\boxed{{{answer}}}", golds).outcome for answer in ("0.5", "6", "7", "\\frac{1}{2}, 6")
+    ]
+    assert found == ["correct", "correct", "wrong", "wrong"]
+    assert grade("I do not know", golds).outcome == "no_answer"
+    assert [grade(f"so \\boxed{{{answer}}}", "5, -5").outcome for answer in ("5", "5, -5")] == [
+        "wrong",
+        "correct",
+    ]
+    assert gold_is_parsable(golds) and not gold_is_parsable('["6", "?!"]')
+
+
+def test_text_and_number_rewards_take_any_gold():
+    several = group('["five", "5"]', "5", "Five", "6")
+    assert Exact().score(several, None) == [1.0, 1.0, 0.0]
+    assert Numeric().score(several, None) == [1.0, 0.0, 0.0]
+    (unscorable,) = Numeric().score(group('["five", "six"]', "5"), None)
+    assert math.isnan(unscorable)

@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_dist.config import RewardsConfig
-from grpo_dist.rewards.gold import count_unreadable, describe_no_answers, is_no_answer
+from grpo_dist.rewards.checks import count_unreadable, describe_no_answers, is_no_answer
 
 SETTINGS = RewardsConfig(timeout_s=600.0)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import Scorer, Scores
+from grpo_dist.rewards.scorer import Scorer, Scores
 from tests.support.made_completions import HOSTILE, completion_group, spec
 from tests.support.patience import in_time
 from tests.support.tiers import slow_after

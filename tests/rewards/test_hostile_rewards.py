@@ -100,7 +100,7 @@ def a_fork_has_no_pipe(completion):
 def patches_the_grader(completion):
     import grpo_dist.rewards.child as child
     import grpo_dist.rewards.math as math
-    math.grade = child._grade = lambda *_, **__: math.Grade.of("correct")
+    math.grade = child._grade = lambda *_, **__: math.Grade.from_outcome("correct")
     child._KINDS["grade"] = lambda *_: ["correct", ""]
     return 0.0
 

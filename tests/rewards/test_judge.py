@@ -4,22 +4,27 @@ import math
 import sqlite3
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from grpo_dist.config import RewardConfig, RewardsConfig
-from grpo_dist.rewards.chat_server import ChatServer, ChatSettings
-from grpo_dist.rewards.endpoint import EndpointSettings, NoReply, RateLimit
-from grpo_dist.rewards.judge import LLMJudge, candidate, deciding_judge, judged_outcomes, yes_or_no
+from grpo_dist.rewards.checks import check_rewards
+from grpo_dist.rewards.endpoint import NoReply
+from grpo_dist.rewards.judges import (
+    VerdictCache,
+    candidate,
+    deciding_judge,
+    judged_outcomes,
+    yes_or_no,
+)
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import Scorer, check_rewards, placed
-from grpo_dist.rewards.verdict_cache import VerdictCache
+from grpo_dist.rewards.registry import placed
+from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.types import Group, Prompt, Rollout, Thought, correctness
 from tests.support.made_completions import completion_group, spec
-from tests.support.patience import HANG_S, longer, wait_until
+from tests.support.patience import HANG_S, wait_until
 from tests.support.services import StandIn, after, chat, failing
 
 
@@ -27,11 +32,6 @@ from tests.support.services import StandIn, after, chat, failing
 def pool():
     with GraderPool(1, timeout_s=HANG_S) as pool:
         yield pool
-
-
-def server(stand_in, **settings):
-    sleep = settings.pop("sleep", lambda s: None)
-    return ChatServer(stand_in.base_url, "m", ChatSettings(), EndpointSettings(**settings), sleep=sleep)
 
 
 def scores(pool, stand_in, completions, gold, **kwargs):
@@ -42,9 +42,6 @@ def scores(pool, stand_in, completions, gold, **kwargs):
         return scorer.score(completion_group(completions, gold)), scorer.failures
     finally:
         scorer.close()
-
-
-QUESTION = [{"role": "user", "content": "?"}]
 
 
 def says_yes_to(*candidates):
@@ -240,74 +237,6 @@ def test_a_failed_reply_is_nan_with_a_reason(pool, reply, words):
     assert len(stand_in.requests) == 1  # none of these is tried again
 
 
-def test_transient_failures_are_retried_with_growing_pauses():
-    replies = [failing(429), failing(500), "Yes"]
-    pauses = []
-    with StandIn(lambda body, number: replies[number]) as stand_in:
-        assert server(stand_in, max_retries=2, sleep=pauses.append).reply(QUESTION) == "Yes"
-    assert len(stand_in.requests) == 3
-    assert 0.375 <= pauses[0] <= 0.625 and 0.75 <= pauses[1] <= 1.25
-
-
-def test_a_retry_after_header_sets_the_pause():
-    pauses = []
-    with StandIn(lambda body, number: [failing(429, Retry_After="7"), "No"][number]) as stand_in:
-        assert server(stand_in, sleep=pauses.append).reply(QUESTION) == "No"
-    assert pauses == [7.0]
-
-
-def test_retries_are_limited():
-    with StandIn(lambda body, number: failing(503)) as stand_in, pytest.raises(NoReply) as failure:
-        server(stand_in, max_retries=2).reply(QUESTION)
-    assert "HTTP 503" in str(failure.value) and "after 3 tries" in str(failure.value)
-    assert len(stand_in.requests) == 3
-
-
-def first_reply_late(timeout_s):
-    """Return the reply, the number of requests and that of pauses, where the first attempt has ``timeout_s``
-    and later ones are in time.
-    """
-    pauses = []
-
-    def pause(seconds):
-        pauses.append(seconds)
-        asked.endpoint._settings = EndpointSettings(timeout_s=HANG_S)
-
-    with StandIn(lambda body, number: "Yes" if pauses else after(10 * timeout_s, "late")) as stand_in:
-        asked = server(stand_in, timeout_s=timeout_s, sleep=pause)
-        return asked.reply(QUESTION), len(stand_in.requests), len(pauses)
-
-
-def test_a_slow_reply_is_abandoned_and_retried():
-    for timeout_s in longer(0.3):
-        found = first_reply_late(timeout_s)
-        if found[1] == 2:  # the first request has arrived before it was abandoned
-            break
-    assert found == ("Yes", 2, 1)
-
-
-def test_a_dripping_reply_is_abandoned_at_its_deadline():
-    """Every read returns within a twentieth of a second, but the whole reply would take seven seconds."""
-    with StandIn(lambda body, number: "Yes") as stand_in:
-        stand_in.drip = 1
-        with pytest.raises(NoReply, match=r"the reply has not ended after 0\.4 s"):
-            server(stand_in, timeout_s=0.4, max_retries=0).reply(QUESTION)
-
-
-def test_a_connection_that_breaks_within_a_reply_is_retried():
-    torn = (200, chat("Yes")[:-9], {"Content-Length": "500", "Connection": "close"})
-    with StandIn(lambda body, number: torn if number == 0 else "Yes") as stand_in:
-        assert server(stand_in, max_retries=1).reply(QUESTION) == "Yes"
-    assert len(stand_in.requests) == 2
-
-
-def test_an_absent_server_is_a_connection_error():
-    with StandIn(lambda body, number: "Yes") as stand_in:
-        pass
-    with pytest.raises(NoReply, match="ConnectError"):
-        server(stand_in, max_retries=1).reply(QUESTION)
-
-
 def test_concurrent_requests_are_limited(pool):
     def reply(body, number):
         wait_until(lambda: stand_in.most_at_once >= 3, "fewer requests at once than may be")
@@ -318,39 +247,6 @@ def test_concurrent_requests_are_limited(pool):
         result, _ = scores(pool, stand_in, texts, "99", only_when="always", max_concurrency=3)
     assert result.rewards.tolist() == [0.0] * 12
     assert stand_in.most_at_once == 3
-
-
-def test_the_rate_limit_spaces_requests_evenly():
-    """120 a minute are 0.5 s apart; idle time does not accumulate into a burst."""
-    now, slept = [0.0], []
-
-    def sleep(seconds):
-        slept.append(seconds)
-        now[0] += seconds
-
-    limit = RateLimit(120, clock=lambda: now[0], sleep=sleep)
-    for _ in range(3):
-        limit.wait()
-    now[0] += 10.0
-    for _ in range(2):
-        limit.wait()
-    assert slept == pytest.approx([0.5, 0.5, 0.5])
-
-
-def test_workers_share_the_rate_limit(pool):
-    judge = LLMJudge(base_url="http://127.0.0.1:9/v1", model="m", requests_per_minute=60)
-    intervals = [judge._connect(workers).endpoint._limit._interval for workers in (1, 4)]
-    assert intervals == pytest.approx([1.0, 4.0])
-
-
-def test_attempts_count_against_the_rate_limit():
-    with StandIn(lambda body, number: failing(500)) as stand_in:
-        limited = server(stand_in, max_retries=2, requests_per_minute=6000)
-        waits = Counter()
-        limited.endpoint._limit.wait = lambda: waits.update(["wait"])
-        with pytest.raises(NoReply):
-            limited.reply(QUESTION)
-    assert waits["wait"] == 3
 
 
 def test_verdicts_outlive_a_run_and_failures_do_not(pool, tmp_path):
@@ -388,7 +284,7 @@ def test_processes_share_a_cache(tmp_path):
     cache = VerdictCache(str(tmp_path / "v"))
     cache.put("ours", True)
     code = (
-        "import sys; from grpo_dist.rewards.verdict_cache import VerdictCache as V; v = V(sys.argv[1]); "
+        "import sys; from grpo_dist.rewards.judges import VerdictCache as V; v = V(sys.argv[1]); "
         "v.put('theirs', not v.get('ours'))"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "v")], check=True, timeout=HANG_S)

@@ -11,10 +11,10 @@ import urllib.request
 import pytest
 
 from grpo_dist.config import RewardConfig, RewardsConfig
-from grpo_dist.rewards.chat_server import ChatServer, ChatSettings
-from grpo_dist.rewards.endpoint import EndpointSettings
+from grpo_dist.rewards.checks import check_rewards
+from grpo_dist.rewards.endpoint import Endpoint, EndpointSettings
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import Scorer, check_rewards
+from grpo_dist.rewards.scorer import Scorer
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S
 from tests.support.processes import free_port
@@ -98,7 +98,7 @@ def test_a_real_server_passes_the_check_and_an_unknown_model_does_not(base_url):
 
 @pytest.mark.slow
 def test_an_unconstrained_reply_has_the_requested_length(base_url):
-    server = ChatServer(base_url, "judge", ChatSettings(max_tokens=3), EndpointSettings(timeout_s=120.0))
-    replies = {server.reply([{"role": "user", "content": "2+2="}]) for _ in range(2)}
+    server = Endpoint(base_url, EndpointSettings(timeout_s=120.0))
+    replies = {server.chat("judge", [{"role": "user", "content": "2+2="}], 3) for _ in range(2)}
     assert len(replies) == 1 and len(replies.pop()) <= 3 * len("\\boxed{")
     server.close()

@@ -665,8 +665,8 @@ def test_the_answer_found_is_the_text_that_is_compared() -> None:
 
 
 def test_unscorable_outcomes_are_nan() -> None:
-    assert [Grade.of(o).reward for o in ("correct", "wrong", "no_answer")] == [1.0, 0.0, 0.0]
-    assert all(math.isnan(Grade.of(o).reward) for o in ("timeout", "error"))
+    assert [Grade.from_outcome(o).reward for o in ("correct", "wrong", "no_answer")] == [1.0, 0.0, 0.0]
+    assert all(math.isnan(Grade.from_outcome(o).reward) for o in ("timeout", "error"))
 
 
 def test_a_gold_that_is_not_mathematics_is_matched_as_text() -> None:

@@ -25,11 +25,11 @@ import json, sys
 import numpy as np
 from torch.distributed import destroy_process_group
 from grpo_dist.config import RewardModelConfig
-from grpo_dist.rewards.model_ranks import classifier_of
+from grpo_dist.rewards.model_ranks import load_classifier
 from tests.rewards.test_model_ranks import scored
 
 for line in sys.stdin:
-    model = classifier_of(RewardModelConfig(tensor_parallel_size=2, **json.loads(line)))
+    model = load_classifier(RewardModelConfig(tensor_parallel_size=2, **json.loads(line)))
     for _ in range(2):  # ranks take more than one call
         found = scored(model)
     print(json.dumps(found), flush=True)

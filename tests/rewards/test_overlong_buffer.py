@@ -8,9 +8,10 @@ from pydantic import ValidationError
 
 from grpo_dist.config import RewardsConfig
 from grpo_dist.loop.metrics import rollout_metrics
-from grpo_dist.rewards.combine import Term
+from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import Scorer, check_rewards, model_terms, reward_specs
+from grpo_dist.rewards.registry import Term, model_terms, reward_specs
+from grpo_dist.rewards.scorer import Scorer
 from tests.support.made_completions import completion_group
 from tests.support.made_groups import group_of
 from tests.support.patience import HANG_S

@@ -10,9 +10,11 @@ from transformers import AutoTokenizer
 from actors.workers.reward import PolicyTokenizer, RewardWorker
 from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.rewards import child
+from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.rewards.functions import StepSettings
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import Scorer, check_rewards, reward_specs
+from grpo_dist.rewards.registry import reward_specs
+from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.types import Prompt, Rollout
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S
@@ -299,7 +301,6 @@ def test_calls_of_all_groups_share_one_event_loop(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     slow, fast = {"completion": "slow"}, {"completion": "fast"}
-    first = child._call_together("kept_client:f", [slow, fast], [0.5, 0.5], None)
+    first = child._call("kept_client:f", [slow, fast], [0.5, 0.5], [None, None])
     assert first[0][0] == "timeout" and first[1] == ["ok", 1.0]
-    assert child._call_together("kept_client:f", [fast], [HANG_S], None) == [["ok", 1.0]]
-    assert child._result("kept_client:f", fast) == 1.0
+    assert child._call("kept_client:f", [fast], [HANG_S], [None]) == [["ok", 1.0]]

@@ -10,8 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from grpo_dist.config import RewardModelConfig
 from grpo_dist.demo.tokenizer import END
-from grpo_dist.rewards.model_inputs import QWEN_SYSTEM_PROMPT, process_inputs
-from grpo_dist.rewards.models import Classifier, check_model
+from grpo_dist.rewards.models import QWEN_SYSTEM_PROMPT, Classifier, check_model, process_inputs
 from tests.support import reward_models
 from tests.support.reward_models import (
     MADE,

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from grpo_dist.config import RewardConfig, RewardsConfig
-from grpo_dist.rewards.endpoint import CircuitBreaker, Endpoint, EndpointSettings, NoReply
-from grpo_dist.rewards.generative import Generative
+from grpo_dist.rewards.checks import check_rewards
+from grpo_dist.rewards.judges import Generative
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import Scorer, check_rewards
-from grpo_dist.rewards.remote import scores_of
+from grpo_dist.rewards.scorer import Scorer
+from grpo_dist.rewards.served import read_scores
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S
 from tests.support.services import StandIn, after, failing, replied
@@ -30,11 +30,6 @@ def scored(pool, function, group, **kwargs):
         return scorer.score(group).rewards, scorer
     finally:
         scorer.close()
-
-
-def endpoint(stand_in, **settings):
-    sleep = settings.pop("sleep", lambda s: None)
-    return Endpoint(stand_in.base_url, EndpointSettings(**settings), sleep=sleep)
 
 
 def test_a_group_is_one_request_with_what_the_server_may_need(pool):
@@ -74,104 +69,8 @@ def test_a_reply_that_is_not_one_score_each_scores_nothing(pool, reply, words):
 
 
 def test_scores_may_be_a_list_or_named_rewards():
-    assert scores_of([1, 0.5], 2) == scores_of({"rewards": [1, 0.5]}, 2) == [1.0, 0.5]
-    assert scores_of([10**400], 1) == [math.inf]
-
-
-def test_the_deadline_covers_headers_and_body_together():
-    """Each byte of the headers comes within a twentieth of a second, so any limit of one read would hold."""
-    with StandIn(lambda body, number: replied([1])) as server:
-        server.drip = server.drip_headers = 1
-        begin = time.monotonic()
-        with pytest.raises(NoReply, match=r"not ended after 0\.4 s \(after 1 tries\)"):
-            endpoint(server, timeout_s=0.4, max_retries=0).post("", {})
-    assert time.monotonic() - begin < HANG_S
-
-
-def test_a_server_that_is_gone_is_not_asked_for_every_sample():
-    """Two requests of two attempts each open the breaker; then one attempt after each pause."""
-    down = [True]
-    with StandIn(lambda body, number: failing(503) if down[0] else replied([1])) as server:
-        asked = endpoint(server, max_retries=1, break_after=2, break_s=60)
-        now = [100.0]
-        asked.breaker._clock = lambda: now[0]
-        for _ in range(2):
-            with pytest.raises(NoReply, match="HTTP 503: not now"):
-                asked.post("", {})
-        assert len(server.requests) == 4
-        for _ in range(10):
-            with pytest.raises(NoReply, match="not asked: the last 2 requests or more failed"):
-                asked.post("", {})
-        assert len(server.requests) == 4
-        now[0] += 60
-        with pytest.raises(NoReply, match="after 1 tries"):
-            asked.post("", {})
-        assert len(server.requests) == 5
-        down[0] = False
-        now[0] += 60
-        with pytest.raises(NoReply, match="not asked"):  # the pause has doubled
-            asked.post("", {})
-        now[0] += 60
-        assert [asked.post("", {}), asked.post("", {})] == [[1], [1]]
-        asked.close()
-
-
-def test_the_pause_of_a_breaker_doubles_up_to_its_bound():
-    now = [0.0]
-    breaker, pauses = CircuitBreaker(1, 100.0, clock=lambda: now[0]), []
-    breaker.failed()
-    for _ in range(4):
-        start = now[0]
-        while not breaker.permits():
-            now[0] += 1.0
-        pauses.append(now[0] - start)
-        breaker.failed()
-    assert pauses == [100.0, 200.0, 300.0, 300.0]
-    breaker.succeeded()
-    assert breaker.permits() and not breaker.is_open
-
-
-def test_requests_that_were_on_their_way_when_the_breaker_opened_prolong_no_pause():
-    """Eight at once, of which the second failure opens it: the other six do not make 10 s into 300."""
-    now = [0.0]
-    breaker = CircuitBreaker(2, 10.0, clock=lambda: now[0])
-    assert all(breaker.permits() for _ in range(8))
-    for _ in range(8):
-        breaker.failed()
-        now[0] += 1.0
-    assert not breaker.permits()
-    now[0] = 11.0  # ten seconds behind the second
-    assert breaker.permits() and not breaker.permits()
-    breaker.failed()
-    breaker.failed()  # late again
-    now[0] += 19.0
-    assert not breaker.permits()
-    now[0] += 1.0
-    assert breaker.permits()
-
-
-def test_while_one_request_tries_a_server_that_is_gone_the_others_are_not_sent():
-    breaker = CircuitBreaker(1, 10.0, clock=lambda: 10.0)
-    breaker._failures = 1
-    assert [breaker.permits() for _ in range(3)] == [True, False, False]
-
-
-def test_a_refused_request_does_not_open_the_breaker():
-    """The server is there: a prompt too long for it says nothing of the next."""
-    with StandIn(lambda body, number: failing(400) if number < 3 else replied([1])) as server:
-        asked = endpoint(server, break_after=1)
-        for _ in range(3):
-            with pytest.raises(NoReply, match="HTTP 400") as refusal:
-                asked.post("", {})
-            assert refusal.value.status == 400
-        assert asked.post("", {}) == [1]
-        asked.close()
-
-
-def test_what_is_no_json_is_not_sent():
-    with StandIn(lambda body, number: replied([1])) as server, pytest.raises(NoReply, match="no JSON"):
-        endpoint(server).post("", {"when": object()})
-    assert server.requests == []
+    assert read_scores([1, 0.5], 2) == read_scores({"rewards": [1, 0.5]}, 2) == [1.0, 0.5]
+    assert read_scores([10**400], 1) == [math.inf]
 
 
 def test_secrets_are_masked_in_reasons_and_refusals(pool, monkeypatch):
@@ -249,7 +148,7 @@ def test_the_number_behind_the_word_is_the_score(reply, score):
 
 def test_a_reply_on_which_the_pattern_hangs_is_not_scored(pool, monkeypatch):
     """Python's matcher takes hours for it, and no thread can interrupt it."""
-    monkeypatch.setattr("grpo_dist.rewards.generative.PATTERN_S", 1.0)
+    monkeypatch.setattr("grpo_dist.rewards.judges.PATTERN_S", 1.0)
     with StandIn(lambda body, number: "score " + "a" * 40) as server:
         rewards, scorer = scored(
             pool, "generative", completion_group(["x"], ""), base_url=server.base_url, model="m",

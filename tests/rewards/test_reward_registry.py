@@ -8,17 +8,10 @@ import numpy as np
 import pytest
 
 from grpo_dist.config import RewardConfig, RewardsConfig, SamplingConfig
-from grpo_dist.rewards.combine import Term
+from grpo_dist.rewards.checks import check_rewards, graded_problems
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import (
-    REWARDS,
-    RewardSpec,
-    Scorer,
-    check_rewards,
-    graded_problems,
-    make,
-    reward_specs,
-)
+from grpo_dist.rewards.registry import REWARDS, RewardSpec, Term, make, reward_specs
+from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.runs.prepare import check_scoring
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S, in_time

@@ -12,9 +12,9 @@ from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantag
 from grpo_dist.config import RewardsConfig, SamplingConfig
 from grpo_dist.loop.metrics import rollout_metrics
 from grpo_dist.observe.samples import read_groups, write_groups
-from grpo_dist.rewards.combinations import combination_problems
-from grpo_dist.rewards.judge import LLMJudge
-from grpo_dist.rewards.registry import own_code, placed, reward_problems, reward_specs
+from grpo_dist.rewards.checks import combination_problems, reward_problems
+from grpo_dist.rewards.judges import LLMJudge
+from grpo_dist.rewards.registry import own_code, placed, reward_specs
 from grpo_dist.runs.prepare import check_scoring
 from grpo_dist.tools.evaluate.completions import Columns, read_completions
 from grpo_dist.tools.evaluate.score import score_completions
@@ -247,7 +247,7 @@ def rates(monkeypatch):
     found = []
 
     def connect(self, workers):
-        found.append(self.sending(workers).requests_per_minute)
+        found.append(self.requests_per_minute / workers)
 
     monkeypatch.setattr(LLMJudge, "_connect", connect)
     monkeypatch.setattr(LLMJudge, "close", lambda self: None)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from grpo_dist.config import RewardConfig, RewardsConfig
-from grpo_dist.environments.sandbox.failure import ProcessFailure
+from grpo_dist.environments.sandbox.host import ProcessFailure
 from grpo_dist.environments.sandbox.python import CodeResult, PythonSandbox
 from grpo_dist.rewards import unit_tests
+from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import Scorer, check_rewards
+from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.rewards.unit_tests import UnitTests, last_block, read_tests
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S, longer

@@ -11,7 +11,7 @@ from grpo_dist.config.files import dump_config
 from grpo_dist.data.demonstrations import load_demonstrations, load_pairs
 from grpo_dist.data.prompts import PromptFormat, build_prompts
 from grpo_dist.data.readers import DataRow
-from grpo_dist.environments.rendering import Renderer
+from grpo_dist.environments.dialogue import Renderer
 from grpo_dist.runs import cold_start
 from grpo_dist.runs.identity import DataOrigin, data_digest, fingerprint
 from grpo_dist.runs.run_directory import date_of_run, dated
@@ -33,7 +33,9 @@ def saved(directory, template):
 
 def prompts(tokenizer, settings):
     row = DataRow("1+1=", "2", "set", "set.jsonl:1", {})
-    return build_prompts([row], tokenizer, PromptFormat.of(settings.data), max_prompt_tokens=999).prompts
+    return build_prompts(
+        [row], tokenizer, PromptFormat.from_config(settings.data), max_prompt_tokens=999
+    ).prompts
 
 
 def test_a_resumed_run_keeps_the_date_of_its_start(tmp_path):

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from grpo_dist.rewards.combine import Term
 from grpo_dist.rewards.group import CompletionGroup
-from grpo_dist.rewards.registry import RewardSpec
+from grpo_dist.rewards.registry import RewardSpec, Term
 
 
 def completion_group(

@@ -9,7 +9,7 @@ import signal
 from collections import Counter
 
 from actors.workers.environment import EnvironmentWorker
-from grpo_dist.environments.records import Observed
+from grpo_dist.environments.episode import Observed
 
 
 class ToyRunner:

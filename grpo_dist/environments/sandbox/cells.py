@@ -16,7 +16,7 @@ import types
 from typing import TextIO
 
 OK, ERROR, MEMORY = "ok", "error", "memory"
-_NAME = "<call"  # of the code in tracebacks, with a number
+_NAME = "<call"  # names the code in tracebacks, with a number
 
 
 class Cells:

@@ -15,22 +15,104 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import secrets
 import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
-from grpo_dist.environments.sandbox.child_environment import environment_of
-from grpo_dist.environments.sandbox.failure import ProcessFailure, lost_before, lost_zygote, not_started
 from grpo_dist.environments.sandbox.frames import ANSWER, OUTCOMES, REQUEST, TOKEN_BYTES, receive_soon
-from grpo_dist.environments.sandbox.isolation import Isolation
-from grpo_dist.environments.sandbox.limits import Limits
-from grpo_dist.environments.sandbox.live import LiveEpisode
-from grpo_dist.environments.sandbox.root import remove_tree
-from grpo_dist.runtime.processes import child_command, kill_marked
+from grpo_dist.environments.sandbox.isolation import Isolation, Limits, remove_tree
+from grpo_dist.runtime.processes import child_command, code_directories, kill_marked, python_path
+
+
+class ProcessFailure(Exception):
+    """A request without a result.
+
+    Attributes:
+        outcome: timeout | memory | died | error.
+        lost: whether the process is gone, and with it what the episode had in it.
+        output: what was printed before, cut to ``Limits.output_kb``.
+        infrastructure: whether the machine or a service failed, and not the code of the request.
+        cpu_s: CPU seconds of the processes that are gone, where they were measured.
+        began: False where the process was gone with its zygote before the request, which no code caused.
+    """
+
+    def __init__(
+        self, outcome: str, detail: str, *, lost: bool = True, output: str = "", infrastructure: bool = False
+    ) -> None:
+        super().__init__(outcome, detail)
+        self.outcome, self.detail, self.lost, self.output = outcome, detail, lost, output
+        self.infrastructure = infrastructure
+        self.cpu_s, self.began = 0.0, True
+
+    def __str__(self) -> str:
+        return self.detail
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = partial(ProcessFailure, lost=self.lost, output=self.output, infrastructure=self.infrastructure)
+        return make, (self.outcome, self.detail)
+
+
+def not_started(reason: str) -> ProcessFailure:
+    """Return the failure of an episode that got no process."""
+    return ProcessFailure("error", f"it could not be started: {reason}", infrastructure=True)
+
+
+def lost_zygote(what: str) -> ProcessFailure:
+    """Return the failure of an episode whose zygote ``what``."""
+    return ProcessFailure("died", f"the process that starts others {what}", infrastructure=True)
+
+
+def lost_before() -> ProcessFailure:
+    """Return the failure of an episode whose process ended with its zygote between two requests."""
+    failure = ProcessFailure("died", "the process had ended, with the one that starts others")
+    failure.began = False
+    return failure
+
+
+@dataclass(slots=True)
+class LiveEpisode:
+    """An episode with a process. ``lock``: one request at a time; ``ended`` is set once nothing is left."""
+
+    number: int
+    channel: socket.socket
+    started: asyncio.Future[None]
+    ended: asyncio.Future[None]
+    failed: ProcessFailure | None = None  # it was not started, or its zygote is lost
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has got its process, and no request is running."""
+        return self.started.done() and not self.started.cancelled() and not self.lock.locked()
+
+    def conclude(self, failed: ProcessFailure | None) -> None:
+        """Notify all waiting callers that the process has ended."""
+        self.failed = failed
+        for future in (self.started, self.ended):
+            if not future.done():
+                future.set_result(None)
+
+
+# The environment variables of code that the policy writes, in addition to what Python needs.
+_HARMLESS = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
+
+
+def environment_of(code_paths: Sequence[str], *, trusted: bool) -> dict[str, str]:
+    """Return the environment of the processes. Raises ValueError for a directory that does not exist."""
+    directories = code_directories("code_paths", code_paths, "environments")
+    variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if trusted:
+        return os.environ | variables | {"PYTHONPATH": python_path(directories)}
+    variables |= {name: os.environ[name] for name in _HARMLESS if name in os.environ}
+    variables |= {"PYTHONHASHSEED": "0"}  # same code, same output: also the order of a set
+    return variables | {"PYTHONPATH": os.pathsep.join(directories)}
+
 
 _START_S = 300.0  # limit for the zygote to import the program, and for a fork, on a busy machine
 _GRACE_S = 30.0  # behind a deadline that the keeper keeps itself; then the keeper is lost, too
@@ -184,14 +266,14 @@ class ProcessHost:
         await self.start()
         if (known := self._live.get(episode)) is not None:  # by another request meanwhile
             return known
-        mine, given = socket.socketpair()
+        mine, keeper_end = socket.socketpair()
         mine.setblocking(False)
         self._count += 1
         loop = asyncio.get_running_loop()
         live = LiveEpisode(self._count, mine, loop.create_future(), loop.create_future())
         self._live[episode] = self._by_number[live.number] = live
         try:
-            await self._start_episode(live, given)
+            await self._start_episode(live, keeper_end)
         except OSError as error:
             self._forget(episode, live)
             raise lost_zygote(f"has ended ({error})") from None
@@ -199,7 +281,7 @@ class ProcessHost:
             self._forget(episode, live)
             raise
         finally:
-            given.close()
+            keeper_end.close()
         return live
 
     async def _start_episode(self, live: LiveEpisode, given: socket.socket) -> None:
@@ -227,10 +309,10 @@ class ProcessHost:
 
     async def _tell(self, message: dict[str, Any], descriptor: socket.socket | None = None) -> None:
         """Send a message to the zygote; wait while it is busy."""
-        packed, given = json.dumps(message).encode(), [descriptor.fileno()] if descriptor else []
+        packed, descriptors = json.dumps(message).encode(), [descriptor.fileno()] if descriptor else []
         while True:
             try:
-                socket.send_fds(self._control, [packed], given)
+                socket.send_fds(self._control, [packed], descriptors)
                 return
             except BlockingIOError:
                 await asyncio.sleep(0.002)
@@ -259,21 +341,21 @@ class ProcessHost:
                 await self._start_zygote()
 
     async def _start_zygote(self) -> None:
-        mine, given = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine, zygote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         mine.setblocking(False)
         self._control, self._mark = mine, secrets.token_hex(16)
         self._directory = directory = tempfile.mkdtemp(prefix="grpo-dist-sandbox-")
         try:
             self._child = subprocess.Popen(
-                child_command(_ZYGOTE, given.fileno(), directory, python=self._python),
+                child_command(_ZYGOTE, zygote_end.fileno(), directory, python=self._python),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=self._environment | {_MARK: self._mark},
-                pass_fds=(given.fileno(),),
+                pass_fds=(zygote_end.fileno(),),
                 start_new_session=True,  # only the owner handles an interrupt at the terminal
             )
         finally:
-            given.close()
+            zygote_end.close()
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_START_S):

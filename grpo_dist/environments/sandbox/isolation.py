@@ -15,21 +15,210 @@ import contextlib
 import math
 import os
 import resource
+import secrets
+import site
 import socket
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from grpo_dist.environments.sandbox import landlock, linux, root
-from grpo_dist.environments.sandbox.limits import Limits
-from grpo_dist.environments.sandbox.seccomp import SyscallFilter
+from grpo_dist.environments.sandbox import kernel
+
+MOST_FILES = 8192  # files and directories of an episode
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of an episode; None: the system's.
+
+    Attributes:
+        memory_mb: MiB that a process may add to its size at start, and all of an episode together.
+        cpu_s: CPU seconds of all processes of an episode together.
+        processes: processes and threads of an episode.
+        files_mb: size of the largest file, MiB; of all together where the episode's directory is its own file
+            system.
+        output_kb: KiB of what a request prints that is kept; 0: prints are discarded.
+        reply_kb: size of the largest reply, KiB.
+    """
+
+    memory_mb: int
+    cpu_s: float | None = None
+    processes: int | None = None
+    files_mb: int | None = None
+    output_kb: int = 0
+    reply_kb: int = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TreeUsage:
+    """CPU seconds, and bytes that belong to no file."""
+
+    cpu_s: float = 0.0
+    memory: int = 0
+
+    @classmethod
+    def measure(cls, pids: set[int], *, exact: bool) -> TreeUsage:
+        """Measure these processes together. The working directory is the /proc that knows them.
+
+        Args:
+            exact: count each page once, though processes share it. That reads every mapping; otherwise the
+                sum may be too high.
+        """
+        cpu_s, memory = 0.0, 0
+        for pid in pids:
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
+                cpu_s += _cpu_s(pid)
+                memory += _memory_of(pid, exact=exact)
+        return cls(cpu_s, memory)
+
+
+def files_exceed(directory: str, megabytes: int) -> bool:
+    """Return whether the files below ``directory`` need more, or are more than `MOST_FILES`."""
+    size, count, waiting = 0, 0, [directory]
+    while waiting:
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                count += 1
+                with contextlib.suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    else:
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
+                if size > megabytes * 2**20 or count > MOST_FILES:
+                    return True
+    return False
+
+
+def _cpu_s(pid: int) -> float:
+    """Return CPU seconds of the process and of its children that it has waited for."""
+    with open(f"{pid}/stat", errors="replace") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / _TICK
+
+
+def _memory_of(pid: int, *, exact: bool) -> int:
+    wanted = ("Pss_Anon:", "Pss_Shmem:") if exact else ("RssAnon:", "RssShmem:")
+    with open(f"{pid}/{'smaps_rollup' if exact else 'status'}") as file:
+        lines = [line.split() for line in file]
+    return sum(int(line[1]) * 1024 for line in lines if line and line[0] in wanted)
+
+
+# A root directory with what Python needs, to read, and a directory of the episode's own; nothing else
+
+
+HOME = "/tmp"  # the episode's directory in its own root; the same in all runs
+_SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin", "/sbin", "/etc/alternatives")
+_FILES = ("/etc/ld.so.cache", "/etc/localtime")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = tuple(f"/dev/{name}" for name in _DEVICES)
+_LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1"}
+
+
+def readable_paths() -> list[str]:
+    """Return the directories and files that Python and its packages are in, and the system's libraries.
+
+    Checkouts that an editable installation or PYTHONPATH refers to are not among them.
+    """
+    directories = [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
+    user_site = site.getusersitepackages() if site.ENABLE_USER_SITE else ""
+    if user_site in sys.path:
+        directories.append(user_site)
+    paths = {path for path in (*_SYSTEM, *_FILES, *directories) if os.path.exists(path)}
+    return sorted(paths | {os.path.realpath(path) for path in paths})
+
+
+def build_root(directory: str, user: int, files_mb: int | None, *, own_proc: bool) -> None:
+    """Make a new root on ``directory`` and enter it. Needs a mount namespace of its own. Raises OSError."""
+    kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("tmpfs", directory, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
+    for path in _outermost(readable_paths()):
+        target = directory + path
+        if os.path.islink(path):
+            _make_parents(target)
+            os.symlink(os.readlink(path), target)
+            continue
+        _make(target, like=path)
+        kernel.bind_read_only(path, target)
+    os.makedirs(f"{directory}/dev", 0o755)
+    for name in _DEVICES:
+        _make(f"{directory}/dev/{name}", like=f"/dev/{name}")
+        kernel.mount(f"/dev/{name}", f"{directory}/dev/{name}", None, kernel.MS_BIND)
+    for name, target in _LINKS.items():
+        os.symlink(target, f"{directory}/dev/{name}")
+    os.symlink(HOME, f"{directory}/dev/shm")
+    os.makedirs(f"{directory}/etc", 0o755, exist_ok=True)
+    for name, line in (("passwd", f"user:x:{user}:{user}::{HOME}:/bin/sh\n"), ("group", f"user:x:{user}:\n")):
+        with open(f"{directory}/etc/{name}", "w") as file:
+            file.write(line)
+        os.chmod(f"{directory}/etc/{name}", 0o644)
+    os.mkdir(f"{directory}/proc", 0o755)
+    if own_proc:
+        kernel.mount(
+            "proc", f"{directory}/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+        )
+    os.mkdir(directory + HOME)
+    options = f"mode=700,uid={user},gid={user},nr_inodes={MOST_FILES}"
+    if files_mb is not None:
+        options += f",size={files_mb}m"
+    kernel.mount("tmpfs", directory + HOME, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    kernel.change_root(directory)
+
+
+def remove_tree(path: str) -> None:
+    """Delete a directory with everything in it, at any depth and with any modes. Follows no links.
+
+    Directories below are moved to the top one by one, so no path becomes long. No process may still use it.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        while entries := list(os.scandir(path)):
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                os.chmod(entry.path, 0o700)
+                for below in list(os.scandir(entry.path)):
+                    if below.is_dir(follow_symlinks=False):
+                        os.chmod(below.path, 0o700)
+                        os.rename(below.path, f"{path}/{secrets.token_hex(16)}")
+                    else:
+                        os.unlink(below.path)
+                os.rmdir(entry.path)
+        os.rmdir(path)
+
+
+def _outermost(paths: Iterable[str]) -> list[str]:
+    """Drop paths inside others. ``["/usr", "/usr/local"] -> ["/usr"]``"""
+    kept: list[str] = []
+    for path in sorted(paths):
+        if not any(path.startswith(f"{other}/") and not os.path.islink(other) for other in kept):
+            kept.append(path)
+    return kept
+
+
+def _make(target: str, *, like: str) -> None:
+    """Make an empty directory or file to mount on."""
+    _make_parents(target)
+    if os.path.isdir(like):
+        os.makedirs(target, 0o755, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+
+
+def _make_parents(target: str) -> None:
+    os.makedirs(os.path.dirname(target), 0o755, exist_ok=True)
+
+
+# Layers
+
 
 _FLAGS = {
-    "mount": linux.CLONE_NEWNS,
-    "pid": linux.CLONE_NEWPID,
-    "net": linux.CLONE_NEWNET,
-    "ipc": linux.CLONE_NEWIPC,
-    "uts": linux.CLONE_NEWUTS,
+    "mount": kernel.CLONE_NEWNS,
+    "pid": kernel.CLONE_NEWPID,
+    "net": kernel.CLONE_NEWNET,
+    "ipc": kernel.CLONE_NEWIPC,
+    "uts": kernel.CLONE_NEWUTS,
 }
 SPACES = tuple(_FLAGS)
 _OPEN_FILES = 256
@@ -82,7 +271,7 @@ class Isolation:
 
     def home(self, slot: EpisodeSlot) -> str:
         """Return the episode's directory, as its processes see it."""
-        return root.HOME if "mount" in self.spaces else slot.path
+        return HOME if "mount" in self.spaces else slot.path
 
     def watched(self, slot: EpisodeSlot) -> str:
         """Return the directory whose size no file system of its own limits; "": none."""
@@ -96,7 +285,7 @@ class Isolation:
 
     def remove(self, slot: EpisodeSlot) -> None:
         """Delete it with everything in it; in the zygote."""
-        root.remove_tree(slot.path)
+        remove_tree(slot.path)
 
     def enter(self, slot: EpisodeSlot) -> None:
         """Enter new namespaces; in the parent of the keeper, which is then the first process there."""
@@ -104,14 +293,14 @@ class Isolation:
         if not flags:
             return
         if not self.user_space:
-            linux.unshare(flags)
+            kernel.unshare(flags)
             return
         user = self.user(slot)
         if self.first_user is not None:
             _become(user)
-        linux.process_option(linux.PR_SET_DUMPABLE, 1)  # or the maps below would belong to root
+        kernel.process_option(kernel.PR_SET_DUMPABLE, 1)  # or the maps below would belong to root
         group = os.getgid()
-        linux.unshare(linux.CLONE_NEWUSER | flags)
+        kernel.unshare(kernel.CLONE_NEWUSER | flags)
         for name, line in (
             ("setgroups", "deny"),
             ("uid_map", f"{user} {user} 1"),
@@ -127,8 +316,8 @@ class Isolation:
         if "uts" in self.spaces:
             socket.sethostname("sandbox")
         if "mount" in self.spaces:
-            root.build_root(slot.path, self.user(slot), limits.files_mb, own_proc=self.own_proc)
-        linux.process_option(linux.PR_SET_DUMPABLE, 0)  # no other process can read its memory
+            build_root(slot.path, self.user(slot), limits.files_mb, own_proc=self.own_proc)
+        kernel.process_option(kernel.PR_SET_DUMPABLE, 0)  # no other process can read its memory
 
     def confine(self, slot: EpisodeSlot, limits: Limits, used: int) -> None:
         """Give up everything that is not needed, for good; in the worker, before it runs foreign code.
@@ -141,19 +330,19 @@ class Isolation:
         if self.first_user is not None and not self.user_space:
             _become(self.user(slot), keep=self.reads_all)
             if self.reads_all:  # before Landlock, which opens the directories that it allows
-                linux.set_capabilities(1 << linux.CAP_DAC_READ_SEARCH)
+                kernel.set_capabilities(1 << kernel.CAP_DAC_READ_SEARCH)
         os.chdir(home)
-        linux.process_option(linux.PR_SET_DUMPABLE, 1)
+        kernel.process_option(kernel.PR_SET_DUMPABLE, 1)
         _limit(limits, used, others=self._others())
-        linux.process_option(linux.PR_SET_NO_NEW_PRIVS, 1)
+        kernel.process_option(kernel.PR_SET_NO_NEW_PRIVS, 1)
         if self.landlock:
-            readable = ["/"] if "mount" in self.spaces else root.readable()
-            landlock.restrict(self.landlock, readable, [home], root.DEVICES)
+            readable = ["/"] if "mount" in self.spaces else readable_paths()
+            kernel.restrict_by_landlock(self.landlock, readable, [home], DEVICES)
         if not self.reads_all:
-            linux.set_capabilities(0)
+            kernel.set_capabilities(0)
         if self.seccomp:
-            alone = "pid" in self.spaces or self.landlock >= landlock.SIGNALS_FROM
-            SyscallFilter(
+            alone = "pid" in self.spaces or self.landlock >= kernel.SIGNALS_FROM
+            kernel.SyscallFilter(
                 unix_sockets="mount" in self.spaces and "net" in self.spaces,
                 attributes="mount" in self.spaces,
                 signals_to=None if alone else os.getpid(),
@@ -169,16 +358,18 @@ class Isolation:
         ]
 
     def _processes(self) -> str:
-        own = f"user ids from {self.first_user}" if self.first_user is not None else ""
-        own = own or ("" if self.user_space else "number limited only together with the user's other ones")
+        users = f"user ids from {self.first_user}" if self.first_user is not None else ""
+        users = users or (
+            "" if self.user_space else "number limited only together with the user's other ones"
+        )
         if "pid" in self.spaces:
-            return ", ".join(filter(None, ("own namespace", own)))
-        if self.landlock >= landlock.SIGNALS_FROM:
-            return ", ".join(filter(None, ("others are seen, Landlock refuses signals to them", own)))
+            return ", ".join(filter(None, ("own namespace", users)))
+        if self.landlock >= kernel.SIGNALS_FROM:
+            return ", ".join(filter(None, ("others are seen, Landlock refuses signals to them", users)))
         if self.seccomp:
-            return ", ".join(filter(None, ("others are seen, seccomp refuses signals to them", own)))
-        if own and self.first_user is not None:
-            return f"others are seen, {own}"
+            return ", ".join(filter(None, ("others are seen, seccomp refuses signals to them", users)))
+        if users and self.first_user is not None:
+            return f"others are seen, {users}"
         return "WARNING: code can end this user's processes"
 
     def _network(self) -> str:
@@ -191,14 +382,14 @@ class Isolation:
         return "WARNING: code can reach the network"
 
     def _files(self) -> str:
-        own = "user ids of their own" if self.first_user is not None else ""
+        users = "user ids of their own" if self.first_user is not None else ""
         if "mount" in self.spaces:
             return "own root, writes only in the episode's directory" + (", Landlock" * bool(self.landlock))
         if self.landlock:
             start = "Landlock, writes only in the episode's directory"
-            return f"{start}, {own}" if own else start
-        if own:
-            return f"WARNING: {own}, so code can read and write what every user of this machine can"
+            return f"{start}, {users}" if users else start
+        if users:
+            return f"WARNING: {users}, so code can read and write what every user of this machine can"
         return "WARNING: code can read and write what this user can"
 
     def _others(self) -> int:
@@ -211,14 +402,14 @@ class Isolation:
         os.environ.update(HOME=home, TMPDIR=home)
         os.environ.pop("PYTHONPATH", None)
         tempfile.tempdir = None
-        visible = tuple(root.readable())
+        visible = tuple(readable_paths())
         sys.path[:] = [path for path in sys.path if path.startswith(visible)]
 
 
 def _become(user: int, *, keep: bool = False) -> None:
     """Become this user and the group of the same number, without capabilities unless ``keep``."""
     if keep:
-        linux.process_option(linux.PR_SET_KEEPCAPS, 1)
+        kernel.process_option(kernel.PR_SET_KEEPCAPS, 1)
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from grpo_dist.environments.sandbox import worker
 from grpo_dist.environments.sandbox.frames import INNER, REQUEST, TOKEN_BYTES, Answer, KeptOutput, receive
-from grpo_dist.environments.sandbox.limits import MOST_FILES, Limits, TreeUsage, files_exceed
+from grpo_dist.environments.sandbox.isolation import MOST_FILES, Limits, TreeUsage, files_exceed
 from grpo_dist.runtime.processes import become_subreaper, descendants, kill_descendants, reap
 
 _WATCH_S = 0.25  # between measurements of what a request uses; shorter requests are not measured
@@ -76,7 +76,7 @@ class Keeper:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(woken)
         self._wake = wake
-        self._memory_at_start = TreeUsage.of({_pid_in_proc()}, exact=False).memory
+        self._memory_at_start = TreeUsage.measure({_pid_in_proc()}, exact=False).memory
         self._fork(woken)
         with suppress(EOFError, OSError):  # the owner or the zygote is gone
             while self._wait_for_request():
@@ -104,8 +104,8 @@ class Keeper:
             try:
                 os.setpgid(0, 0)
                 worker.redirect(output)
-                own = (self._requests, self._replies, self._output, self._lifeline, self._wake, woken)
-                for descriptor in (*own, self._channel.fileno()):
+                keeper_ends = (self._requests, self._replies, self._output, self._lifeline, self._wake, woken)
+                for descriptor in (*keeper_ends, self._channel.fileno()):
                     if descriptor >= 0:
                         os.close(descriptor)
                 worker.serve(self._start_worker(), asked, replies)
@@ -181,10 +181,10 @@ class Keeper:
                 if not rest:
                     poller.unregister(self._requests)
             if self._replies in ready:
-                found = self._take_reply(reply, token)
-                if found is not None:
+                result = self._take_reply(reply, token)
+                if result is not None:
                     self._take_output(output, _DRAINED)
-                    return found
+                    return result
             self._notice_ends(ready)
             if self._status is not None and self._replies not in ready:
                 self._take_output(output, _DRAINED)
@@ -212,8 +212,8 @@ class Keeper:
             reply += piece
         if len(reply) < INNER.size:
             return None
-        found, size = INNER.unpack_from(reply)
-        if found != token:
+        reply_token, size = INNER.unpack_from(reply)
+        if reply_token != token:
             return "died", b"its code wrote to the replies of the process"
         if size > self._limits.reply_kb * 1024:
             return "died", f"a reply of {size} bytes; the limit is {self._limits.reply_kb} KiB".encode()
@@ -262,11 +262,11 @@ class Keeper:
     def _excess(self) -> tuple[str, bytes] | None:
         """Return outcome and reason if the processes together are over a limit."""
         pids = self._all()
-        used = TreeUsage.of(pids, exact=False)
+        used = TreeUsage.measure(pids, exact=False)
         limits, most = self._limits, self._limits.memory_mb * 2**20 + self._memory_at_start
         if limits.cpu_s is not None and used.cpu_s + self._used_cpu() > self._cpu_s:
             return "timeout", f"more than {limits.cpu_s:g} s of CPU time".encode()
-        if used.memory > most and TreeUsage.of(pids, exact=True).memory > most:
+        if used.memory > most and TreeUsage.measure(pids, exact=True).memory > most:
             return "memory", f"more than {limits.memory_mb} MiB of memory, all processes together".encode()
         if self._watched and limits.files_mb is not None and files_exceed(self._watched, limits.files_mb):
             return "error", f"more than {limits.files_mb} MiB of files, or {MOST_FILES} of them".encode()

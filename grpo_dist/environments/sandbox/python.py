@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from grpo_dist.config.environments import SandboxConfig
-from grpo_dist.environments.sandbox.failure import ProcessFailure
-from grpo_dist.environments.sandbox.host import ProcessHost
-from grpo_dist.environments.sandbox.isolation import Isolation
-from grpo_dist.environments.sandbox.limits import Limits
+from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
+from grpo_dist.environments.sandbox.isolation import Isolation, Limits
 from grpo_dist.environments.sandbox.service import CodeService
 from grpo_dist.environments.sandbox.trial import find_isolation
 
@@ -113,7 +111,7 @@ class InterpreterProcesses:
             reply_kb=16,
         )
         self._host: ProcessHost | None = None
-        self._cpu_s: dict[str, float] = {}  # of interpreters that an episode has lost
+        self._cpu_s: dict[str, float] = {}  # used by interpreters that an episode has lost
 
     async def start(self) -> list[str]:
         if self._isolation is None:

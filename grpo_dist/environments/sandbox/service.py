@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from grpo_dist.config.environments import SandboxConfig
 from grpo_dist.config.secrets import masked_text
 from grpo_dist.environments.sandbox import cells
-from grpo_dist.environments.sandbox.failure import ProcessFailure
 from grpo_dist.environments.sandbox.frames import KeptOutput
+from grpo_dist.environments.sandbox.host import ProcessFailure
 from grpo_dist.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _ATTEMPTS, _FIRST_PAUSE_S = 4, 0.5
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
-_GRACE_S = 30.0  # of the service: for its queue, and to start a process
+_GRACE_S = 30.0  # for the service's queue, and to start a process
 _OWN_MB = 1024  # address space of Python and its packages, which the service counts with the code's
 _OF_EXIT = {0: "ok", 1: "error", 3: "memory"}  # as `cells.replay` exits
 _REASON = 500  # characters of an error
@@ -63,8 +63,8 @@ class CodeService:
         earlier_s = sum(seconds for _, seconds in earlier)
         limit_s = timeout_s + 2 * earlier_s
         begin = time.monotonic()
-        found = await self._post(self._request([text for text, _ in earlier], code, limit_s), limit_s)
-        outcome, output, seconds = self._read(episode, found, timeout_s, time.monotonic() - begin)
+        reply = await self._post(self._request([text for text, _ in earlier], code, limit_s), limit_s)
+        outcome, output, seconds = self._read(episode, reply, timeout_s, time.monotonic() - begin)
         seconds = max(0.0, seconds - earlier_s)
         self._earlier.setdefault(episode, []).append((code, seconds))
         return outcome, output, seconds
@@ -99,9 +99,9 @@ class CodeService:
             try:
                 response = await self._client.post(self._url, json=request, timeout=limit_s + _GRACE_S)
                 if response.status_code == 200:
-                    found = response.json()
-                    if isinstance(found, dict):
-                        return found
+                    reply = response.json()
+                    if isinstance(reply, dict):
+                        return reply
                     reason = "a reply that is no JSON object"
                     break
                 reason = f"HTTP {response.status_code}: {response.text}"
@@ -111,8 +111,8 @@ class CodeService:
                 reason = f"no reply within {limit_s + _GRACE_S:g} s"
             except (httpx.HTTPError, ValueError) as error:
                 reason = f"{type(error).__name__}: {error}"
-        shown = self._shown(reason)[:_REASON]
-        detail = f"the sandbox service does not answer ({shown})"
+        masked = self._shown(reason)[:_REASON]
+        detail = f"the sandbox service does not answer ({masked})"
         raise ProcessFailure("error", detail, lost=False, infrastructure=True)
 
     def _read(

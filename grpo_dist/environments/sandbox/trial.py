@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import json
@@ -16,17 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from grpo_dist.environments.sandbox import landlock, seccomp
-from grpo_dist.environments.sandbox.isolation import SPACES, EpisodeSlot, Isolation
-from grpo_dist.environments.sandbox.limits import Limits
-from grpo_dist.environments.sandbox.root import remove_tree
-from grpo_dist.runtime.processes import child_command, used_address_space
+from grpo_dist.environments.sandbox import kernel
+from grpo_dist.environments.sandbox.isolation import SPACES, EpisodeSlot, Isolation, Limits, remove_tree
+from grpo_dist.runtime.processes import run_child, used_address_space
 
 _TRIAL_S = 300.0
 _LIMITS = Limits(memory_mb=256, files_mb=4)
-# User ids for episodes: above those of people and containers; else those of systemd for transient users.
+# User ids for episodes: above the ids of people and containers; else systemd's ids of transient users.
 _USERS, _USERS_IN_CONTAINERS = (0x70000000, 0x7F000000), (61184, 65520)
-_UNUSED_MODULE = "colorsys"  # of the standard library, and imported by nothing else
+_UNUSED_MODULE = "colorsys"  # in the standard library, and imported by nothing else
 
 
 async def find_isolation() -> tuple[Isolation, list[str]]:
@@ -34,23 +31,12 @@ async def find_isolation() -> tuple[Isolation, list[str]]:
 
     Raises RuntimeError if the trial itself fails.
     """
-    process = await asyncio.create_subprocess_exec(
-        *child_command(__name__),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(_TRIAL_S):
-            output, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-    if process.returncode:
-        raise RuntimeError(f"the trial of the sandbox failed: {errors.decode(errors='replace')[-2000:]}")
-    found = json.loads(output)
-    isolation = Isolation(**found["isolation"] | {"spaces": tuple(found["isolation"]["spaces"])})
-    return isolation, [*isolation.describe(), *_left_out(isolation, found["reasons"])]
+    status, output, errors = await run_child(__name__, deadline_s=_TRIAL_S)
+    if status:
+        raise RuntimeError(f"the trial of the sandbox failed: {errors[-2000:]}")
+    result = json.loads(output)
+    isolation = Isolation(**result["isolation"] | {"spaces": tuple(result["isolation"]["spaces"])})
+    return isolation, [*isolation.describe(), *_left_out(isolation, result["reasons"])]
 
 
 def _left_out(isolation: Isolation, reasons: Sequence[str]) -> list[str]:
@@ -76,23 +62,23 @@ def choose(works: Callable[[Isolation], bool]) -> Isolation:
     plain = Isolation(first_user=_first_user())
     best = plain
     for user_space in (False, True) if os.geteuid() == 0 else (True,):
-        for candidate in _with_spaces(replace(plain, user_space=user_space), works):
+        for candidate in _try_spaces(replace(plain, user_space=user_space), works):
             if len(candidate.spaces) > len(best.spaces):
                 best = candidate
         if best.spaces == SPACES:
             break
-    version = landlock.abi()
+    version = kernel.landlock_abi()
     candidates = [replace(best, landlock=version)] if version else []
     if version and best.first_user is not None:
         candidates.append(replace(best, landlock=version, reads_all=True))
     best = next(filter(works, candidates), best)
     filtered = replace(best, seccomp=True)
-    if seccomp.is_known() and works(filtered):
+    if kernel.knows_system_calls() and works(filtered):
         best = filtered
     return best
 
 
-def _with_spaces(plain: Isolation, works: Callable[[Isolation], bool]) -> Iterator[Isolation]:
+def _try_spaces(plain: Isolation, works: Callable[[Isolation], bool]) -> Iterator[Isolation]:
     """Yield what works: all namespaces, or those that work alone, together."""
     for own_proc in (True, False):
         candidate = replace(plain, spaces=SPACES, own_proc=own_proc)
@@ -163,7 +149,7 @@ def try_out(isolation: Isolation, reasons: list[str]) -> bool:
         isolation.prepare(slot)
         first = os.fork()
         if not first:
-            _in_child(write, lambda: _first(isolation, slot, outside, secret, write))
+            _run_in_child(write, lambda: _first(isolation, slot, outside, secret, write))
         os.close(write)
         with os.fdopen(read, "rb") as report:
             failure = report.read().decode(errors="replace")
@@ -195,7 +181,7 @@ def _worker(isolation: Isolation, slot: EpisodeSlot, outside: int, secret: Path,
     if hidden or isolation.first_user is not None:
         _refused("reads files outside", lambda: secret.read_text())
         _refused("writes files outside", lambda: secret.with_name("new").write_text(""))
-    if "pid" in isolation.spaces or isolation.landlock >= landlock.SIGNALS_FROM or isolation.seccomp:
+    if "pid" in isolation.spaces or isolation.landlock >= kernel.SIGNALS_FROM or isolation.seccomp:
         _refused("signals processes outside", lambda: os.kill(outside, 0))
     if isolation.seccomp:
         _refused("opens sockets", lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
@@ -213,10 +199,10 @@ def _refused(what: str, attempt: Callable[[], object]) -> None:
         attempt()
     except OSError:
         return
-    raise RuntimeError(f"code {what} all the same")
+    raise RuntimeError(f"code still {what}")
 
 
-def _in_child(write: int, action: Callable[[], None]) -> None:
+def _run_in_child(write: int, action: Callable[[], None]) -> None:
     """Do ``action`` and exit; write why it failed."""
     code = 1
     try:
@@ -232,7 +218,7 @@ def _await_child(write: int, action: Callable[[], None]) -> None:
     pid = os.fork()
     if not pid:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _in_child(write, action)
+        _run_in_child(write, action)
     status = os.waitpid(pid, 0)[1]
     if status:
         os._exit(1)

@@ -79,7 +79,7 @@ def _flush() -> None:
 def _run_until_readable(runner: asyncio.Runner, descriptor: int) -> None:
     """Run the event loop until ``descriptor`` has a request, or its other end is closed."""
     while True:
-        with suppress(SystemExit):  # of a task that the program left: it must not end its process
+        with suppress(SystemExit):  # a task that the program left must not end its process
             return runner.run(_readable(descriptor))
 
 

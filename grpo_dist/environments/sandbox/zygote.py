@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from grpo_dist.environments.sandbox.isolation import EpisodeSlot, Isolation
+from grpo_dist.environments.sandbox.isolation import EpisodeSlot, Isolation, Limits, remove_tree
 from grpo_dist.environments.sandbox.keeper import Keeper
-from grpo_dist.environments.sandbox.limits import Limits
-from grpo_dist.environments.sandbox.root import remove_tree
 from grpo_dist.runtime.processes import (
     become_subreaper,
     kill_descendants,
@@ -152,11 +150,11 @@ class Zygote:
                 os._exit(0)
         os.close(write)
         with os.fdopen(read, "rb") as report:
-            found = report.read()
+            message = report.read()
         os.waitpid(first, 0)
-        pid = _PID.unpack(found[: _PID.size])[0] if len(found) >= _PID.size else 0
+        pid = _PID.unpack(message[: _PID.size])[0] if len(message) >= _PID.size else 0
         if not pid:
-            reason = found[_PID.size :].decode(errors="replace")
+            reason = message[_PID.size :].decode(errors="replace")
             raise OSError(reason or "no process of the episode could be made")
         return pid
 

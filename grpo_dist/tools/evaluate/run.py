@@ -21,7 +21,7 @@ from grpo_dist.data.readers import brings_columns, column, common_columns, read_
 from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import refusals
 from grpo_dist.evaluation.sampling import STAGE, Draw, EvaluationHandles, sample_chunks
-from grpo_dist.rewards.data_columns import asked_columns
+from grpo_dist.rewards.checks import asked_columns
 from grpo_dist.runs.prepare import (
     PromptSections,
     check_columns,

@@ -26,12 +26,12 @@ from rich.markup import escape
 from grpo_dist.config import Config, RewardsConfig
 from grpo_dist.config.files import load_config, validated, with_overrides
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.rewards.by_source import scorers_by_source
-from grpo_dist.rewards.data_columns import column_problems, own_column_problems
+from grpo_dist.rewards.checks import check_rewards, column_problems, user_column_problems
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import check_rewards, own_rewards, placed
-from grpo_dist.rewards.thought import shown_by
+from grpo_dist.rewards.registry import own_rewards, placed
+from grpo_dist.rewards.scorer import scorers_by_source
+from grpo_dist.rewards.thought import infer_thought
 from grpo_dist.runs.prepare import load_tokenizer, refuse, resolve_model
 from grpo_dist.runs.run_directory import check_writable
 from grpo_dist.runtime.files import check_replaceable, write_text
@@ -194,8 +194,10 @@ def score_completions(
                     replace(r, completion_ids=np.asarray(own, np.int32))
                     for r, own in zip(rollouts, ids, strict=True)
                 )
-            prompt = replace(item.prompt, thought=shown_by([r.text for r in rollouts], rewards))
-            group = CompletionGroup.of(prompt, rollouts, max_new_tokens=max_new_tokens, settings=rewards)
+            prompt = replace(item.prompt, thought=infer_thought([r.text for r in rollouts], rewards))
+            group = CompletionGroup.from_rollouts(
+                prompt, rollouts, max_new_tokens=max_new_tokens, settings=rewards
+            )
             begin = time.perf_counter()
             scores = scorers[item.source if item.source in scorers else ""].score(group)
             seconds = time.perf_counter() - begin
@@ -266,7 +268,7 @@ def _check_columns(rewards: RewardsConfig, completions: Sequence[Completions], p
     if own_rewards(rewards):
         with GraderPool(1, code_paths=rewards.code_paths) as pool:
             for items in by_source.values():
-                refuse(own_column_problems(rewards, items, remedy, pool))
+                refuse(user_column_problems(rewards, items, remedy, pool))
 
 
 def _tokenizer(config: Config, say: Callable[[str], None]) -> Any:

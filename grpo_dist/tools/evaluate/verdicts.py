@@ -16,7 +16,7 @@ from grpo_dist.evaluation.sampling import is_missing
 from grpo_dist.evaluation.votes import final_answers, numbered
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes
-from grpo_dist.rewards.thought import final_text, in_plain_tags, outside_thought, thought_for
+from grpo_dist.rewards.thought import final_text, normalise_tags, resolve_thought, strip_unclosed_thought
 from grpo_dist.types import Group, Prompt, Rollout, correctness
 
 _ANSWER_CHARACTERS = 200  # of an answer that are kept
@@ -127,8 +127,8 @@ class VerdictMaker:
 
     def _answers(self, group: Group) -> list[str]:
         """Return each sample's answer. Only wrong ones without a box need a search: right ones are equal."""
-        thought = thought_for(group.prompt.thought, self._rewards)
-        texts = [in_plain_tags(outside_thought(r.text, thought), thought) for r in group.rollouts]
+        thought = resolve_thought(group.prompt.thought, self._rewards)
+        texts = [normalise_tags(strip_unclosed_thought(r.text, thought), thought) for r in group.rollouts]
         answers = [""] * len(texts)
         wrong = [i for i, outcome in enumerate(group.outcomes) if outcome == "wrong"]
         for i, answer in zip(wrong, final_answers([texts[i] for i in wrong], self._pool), strict=True):

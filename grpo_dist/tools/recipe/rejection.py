@@ -168,7 +168,7 @@ class Selection:
         if kept:
             problem, messages = self._as_text((problem, messages))
         if messages:
-            form = PromptFormat.of(data)
+            form = PromptFormat.from_config(data)
             turns = form.messages(form.asked(problem, messages))
             key = "messages" if form.use_chat_template else "prompt"
             asked: dict[str, Any] = {key: turns if form.use_chat_template else plain_text(turns)}

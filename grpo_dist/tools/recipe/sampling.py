@@ -24,7 +24,7 @@ from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import Draw, EvaluationHandles, sample_chunks
 from grpo_dist.observe.samples import read_groups, write_groups
-from grpo_dist.rewards.data_columns import asked_columns
+from grpo_dist.rewards.checks import asked_columns
 from grpo_dist.runs.prepare import (
     PromptSections,
     check_rendering,

@@ -39,8 +39,8 @@ def check_rewards_known(rewards: RewardsConfig, advantage: str) -> None:
     """Raise UserError for an unknown built-in reward, and for one that estimator ``advantage`` or another
     reward does not go with. The user's own may exist only on the cluster.
     """
-    from grpo_dist.rewards.combinations import combination_problems  # imports numpy
-    from grpo_dist.rewards.registry import REWARDS, graded_problems, module_and_name
+    from grpo_dist.rewards.checks import combination_problems, graded_problems  # imports numpy
+    from grpo_dist.rewards.registry import REWARDS, module_and_name
 
     named = [(f"functions.{i}", reward) for i, reward in enumerate(rewards.functions)]
     for source, own in rewards.by_source.items():

@@ -8,7 +8,7 @@ import pytest
 from actors.workers import environment
 from actors.workers.environment import Act, ActingEpisode, EnvironmentLine
 from grpo_dist.environments.base import Problem
-from grpo_dist.environments.records import Action, Observed
+from grpo_dist.environments.episode import Action, Observed
 from grpo_dist.types import Task
 from tests.support.patience import HANG_S
 

@@ -14,7 +14,7 @@ from actors.workers.environment import Act, ActingEpisode, EnvironmentLine, Envi
 from grpo_dist.config import EnvironmentsConfig, SandboxConfig
 from grpo_dist.environments import runner
 from grpo_dist.environments.base import Problem
-from grpo_dist.environments.records import Action, Call, Observed
+from grpo_dist.environments.episode import Action, Call, Observed
 from grpo_dist.environments.runner import UnknownEpisode
 from grpo_dist.environments.sandbox.python import PythonSandbox
 from grpo_dist.types import Task

@@ -24,8 +24,7 @@ from grpo_dist.config import (
     WeightSyncConfig,
 )
 from grpo_dist.environments.base import Problem
-from grpo_dist.environments.episode import Generation
-from grpo_dist.environments.records import Action
+from grpo_dist.environments.episode import Action, Generation
 from grpo_dist.errors import SamplesFailed
 from grpo_dist.loop.groups import FrozenModels, GroupDraw, GroupScorer
 from grpo_dist.runtime.seeds import request_seed

@@ -15,9 +15,8 @@ from actors.workers.environment import EnvironmentAddresses
 from actors.workers.episodes import EpisodeSampler, WorkersOfEpisodes
 from grpo_dist.config import DataConfig, EnvironmentsConfig
 from grpo_dist.demo.tokenizer import character_tokenizer
-from grpo_dist.environments.episode import Generation
-from grpo_dist.environments.records import Action, Observed
-from grpo_dist.environments.rendering import Renderer
+from grpo_dist.environments.dialogue import Renderer
+from grpo_dist.environments.episode import Action, Generation, Observed
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.types import Prompt, Sampling, Task
 from tests.support.patience import HANG_S

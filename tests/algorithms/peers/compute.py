@@ -12,8 +12,7 @@ from grpo_dist.algorithms.offpolicy import correction, mean_weight_sums
 from grpo_dist.algorithms.rejection import accepted
 from grpo_dist.algorithms.segments import segment_mean
 from grpo_dist.policy.logprobs import selected_logprobs
-from grpo_dist.rewards.length import overlong_punishment
-from grpo_dist.rewards.repetition import repeated_share
+from grpo_dist.rewards.length import overlong_punishment, repeated_share
 from tests.algorithms.peers import ours
 
 

@@ -6,7 +6,7 @@
 import platform
 from dataclasses import dataclass
 
-from grpo_dist.environments.sandbox import seccomp
+from grpo_dist.environments.sandbox import kernel
 
 PRELUDE = """
 import ctypes, os, signal, socket, sys, threading, time
@@ -65,7 +65,7 @@ class Attack:
 
 REFUSED_CALLS = sorted(
     numbers[0 if platform.machine() == "x86_64" else 1]
-    for name, numbers in seccomp._NUMBERS.items()
+    for name, numbers in kernel._NUMBERS.items()
     if numbers[0 if platform.machine() == "x86_64" else 1] is not None and name != "vhangup"
 )
 

@@ -15,9 +15,8 @@ import pytest
 
 from grpo_dist.environments.sandbox import host as host_module
 from grpo_dist.environments.sandbox import keeper
-from grpo_dist.environments.sandbox.failure import ProcessFailure
-from grpo_dist.environments.sandbox.host import ProcessHost
-from grpo_dist.environments.sandbox.limits import Limits
+from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
+from grpo_dist.environments.sandbox.isolation import Limits
 from grpo_dist.runtime.processes import descendants
 from tests.support.patience import HANG_S, wait_until
 from tests.support.processes import alive, wait_until_gone
@@ -327,7 +326,7 @@ OWNER = """
 import asyncio, os, sys
 from grpo_dist.environments.sandbox import keeper
 from grpo_dist.environments.sandbox.host import ProcessHost
-from grpo_dist.environments.sandbox.limits import Limits
+from grpo_dist.environments.sandbox.isolation import Limits
 
 async def main():
     limits = Limits(memory_mb=128)

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.config.environments import SandboxConfig
-from grpo_dist.environments.sandbox import seccomp
+from grpo_dist.environments.sandbox import kernel
 from grpo_dist.environments.sandbox.isolation import Isolation
-from grpo_dist.environments.sandbox.linux import MACHINE
+from grpo_dist.environments.sandbox.kernel import MACHINE
 from grpo_dist.environments.sandbox.python import PythonSandbox
 from grpo_dist.runtime.processes import descendants
 from tests.environments.sandbox.found import FOUND
@@ -81,7 +81,7 @@ def target(tmp_path_factory):
         bound.listen()
         bound.setblocking(False)
     index = 0 if MACHINE == "x86_64" else 1
-    numbers = {name: known[index] for name, known in seccomp._NUMBERS.items()}
+    numbers = {name: known[index] for name, known in kernel._NUMBERS.items()}
     values = {
         "outside": directory,
         "victim": victim.pid,
@@ -93,8 +93,8 @@ def target(tmp_path_factory):
         "memory": SETTINGS.memory_mb,
         "files": SETTINGS.files_mb,
         "calls": REFUSED_CALLS,
-        "clone": seccomp._CLONE[index],
-        "socket": seccomp._SOCKET[index],
+        "clone": kernel._CLONE[index],
+        "socket": kernel._SOCKET[index],
         "capset": (126, 91)[index],
         **{name: numbers[name] for name in ("shmget", "unshare", "ptrace")},
     }

@@ -11,8 +11,8 @@ import pytest
 from grpo_dist.config.environments import SandboxConfig
 from grpo_dist.environments.sandbox import python, service
 from grpo_dist.environments.sandbox.cells import Cells
-from grpo_dist.environments.sandbox.failure import ProcessFailure
 from grpo_dist.environments.sandbox.frames import KeptOutput
+from grpo_dist.environments.sandbox.host import ProcessFailure
 from grpo_dist.environments.sandbox.python import PythonSandbox
 from grpo_dist.errors import UserError
 from tests.environments.sandbox.found import FOUND

@@ -9,9 +9,8 @@ from grpo_dist.config import Config, SFTConfig
 from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.environments.builtin import calculator
-from grpo_dist.environments.dialogue import Dialogue
-from grpo_dist.environments.records import Call, Observed
-from grpo_dist.environments.rendering import Renderer
+from grpo_dist.environments.dialogue import Dialogue, Renderer
+from grpo_dist.environments.episode import Call, Observed
 from grpo_dist.environments.tools import TypedTool
 from grpo_dist.tools.recipe.rejection import Selection
 from grpo_dist.types import Group, Prompt, Task, ToolCall

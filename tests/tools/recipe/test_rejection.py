@@ -41,7 +41,7 @@ CHAT = (
 
 def prompts(tokenizer, data, *problems, turns=()) -> list[Prompt]:
     rows = [DataRow(problem, "1", "made", f"made:{i}", {}, turns) for i, problem in enumerate(problems)]
-    return build_prompts(rows, tokenizer, PromptFormat.of(data), max_prompt_tokens=200).prompts
+    return build_prompts(rows, tokenizer, PromptFormat.from_config(data), max_prompt_tokens=200).prompts
 
 
 def group(tokenizer, prompt, *samples) -> Group:

@@ -1,6 +1,5 @@
 """Episodes in the report: their turns, tool calls and given tokens, in its data and in a real browser."""
 
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest

@@ -1,4 +1,11 @@
-"""A seccomp filter: system calls that a calculation never needs are refused, and what is left is smaller.
+"""What the Linux kernel offers to confine a process, which Python has no functions for. Calls raise OSError.
+
+Landlock: the kernel refuses this process every file, TCP port and signal that is not listed.
+
+Unlike namespaces it needs no privilege, and it is in most kernels since 5.13 (ABI 1). What each ABI adds:
+2 moves between directories, 3 truncation, 4 TCP, 5 ioctl of devices, 6 abstract Unix sockets and signals.
+
+A seccomp filter: system calls that a calculation never needs are refused, and what is left is smaller.
 
 It needs no privilege. It reads numbers only, never paths, so files are the business of other layers.
 """
@@ -7,10 +14,170 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
+import platform
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from grpo_dist.environments.sandbox.linux import MACHINE, PR_SET_NO_NEW_PRIVS, process_option
+# Calls
+
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+_MNT_DETACH = 2
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_MOUNT_ATTR_READ_ONLY = 1 | 2 | 4  # and no set-user-id programs, no devices
+
+PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 4, 8, 38, 47
+_AMBIENT_RAISE = 2
+CAP_DAC_READ_SEARCH = 2
+_CAPABILITY_VERSION = 0x20080522
+
+MACHINE = platform.machine()
+# The same on all machines from Linux 5 on; the first two are not.
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+_MOUNT_SETATTR = 442
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def syscall(name: str, number: int, *arguments: int | bytes | ctypes.Array | ctypes.Structure | None) -> int:
+    """Call ``number``; structures and arrays are passed by address."""
+    given: list[object] = [
+        ctypes.byref(a)
+        if isinstance(a, ctypes.Array | ctypes.Structure)
+        else ctypes.c_long(a)
+        if isinstance(a, int)
+        else a
+        for a in arguments
+    ]
+    return _checked(name, _libc.syscall(ctypes.c_long(number), *given))
+
+
+def unshare(flags: int) -> None:
+    _checked("unshare", _libc.unshare(flags))
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    texts = [None if text is None else os.fsencode(text) for text in (source, target, kind, options)]
+    source_, target_, kind_, options_ = texts
+    result = _libc.mount(source_, target_, kind_, ctypes.c_ulong(flags), options_)
+    _checked(f"mount {source or kind} on {target}", result)
+
+
+def bind_read_only(source: str, target: str) -> None:
+    """Show ``source``, with all that is mounted in it, at ``target``, read-only for all."""
+    mount(source, target, None, MS_BIND | MS_REC)
+    attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_READ_ONLY, 0, 0, 0)
+    name = f"mount_setattr {target}"
+    path = os.fsencode(target)
+    syscall(name, _MOUNT_SETATTR, _AT_FDCWD, path, _AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
+
+
+def change_root(new: str) -> None:
+    """Make the mount ``new`` the root of this mount namespace; no path leads to the old one."""
+    old = f"{new}/.old"
+    os.mkdir(old)
+    syscall("pivot_root", _PIVOT_ROOT[MACHINE], os.fsencode(new), os.fsencode(old))
+    _checked("umount", _libc.umount2(b"/.old", _MNT_DETACH))
+    os.rmdir("/.old")
+    mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def process_option(option: int, *values: int) -> None:
+    """Call prctl(2)."""
+    arguments = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
+    _checked(f"prctl({option})", _libc.prctl(option, *arguments))
+
+
+def set_capabilities(capabilities: int) -> None:
+    """Have these capabilities and no others, also in programs that are executed."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    low = capabilities & 0xFFFFFFFF
+    data = (ctypes.c_uint32 * 6)(low, low, low, 0, 0, 0)  # effective, permitted, inheritable; then above 31
+    syscall("capset", _CAPSET[MACHINE], header, data)
+    for number in range(32):
+        if low >> number & 1:
+            process_option(_PR_CAP_AMBIENT, _AMBIENT_RAISE, number)
+
+
+def _checked(name: str, result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
+
+
+# Landlock
+
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_LANDLOCK_VERSION = 1  # flag of _CREATE_RULESET
+_PATH_BENEATH = 1
+_QUIET = 1  # flag of _RESTRICT_SELF from ABI 7: refusals are not logged
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 1 << 1, 1 << 2, 1 << 3
+_TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
+_ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
+_LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}  # ABI: number of access rights to files
+_TCP = 3  # bind and connect
+_SCOPES = 3  # abstract Unix sockets and signals
+SIGNALS_FROM = 6  # the ABI from which signals are scoped
+
+
+def landlock_abi() -> int:
+    """Return the ABI of this kernel; 0 without Landlock."""
+    try:
+        return syscall("landlock_create_ruleset", _CREATE_RULESET, None, 0, _LANDLOCK_VERSION)
+    except OSError:
+        return 0
+
+
+def restrict_by_landlock(
+    version: int, readable: Iterable[str], writable: Iterable[str], devices: Iterable[str]
+) -> None:
+    """Refuse this process, for good, all but: reading and executing beneath ``readable``, everything beneath
+    ``writable``, reading and writing ``devices``. Paths that do not exist are skipped. Raises OSError.
+    """
+    rights = (1 << max(count for least, count in _LANDLOCK_RIGHTS.items() if least <= version)) - 1
+    fields = [rights] + [_TCP] * (version >= 4) + [_SCOPES] * (version >= 6)
+    attributes = (ctypes.c_uint64 * len(fields))(*fields)
+    size = ctypes.sizeof(attributes)
+    ruleset = syscall("landlock_create_ruleset", _CREATE_RULESET, attributes, size, 0)
+    try:
+        for paths, allowed in (
+            (readable, _EXECUTE | _READ_FILE | _READ_DIR),
+            (writable, rights),
+            (devices, _READ_FILE | _WRITE_FILE),
+        ):
+            for path in paths:
+                _allow_beneath(ruleset, path, allowed & rights)
+        process_option(PR_SET_NO_NEW_PRIVS, 1)
+        syscall("landlock_restrict_self", _RESTRICT_SELF, ruleset, _QUIET if version >= 7 else 0)
+    finally:
+        os.close(ruleset)
+
+
+def _allow_beneath(ruleset: int, path: str, rights: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_PATH)
+    except FileNotFoundError:
+        return
+    try:
+        if not os.path.isdir(path):
+            rights &= _ON_FILES
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor), 12)
+        syscall("landlock_add_rule", _ADD_RULE, ruleset, _PATH_BENEATH, rule, 0)
+    finally:
+        os.close(descriptor)
+
+
+# seccomp
+
 
 # name: number on x86_64, on aarch64; None: the call does not exist there.
 _NUMBERS: dict[str, tuple[int | None, int | None]] = {
@@ -85,7 +252,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     # other system calls by another way: a filter sees only this one
     "seccomp": (317, 277),
 }
-_ATTRIBUTES: dict[str, tuple[int | None, int | None]] = {  # of files, which Landlock does not cover
+_ATTRIBUTES: dict[str, tuple[int | None, int | None]] = {  # Landlock does not cover attributes of files
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -190,11 +357,11 @@ class SyscallFilter:
         program += self._sockets(index)
         program += _case(_IOCTL[index], 1, _none_of(_TIOCSTI, _TIOCLINUX))
         if self.signals_to is not None:
-            own = [(_JUMP_EQUAL, 1, 0, self.signals_to), _error(errno.EPERM)]
+            only_itself = [(_JUMP_EQUAL, 1, 0, self.signals_to), _error(errno.EPERM)]
             for numbers in _SIGNALS.values():
-                program += _case(numbers[index], 0, own)
+                program += _case(numbers[index], 0, only_itself)
             for numbers in _SETTINGS.values():
-                program += _case(numbers[index], 0, [(_JUMP_EQUAL, 2, 0, 0), *own])
+                program += _case(numbers[index], 0, [(_JUMP_EQUAL, 2, 0, 0), *only_itself])
             program += _case(_FCNTL[index], 1, _none_of(_F_SETOWN, _F_SETOWN_EX))
             program += _case(_IOCTL[index], 1, _none_of(_FIOSETOWN, _SIOCSPGRP))
         return [*program, (_RETURN, 0, 0, _ALLOW)]
@@ -213,7 +380,7 @@ class SyscallFilter:
         ]
 
 
-def is_known() -> bool:
+def knows_system_calls() -> bool:
     """Return whether this machine's system calls are known here."""
     return MACHINE in _AUDIT_ARCH
 

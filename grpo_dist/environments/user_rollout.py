@@ -25,7 +25,7 @@ Generate = Callable[..., Awaitable[Generation]]
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRollout:
+class UserRollout:
     """A rollout function with its arguments. ``name``: for messages."""
 
     name: str
@@ -33,7 +33,7 @@ class OwnRollout:
     kwargs: Mapping[str, Any]
 
     @classmethod
-    def of(cls, rollout: RolloutConfig, code_paths: Sequence[str]) -> OwnRollout | None:
+    def from_config(cls, rollout: RolloutConfig, code_paths: Sequence[str]) -> UserRollout | None:
         """Load the function of the configuration; None where it has none. Raises ValueError as `load`."""
         if rollout.function is None:
             return None
@@ -66,11 +66,11 @@ class OwnRollout:
                     f"rollout function {self.name}: no token is left to generate behind {len(token_ids)} "
                     f"tokens (max_tokens = {max_tokens}, {max_new_tokens} behind the prompt)"
                 )
-            own, numbers = turn_seed(seed, numbers), numbers + 1
+            request_seed, numbers = turn_seed(seed, numbers), numbers + 1
             most = min(left, max_tokens or left)
-            found = await generate(list(token_ids), own, sampling, most, stop=stop)
-            asked.append((list(token_ids), found))
-            return found
+            generation = await generate(list(token_ids), request_seed, sampling, most, stop=stop)
+            asked.append((list(token_ids), generation))
+            return generation
 
         inputs = RolloutInputs(start, generated, prompt, tokenizer, max_new_tokens)
         parts = await call(self.function, inputs, self.kwargs)
@@ -99,11 +99,11 @@ class OwnRollout:
                 sampled.append(np.ones(len(part.token_ids), bool))
                 reason = part.finish_reason
             else:
-                given = [int(token) for token in part]
-                ids += given
-                logprobs.append(np.zeros(len(given), np.float32))
-                versions.append(np.full(len(given), -1, np.int32))
-                sampled.append(np.zeros(len(given), bool))
+                tokens = [int(token) for token in part]
+                ids += tokens
+                logprobs.append(np.zeros(len(tokens), np.float32))
+                versions.append(np.full(len(tokens), -1, np.int32))
+                sampled.append(np.zeros(len(tokens), bool))
         if not reason or len(ids) > max_new_tokens:
             what = f"{len(ids)} tokens" if reason else "no part that `generate` returned"
             raise ValueError(

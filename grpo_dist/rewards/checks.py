@@ -1,0 +1,238 @@
+"""Checks of rewards before a run: settings that cannot be used, rewards that do not go together, columns of
+the data that rewards read by name, and gold answers that are none or cannot be parsed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any, Protocol
+
+from grpo_dist.algorithms.estimators import estimator_of
+from grpo_dist.config import RewardsConfig
+from grpo_dist.rewards.builtin import Builtin
+from grpo_dist.rewards.group import named_columns
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import REWARDS, RewardSpec, load_user_function, make, make_term, reward_specs
+from grpo_dist.runtime.hardware import available_cpus
+
+
+def check_rewards(settings: RewardsConfig, *, max_new_tokens: int) -> None:
+    """Raise ValueError for the first reward that cannot be used; see `reward_problems`."""
+    for problem in reward_problems(settings, max_new_tokens=max_new_tokens):
+        raise ValueError(problem)
+
+
+def reward_problems(
+    settings: RewardsConfig, *, max_new_tokens: int, pool: GraderPool | None = None
+) -> Iterator[str]:
+    """Yield a message for every reward that cannot be used.
+
+    Loads user functions in a process of ``pool``, None: of a pool of its own, and asks each judge one
+    question.
+    """
+    custom, seen = [], list[tuple[str, Mapping[str, Any]]]()
+    for source, own in settings.variants.items():
+        key = f"rewards.by_source.{source}.functions" if source else "rewards.functions"
+        for spec in reward_specs(own):
+            if (spec.name, spec.kwargs) in seen:
+                continue
+            seen.append((spec.name, spec.kwargs))
+            if spec.function not in REWARDS:
+                custom.append(spec)
+                continue
+            try:
+                make(spec).check(max_new_tokens=max_new_tokens)
+            except ValueError as error:
+                yield f"{key} {spec.name}: {error}"
+    if not custom:
+        return
+    with nullcontext(pool) if pool else GraderPool(1, code_paths=settings.code_paths) as loading:
+        for spec in custom:
+            try:
+                load_user_function(spec, loading)
+            except ValueError as error:
+                yield str(error)
+
+
+def graded_problems(settings: RewardsConfig, advantage: str) -> Iterator[str]:
+    """Yield a message for every built-in reward with other scores than 0 and 1, if the estimator needs those.
+    Of user functions and servers nothing is known.
+    """
+    if not estimator_of(advantage).only_right_and_wrong:
+        return
+    builtin = [r for r in settings.all_functions if r.weight and r.function in REWARDS]
+    for reward in {r.function: r for r in reversed(builtin)}.values():
+        with suppress(ValueError):  # wrong kwargs are reported by `reward_problems`
+            if make(RewardSpec(make_term(reward.name, reward), reward.function, reward.kwargs)).is_graded:
+                yield (
+                    f"`algorithm.advantage` = {advantage} needs a reward of 0 and 1, but `{reward.function}` "
+                    "has other values; set its `weight` to 0, or use another advantage"
+                )
+
+
+def combination_problems(settings: RewardsConfig) -> Iterator[str]:
+    """Yield a message for every source that tests code, where a length reward asks the math grader.
+
+    The math grader finds no gold answer in code: it would call every solution wrong, for the length reward as
+    in evaluations. With `math` or `judge` among the rewards, its verdicts are asked for.
+    """
+    for source, own in settings.variants.items():
+        built_in = [spec for spec in reward_specs(own) if spec.function in REWARDS]
+        tests = next((s.name for s in built_in if not REWARDS[s.function].knows_right_answers), None)
+        if tests is None or {"math", "judge"} & {spec.function for spec in built_in}:
+            continue
+        key = f"rewards.by_source.{source}.functions" if source else "rewards.functions"
+        for spec in built_in:
+            if REWARDS[spec.function].asks_math_grader:
+                yield (
+                    f"{key} {spec.name} takes right and wrong from the math grader, which calls all code "
+                    f"that `{tests}` runs wrong, also in evaluations; expected a length reward that does "
+                    f"not, e.g. `overlong` with `gate: {tests}`"
+                )
+
+
+class HasColumns(Protocol):
+    """A row of a data source; ``location`` is for messages: ``code.jsonl:17``."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def location(self) -> str: ...
+
+    @property
+    def columns(self) -> Mapping[str, Any]: ...
+
+
+def column_problems(settings: RewardsConfig, rows: Sequence[HasColumns], remedy: str) -> Iterator[str]:
+    """Yield a message for every built-in reward that lacks a column in one of ``rows``, or cannot read it.
+
+    Args:
+        rows: of one source.
+        remedy: how a row gets a column: ``add it to `data.train.0.columns` ``.
+    """
+    if not rows:
+        return
+    for spec in reward_specs(settings.of(rows[0].source)):
+        if spec.function in REWARDS and (reward := make(spec)).data_columns:
+            yield from _problems(spec.name, reward, rows, remedy)
+
+
+def user_column_problems(
+    settings: RewardsConfig, rows: Sequence[HasColumns], remedy: str, pool: GraderPool
+) -> Iterator[str]:
+    """Yield a message for every column that a user's function needs and one of ``rows`` lacks.
+
+    Loads the functions in ``pool``. Arguments as of `column_problems`.
+    """
+    for spec in reward_specs(settings.of(rows[0].source)) if rows else ():
+        if spec.function not in REWARDS:
+            yield from _missing(spec.name, load_user_function(spec, pool).data_columns, rows, remedy)
+
+
+def asked_columns(settings: RewardsConfig) -> frozenset[str]:
+    """Return the columns that users' functions name as parameters: rows keep them, if they have them.
+
+    Loads the functions. One that cannot be loaded asks for nothing here: `reward_problems` reports it.
+    """
+    specs = {spec.function: spec for variant in settings.variants.values() for spec in reward_specs(variant)}
+    asked: set[str] = set()
+    if custom := [spec for function, spec in specs.items() if function not in REWARDS]:
+        with GraderPool(1, code_paths=settings.code_paths) as pool:
+            for spec in custom:
+                with suppress(ValueError):
+                    asked |= load_user_function(spec, pool).asked_columns
+    return frozenset(asked)
+
+
+def _missing(name: str, columns: Sequence[str], rows: Sequence[HasColumns], remedy: str) -> Iterator[str]:
+    for column in columns:
+        lacking = next(
+            (row for row in rows if column != "problem" and column not in named_columns(row.columns)), None
+        )
+        if lacking is not None:
+            other = f"give source {lacking.source} other rewards in `rewards.by_source`"
+            yield (
+                f"reward {name} reads column `{column}`, but {lacking.location} has only "
+                f"{', '.join(sorted({'problem', *lacking.columns}))}: {remedy}, correct the kwargs of the "
+                f"reward, or {other if lacking.source else 'choose another reward'}"
+            )
+
+
+def _problems(name: str, reward: Builtin, rows: Sequence[HasColumns], remedy: str) -> Iterator[str]:
+    missing = list(_missing(name, reward.data_columns, rows, remedy))
+    yield from missing
+    for row in () if missing else rows:
+        try:
+            reward.check_row(named_columns(row.columns))
+        except ValueError as error:
+            yield f"reward {name}: {row.location}: {error}"
+            return
+
+
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?")  # always parsable; most data sets hold nothing else
+
+_LOOKED_AT = 1000  # enough to detect a wrong column, in seconds even for hard formulas
+
+_NO_ANSWERS = frozenset(  # what public sets write where a problem has no final answer; letters alone count
+    re.findall(
+        r"\w+",
+        """
+    proof prove proven proved qed toprove proofomitted prooffound seeproof theproof proofrequired solution
+    seesolution seethesolution seesolutionabove seeabove seebelow seetext seeproblem asabove seeexplanation
+    notfound answernotfound notavailable notprovided answernotprovided notgiven noanswer noansweravailable
+    noanswerfound noanswerprovided noanswergiven answernotavailable missing missinganswer unknown unanswered
+    unsolved todo tbd tba none null nan nil omitted placeholder
+        """,
+    )
+)
+
+_NAMED_ROWS = 3  # rows that a message names of each such answer
+
+
+def is_no_answer(gold: str) -> bool:
+    """Return whether a gold says that there is none: ``proof``, ``see solution``, ``N/A``, ``-``."""
+    text = re.sub(r"\\(?:boxed|text[a-z]*|mathrm|mbox)(?![A-Za-z])", "", gold)
+    if re.fullmatch(r"[\s\-–—?_.…*{}$]*|\W*n\s*[/.]\s*a\W*", text, re.IGNORECASE):
+        return True
+    return not re.search(r"\d", text) and re.sub(r"[\W_]", "", text).lower() in _NO_ANSWERS
+
+
+def describe_no_answers(golds: Iterable[tuple[str, str]]) -> str:
+    """Return what golds that are no answers are, how often, and in which rows; "" without any.
+
+    ``golds``: pairs of a row's file and number, and its gold.
+
+        'proof' 2 times (train.jsonl:3, train.jsonl:7), 'N/A' once (train.jsonl:9)
+    """
+    places: dict[str, list[str]] = defaultdict(list)
+    for location, gold in golds:
+        if is_no_answer(gold):
+            places[gold.strip()].append(location)
+    parts = []
+    for gold, rows in sorted(places.items(), key=lambda item: -len(item[1])):
+        times = "once" if len(rows) == 1 else f"{len(rows)} times"
+        parts.append(
+            f"{gold!r} {times} ({', '.join(rows[:_NAMED_ROWS])}{', ...' if len(rows) > _NAMED_ROWS else ''})"
+        )
+    return ", ".join(parts)
+
+
+def count_unreadable(golds: Sequence[str], settings: RewardsConfig) -> tuple[int, int]:
+    """Count gold answers that can only be compared as text. Returns (unreadable, examined).
+
+    Examines all plain numbers and the first thousand other answers, in grader processes with the deadline of
+    an answer, because some texts hang a parser.
+    """
+    formulas = [gold for gold in golds if not _NUMBER.fullmatch(gold)]
+    asked = formulas[:_LOOKED_AT]
+    looked_at = len(golds) - len(formulas) + len(asked)
+    if not asked:
+        return 0, looked_at
+    processes = min(available_cpus(), len(asked))
+    with GraderPool(processes, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb) as pool:
+        readable = pool.call("grpo_dist.rewards.math:gold_is_parsable", [{"answer": gold} for gold in asked])
+    return sum(value != 1.0 for value in readable), looked_at

@@ -1,0 +1,259 @@
+"""The scorer of a group: every reward, combined with weights and gates. Scorers of sources with rewards of
+their own share the servers that they ask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Float32, Float64
+
+from grpo_dist.config import RewardsConfig
+from grpo_dist.rewards.functions import StepScores
+from grpo_dist.rewards.group import CompletionGroup, Turns, Verdicts, describe_failure
+from grpo_dist.rewards.judges import deciding_judge, judged_outcomes
+from grpo_dist.rewards.pool import Failure, GraderPool
+from grpo_dist.rewards.registry import (
+    REWARDS,
+    RewardSpec,
+    Term,
+    load_user_function,
+    make,
+    model_terms,
+    reward_specs,
+)
+
+_WARNINGS_PER_REWARD = 20  # distinct messages; a function may put its input in each
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores of G completions.
+
+    Attributes:
+        parts: of each reward by name, before weights and gates.
+        outcomes: [G] of the math grader, or of a judge in its place; "" if no reward used either.
+        steps: of a function of kind process.
+        failures: why rewards gave no score, one reason of each.
+    """
+
+    rewards: Float32[np.ndarray, " G"]
+    parts: dict[str, Float32[np.ndarray, " G"]]
+    outcomes: list[str]
+    steps: StepScores | None = None
+    failures: tuple[str, ...] = ()
+
+
+class Scorer:
+    """Scores completions of one problem with every reward. Thread-safe.
+
+    ``failures`` counts the messages of samples that a reward could not score; `news` returns each message
+    once.
+
+    Args:
+        models: weights and gates of reward models, whose scores are passed to `score`.
+        sharing: by name, the scorers of the run that have a reward and share the rate limit of its server.
+        outcome_rewards: `environments.outcome_rewards`, added to the reward of episodes that ended so.
+
+    Raises:
+        ValueError: a reward cannot be used, or two share a name.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[RewardSpec],
+        pool: GraderPool,
+        *,
+        models: Sequence[Term] = (),
+        sharing: Mapping[str, int] | None = None,
+        outcome_rewards: Mapping[Any, float] | None = None,
+    ) -> None:
+        self._pool, self._lock = pool, Lock()
+        self._outcome_rewards = dict(outcome_rewards or {})
+        self._terms = [*(spec.term for spec in specs), *models]
+        self.failures: dict[str, Counter[str]] = {}
+        self._news: list[str] = []
+        self._last: dict[str, str] = {}
+        names = [term.name for term in self._terms]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two rewards share a name: {names}; give each `name` once")
+        self._own = {
+            spec.name: load_user_function(spec, pool) for spec in specs if spec.function not in REWARDS
+        }
+        self._builtin = {spec.name: make(spec) for spec in specs if spec.function in REWARDS}
+        self._judge = deciding_judge({spec.name: spec.function for spec in specs})
+        for name, reward in self._builtin.items():
+            reward.start(workers=(sharing or {}).get(name, 1), note=partial(self._note, name))
+
+    def score(
+        self, group: CompletionGroup, modelled: Mapping[str, Float32[np.ndarray, " G"]] | None = None
+    ) -> Scores:
+        """Compute every reward and their combination.
+
+        User functions are called as in `functions`, with the names they accept. An exception, a timeout,
+        None, NaN and a value that is not finite as float32 all mean "could not be scored", and so does an
+        environment that failed.
+
+        Args:
+            modelled: of each reward model.
+        """
+        verdicts = Verdicts(group, self._pool, self._outcome_rewards)
+        values: dict[str, Any] = dict(modelled or {})
+        for name, reward in self._builtin.items():
+            values[name] = reward.score(group, verdicts)
+        steps = None
+        for name, own in self._own.items():
+            results, of_steps = own.score(group)
+            steps = steps or of_steps
+            values[name] = [math.nan if isinstance(result, Failure) else result for result in results]
+            for result in results:
+                if isinstance(result, Failure):
+                    self._note(name, result.detail)
+        parts = {term.name: to_part(values[term.name]) for term in self._terms}
+        for name, part in parts.items():
+            self._note_overflow(name, values[name], part)
+        failures = tuple(
+            f"reward {term.name}: {self._latest(term.name)}"
+            for term in self._terms
+            if term.weight and np.isnan(parts[term.name]).any()
+        )
+        judged = parts[self._judge].tolist() if self._judge else None
+        outcomes = verdicts.outcomes if judged is None else judged_outcomes(judged, verdicts.outcomes)
+        rewards = combine(parts, self._terms)
+        return self._ended(group, Scores(rewards, parts, outcomes, steps, failures))
+
+    def news(self) -> tuple[str, ...]:
+        """Return messages not returned before: why samples were not scored, and other notes of rewards."""
+        with self._lock:
+            news, self._news = tuple(self._news), []
+        return news
+
+    def close(self) -> None:
+        for reward in self._builtin.values():
+            reward.close()
+
+    def _ended(self, group: CompletionGroup, scores: Scores) -> Scores:
+        """Add what the ends of episodes are worth; samples that failed or were given up are not scored."""
+        if not any(group.turns) and "error" not in group.finish_reasons:
+            return scores
+        reasons, outcomes, failures = group.finish_reasons, list(scores.outcomes), list(scores.failures)
+        turns: Sequence[Turns] = group.turns or [()] * len(reasons)
+        rewards = add_outcome_rewards(scores.rewards, reasons, turns, self._outcome_rewards)
+        failed = np.equal(reasons, "error")
+        for i in np.flatnonzero(failed):
+            outcomes[i] = outcomes[i] and "error"
+            if group.turns:
+                self._note("environment", describe_failure(turns[i]))
+                failures.append(f"environment: {describe_failure(turns[i])}")
+        parts = {name: np.where(failed, np.float32(np.nan), part) for name, part in scores.parts.items()}
+        rewards = np.where(failed, np.float32(np.nan), rewards)
+        return Scores(rewards, parts, outcomes, scores.steps, tuple(dict.fromkeys(failures)))
+
+    def _latest(self, name: str) -> str:
+        """Return the last reason why reward ``name`` gave no score."""
+        with self._lock:
+            return self._last.get(name, "it returned None or NaN, which mean that it could not be scored")
+
+    def _note_overflow(self, name: str, values: Any, part: np.ndarray) -> None:
+        """Note scores dropped because they are infinite. NaN and None are intended, so they need no note."""
+        scores = np.asarray(values, dtype=np.float64)
+        for value in scores[np.isnan(part) & ~np.isnan(scores)]:
+            self._note(name, f"gave {value:g}, which is not finite as a float32; the sample is not scored")
+
+    def _note(self, name: str, detail: str) -> None:
+        with self._lock:
+            self._last[name] = detail
+            seen = self.failures.setdefault(name, Counter())
+            new = detail not in seen
+            if new and len(seen) >= _WARNINGS_PER_REWARD:
+                detail, new = "further messages", False
+            seen[detail] += 1
+            if new:
+                self._news.append(f"reward {name}: {detail}")
+
+
+def to_part(values: Any) -> Float32[np.ndarray, " G"]:
+    """Convert to float32; a value that is not finite as float32 (infinity, 1e39) becomes NaN."""
+    numbers = np.asarray(values, dtype=np.float64)
+    within = np.abs(numbers) <= np.finfo(np.float32).max
+    return np.where(within, numbers, np.nan).astype(np.float32)
+
+
+def combine(parts: Mapping[str, Float[np.ndarray, " G"]], terms: Sequence[Term]) -> Float32[np.ndarray, " G"]:
+    """Sum weight * part over ``terms``, each part after its gate.
+
+    A gated part keeps its value where its gate is above the threshold, is 0 where it is not, and NaN where
+    the gate is NaN. The gate of a gate is applied first. The sum is NaN where a term of non-zero weight is
+    NaN, since "not scored" is not 0. A part or sum that is not finite as float32 is NaN (`to_part`).
+
+        math [1, 0, NaN] of weight 1, brevity [-0.5, -0.5, -0.5] of weight 2 with gate math -> [0, 0, NaN]
+    """
+    by_name = {term.name: term for term in terms}
+    total = np.zeros(len(next(iter(parts.values()))), dtype=np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):  # overflow becomes NaN in `to_part`
+        for term in terms:
+            if term.weight:
+                total += term.weight * _gated(term, parts, by_name)
+    return to_part(total)
+
+
+def _gated(
+    term: Term, parts: Mapping[str, Float[np.ndarray, " G"]], terms: Mapping[str, Term]
+) -> Float64[np.ndarray, " G"]:
+    part = to_part(parts[term.name]).astype(np.float64)
+    if term.gate is None:
+        return part
+    gate = _gated(terms[term.gate], parts, terms)
+    # Parts are float32, and float32(0.6) is above the float64 0.6.
+    opens = gate > float(np.float32(term.gate_above))
+    return np.where(np.isnan(gate), np.nan, np.where(opens, part, 0.0))
+
+
+def add_outcome_rewards(
+    rewards: Float32[np.ndarray, " G"],
+    finish_reasons: Sequence[str],
+    turns: Sequence[Turns],
+    added: Mapping[Any, float],
+) -> Float32[np.ndarray, " G"]:
+    """Return ``rewards`` with what `environments.outcome_rewards` adds to episodes."""
+    more = [added.get(why, 0.0) if own else 0.0 for why, own in zip(finish_reasons, turns, strict=True)]
+    return (rewards + np.array(more)).astype(np.float32)
+
+
+def scorers_by_source(
+    variants: Mapping[str, RewardsConfig],
+    pool: GraderPool,
+    *,
+    workers: int,
+    outcome_rewards: Mapping[Any, float] | None = None,
+) -> dict[str, Scorer]:
+    """Return a scorer for each source.
+
+    Args:
+        variants: the rewards of each source.
+        workers: processes or threads of the run that have such scorers, and share what a server allows.
+        outcome_rewards: as of `Scorer`.
+
+    Raises:
+        ValueError: as `Scorer`.
+    """
+    specs = {source: reward_specs(specs_of_source) for source, specs_of_source in variants.items()}
+    holders = Counter(spec.name for specs_of_source in specs.values() for spec in specs_of_source)
+    sharing = {name: workers * count for name, count in holders.items()}
+    return {
+        source: Scorer(
+            specs[source],
+            pool,
+            models=model_terms(specs_of_source),
+            sharing=sharing,
+            outcome_rewards=outcome_rewards,
+        )
+        for source, specs_of_source in variants.items()
+    }
