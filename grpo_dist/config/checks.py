@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from grpo_dist.algorithms.estimators import estimator_of
@@ -102,6 +102,11 @@ def _teaches_itself(config: Sections) -> bool:
 
 def _measures_rewards_only(config: Sections) -> bool:
     return bool(config.distillation.teachers) and not config.distillation.reward_coef
+
+
+def _is_set_without_teacher(config: Sections, key: str) -> bool:
+    default = DistillationConfig.model_fields[key].default
+    return not config.distillation.teachers and getattr(config.distillation, key) != default
 
 
 def _has_teachers(config: Sections) -> bool:
@@ -395,10 +400,7 @@ RULES = (
     *(
         Rule(
             f"distillation.{key}",
-            lambda c, key=key: (
-                not c.distillation.teachers
-                and getattr(c.distillation, key) != DistillationConfig.model_fields[key].default
-            ),
+            partial(_is_set_without_teacher, key=key),
             "has no effect without a teacher",
             f"add one to `distillation.teachers`, or remove `distillation.{key}`",
         )

@@ -337,8 +337,8 @@ def lookup(key: str, *, ends: bool = True) -> list[PeerSetting]:
         if settings := _index()[0].get(".".join(words[:end])):
             return settings
     for start in range(len(words)) if ends else ():
-        end = ".".join(words[start:])
-        if end not in _GENERIC and (settings := _few(_index()[0], end) or _few(_index()[1], end)):
+        rest = ".".join(words[start:])
+        if rest not in _GENERIC and (settings := _few(_index()[0], rest) or _few(_index()[1], rest)):
             return settings
     return _few(_index()[2], ".".join(words)) if ends else []
 
@@ -368,7 +368,7 @@ def _index() -> tuple[Mapping[str, list[PeerSetting]], ...]:
     """Map to settings: full names; their dotted ends (train_batch_size of `data.train_batch_size`); and their
     sections (rollout, actor_rollout_ref.rollout).
     """
-    whole, ends, sections = ({}, {}, {})  # type: tuple[dict[str, list[PeerSetting]], ...]
+    whole, ends, sections = (dict[str, list[PeerSetting]]() for _ in range(3))
     for setting in (
         PeerSetting(framework, name, each)
         for each in PEER_TABLE
