@@ -35,6 +35,13 @@ WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
 _TAG = "state"  # of DeepSpeed's checkpoint: one per directory, whose name has the step
 
 
+def state_directory(directory: Path) -> Path:
+    """Return where the ranks' files are in the ``directory`` of a policy's checkpoint."""
+    if not (directory / _TAG).is_dir():
+        raise ValueError(f"{directory}: no policy state; use another checkpoint")
+    return directory / _TAG
+
+
 class PolicyFiles:
     """The files of one rank; with DeepSpeed's ``CheckpointEngine`` as its other base it replaces DeepSpeed's
     own. ``blocking``: whether the next `save` returns only when its file is written.
@@ -374,10 +381,8 @@ class SavedState:
         Raises:
             ValueError: there is no policy state, or none that can be read.
         """
-        if not (directory / _TAG).is_dir():
-            raise ValueError(f"{directory}: no policy state; use another checkpoint")
         own = Sharding.of(self._num_ranks, self._engine.config)
-        saved = SavedPolicy(directory / _TAG, self.files.mapped)
+        saved = SavedPolicy(state_directory(directory), self.files.mapped)
         if saved.sharding == own:
             return self._load_unchanged(directory)
         reshard(saved, self._engine, own)

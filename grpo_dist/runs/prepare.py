@@ -49,6 +49,7 @@ from grpo_dist.runs.cold_start import run_sft
 from grpo_dist.runs.identity import DataOrigin
 from grpo_dist.runs.own_trials import own_code_problems
 from grpo_dist.runs.prepare_teachers import load_stream, load_teachers
+from grpo_dist.runs.run_weights import checkpoint_model, is_checkpoint, is_supervised_run
 from grpo_dist.runs.start_checks import readable_model
 from grpo_dist.runtime.hardware import quiet_libraries
 from grpo_dist.runtime.stage_log import stage
@@ -280,6 +281,18 @@ def _named_model(
     def usable(directory: Path) -> Path:
         return usable_model(directory, where, say, trust_remote_code=trusted, trains=trains)
 
+    if is_checkpoint(path):
+
+        def starting_model(config: Config, run_dir: Path) -> Path:
+            if config.sft is not None and is_supervised_run(run_dir):
+                return sft_model(config.sft, say)
+            adapts = config.policy.lora is not None  # to weights that the checkpoint does not hold
+            return resolve_model(
+                config.model, config.sft, config.seed, say,
+                train_first=adapts, trains_adapter=adapts, day=config.data.day,
+            )  # fmt: skip
+
+        return usable(checkpoint_model(path, say, starting_model=starting_model))
     if made := made_model(path, key, say, seed=seed):
         return made
     if path.startswith("random:"):

@@ -58,6 +58,7 @@ from grpo_dist.runs.run_directory import (
     with_resume_settings,
     write_environment,
 )
+from grpo_dist.runs.run_weights import pinned
 from grpo_dist.runs.start import load_inputs
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.files import check_room, keep_backup, write_text
@@ -137,11 +138,12 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
 
     Raises UserError for input that cannot be used, and RunEnded where the run ends before its last step.
     """
-    identity = identity or config
     with refusals():
         check_trackers(config.tracking)
         run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
         existing = check_writable(run_dir)
+        config = pinned(config, run_dir)
+        identity = identity or config
         config = dated(config, date_of_run(run_dir))
     with resumed_by_name(config.checkpoint, run_dir), exclusive_directory(run_dir, existing):
         inputs, point = _load_inputs(run_dir, config, identity)

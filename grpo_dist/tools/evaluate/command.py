@@ -24,7 +24,8 @@ def _add_eval(commands: Any) -> None:
     sub = add_command(commands, "eval", text, _eval)
     add_inputs(
         sub,
-        "model directory, hub id, run directory, or a configuration (YAML) with `model.path`",
+        "model directory, hub id, run directory, RUN@latest or RUN@STEP for a checkpoint, or a configuration "
+        "(YAML) with `model.path`",
         "gsm8k, math500, aime24, aime25, amc23, a JSONL or Parquet file, a data set directory or hub "
         "id; default: `data.eval` of the configuration or run. E.g. evaluation.samples_per_prompt=8 "
         "evaluation.k=[1,8] sampling.max_new_tokens=4096",

@@ -2,6 +2,7 @@
 
     CONFIG.yaml      its model on its `data.eval`
     run directory    the exported model, with the settings of the run
+    RUN@latest       the newest checkpoint of a run, with its settings; RUN@20: that of step 20
     model            a directory, a hub id or `demo:tiny`, with the settings below
 
 DATA replaces `data.eval`: a benchmark by name, or a path or hub id. It is read with the column names of the
@@ -23,6 +24,7 @@ from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.config.files import read_tree, set_key, validated, with_overrides
 from grpo_dist.data.readers import PATTERN_S, column, first_record, has_column
 from grpo_dist.errors import UserError, expanded
+from grpo_dist.runs.run_weights import is_checkpoint, split_reference
 from grpo_dist.runtime.patterns import PatternSearch, PatternTimeout
 
 # For a bare model; the grader looks for a box first.
@@ -81,6 +83,8 @@ def configuration(
     path = expanded(target)
     if path.suffix in (".yaml", ".yml"):
         tree = read_tree(path)
+    elif is_checkpoint(target):
+        tree = _checkpoint_settings(target)
     elif _is_run(path):
         tree = _run_settings(path)
     else:
@@ -112,6 +116,17 @@ def _run_settings(path: Path) -> DictConfig:
     tree = read_tree(settings) if settings.is_file() else OmegaConf.create(_MODEL)
     set_key(tree, "model.path", str(model), str(path))
     set_key(tree, "model.revision", None, str(path))
+    return tree
+
+
+def _checkpoint_settings(target: str) -> DictConfig:
+    """Return the settings of a run, with the weights of one of its checkpoints."""
+    run, _ = split_reference(target)
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{target}: no run in {run} (no config.yaml); expected RUN@latest or RUN@STEP")
+    tree = read_tree(run / "config.yaml")
+    set_key(tree, "model.path", target, target)
+    set_key(tree, "model.revision", None, target)
     return tree
 
 

@@ -1,0 +1,142 @@
+"""A checkpoint of a run as a model: which one a name means, and that its weights are those of the run."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_dist.config import LoRAConfig, ModelConfig
+from grpo_dist.config.files import dump_config
+from grpo_dist.errors import UserError
+from grpo_dist.runs.checkpoint import write_manifest
+from grpo_dist.runs.prepare import resolve_model
+from grpo_dist.runs.run_weights import find_checkpoint, pinned
+from grpo_dist.tools.evaluate.target import configuration
+from tests.support import fakes, made_groups
+from tests.support.real_ranks import start
+
+
+def quiet(message):
+    """Ignore the message."""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run with checkpoints of steps 2 and 4, neither of which has a policy."""
+    monkeypatch.chdir(tmp_path)
+    for step in (2, 4):
+        checkpoint = tmp_path / f"runs/mine/checkpoints/step_{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.json").write_text("{}")
+        write_manifest(checkpoint)
+    text = "model: {path: 'demo:tiny'}\ndata: {train: [{path: 'demo:add3'}], instruction: Add.}\n"
+    (tmp_path / "runs/mine/config.yaml").write_text(text)
+    return tmp_path / "runs/mine"
+
+
+def test_a_name_means_the_newest_whole_checkpoint_or_that_of_a_step(run):
+    assert find_checkpoint("runs/mine@latest", quiet).name == "step_000004"
+    assert find_checkpoint("runs/mine@2", quiet).name == "step_000002"
+    (run / "checkpoints/step_000004/state.json").write_text("damaged")
+    assert find_checkpoint(f"{run}@latest", quiet).name == "step_000002"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("runs/mine@3", ["runs/mine@3: no such checkpoint", "it has 2, 4"]),
+        ("runs/none@latest", ["runs/none@latest: no such checkpoint", "it has none"]),
+    ],
+)
+def test_a_checkpoint_that_is_not_there_is_refused_with_the_ones_that_are(run, path, words):
+    with pytest.raises(ValueError) as refusal:
+        resolve_model(ModelConfig(path=path), None, 0, quiet)
+    assert all(word in str(refusal.value) for word in words)
+
+
+def test_an_evaluation_of_a_checkpoint_has_the_settings_of_its_run(run):
+    config = configuration("runs/mine@latest", ["demo:add4"], [])
+    assert config.model.path == "runs/mine@latest" and config.data.instruction == "Add."
+    with pytest.raises(UserError, match=r"runs/none@2: no run in runs/none"):
+        configuration("runs/none@2", ["demo:add4"], [])
+
+
+def test_a_run_keeps_the_checkpoint_that_it_began_with(run, tmp_path):
+    config = fakes.config(model={"path": "runs/mine@latest"})
+    new = tmp_path / "runs/new"
+    assert pinned(config, new).model.path == "runs/mine@4"
+    new.mkdir()
+    (new / "config.yaml").write_text("model: {path: 'runs/mine@2'}\n")
+    assert pinned(config, new).model.path == "runs/mine@2"
+    (new / "config.yaml").write_text("model: {path: 'runs/other@2'}\n")
+    assert pinned(config, new).model.path == "runs/mine@4"
+    assert pinned(fakes.config(), new) == fakes.config()
+
+
+def test_the_model_has_the_weights_of_the_checkpoint(tiny_model, tmp_path, monkeypatch):
+    """Of ZeRO stage 0, whose file has every parameter under DeepSpeed's name."""
+    monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / "cache"))
+    checkpoint = tmp_path / "run/checkpoints/step_000001"
+    (checkpoint / "policy/state").mkdir(parents=True)
+    trained = {name: tensor + 0.5 for name, tensor in load_file(tiny_model / "model.safetensors").items()}
+    state = {
+        "module": {f"model.{name}": tensor for name, tensor in trained.items()},
+        "optimizer": {"state": {}},
+        "dp_world_size": 1,
+        "ds_config": {"zero_optimization": {"stage": 0}},
+    }
+    torch.save(state, checkpoint / "policy/state/mp_rank_00_model_states.pt")
+    directory = exported(checkpoint, fakes.config(model={"path": str(tiny_model), "dtype": "float32"}))
+    written = load_file(directory / "model.safetensors")
+    assert written.keys() == trained.keys() and all(torch.equal(written[n], trained[n]) for n in trained)
+    tokens = (directory / "tokenizer.json").read_bytes()
+    assert tokens == (tiny_model / "tokenizer.json").read_bytes()
+
+
+def exported(checkpoint, config):
+    """Complete ``checkpoint`` of a run of ``config``, and return the directory of its model."""
+    (checkpoint / "config.yaml").write_text(dump_config(config))
+    (checkpoint / "state.json").write_text("{}")
+    write_manifest(checkpoint)
+    return resolve_model(ModelConfig(path=f"{checkpoint.parents[1]}@latest"), None, 0, quiet)
+
+
+@pytest.mark.machine
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"ranks": 1, "stage": 0},
+        {"ranks": 2, "stage": 3},
+        {"ranks": 2, "stage": 1, "lora": LoRAConfig(rank=4)},
+    ],
+)
+def test_the_weights_are_bit_by_bit_those_that_the_run_exports(
+    forked_ranks, tiny_model, tmp_path, monkeypatch, how
+):
+    monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / "cache"))
+    checkpoint = tmp_path / "run/checkpoints/step_000001"
+    checkpoint.mkdir(parents=True)
+
+    async def trained():
+        group = start(tiny_model, **how)
+        await group.ready()
+        await group.update(group.stage([made_groups.batch(seed=1)]))
+        await group.save(checkpoint / "policy")
+        await group.export(tmp_path / "exported", tokenizer_dir=tiny_model)
+        await group.shutdown()
+
+    asyncio.run(trained())
+    config = fakes.config(
+        model={"path": str(tiny_model), "dtype": "float32"}, policy={"lora": how.get("lora")}
+    )
+    directory = exported(checkpoint, config)
+    files = ["model.safetensors"] + (["adapter/adapter_model.safetensors"] if "lora" in how else [])
+    before = load_file(tiny_model / "model.safetensors")
+    for file in files:
+        ours, theirs = load_file(directory / file), load_file(tmp_path / "exported" / file)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
+        assert any(n not in before or not torch.equal(before[n], t) for n, t in ours.items())
+    assert json.loads((directory / "config.json").read_text())["model_type"] == "qwen2"
