@@ -20,7 +20,6 @@ from actors.transfer.connections import Seat, with_store
 from actors.transfer.stream import send, send_changes
 from actors.transfer.transport import Transport, free_port, open_transport
 from grpo_dist.algorithms.entropy_control import EntropyControl
-from grpo_dist.algorithms.loss_settings import LOSS_SPECIFIC
 from grpo_dist.algorithms.rejection import RejectionRule
 from grpo_dist.config import (
     AdaptiveEntropyConfig,
@@ -30,6 +29,7 @@ from grpo_dist.config import (
     ProfileConfig,
     TransferBackend,
 )
+from grpo_dist.config.algorithm import WeightedCorrection
 from grpo_dist.health.bounds import Bound
 from grpo_dist.observe.profiling import profiled, trace_path
 from grpo_dist.plugins.algorithm import OwnCode
@@ -272,32 +272,25 @@ def devices_of(_: PolicyWorker) -> Devices:
 
 def loss_settings(algorithm: AlgorithmConfig, code_paths: Sequence[str] = ()) -> LossSettings:
     """Convert the configuration of the algorithm into the numbers that the loss takes."""
-    correction = algorithm.correction
-    default = "none" if algorithm.old_logprobs == "rollout" else "tis"
+    correction, entropy = algorithm.correction, algorithm.entropy
+    weights = correction.arguments if isinstance(correction, WeightedCorrection) else {}
     return LossSettings(
-        policy_loss=algorithm.policy_loss,
-        **{name: getattr(algorithm, name) for name in LOSS_SPECIFIC},
-        old_policy=algorithm.old_logprobs,
+        policy_loss=algorithm.loss.name,
+        **{name: value for name, value in algorithm.loss.arguments.items() if name != "kwargs"},
+        old_policy="rollout" if correction.bypasses else "trainer",
         top_entropy_share=algorithm.top_entropy_share,
-        entropy_coef=algorithm.entropy_coef,
-        entropy_control=_entropy_control(algorithm.adaptive_entropy),
-        aggregation=algorithm.aggregation,
-        kl_coef=0.0 if algorithm.add_token_level_kl else algorithm.kl.coef,
-        kl_estimator=algorithm.kl.estimator,
+        entropy_coef=entropy.coef,
+        entropy_control=EntropyControl(entropy.target, entropy.delta, entropy.low, entropy.high)
+        if isinstance(entropy, AdaptiveEntropyConfig)
+        else None,
+        aggregation=algorithm.aggregation.name,
+        kl_coef=0.0 if algorithm.kl.in_reward else algorithm.kl.coef,
+        kl_estimator=algorithm.kl.estimator.name,
         kl_bias_correction=algorithm.kl.bias_correction,
-        correction_kind=correction.kind or default,
-        correction_level=correction.level,
-        correction_low=correction.low,
-        correction_high=correction.high,
+        correction_kind="none" if correction.bypasses else correction.kind,
+        **{f"correction_{name}": value for name, value in weights.items() if name not in ("veto", "reject")},
         correction_veto=correction.veto,
-        own=OwnCode(code_paths, algorithm.kwargs),
-        correction_normalize=correction.normalize,
-        reject=tuple(RejectionRule(r.rule, r.high, r.low) for r in correction.reject),
+        own=OwnCode.of_pieces(code_paths, algorithm.own_pieces),
+        reject=tuple(RejectionRule(**rule.model_dump()) for rule in correction.reject),
         off_policy_mask_threshold=algorithm.off_policy_mask_threshold,
     )
-
-
-def _entropy_control(section: AdaptiveEntropyConfig) -> EntropyControl | None:
-    if section.target is None:
-        return None
-    return EntropyControl(section.target, section.delta, section.low, section.high)

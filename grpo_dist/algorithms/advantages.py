@@ -81,7 +81,7 @@ def rloo(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Ten
 def reinforce_pp(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
     """REINFORCE++: the reward itself; whitening over all tokens of the batch is the baseline.
 
-    Hu et al. 2025 (arXiv:2501.03262), section 3. `algorithm.whiten_advantages` is on with it unless the
+    Hu et al. 2025 (arXiv:2501.03262), section 3. `algorithm.advantage.whiten` is on with it unless the
     configuration says otherwise.
     """
     return typed_like(_or_zero(rewards.double()), rewards)

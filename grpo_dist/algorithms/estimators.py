@@ -15,8 +15,7 @@ class Estimator:
 
     Attributes:
         inputs: keyword arguments of its function, which the caller provides: names of `_INPUTS` in
-            `credit_assignment`. With ``std`` it divides by a deviation, so `algorithm.std` applies; with
-            ``k`` `algorithm.pass_k` does.
+            `credit_assignment`. With ``std`` it divides by a deviation.
         needs_group: it compares the samples of a prompt, so one sample alone has advantage 0.
         learns_from_equal_rewards: a group of equal total rewards may have advantages, so a step of such
             groups is trained on.
@@ -25,7 +24,7 @@ class Estimator:
         clips_other_rewards: `algorithm.reward_clip` clips those, too.
         only_right_and_wrong: its total rewards must be 0 or 1.
         whitens: its baseline is the mean over the batch: whitened unless the configuration says otherwise.
-        discounts: the reward belongs to the last token, so `algorithm.gamma` applies.
+        discounts: the reward belongs to the last token, so `algorithm.advantage.gamma` applies.
         reads_policy: it takes the score norms of the tokens under the weights before the update, one more
             forward pass of the policy's ranks.
     """

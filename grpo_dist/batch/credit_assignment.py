@@ -59,6 +59,7 @@ class AdvantageSettings:
     reward_norm: str = "none"
     reward_shift: bool = True
     reward_scale: bool = True
+    reward_eps: float = 1e-6  # added to the deviation of reward_norm
     moments: Moments | None = None  # of reward_norm running: of all rewards so far, these groups' included
     kl_coef: float = 0.0  # of the KL term in the reward; 0: no such term
     kl_estimator: str = "k1"
@@ -100,7 +101,8 @@ def _normalised(groups: Sequence[Group], settings: AdvantageSettings) -> Tensor:
     """Return the rewards of all groups end to end as an estimator takes them."""
     return normalise_rewards(
         clipped_rewards(groups, settings.reward_clip), _group_ids(groups), over=settings.reward_norm,
-        shift=settings.reward_shift, scale=settings.reward_scale, eps=settings.eps, moments=settings.moments,
+        shift=settings.reward_shift, scale=settings.reward_scale, eps=settings.reward_eps,
+        moments=settings.moments,
     )  # fmt: skip
 
 
@@ -274,7 +276,7 @@ def _samples_of_rows(groups: Sequence[Group]) -> Int[Tensor, " B"] | None:
 
 
 def _wants_steps(settings: AdvantageSettings) -> str:
-    by_coef = f"algorithm.process_coef = {settings.process_coef:g}"
+    by_coef = f"algorithm.process.coef = {settings.process_coef:g}"
     return by_coef if settings.process_coef else "algorithm.advantage = process"
 
 

@@ -46,7 +46,7 @@ class SignalRule:
         weights: of each reward, for gdpo.
         turn_discount: of the estimator turn.
         k: of the estimator pass_at_k.
-        steps: advantages of steps are added, `algorithm.process_coef`.
+        steps: advantages of steps are added, `algorithm.process.coef`.
         reward_clip: total rewards are clipped to +- this before the estimator; None: they are not. A
             ``metric`` is compared as it is.
     """

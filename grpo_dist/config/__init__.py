@@ -11,7 +11,6 @@ from grpo_dist.config.algorithm import (
     AlgorithmConfig,
     CorrectionConfig,
     KLConfig,
-    RejectConfig,
 )
 from grpo_dist.config.base import Count, Fraction, NonNegative, Section
 from grpo_dist.config.bench import BenchConfig, LengthsConfig
@@ -93,7 +92,6 @@ __all__ = [
     "PoolsConfig",
     "ProfileConfig",
     "ReferenceConfig",
-    "RejectConfig",
     "RejectionConfig",
     "RestartsConfig",
     "RewardConfig",

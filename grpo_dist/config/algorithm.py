@@ -1,14 +1,14 @@
-"""From rewards to the loss."""
+"""From rewards to the loss. What a name chooses is a tagged union: each name has its own settings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from grpo_dist.algorithms.estimators import ESTIMATORS, estimator_of
-from grpo_dist.config.base import Fraction, NonNegative, Section, choices
+from grpo_dist.algorithms.estimators import Estimator, estimator_of
+from grpo_dist.config.base import Choice, Fraction, NonNegative, Section, Tagged, repeated
 from grpo_dist.plugins.user_code import (
     ADVANTAGE,
     AGGREGATION,
@@ -21,20 +21,313 @@ from grpo_dist.plugins.user_code import (
     OwnPiece,
 )
 
-if TYPE_CHECKING:
-    BuiltinAdvantage = str
-else:  # the names of the registry, which a type checker cannot read
-    BuiltinAdvantage = Literal[tuple(ESTIMATORS)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Kwargs = Annotated[dict[str, Any], Field(description="arguments of the function")]
+Deviation = Annotated[
+    Literal["group", "batch", "batch_raw", "none"],
+    Field(
+        description="standard deviation that divides centred rewards. group: of the group; batch: of all "
+        "centred rewards of the batch; batch_raw: of all uncentred rewards of the batch (TRL, ROLL)"
+    ),
+]
+Epsilon = Annotated[PositiveFloat, Field(description="added to the standard deviation that divides")]
+
+
+class AdvantageConfig(Choice):
+    """The estimator that turns the rewards of a group into advantages."""
+
+    name: str
+    whiten: bool = Field(False, description="scale to mean 0, deviation 1 over all tokens")
+
+    @property
+    def traits(self) -> Estimator:
+        """What holds of the estimator."""
+        return estimator_of(self.name)
+
+
+class NormalisedAdvantage(AdvantageConfig):
+    """Estimators that divide by a standard deviation."""
+
+    name: Literal["grpo", "gdpo", "grpo_passk", "process"] = "grpo"
+    std: Deviation = "group"
+    eps: Epsilon = 1e-6
+
+
+class TurnAdvantage(AdvantageConfig):
+    """Returns of turns against those of the same turn in the group."""
+
+    name: Literal["turn"] = "turn"
+    std: Deviation = "group"
+    eps: Epsilon = 1e-6
+    discount: Fraction = Field(1.0, description="factor of later turns in the return")
+
+
+class PassAtKAdvantage(AdvantageConfig):
+    """What a sample adds to the best of k."""
+
+    name: Literal["pass_at_k"] = "pass_at_k"
+    k: PositiveInt = Field(4, description="below batch.samples_per_prompt")
+    eps: Epsilon = 1e-6
+
+
+class ReinforceAdvantage(AdvantageConfig):
+    """REINFORCE++, whose baseline is the mean over all tokens."""
+
+    name: Literal["reinforce_pp"] = "reinforce_pp"
+    gamma: Share = Field(1.0, description="discount of the reward, and of the KL in it, for each later token")
+    whiten: bool = Field(True, description="scale to mean 0, deviation 1 over all tokens")
+
+
+class ReinforceBaselineAdvantage(AdvantageConfig):
+    """REINFORCE++ with a group baseline."""
+
+    name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
+    whiten: bool = Field(True, description="scale to mean 0, deviation 1 over all tokens")
+
+
+class PlainAdvantage(AdvantageConfig):
+    """Estimators without settings."""
+
+    name: Literal["dr_grpo", "rloo", "remax", "opo", "gpg", "maxrl", "otb"] = "dr_grpo"
+
+
+class UserAdvantage(AdvantageConfig):
+    """A function of yours."""
+
+    name: OwnAdvantage
+    kwargs: Kwargs = Field({})
+
+
+Advantage = Annotated[
+    NormalisedAdvantage
+    | TurnAdvantage
+    | PassAtKAdvantage
+    | ReinforceAdvantage
+    | ReinforceBaselineAdvantage
+    | PlainAdvantage
+    | UserAdvantage,
+    Tagged(),
+]
+
+
+class LossConfig(Choice):
+    """The loss of a token, and how it bounds the policy's change."""
+
+    name: str
+    # Settings that choose tokens over the whole update, before the loss is computed.
+    selection: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def of_tokens(self) -> dict[str, Any]:
+        """The keyword arguments of the loss function."""
+        return {name: value for name, value in self.arguments.items() if name not in self.selection}
+
+
+class PPOClipLoss(LossConfig):
+    """No gain beyond 1 - clip_low and 1 + clip_high."""
+
+    name: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: Share = Field(0.2, description="lower clip bound")
+    clip_high: NonNegative = Field(0.2, description="upper clip bound; above clip_low: clip-higher (DAPO)")
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(None, description="dual-clip bound; null: off")
+
+
+class PlainLoss(LossConfig):
+    """Losses without settings."""
+
+    name: Literal["policy_gradient", "topr", "topr_token"] = "policy_gradient"
+
+
+class CISPOLoss(LossConfig):
+    """The weight is held inside the bounds; every token keeps its gradient."""
+
+    name: Literal["cispo"] = "cispo"
+    clip_low: Share = Field(1.0, description="lower bound of the weight is 1 - this; 1: none")
+    clip_high: NonNegative = Field(0.2, description="upper bound of the weight is 1 + this")
+    unified_mask: bool = Field(False, description="drop the tokens that ppo_clip drops, too")
+
+
+class SAPOLoss(LossConfig):
+    """A sigmoid gate instead of an edge."""
+
+    name: Literal["sapo"] = "sapo"
+    tau_positive: PositiveFloat = Field(1.0, description="temperature for positive advantages")
+    tau_negative: PositiveFloat = Field(1.05, description="temperature for negative advantages")
+
+
+class DPPOTVLoss(LossConfig):
+    """No token whose probability has moved too far."""
+
+    name: Literal["dppo_tv"] = "dppo_tv"
+    clip_low: Share = Field(0.2, description="largest fall of the probability where the advantage is below 0")
+    clip_high: NonNegative = Field(0.2, description="largest rise of it where the advantage is above 0")
+    ratio_cap: PositiveFloat = Field(20.0, description="upper bound of the ratio")
+
+
+class DPPOKLLoss(LossConfig):
+    """No token whose probability has moved too far, by the binary KL."""
+
+    name: Literal["dppo_kl"] = "dppo_kl"
+    clip_low: Share = Field(0.05, description="largest KL, nats, of a fall where the advantage is below 0")
+    clip_high: NonNegative = Field(0.05, description="largest KL of a rise where the advantage is above 0")
+    ratio_cap: PositiveFloat = Field(20.0, description="upper bound of the ratio")
+
+
+class GSPOLoss(LossConfig):
+    """As ppo_clip, by the geometric mean of the sequence's ratios."""
+
+    name: Literal["gspo"] = "gspo"
+    clip_low: Share = Field(3e-4, description="lower clip bound")
+    clip_high: NonNegative = Field(4e-4, description="upper clip bound")
+
+
+class GSPOSegmentLoss(LossConfig):
+    """As gspo, by the ratios of an action of an episode."""
+
+    name: Literal["gspo_segment"] = "gspo_segment"
+    clip_low: Share = Field(0.2, description="lower clip bound")
+    clip_high: NonNegative = Field(0.2, description="upper clip bound")
+
+
+class GMPOLoss(LossConfig):
+    """The geometric mean of clipped token ratios."""
+
+    name: Literal["gmpo"] = "gmpo"
+    clip_low: Share = Field(0.4, description="lower bound of the log-ratio is minus this")
+    clip_high: NonNegative = Field(0.4, description="upper bound of the log-ratio")
+
+
+class DROLoss(LossConfig):
+    """A penalty on the squared log-ratio of a token."""
+
+    name: Literal["dro"] = "dro"
+    beta: PositiveFloat = Field(0.1, description="weight of the penalty")
+
+
+class KimiLoss(LossConfig):
+    """A penalty on the squared log-ratio of a sequence."""
+
+    name: Literal["kimi15"] = "kimi15"
+    tau: PositiveFloat = Field(0.1, description="weight of the penalty")
+
+
+class ReinforceISLoss(LossConfig):
+    """REINFORCE weighted by the sequence's ratio."""
+
+    name: Literal["reinforce_is"] = "reinforce_is"
+    ratio_cap: PositiveFloat = Field(2.0, description="upper bound of the sequence's ratio")
+
+
+class VESPOLoss(LossConfig):
+    """A weight of the sequence's ratio that falls to 0 on both sides of 1."""
+
+    name: Literal["vespo"] = "vespo"
+    k_positive: NonNegative = Field(2.0, description="power of the ratio for advantages of 0 and above")
+    lambda_positive: PositiveFloat = Field(
+        3.0, description="decay in the ratio for advantages of 0 and above"
+    )
+    k_negative: NonNegative = Field(3.0, description="power of the ratio for negative advantages")
+    lambda_negative: PositiveFloat = Field(2.0, description="decay in the ratio for negative advantages")
+
+
+class ClipCovLoss(LossConfig):
+    """As ppo_clip, without some tokens of high covariance."""
+
+    selection = frozenset({"cov_share", "cov_low", "cov_high"})
+
+    name: Literal["clip_cov"] = "clip_cov"
+    clip_low: Share = Field(0.2, description="lower clip bound")
+    clip_high: NonNegative = Field(0.2, description="upper clip bound")
+    cov_share: Share = Field(2e-4, description="share of an update's tokens that are held")
+    cov_low: float = Field(1.0, description="lower bound of the covariance of a token that is held")
+    cov_high: float = Field(5.0, description="its upper bound")
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.cov_low >= self.cov_high:
+            yield (
+                f"cov_low = {self.cov_low:g} must be below cov_high = {self.cov_high:g}, or no token is ever "
+                "held; lower the first or raise the second"
+            )
+
+
+class KLCovLoss(LossConfig):
+    """A penalty on the tokens of the highest covariance."""
+
+    selection = frozenset({"cov_share"})
+
+    name: Literal["kl_cov"] = "kl_cov"
+    cov_share: Share = Field(2e-4, description="share of an update's tokens that are held")
+    cov_kl_coef: PositiveFloat = Field(1.0, description="weight of the penalty on them")
+
+
+class UserLoss(LossConfig):
+    """A function of yours."""
+
+    name: OwnLoss
+    kwargs: Kwargs = Field({})
+
+
+Loss = Annotated[
+    PPOClipLoss
+    | PlainLoss
+    | CISPOLoss
+    | SAPOLoss
+    | DPPOTVLoss
+    | DPPOKLLoss
+    | GSPOLoss
+    | GSPOSegmentLoss
+    | GMPOLoss
+    | DROLoss
+    | KimiLoss
+    | ReinforceISLoss
+    | VESPOLoss
+    | ClipCovLoss
+    | KLCovLoss
+    | UserLoss,
+    Tagged(),
+]
+
+
+class AggregationConfig(Choice):
+    """How token losses are reduced."""
+
+    name: Literal[
+        "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm",
+        "prompt-mean-token-mean",
+    ] = "token-mean"  # fmt: skip
+
+
+class UserAggregation(Choice):
+    """A function of yours."""
+
+    name: OwnAggregation
+    kwargs: Kwargs = Field({})
+
+
+class KLEstimatorConfig(Choice):
+    """An estimator of the KL of a token."""
+
+    name: Literal["k3", "k1", "k2", "k1+", "k3+", "abs"] = "k3"
+
+
+class UserKL(Choice):
+    """A function of yours."""
+
+    name: OwnKL
+    kwargs: Kwargs = Field({})
 
 
 class KLConfig(Section):
     """The penalty on divergence from the reference."""
 
     coef: NonNegative = Field(0.0, description="weight of the KL term; 0: no reference worker is created")
-    estimator: Literal["k1", "k2", "k3", "k1+", "k3+", "abs"] | OwnKL = Field(
-        "k3",
+    estimator: Annotated[KLEstimatorConfig | UserKL, Tagged()] = Field(
+        KLEstimatorConfig(),
         description="k1+, k3+: value of k1 or k3 with the gradient of k2; abs: the absolute log-ratio; or "
         "your own",
+    )
+    in_reward: bool = Field(
+        False, description="subtract the KL from the rewards instead of adding it to the loss"
     )
     target: PositiveFloat | None = Field(
         None, description="KL in nats per token that `coef` is adapted to reach; null: `coef` is constant"
@@ -46,46 +339,87 @@ class KLConfig(Section):
         "samples of older weights (DeepSeek-V3.2); for k1 and k3 in the loss",
     )
 
+    def _contradictions(self) -> Iterator[str]:
+        name = self.estimator.name
+        if self.coef == 0 and (self.in_reward or self.target is not None or self.bias_correction):
+            which = "in_reward" if self.in_reward else "bias_correction" if self.bias_correction else "target"
+            yield f"`coef` = 0 disables the KL term that `{which}` configures; set it above 0, or remove that"
+        if self.bias_correction and self.in_reward:
+            yield (
+                "`bias_correction` = true reweighs the KL term of the loss, but `in_reward` = true makes it "
+                "part of the rewards; remove one of them"
+            )
+        elif self.bias_correction and name not in ("k1", "k3"):
+            yield (
+                "`bias_correction` = true is for estimators whose value is unbiased, but `estimator` = "
+                f"{name}; use k3 or k1"
+            )
+        if self.in_reward and name.endswith("+"):
+            yield (
+                f"`estimator` = {name} differs from {name[:-1]} only in its gradient, and a KL term in the "
+                "reward has no gradient; remove the +"
+            )
+        if self.target is None and self.gain != 0.1:
+            yield "`gain` has no effect without `target`; set that, or remove `gain`"
 
-Rule = Literal[
-    "token_k1", "token_k2", "token_k3", "token_binary_kl", "token_tv",
-    "segment_mean_k1", "segment_mean_k2", "segment_mean_k3", "segment_mean_binary_kl", "segment_mean_tv",
-    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_mean_binary_kl", "seq_mean_tv",
-    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_sum_binary_kl", "seq_sum_tv",
-    "seq_max_k2", "seq_max_k3", "seq_max_binary_kl", "seq_max_tv",
-]  # fmt: skip
 
+class RatioRule(Choice):
+    """Bounds the ratio trainer / engine of a token, or its product or geometric mean over a sequence."""
 
-class RejectConfig(Section):
-    """A rule that drops tokens, segments or sequences that are too far from the trainer."""
-
-    rule: Rule = Field(
-        description="what is bounded, over a token, a segment or a sequence: k1, the ratio trainer / engine "
-        "(over a sequence its product or geometric mean); k2, k3, binary_kl in nats; tv, a difference of "
-        "probabilities"
-    )
-    low: PositiveFloat | None = Field(None, description="lower bound of the ratio; k1 only")
-    high: PositiveFloat | None = Field(None, description="upper bound; null: none, with k1 only")
+    tag = "rule"
+    rule: Literal["token_k1", "segment_mean_k1", "seq_mean_k1", "seq_sum_k1"]
+    low: PositiveFloat | None = Field(None, description="lower bound of the ratio")
+    high: PositiveFloat | None = Field(None, description="upper bound of the ratio")
 
     def _contradictions(self) -> Iterator[str]:
-        if self.rule.endswith("_k1"):
-            if self.low is None and self.high is None:
-                yield f"rule = {self.rule} needs `low` or `high`, e.g. low: 0.5, high: 2.0"
-            if self.low is not None and self.high is not None and self.low >= self.high:
-                yield f"low = {self.low:g} must be below high = {self.high:g}"
-            return
-        if self.high is None:
-            yield f"rule = {self.rule} needs `high`, e.g. high: 0.1"
-        if self.low is not None:
-            yield f"low = {self.low:g}: rule = {self.rule} has an upper bound only; remove `low`"
+        if self.low is None and self.high is None:
+            yield f"rule = {self.rule} needs `low` or `high`, e.g. low: 0.5, high: 2.0"
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            yield f"low = {self.low:g} must be below high = {self.high:g}"
 
 
-class CorrectionConfig(Section):
+class DivergenceRule(Choice):
+    """Bounds k2, k3, binary_kl, in nats, or tv, a difference of probabilities, over a token, a segment or a
+    sequence.
+    """
+
+    tag = "rule"
+    rule: Literal[
+        "token_k2", "token_k3", "token_binary_kl", "token_tv",
+        "segment_mean_k2", "segment_mean_k3", "segment_mean_binary_kl", "segment_mean_tv",
+        "seq_mean_k2", "seq_mean_k3", "seq_mean_binary_kl", "seq_mean_tv",
+        "seq_sum_k2", "seq_sum_k3", "seq_sum_binary_kl", "seq_sum_tv",
+        "seq_max_k2", "seq_max_k3", "seq_max_binary_kl", "seq_max_tv",
+    ]  # fmt: skip
+    high: PositiveFloat = Field(description="upper bound")
+
+
+class CorrectionConfig(Choice):
     """Importance weights that correct for engine-trainer mismatch and for samples of older weights."""
 
-    kind: Literal["none", "tis", "mis", "icepop"] | None = Field(
-        None, description="null: tis, or none if ratios are already computed against the engine's log-probs"
+    tag = "kind"
+    kind: str
+    veto: NonNegative = Field(
+        0.0, description="drop sequences with a token whose ratio is below this, e.g. 1e-4; 0: never"
     )
+    reject: tuple[Annotated[RatioRule | DivergenceRule, Tagged()], ...] = Field(
+        (), description="rules that a token must pass, all of them"
+    )
+
+    @property
+    def bypasses(self) -> bool:
+        """Whether ratios are to the engine's log-probs, which saves a forward pass of the trainer."""
+        return self.kind == "bypass"
+
+    def _contradictions(self) -> Iterator[str]:
+        if twice := repeated([rule.rule for rule in self.reject]):
+            yield f"`reject` has the rule {twice[0]} twice; keep one, with both bounds"
+
+
+class WeightedCorrection(CorrectionConfig):
+    """Weights by the ratio trainer / engine."""
+
+    kind: Literal["tis", "mis", "icepop"] = "tis"
     level: Literal["token", "sequence", "geometric", "segment"] = Field(
         "token",
         description="the ratio of each token, the product over its sequence, their geometric mean, or that "
@@ -93,36 +427,85 @@ class CorrectionConfig(Section):
     )
     low: NonNegative = Field(0.0, description="lower bound of the weight; must be below `high`")
     high: PositiveFloat = Field(2.0, description="upper bound of the weight")
-    veto: NonNegative = Field(
-        0.0, description="drop sequences with a token whose ratio is below this, e.g. 1e-4; 0: never"
-    )
     normalize: bool = Field(
         False, description="divide the weights by their mean over the update; costs a forward pass"
     )
-    reject: tuple[RejectConfig, ...] = Field((), description="rules that a token must pass, all of them")
 
     def _contradictions(self) -> Iterator[str]:
+        yield from super()._contradictions()
         if self.low >= self.high:
             yield f"low = {self.low} must be below high = {self.high}"
 
 
-class AdaptiveEntropyConfig(Section):
-    """Steers `algorithm.entropy_coef` from update to update (Skywork-OR1)."""
+class UnweightedCorrection(CorrectionConfig):
+    """none: samples count as the trainer's own; bypass: ratios are to the engine's own log-probs."""
 
-    target: PositiveFloat | None = Field(
-        None,
+    kind: Literal["none", "bypass"] = "none"
+
+
+Correction = Annotated[WeightedCorrection | UnweightedCorrection, Tagged()]
+
+
+class EntropyConfig(Choice):
+    """A bonus of constant weight."""
+
+    tag = "kind"
+    kind: Literal["constant"] = "constant"
+    coef: NonNegative = Field(0.0, description="weight of the entropy bonus; 0: none")
+
+
+class AdaptiveEntropyConfig(Choice):
+    """A bonus whose weight is steered from update to update (Skywork-OR1)."""
+
+    tag = "kind"
+    kind: Literal["adaptive"] = "adaptive"
+    coef: NonNegative = Field(0.0, description="first weight of the entropy bonus")
+    target: PositiveFloat = Field(
         description="entropy to hold, nats per token: below it the coefficient rises by `delta` with each "
-        "update, above it falls and is not applied; null: `entropy_coef` is constant",
+        "update, above it falls and is not applied"
     )
     delta: PositiveFloat = Field(0.005, description="change of the coefficient with each update")
     low: NonNegative = Field(0.0, description="lower bound of the coefficient")
     high: PositiveFloat = Field(1.0, description="upper bound of the coefficient")
 
+    def _contradictions(self) -> Iterator[str]:
+        if not self.low <= self.coef <= self.high or self.low >= self.high:
+            yield (
+                f"`coef` = {self.coef:g}, where the coefficient starts, must be between `low` = {self.low:g} "
+                f"and a larger `high` = {self.high:g}; change one of them"
+            )
 
-RewardNorm = Annotated[
-    Literal["none", "group", "batch", "running"],
-    BeforeValidator(lambda value: "none" if value is None else value),
-]
+
+Entropy = Annotated[EntropyConfig | AdaptiveEntropyConfig, Tagged()]
+
+
+class NoRewardNorm(Choice):
+    """Rewards as they are."""
+
+    name: Literal["none"] = "none"
+
+
+class RewardNormConfig(Choice):
+    """Rewards are normalised over their group, the batch, or all steps so far."""
+
+    name: Literal["group", "batch", "running"] = "batch"
+    shift: bool = Field(True, description="subtract the mean")
+    scale: bool = Field(True, description="divide by the standard deviation")
+    eps: Epsilon = 1e-6
+
+    def _contradictions(self) -> Iterator[str]:
+        if not (self.shift or self.scale):
+            yield "`shift` and `scale` = false leave rewards as they are; use reward_norm: none"
+
+
+RewardNorm = Annotated[NoRewardNorm | RewardNormConfig, Tagged()]
+
+
+class ProcessConfig(Section):
+    """Advantages of step rewards, normalised by themselves and added to those of `advantage` (PRIME)."""
+
+    coef: PositiveFloat = Field(1.0, description="weight of the advantages of steps")
+    outcome_coef: PositiveFloat = Field(1.0, description="weight of the advantages of `advantage`")
 
 
 class AlgorithmConfig(Section):
@@ -133,50 +516,13 @@ class AlgorithmConfig(Section):
         description="name of the preset that these settings come from; set by `+algorithm=NAME` and "
         "`defaults: [algorithms/NAME.yaml]`. A name alone sets nothing: run and report add what differs",
     )
-    advantage: BuiltinAdvantage | OwnAdvantage = Field(
-        "grpo", description="estimator that turns the rewards of a group into advantages; or your own"
-    )
-    std: Literal["group", "batch", "batch_raw", "none"] | None = Field(
-        None,
-        description="standard deviation that divides centred rewards. group: of the group; batch: of all "
-        "centred rewards of the batch; batch_raw: of all uncentred rewards of the batch (TRL, ROLL); null: "
-        "group, if the estimator divides",
-    )
-    advantage_eps: PositiveFloat = Field(1e-6, description="added to the standard deviation that divides")
-    pass_k: PositiveInt = Field(4, description="k of advantage pass_at_k; below batch.samples_per_prompt")
-    outcome_coef: NonNegative = Field(
-        1.0, description="with process_coef: weight of the advantages of `advantage`, those of outcomes"
-    )
-    process_coef: NonNegative = Field(
-        0.0,
-        description="weight of the advantages of step rewards, which are normalised by themselves and added "
-        "to those of `advantage` (PRIME); 0: step rewards only enter the total reward",
-    )
-    turn_discount: Fraction = Field(1.0, description="factor of later turns in the return of advantage turn")
-    gamma: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="discount of the reward, and of the KL in it, for each later token; for reinforce_pp"
-    )
     reward_clip: PositiveFloat | None = Field(None, description="clip rewards to +- this; null: off")
-    reward_norm: RewardNorm = Field(
-        "none",
-        description="normalise rewards before the estimator: over their group, the batch, or all steps so "
-        "far; null means none",
+    reward_norm: RewardNorm = Field(NoRewardNorm(), description="normalise rewards before the estimator")
+    advantage: Advantage = Field(
+        NormalisedAdvantage(), description="estimator that turns the rewards of a group into advantages"
     )
-    reward_shift: bool | None = Field(
-        None,
-        description="with reward_norm, as in ROLL: true: only subtract the mean; equal to `reward_scale`: "
-        "subtract and divide; null: the opposite of `reward_scale`, or both where that is null",
-    )
-    reward_scale: bool | None = Field(
-        None,
-        description="with reward_norm, as in ROLL: true: only divide by the deviation; equal to "
-        "`reward_shift`: subtract and divide; null: the opposite of `reward_shift`, or both where that is "
-        "null",
-    )
-    whiten_advantages: bool | None = Field(
-        None,
-        description="scale to mean 0, deviation 1 over all tokens; null: only with reinforce_pp and "
-        "reinforce_pp_baseline",
+    process: ProcessConfig | None = Field(
+        None, description="add advantages of step rewards; null: step rewards only enter the total reward"
     )
     advantage_clip: PositiveFloat | None = Field(None, description="clip advantages to +- this; null: off")
     length_weights: bool = Field(
@@ -184,78 +530,27 @@ class AlgorithmConfig(Section):
         description="multiply advantages by 1.5 for the shortest sample of the step down to 0.5 for the "
         "longest, divided by their mean (ROLL)",
     )
-    add_token_level_kl: bool = Field(False, description="add the KL term to the rewards instead of the loss")
-    policy_loss: Literal[
-        "policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "gspo", "gspo_segment", "gmpo",
-        "dro", "kimi15", "topr", "topr_token", "reinforce_is", "vespo", "clip_cov", "kl_cov",
-    ] | OwnLoss = Field(
-        "ppo_clip", description="loss of a token, and how it bounds the policy's change; or your own"
-    )  # fmt: skip
-    clip_low: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="lower clip bound; null: the default of the policy loss, e.g. 0.2 for ppo_clip"
+    loss: Loss = Field(PPOClipLoss(), description="loss of a token, and how it bounds the policy's change")
+    aggregation: Annotated[AggregationConfig | UserAggregation, Tagged()] = Field(
+        AggregationConfig(),
+        description="how token losses are reduced: over all tokens, or per sequence first; token-sum: not "
+        "divided at all; prompt-mean-token-mean: per prompt first, over all tokens of its samples; "
+        "seq-mean-token-sum-norm divides each sum by the sampling.max_new_tokens of its step",
     )
-    clip_high: NonNegative | None = Field(
-        None,
-        description="upper clip bound; null: default of the policy loss; above clip_low: clip-higher (DAPO)",
+    kl: KLConfig = KLConfig()
+    correction: Correction = Field(
+        WeightedCorrection(),
+        description="correction for engine-trainer mismatch and samples of older weights; bypass: the "
+        "engine's log-probs are the denominator of ratios, without a forward pass of the trainer",
     )
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="dual-clip bound of ppo_clip; null: off"
-    )
-    tau_positive: PositiveFloat | None = Field(
-        None, description="sapo: temperature for positive advantages; null: 1.0"
-    )
-    tau_negative: PositiveFloat | None = Field(
-        None, description="sapo: temperature for negative advantages; null: 1.05"
-    )
-    ratio_cap: PositiveFloat | None = Field(
-        None,
-        description="dppo_tv, dppo_kl: upper bound of the ratio; null: 20; reinforce_is: of the sequence's "
-        "ratio; null: 2",
-    )
-    unified_mask: bool | None = Field(
-        None, description="cispo: drop the tokens that ppo_clip drops, too; null: false"
-    )
-    beta: PositiveFloat | None = Field(
-        None, description="dro: weight of the squared log-ratio of a token; null: 0.1"
-    )
-    tau: PositiveFloat | None = Field(
-        None, description="kimi15: weight of the squared log-ratio of a sequence; null: 0.1"
-    )
-    k_positive: NonNegative | None = Field(
-        None, description="vespo: power of the sequence's ratio for advantages of 0 and above; null: 2"
-    )
-    lambda_positive: PositiveFloat | None = Field(
-        None, description="vespo: decay in the sequence's ratio for advantages of 0 and above; null: 3"
-    )
-    k_negative: NonNegative | None = Field(
-        None, description="vespo: power of the sequence's ratio for negative advantages; null: 3"
-    )
-    lambda_negative: PositiveFloat | None = Field(
-        None, description="vespo: decay in the sequence's ratio for negative advantages; null: 2"
-    )
-    cov_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="clip_cov, kl_cov: share of an update's tokens that are held; null: 0.0002"
-    )
-    cov_low: float | None = Field(
-        None, description="clip_cov: lower bound of the covariance of a token that is held; null: 1"
-    )
-    cov_high: float | None = Field(None, description="clip_cov: its upper bound; null: 5")
-    cov_kl_coef: PositiveFloat | None = Field(
-        None, description="kl_cov: weight of the penalty on the tokens that are held; null: 1"
+    entropy: Entropy = Field(EntropyConfig(), description="the entropy bonus")
+    top_entropy_share: Share = Field(
+        1.0, description="train only on this share of an update's tokens, those with the highest entropy"
     )
     off_policy_mask_threshold: PositiveFloat | None = Field(
         None,
         description="drop tokens with negative advantage of sequences whose mean log-prob fell by more than "
         "this, nats per token (DeepSeek-V3.2); null: off",
-    )
-    old_logprobs: Literal["trainer", "rollout"] = Field(
-        "trainer",
-        description="denominator of the ratios; rollout: the engine's log-probs, without a forward pass of "
-        "the trainer",
-    )
-    entropy_coef: NonNegative = Field(0.0, description="weight of the entropy bonus")
-    top_entropy_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="train only on this share of an update's tokens, those with the highest entropy"
     )
     mask_truncated: bool = Field(False, description="do not train on completions truncated at max_new_tokens")
     zero_variance_filter: bool = Field(
@@ -264,66 +559,16 @@ class AlgorithmConfig(Section):
         "denominators (ScaleRL); `dynamic_sampling` replaces them instead",
     )
     skip_idle_rows: bool = Field(True, description="skip samples that add nothing to the gradient")
-    aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm",
-        "prompt-mean-token-mean",
-    ] | OwnAggregation = Field(
-        "token-mean",
-        description="how token losses are reduced: over all tokens, or per sequence first; token-sum: not "
-        "divided at all; prompt-mean-token-mean: per prompt first, over all tokens of its samples; "
-        "seq-mean-token-sum-norm divides each sum by the sampling.max_new_tokens of its step; or your own",
-    )  # fmt: skip
-    kwargs: dict[str, dict[str, Any]] = Field(
-        {},
-        description="arguments of your own estimator, loss, KL or aggregation, e.g. {policy_loss: {beta: 2}}",
-    )
-    adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()
-    kl: KLConfig = KLConfig()
-    correction: CorrectionConfig = CorrectionConfig()
-
-    def _contradictions(self) -> Iterator[str]:
-        own = {piece.key.split(".")[1] for piece in self.own_pieces}
-        for name in self.kwargs:
-            if name not in own:
-                yield (
-                    f"kwargs.{name}: expected arguments of a piece of your own, named by "
-                    f"{', '.join(sorted(own)) or 'none here'}; built-in ones have their own keys"
-                )
 
     @property
     def own_pieces(self) -> tuple[OwnPiece, ...]:
-        """The pieces that are not built in."""
+        """The functions of the user's."""
         named = (
-            (ADVANTAGE, self.advantage, choices(AlgorithmConfig, "advantage"), "advantage"),
-            (LOSS, self.policy_loss, choices(AlgorithmConfig, "policy_loss"), "policy_loss"),
-            (KL, self.kl.estimator, choices(KLConfig, "estimator"), "kl"),
-            (AGGREGATION, self.aggregation, choices(AlgorithmConfig, "aggregation"), "aggregation"),
-        )
+            (ADVANTAGE, self.advantage), (LOSS, self.loss), (KL, self.kl.estimator),
+            (AGGREGATION, self.aggregation),
+        )  # fmt: skip
         return tuple(
-            OwnPiece(kind, name, kind.key, self.kwargs.get(key, {}))
-            for kind, name, builtin, key in named
-            if name not in builtin
+            OwnPiece(kind, member.name, kind.key, member.kwargs)
+            for kind, member in named
+            if isinstance(member, UserAdvantage | UserLoss | UserKL | UserAggregation)
         )
-
-    @property
-    def whitens(self) -> bool:
-        """Whether advantages are whitened. REINFORCE++ has no baseline but the mean of all tokens."""
-        by_default = estimator_of(self.advantage).whitens
-        return by_default if self.whiten_advantages is None else self.whiten_advantages
-
-    @property
-    def shifts_rewards(self) -> bool:
-        """Whether `reward_norm` subtracts the mean."""
-        return _takes_part(self.reward_shift, self.reward_scale)
-
-    @property
-    def scales_rewards(self) -> bool:
-        """Whether `reward_norm` divides by the deviation."""
-        return _takes_part(self.reward_scale, self.reward_shift)
-
-
-def _takes_part(own: bool | None, other: bool | None) -> bool:
-    """Return whether one of the two steps applies: in ROLL a key means "only this step"; both false: both."""
-    if own is None:
-        return not other
-    return own or other is False

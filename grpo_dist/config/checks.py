@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
-from grpo_dist.algorithms.estimators import estimator_of
+from grpo_dist.algorithms.estimators import ESTIMATORS
 from grpo_dist.config.algorithm import AlgorithmConfig
-from grpo_dist.config.algorithm_checks import algorithm_contradictions
+from grpo_dist.config.base import Choice
 from grpo_dist.config.data import CompletionOrder
 from grpo_dist.config.distillation import DistillationConfig, TeacherConfig
 from grpo_dist.config.environments import check_environment_name
@@ -49,6 +49,8 @@ def _unread(key: str, breaks: Callable[[Sections], object], needs: str) -> Rule:
 
 def _value(config: Sections, key: str) -> str:
     value: Any = reduce(getattr, key.split("."), config)
+    if isinstance(value, Choice):
+        return str(getattr(value, value.tag))
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return (
@@ -59,22 +61,23 @@ def _value(config: Sections, key: str) -> str:
 def learns_from_equal_rewards(config: Sections) -> bool:
     """Return whether a step can learn from groups of equal rewards, or has another source to learn from."""
     other_streams = bool(config.distillation.teachers) or config.demonstrations is not None
-    estimates = estimator_of(config.algorithm.advantage).learns_from_equal_rewards
-    estimates = estimates or config.algorithm.process_coef > 0
+    a = config.algorithm
+    estimates = a.advantage.traits.learns_from_equal_rewards or a.process is not None
     return estimates or config.rewards.shuffle or other_streams
 
 
 def corrects(algorithm: AlgorithmConfig) -> bool:
     """Return whether the loss corrects the mismatch between engine and trainer."""
-    return algorithm.correction.kind != "none" or algorithm.old_logprobs == "rollout"
+    return algorithm.correction.kind != "none"
 
 
 def contradictions(config: Sections) -> Iterator[str]:
     """Yield a message for settings that contradict each other, and for settings that a run would ignore."""
     yield from (rule.message(config) for rule in RULES if rule.breaks(config))
     yield from _of_sizes(config)
-    yield from algorithm_contradictions(config)
     yield from _of_estimator_and_rewards(config)
+    yield from _of_single_rewards(config)
+    yield from _of_right_and_wrong(config)
     yield from _of_environments(config)
     yield from _of_sources(config)
     yield from _of_source_rewards(config)
@@ -97,7 +100,7 @@ def _single_completions(config: Sections) -> list[str]:
 def _teaches_itself(config: Sections) -> bool:
     """Return whether nothing but the initial policy teaches: the reference is that, or follows the policy."""
     alone = all(not t.has_workers and t.prompt is None for t in config.distillation.teachers)
-    return alone and config.demonstrations is None and not config.algorithm.entropy_coef
+    return alone and config.demonstrations is None and not config.algorithm.entropy.coef
 
 
 def _measures_rewards_only(config: Sections) -> bool:
@@ -111,6 +114,25 @@ def _is_set_without_teacher(config: Sections, key: str) -> bool:
 
 def _has_teachers(config: Sections) -> bool:
     return bool(config.distillation.teachers)
+
+
+# Losses whose weight or penalty looks at how far the policy is from what sampled.
+_OFF_POLICY = ("dro", "kimi15", "topr", "topr_token", "reinforce_is", "vespo")
+
+
+def _every_ratio_is_1(config: Sections) -> bool:
+    return not config.algorithm.correction.bypasses and _updates(config) == 1
+
+
+def _updates(config: Sections) -> int:
+    return config.batch.updates_per_step * config.batch.epochs_per_batch
+
+
+def _alone(config: Sections) -> bool:
+    """Return whether a prompt has one sample, which is compared with nothing but its batch."""
+    traits = config.algorithm.advantage.traits
+    others = traits.learns_from_one_sample or config.algorithm.process is not None
+    return config.batch.samples_per_prompt == 1 and not others
 
 
 RULES = (
@@ -279,10 +301,10 @@ RULES = (
         "set `weight_sync.backend` to auto",
     ),
     Rule(
-        "rollout.quantization algorithm.correction.kind",
+        "rollout.quantization algorithm.correction",
         lambda c: c.rollout.quantization != "none" and not corrects(c.algorithm),
         "the engine's log-probs differ from the trainer's, uncorrected",
-        "set algorithm.correction.kind (tis is the default), or remove rollout.quantization",
+        "set algorithm.correction (tis is the default), or remove rollout.quantization",
     ),
     Rule(
         "rollout.quantization model.dtype",
@@ -348,53 +370,104 @@ RULES = (
         "one call may not take longer than all calls of an episode",
         "lower the first or raise the second",
     ),
-    # Steps and turns
+    # The algorithm
     Rule(
-        "algorithm.reward_norm algorithm.reward_shift algorithm.reward_scale",
+        "algorithm.loss algorithm.correction batch.updates_per_step batch.epochs_per_batch",
+        lambda c: c.algorithm.loss.name in _OFF_POLICY and _every_ratio_is_1(c),
+        "the loss looks at how far the policy is from what sampled, and every ratio to the trainer's own "
+        "log-probs is 1 in a first update: it would be -A log pi alone",
+        "set `algorithm.correction` to bypass, which compares with the engine, or use policy_gradient",
+    ),
+    Rule(
+        "algorithm.loss batch.updates_per_step batch.epochs_per_batch",
+        lambda c: c.algorithm.loss.name == "kl_cov" and _every_ratio_is_1(c),
+        "the penalty looks at the change since the samples, and in a first update there is none",
+        "set `batch.updates_per_step` to 2 or more, or use ppo_clip",
+    ),
+    Rule(
+        "algorithm.loss batch.updates_per_step batch.epochs_per_batch",
+        lambda c: c.algorithm.loss.name == "policy_gradient" and _updates(c) > 1,
+        "the loss has no ratio, so nothing bounds a second update on the same samples",
+        "set both to 1, or use ppo_clip",
+    ),
+    Rule(
+        "algorithm.loss algorithm.correction",
+        lambda c: c.algorithm.loss.name == "policy_gradient" and c.algorithm.correction.bypasses,
+        "the loss has no ratio whose denominator could be the engine's log-probs",
+        "set the second to tis, which corrects the mismatch, or none",
+    ),
+    Rule(
+        "algorithm.advantage algorithm.correction",
+        lambda c: c.algorithm.advantage.traits.reads_policy and c.algorithm.correction.bypasses,
+        "the estimator takes the policy's own distribution of every token, a forward pass that bypass saves",
+        "set the correction to tis or none, or use another advantage",
+    ),
+    Rule(
+        "batch.shuffle_epochs batch.updates_per_step batch.epochs_per_batch",
+        lambda c: c.batch.shuffle_epochs and 1 in (c.batch.updates_per_step, c.batch.epochs_per_batch),
+        "groups are dealt to updates again in every epoch, which needs several of both",
+        "raise them, or remove the first",
+    ),
+    Rule(
+        "algorithm.advantage.k batch.samples_per_prompt",
+        lambda c: getattr(c.algorithm.advantage, "k", 0) >= c.batch.samples_per_prompt,
+        "the first must be below the second: every choice of k out of k samples is the same",
+        "lower the first or raise the second",
+    ),
+    Rule(
+        "algorithm.advantage batch.samples_per_prompt",
+        lambda c: c.batch.samples_per_prompt == 1 and c.algorithm.advantage.traits.needs_group,
+        "it compares the samples of a prompt, so that every advantage would be 0",
+        "raise the second to 2 or more, or use "
+        f"{' or '.join(name for name, traits in ESTIMATORS.items() if not traits.needs_group)}",
+    ),
+    Rule(
+        "dynamic_sampling.enabled batch.samples_per_prompt",
         lambda c: (
-            c.algorithm.reward_norm == "none" and c.algorithm.shifts_rewards != c.algorithm.scales_rewards
+            _alone(c) and not c.algorithm.advantage.traits.needs_group and c.dynamic_sampling.enabled
         ),
-        "no reward is normalised",
-        "set the first, or remove the others",
-    ),
-    _unread(
-        "algorithm.pass_k",
-        lambda c: c.algorithm.pass_k != 4 and "k" not in estimator_of(c.algorithm.advantage).inputs,
-        "algorithm.advantage=pass_at_k",
-    ),
-    _unread(
-        "algorithm.turn_discount",
-        lambda c: c.algorithm.turn_discount != 1.0 and c.algorithm.advantage != "turn",
-        "algorithm.advantage=turn",
-    ),
-    _unread(
-        "algorithm.kl.gain",
-        lambda c: c.algorithm.kl.gain != 0.1 and c.algorithm.kl.target is None,
-        "algorithm.kl.target",
+        "groups of equal rewards are replaced, and every group of one is such a group",
+        "set one of the two",
     ),
     Rule(
-        "algorithm.process_coef algorithm.advantage",
-        lambda c: c.algorithm.process_coef and c.algorithm.advantage in ("process", "turn"),
-        "advantages of steps are added to those of outcomes, but this estimator uses rewards of steps itself",
-        "use an estimator of outcomes such as grpo, or remove `algorithm.process_coef`",
+        "algorithm.zero_variance_filter batch.samples_per_prompt",
+        lambda c: _alone(c) and c.algorithm.zero_variance_filter,
+        "groups of equal rewards are left out, and every group of one is such a group",
+        "set one of the two",
     ),
     Rule(
-        "algorithm.gamma algorithm.process_coef",
-        lambda c: c.algorithm.process_coef and c.algorithm.gamma < 1.0,
-        "the first discounts the reward at the end of a sample, the second adds rewards at the ends of steps",
+        "algorithm.zero_variance_filter distillation.kl",
+        lambda c: (
+            _has_teachers(c) and c.algorithm.zero_variance_filter and c.distillation.kl.name == "advantage"
+        ),
+        "groups of equal rewards are left out, but a teacher gives them advantages",
+        "remove the first, or set the second to sampled or top_k",
+    ),
+    Rule(
+        "algorithm.reward_norm batch.samples_per_prompt",
+        lambda c: c.batch.samples_per_prompt == 1 and c.algorithm.reward_norm.name == "group",
+        "rewards are normalised over the samples of a prompt",
+        "use batch or running",
+    ),
+    Rule(
+        "algorithm.advantage",
+        lambda c: c.algorithm.process and c.algorithm.advantage.name in ("process", "turn"),
+        "`algorithm.process` adds the advantages of steps to those of outcomes, but this estimator uses "
+        "rewards of steps itself",
+        "use an estimator of outcomes such as grpo, or remove `algorithm.process`",
+    ),
+    Rule(
+        "algorithm.advantage.gamma",
+        lambda c: c.algorithm.process and getattr(c.algorithm.advantage, "gamma", 1.0) < 1.0,
+        "it discounts the reward at the end of a sample, and `algorithm.process` adds rewards at the ends of "
+        "steps",
         "set one of them",
     ),
     Rule(
-        "algorithm.outcome_coef algorithm.process_coef",
-        lambda c: c.algorithm.outcome_coef != 1.0 and not c.algorithm.process_coef,
-        "the first weighs outcomes against steps",
-        "set the second, or remove the first",
-    ),
-    Rule(
-        "algorithm.outcome_coef algorithm.process_coef",
-        lambda c: c.algorithm.process_coef and not c.algorithm.outcome_coef,
-        "only the advantages of steps are left",
-        "set `algorithm.advantage` = process and remove both weights",
+        "reference.refresh_every algorithm.kl.coef",
+        lambda c: c.reference.refresh_every and not c.needs_reference,
+        "with neither a KL term nor a teacher that is the reference none is created",
+        "set `algorithm.kl.coef` above 0, or remove `reference.refresh_every`",
     ),
     # Teachers and demonstrations
     *(
@@ -413,15 +486,15 @@ RULES = (
         "set it to false",
     ),
     Rule(
-        "distillation.reward_coef algorithm.add_token_level_kl",
+        "distillation.reward_coef algorithm.kl.in_reward",
         lambda c: (
             _has_teachers(c)
             and c.distillation.reward_coef != 1.0
-            and c.algorithm.whitens
-            and c.algorithm.add_token_level_kl
+            and c.algorithm.advantage.whiten
+            and c.algorithm.kl.in_reward
         ),
         "whitening mixes the advantages of rewards, which the first weighs, with the KL of the second",
-        "set `algorithm.add_token_level_kl` or `algorithm.whiten_advantages` to false, or remove "
+        "set `algorithm.kl.in_reward` or `algorithm.advantage.whiten` to false, or remove "
         "`distillation.reward_coef`",
     ),
     Rule(
@@ -495,21 +568,21 @@ def _divisors_near(total: int, wanted: int) -> str:
 def _of_estimator_and_rewards(config: Sections) -> Iterator[str]:
     """Look at what the estimator reads in place of total rewards."""
     a, rewards = config.algorithm, config.rewards
-    estimator = estimator_of(a.advantage)
+    advantage, estimator = a.advantage.name, a.advantage.traits
     others = estimator.other_rewards
     if others is not None and not estimator.clips_other_rewards and a.reward_clip is not None:
         yield (
             f"`algorithm.reward_clip` = {a.reward_clip} clips total rewards, but `algorithm.advantage` = "
-            f"{a.advantage} uses {others}; remove `algorithm.reward_clip`"
+            f"{advantage} uses {others}; remove `algorithm.reward_clip`"
         )
-    if others is not None and a.reward_norm != "none":
+    if others is not None and a.reward_norm.name != "none":
         yield (
-            f"`algorithm.reward_norm` = {a.reward_norm} normalises total rewards, but "
-            f"`algorithm.advantage` = {a.advantage} uses {others}; remove `algorithm.reward_norm`"
+            f"`algorithm.reward_norm` = {a.reward_norm.name} normalises total rewards, but "
+            f"`algorithm.advantage` = {advantage} uses {others}; remove `algorithm.reward_norm`"
         )
     reads_unshuffled = {
-        f"`algorithm.advantage` = {a.advantage}": others is not None,
-        "`algorithm.process_coef`": a.process_coef > 0,
+        f"`algorithm.advantage` = {advantage}": others is not None,
+        "`algorithm.process`": a.process is not None,
         "`dynamic_sampling.enabled`": config.dynamic_sampling.enabled,
         "`data.drop_solved`": config.data.drop_solved is not None,
         f"`data.order` = {config.data.order}": config.data.order not in ("epochs", "length"),
@@ -521,28 +594,72 @@ def _of_estimator_and_rewards(config: Sections) -> Iterator[str]:
         )
     single = _single_completions(config)
     lacking = [label for label in single if not rewards.of(label).scores_steps]
-    if (a.process_coef or a.advantage == "process") and lacking:
-        key, value = ("process_coef", a.process_coef) if a.process_coef else ("advantage", "process")
+    if (a.process or advantage == "process") and lacking:
+        reader = "`algorithm.process`" if a.process else "`algorithm.advantage` = process"
         where = f"rewards.by_source.{lacking[0]}" if lacking[0] in rewards.by_source else "rewards"
         yield (
-            f"`algorithm.{key}` = {value} needs scores of reasoning steps or turns, but `{where}` has no "
+            f"{reader} needs scores of reasoning steps or turns, but `{where}` has no "
             f"model or function of `kind: process`, and source {lacking[0]} of `data.train` no environment; "
             "add one of them"
         )
     sums = [r.weight for r in rewards.all_functions if r.function == "environment" and r.weight]
-    for reader, reads in ((f"`algorithm.advantage` = {a.advantage}", a.advantage == "turn"),
+    for reader, reads in ((f"`algorithm.advantage` = {advantage}", advantage == "turn"),
                           ("reward `environment`", bool(sums))):  # fmt: skip
         if reads and single:
             yield (
                 f"{reader} needs the rewards of turns, but source {single[0]} of `data.train` has no "
                 "environment, so none of its samples would be scored; set `data.environment`, or remove it"
             )
-    if a.advantage == "turn" and sums:
+    if advantage == "turn" and sums:
         yield (
             "`algorithm.advantage` = turn adds the rewards of turns to the reward of the episode, and reward "
             f"`environment` of weight {sums[0]:g} is their sum, so each would count twice; set its weight to "
             "0, which only reports it"
         )
+
+
+def _of_single_rewards(config: Sections) -> Iterator[str]:
+    """Look at what keeps an estimator from taking each reward on its own."""
+    advantage, rewards = config.algorithm.advantage, config.rewards
+    if "parts" not in advantage.traits.inputs:
+        return
+    gated = [r.gate for r in (*rewards.all_functions, *rewards.models) if r.gate is not None]
+    if gated:
+        yield (
+            f"`algorithm.advantage` = {advantage.name} normalises every reward separately, which contradicts "
+            f"a gate between two rewards; remove `gate` = {gated[0]}"
+        )
+    if not any(rewards.weights.values()):
+        yield (
+            f"`algorithm.advantage` = {advantage.name} normalises every reward whose `weight` is not 0, but "
+            f"all of `rewards` have 0: {', '.join(rewards.names)}; give one a weight"
+        )
+
+
+def _of_right_and_wrong(config: Sections) -> Iterator[str]:
+    """Look at what keeps total rewards from being 0 or 1, where the estimator needs that. Before a run
+    `rewards.registry.graded_problems` adds which built-in reward has other values.
+    """
+    a, rewards = config.algorithm, config.rewards
+    if not a.advantage.traits.only_right_and_wrong:
+        return
+    needs = f"`algorithm.advantage` = {a.advantage.name} needs a reward of 0 and 1, but"
+    for source, own in rewards.variants.items():
+        weighted = [r for r in (*own.functions, *own.models) if r.weight]
+        at = f"rewards.by_source.{source}" if source else "rewards"
+        if (own.functions or own.models) and (len(weighted) != 1 or weighted[0].weight != 1):
+            yield f"{needs} `{at}` sums {len(weighted)} with their weights; keep one, with `weight` = 1"
+    for name in (model.name for model in rewards.models if model.weight):
+        yield (
+            f"{needs} a score of the model {name} has other values; set its `weight` to 0, or use another "
+            "advantage"
+        )
+    clip, norm = a.reward_clip, a.reward_norm.name
+    for key, value, has_others in (
+        ("reward_clip", clip, clip is not None and clip < 1), ("reward_norm", norm, norm != "none"),
+    ):  # fmt: skip
+        if has_others:
+            yield (f"{needs} `algorithm.{key}` = {value} gives others; remove it, or use another advantage")
 
 
 def _of_environments(config: Sections) -> Iterator[str]:
@@ -620,7 +737,7 @@ def _of_sources(config: Sections) -> Iterator[str]:
 
 def _of_source_rewards(config: Sections) -> Iterator[str]:
     """Look at the rewards of single sources, and at the names of rewards in other sections."""
-    rewards, advantage, metric = config.rewards, config.algorithm.advantage, config.dynamic_sampling.metric
+    rewards, metric, advantage = config.rewards, config.dynamic_sampling.metric, config.algorithm.advantage
     labels = dict.fromkeys(source.label for source in (*config.data.train, *config.data.eval))
     if unknown := [name for name in rewards.by_source if name not in labels]:
         yield (
@@ -633,13 +750,13 @@ def _of_source_rewards(config: Sections) -> Iterator[str]:
                 f"source {label} has no rewards: `rewards.functions` and `rewards.models` are empty and "
                 f"`rewards.by_source` does not have it; add rewards.by_source.{label}"
             )
-    if "parts" in estimator_of(advantage).inputs:
+    if "parts" in advantage.traits.inputs:
         for name in rewards.names:
             weights = {own.weights[name] for own in rewards.variants.values() if name in own.weights}
             if len(weights) > 1:
                 yield (
-                    f"`algorithm.advantage` = {advantage} weighs reward {name} alike in all sources, but "
-                    f"`rewards.by_source` gives it {sorted(weights)}; give it one weight or several names"
+                    f"`algorithm.advantage` = {advantage.name} weighs reward {name} alike in all sources, "
+                    f"but `rewards.by_source` gives it {sorted(weights)}; give it one weight or several names"
                 )
     if metric not in (None, "accuracy", *rewards.names):
         yield (

@@ -124,7 +124,7 @@ def engine_problems(
         elif name in _CACHE_TYPES and value != "auto" and not corrects(algorithm):
             yield (
                 f"{setting} makes the engine's log-probs differ from the trainer's, uncorrected; "
-                "set algorithm.correction.kind (tis is the default), or remove it"
+                "set algorithm.correction (tis is the default), or remove it"
             )
 
 

@@ -214,6 +214,9 @@ def _advice(place: KeyPlace, root: type[BaseModel]) -> str:
     below = [key for key in elsewhere if key.startswith(_without_indices(path) + ".")]
     if (places := below or elsewhere) and len(places) <= _MOST_PLACES:
         return f"did you mean {' or '.join(f'`{key}`' for key in places)}?"
+    inside = {key.rpartition(".")[2]: key for key in known if key.startswith(f"{_without_indices(path)}.")}
+    if path and (near := _near(name, list(inside))):
+        return f"did you mean `{inside[near]}`?"
     return f"known here: {', '.join(fields)}" if path and fields else ""
 
 

@@ -18,7 +18,7 @@ ALGORITHM_ROWS = (
         roll="adv_estimator",
     ),
     row(
-        "algorithm.std",
+        "algorithm.advantage.std",
         "false: none. TRL's scale_rewards and ROLL's norm_std_type = batch: batch_raw",
         verl="algorithm.norm_adv_by_std_in_grpo",
         trl="scale_rewards",
@@ -26,9 +26,9 @@ ALGORITHM_ROWS = (
         roll="norm_std_type",
     ),
     row(
-        "algorithm.gamma",
+        "algorithm.advantage.gamma",
         "of reinforce_pp alone, the only estimator without a critic that discounts there, too",
-        verl="algorithm.gamma",
+        verl="algorithm.advantage.gamma",
         openrlhf="algo.advantage.gamma gamma",
         roll="gamma",
     ),
@@ -45,7 +45,7 @@ ALGORITHM_ROWS = (
         openrlhf="reward.clip_range reward_clip_range",
     ),
     row(
-        "algorithm.policy_loss",
+        "algorithm.loss",
         "verl: vanilla: ppo_clip; geo_mean: gmpo; gpg: policy_gradient; others "
         "alike. TRL: importance_sampling_level = sequence: gspo; loss_type = cispo, sapo, vespo alike; "
         "luspo: gspo. OpenRLHF: ppo: ppo_clip. "
@@ -57,23 +57,27 @@ ALGORITHM_ROWS = (
         roll="importance_sampling ratio_type pg_variant use_policy_loss_type",
     ),
     row(
-        "algorithm.clip_low algorithm.clip_high",
+        "algorithm.loss.clip_low algorithm.loss.clip_high",
         "one number for both",
         verl="@actor.clip_ratio",
         trl="epsilon",
         openrlhf="actor.eps_clip eps_clip actor.eps_clip_low_high eps_clip_low_high",
         roll="pg_clip",
     ),
-    row("algorithm.clip_low", verl="@actor.clip_ratio_low", roll="pg_clip_low"),
     row(
-        "algorithm.clip_high",
+        "algorithm.loss.clip_low",
+        verl="@actor.clip_ratio_low",
+        roll="pg_clip_low",
+    ),
+    row(
+        "algorithm.loss.clip_high",
         "of cispo TRL's epsilon_high is the bound itself: subtract 1",
         verl="@actor.clip_ratio_high",
         trl="epsilon_high",
         roll="pg_clip_high use_pg_clip_range",
     ),
     row(
-        "algorithm.dual_clip",
+        "algorithm.loss.dual_clip",
         "off unless set; TRL's delta from 1 + clip_high on is the same, below it is clip_high = delta - 1 "
         "with dual_clip = 1 + epsilon_high; verl has 3.0 "
         "always. ROLL's dual_clip_loss: true is 1 + 2 * pg_clip",
@@ -82,22 +86,40 @@ ALGORITHM_ROWS = (
         openrlhf="actor.dual_clip",
         roll="dual_clip_loss",
     ),
-    row("algorithm.tau_positive", "of sapo", verl="@actor.tau_pos", trl="sapo_temperature_pos"),
-    row("algorithm.tau_negative", "of sapo", verl="@actor.tau_neg", trl="sapo_temperature_neg"),
-    row("algorithm.k_positive algorithm.k_negative", "of vespo", trl="vespo_k_pos vespo_k_neg"),
     row(
-        "algorithm.lambda_positive algorithm.lambda_negative",
+        "algorithm.loss.tau_positive",
+        "of sapo",
+        verl="@actor.tau_pos",
+        trl="sapo_temperature_pos",
+    ),
+    row(
+        "algorithm.loss.tau_negative",
+        "of sapo",
+        verl="@actor.tau_neg",
+        trl="sapo_temperature_neg",
+    ),
+    row(
+        "algorithm.loss.k_positive algorithm.loss.k_negative",
+        "of vespo",
+        trl="vespo_k_pos vespo_k_neg",
+    ),
+    row(
+        "algorithm.loss.lambda_positive algorithm.loss.lambda_negative",
         "of vespo",
         trl="vespo_lambda_pos vespo_lambda_neg",
     ),
     row(
-        "algorithm.beta",
+        "algorithm.loss.beta",
         "of dro; ROLL's kimi15 is dro",
         verl="@actor.policy_loss.dro_beta",
         roll="kimi15_tau",
     ),
     row("algorithm.length_weights", "ROLL's lengths are those of a micro-batch", roll="length_loss_weight"),
-    row("algorithm.unified_mask", "of cispo", roll="cispo_use_unified_mask"),
+    row(
+        "algorithm.loss.unified_mask",
+        "of cispo",
+        roll="cispo_use_unified_mask",
+    ),
     row(
         "algorithm.aggregation",
         "verl and ROLL: the same names. TRL's loss_type: grpo: "
@@ -109,11 +131,17 @@ ALGORITHM_ROWS = (
         roll="loss_agg_mode",
     ),
     row(
-        "algorithm.entropy_coef",
+        "algorithm.entropy.coef",
         verl="@actor.entropy_coeff",
         trl="entropy_coef",
         openrlhf="actor.entropy_coef entropy_loss_coef",
         roll="entropy_loss_coef",
+    ),
+    row("algorithm.advantage.whiten", roll="whiten_advantages"),
+    row(
+        "algorithm.reward_norm.shift algorithm.reward_norm.scale",
+        "true is both steps there; reward_shift = true alone is scale = false",
+        roll="reward_shift reward_scale",
     ),
     row("algorithm.top_entropy_share", trl="top_entropy_quantile"),
     row("algorithm.mask_truncated", trl="mask_truncated_completions", roll="max_len_mask"),
@@ -147,13 +175,14 @@ ALGORITHM_ROWS = (
         roll="kl_horizon",
     ),
     row(
-        "algorithm.add_token_level_kl",
+        "algorithm.kl.in_reward",
         "OpenRLHF's use_loss is the opposite: true there is false here",
         verl="algorithm.use_kl_in_reward",
         openrlhf="algo.kl.use_loss use_kl_loss",
+        roll="add_token_level_kl",
     ),
     row(
-        "algorithm.correction.kind",
+        "algorithm.correction",
         "TRL: *_truncate: tis; *_mask: mis. verl: rollout_is: tis; "
         "two bounds: mis, which at level token is icepop. OpenRLHF: tis and icepop alike; seq-mask-tis: "
         "icepop at level geometric",
@@ -172,19 +201,29 @@ ALGORITHM_ROWS = (
     row("algorithm.correction.normalize", verl="algorithm.rollout_correction.rollout_is_batch_normalize"),
     row("algorithm.off_policy_mask_threshold", trl="off_policy_mask_threshold"),
     row("algorithm.kl.bias_correction", trl="use_bias_correction_kl"),
-    row("algorithm.adaptive_entropy.target", trl="use_adaptive_entropy entropy_target"),
-    row("algorithm.adaptive_entropy.delta", trl="entropy_coef_delta"),
     row(
-        "algorithm.adaptive_entropy.low algorithm.adaptive_entropy.high",
+        "algorithm.entropy.target",
+        trl="use_adaptive_entropy entropy_target",
+    ),
+    row("algorithm.entropy.delta", trl="entropy_coef_delta"),
+    row(
+        "algorithm.entropy.low algorithm.entropy.high",
         trl="entropy_coef_min entropy_coef_max",
     ),
-    row("algorithm.cov_share", verl="@actor.policy_loss.clip_cov_ratio @actor.policy_loss.kl_cov_ratio"),
     row(
-        "algorithm.cov_low algorithm.cov_high",
+        "algorithm.loss.cov_share",
+        verl="@actor.policy_loss.clip_cov_ratio @actor.policy_loss.kl_cov_ratio",
+    ),
+    row(
+        "algorithm.loss.cov_low algorithm.loss.cov_high",
         "of clip_cov",
         verl="@actor.policy_loss.clip_cov_lb @actor.policy_loss.clip_cov_ub",
     ),
-    row("algorithm.cov_kl_coef", "of kl_cov", verl="@actor.policy_loss.ppo_kl_coef"),
+    row(
+        "algorithm.loss.cov_kl_coef",
+        "of kl_cov",
+        verl="@actor.policy_loss.ppo_kl_coef",
+    ),
     row(
         "algorithm.correction.level",
         "ROLL's segment alike",
@@ -200,8 +239,8 @@ ALGORITHM_ROWS = (
     ),
     row("algorithm.correction.low", trl="vllm_importance_sampling_clip_min", roll="ratio_low"),
     row(
-        "algorithm.old_logprobs",
-        "verl's bypass_mode and ROLL's force_disable_old_logprobs_recompute: rollout",
+        "algorithm.correction",
+        "bypass: old_logprobs = rollout, verl's bypass_mode, ROLL's force_disable_old_logprobs_recompute",
         verl="algorithm.rollout_correction.bypass_mode",
         roll="force_disable_old_logprobs_recompute enable_old_logprobs_recompute",
     ),

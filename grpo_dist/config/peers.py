@@ -266,6 +266,34 @@ PEER_TABLE = (
 
 # Keys of earlier versions, without indices, and what to write now.
 EARLIER_KEYS = {
+    "algorithm.adaptive_entropy": "`algorithm.entropy: {kind: adaptive, target: ...}`",
+    **{
+        f"algorithm.adaptive_entropy.{key}": f"`algorithm.entropy: {{kind: adaptive, {key}: ...}}`"
+        for key in ("target", "delta", "low", "high")
+    },
+    "algorithm.add_token_level_kl": "`algorithm.kl.in_reward`",
+    "algorithm.advantage_eps": "`algorithm.advantage.eps`; of rewards `algorithm.reward_norm.eps`",
+    "algorithm.entropy_coef": "`algorithm.entropy.coef`",
+    "algorithm.gamma": "`algorithm.advantage: {name: reinforce_pp, gamma: ...}`",
+    "algorithm.kwargs": "`kwargs` beside the name: `algorithm.loss: {name: my_module:f, kwargs: {...}}`",
+    "algorithm.old_logprobs": "`algorithm.correction: bypass` for rollout, nothing for trainer",
+    "algorithm.outcome_coef": "`algorithm.process.outcome_coef`",
+    "algorithm.pass_k": "`algorithm.advantage: {name: pass_at_k, k: ...}`",
+    "algorithm.policy_loss": "`algorithm.loss`",
+    "algorithm.process_coef": "`algorithm.process.coef`",
+    "algorithm.reward_scale": "`algorithm.reward_norm.shift: false` for true; both steps are the default",
+    "algorithm.reward_shift": "`algorithm.reward_norm.scale: false` for true; both steps are the default",
+    "algorithm.std": "`algorithm.advantage.std`",
+    "algorithm.turn_discount": "`algorithm.advantage: {name: turn, discount: ...}`",
+    "algorithm.whiten_advantages": "`algorithm.advantage.whiten`",
+    **{
+        f"algorithm.{key}": f"`algorithm.loss.{key}`"
+        for key in (
+            "clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative", "ratio_cap", "unified_mask",
+            "beta", "tau", "k_positive", "lambda_positive", "k_negative", "lambda_negative", "cov_share",
+            "cov_low", "cov_high", "cov_kl_coef",
+        )
+    },
     "batch.oversample": "`batch.order: {name: completion, oversample: 1.25}`",
     "batch.min_samples": "nothing: a group needs half of `batch.samples_per_prompt`",
     "cluster.timeouts.room_s": "`cluster.timeouts.placement_timeout_s`",

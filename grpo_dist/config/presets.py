@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from grpo_dist.config import AlgorithmConfig, BatchConfig, Config, DynamicSamplingConfig, RewardsConfig
+from grpo_dist.config.algorithm import PPOClipLoss
 from grpo_dist.config.differences import flat, listed
 
 PRESETS = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
@@ -20,8 +21,6 @@ _DEFAULTS = {
     "dynamic_sampling": DynamicSamplingConfig().model_dump(mode="json"),
     "rewards": RewardsConfig().model_dump(mode="json"),
 }
-# The meaning of null with the default loss and estimator: a preset with these values does not differ.
-_FILLED = {"algorithm.std": "group", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2}
 
 
 def names() -> list[str]:
@@ -35,9 +34,17 @@ def _tree(name: str) -> dict[str, Any]:
     return yaml.safe_load((PRESETS / f"{name}.yaml").read_text()) if name in names() else {}
 
 
+@cache
+def _algorithm(name: str) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(_tree(name)["algorithm"])
+
+
 def settings(name: str) -> dict[str, Any]:
     """Return the settings of a preset of this project by dotted key; {} for a user's preset."""
-    return {key: value for key, value in flat(_tree(name)).items() if key and key != KEY}
+    if not _tree(name):
+        return {}
+    algorithm = _algorithm(name).model_dump(mode="json", exclude_unset=True)
+    return {key: value for key, value in flat(_tree(name) | {"algorithm": algorithm}).items() if key != KEY}
 
 
 @cache
@@ -50,9 +57,9 @@ def _elsewhere() -> dict[str, Any]:
 
 def differences(name: str) -> dict[str, Any]:
     """Return the settings of the preset ``name`` that differ from the defaults."""
-    own, defaults = settings(name), flat(_DEFAULTS)
-    filled = _FILLED if own.get("algorithm.policy_loss") == _DEFAULTS["algorithm"]["policy_loss"] else {}
-    return {k: v for k, v in own.items() if v not in (defaults.get(k), filled.get(k))}
+    algorithm = _algorithm(name).model_dump(mode="json", exclude_defaults=True)
+    defaults = flat(_DEFAULTS)
+    return {k: v for k, v in flat(_tree(name) | {"algorithm": algorithm}).items() if v != defaults.get(k)}
 
 
 def changed(name: str, now: Mapping[str, Any]) -> list[str]:
@@ -64,26 +71,24 @@ def changed(name: str, now: Mapping[str, Any]) -> list[str]:
     """
     if not settings(name):
         return []
-    algorithm = AlgorithmConfig.model_validate(_tree(name)["algorithm"]).model_dump(mode="json")
-    own = flat(_tree(name) | {"algorithm": algorithm})
+    own = flat(_tree(name) | {"algorithm": _algorithm(name).model_dump(mode="json")})
     wanted = own | {key: value for key, value in _elsewhere().items() if key not in own}
-    loss = "algorithm.policy_loss"
-    filled = _FILLED if wanted[loss] == now.get(loss) == _DEFAULTS["algorithm"]["policy_loss"] else {}
+    different = [key for key in wanted if key != KEY and key in now and now[key] != wanted[key]]
+    renamed = tuple(f"{section}." for key in different if (section := _tagged(key)) != key)
+    different += [key for key in now if key.startswith(renamed) and key not in wanted] if renamed else []
+    return [f"{_tagged(key)}={_word(now[key])}" for key in different]
 
-    def meaning(key: str, value: Any) -> Any:
-        return filled.get(key) if value is None else value
 
-    return [
-        f"{key}={_word(now[key])}"
-        for key, value in wanted.items()
-        if key != KEY and key in now and meaning(key, now[key]) != meaning(key, value)
-    ]
+def _tagged(key: str) -> str:
+    """Return the key of a tagged section for that of its name: algorithm.loss.name -> algorithm.loss"""
+    section, _, last = key.rpartition(".")
+    return section if section.startswith("algorithm.") and last in ("name", "kind") else key
 
 
 def label(now: Mapping[str, Any]) -> str | None:
     """Return the preset's name with what differs from it, None for settings (by dotted key) without one.
 
-    {"algorithm.preset": "dapo", "algorithm.clip_high": 0.3, ...} -> "dapo, changed: algorithm.clip_high=0.3"
+    {"algorithm.preset": "dapo", "algorithm.kl.coef": 0.3, ...} -> "dapo, changed: algorithm.kl.coef=0.3"
     """
     name = now.get(KEY)
     if not isinstance(name, str):
@@ -111,14 +116,17 @@ def described(config: Config) -> str:
 
 def table() -> str:
     """Return a markdown table of the default and of every preset's differences from it."""
-    a = AlgorithmConfig()
+    a, loss = AlgorithmConfig(), PPOClipLoss()
     default = (
-        f"`advantage` {a.advantage}, `std` group, `policy_loss` {a.policy_loss} with `clip_low` and "
-        f"`clip_high` 0.2, `aggregation` {a.aggregation}, `kl.coef` {a.kl.coef:g}; no `dynamic_sampling`"
+        f"`advantage` {a.advantage.name}, `advantage.std` group, `loss` {loss.name} with `clip_low` "
+        f"{loss.clip_low} and `clip_high` {loss.clip_high}, `aggregation` {a.aggregation.name}, `kl.coef` "
+        f"{a.kl.coef:g}; no `dynamic_sampling`"
     )
     rows = [f"| none (the default) | {default} |"]
     for name in names():
-        own = [f"`{key.removeprefix('algorithm.')}` {_word(v)}" for key, v in differences(name).items()]
+        own = [
+            f"`{_tagged(key).removeprefix('algorithm.')}` {_word(v)}" for key, v in differences(name).items()
+        ]
         rows.append(f"| `{name}` | {', '.join(own) or 'nothing'} |")
     return "\n".join(["| preset | differences from the default |", "|---|---|", *rows])
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config import AlgorithmConfig, BatchConfig, DataConfig, DistillationConfig, TeacherConfig
+from grpo_dist.config.algorithm import PassAtKAdvantage
 from grpo_dist.loop.progress import SampledBatch
 from grpo_dist.runtime.concurrency import gather, sample_until_enough
 from grpo_dist.runtime.seeds import request_seed, request_seeds
@@ -157,11 +157,12 @@ class GroupDraw:
 
     @classmethod
     def from_config(cls, batch: BatchConfig, algorithm: AlgorithmConfig, data: DataConfig) -> GroupDraw:
-        inputs = estimator_of(algorithm.advantage).inputs
+        advantage = algorithm.advantage
         least = batch.least_samples
-        if "k" in inputs:  # smaller groups have no advantage
-            least = max(least, algorithm.pass_k + 1)
-        return cls(batch.samples_per_prompt, least, "baselines" in inputs, data.temperatures)
+        if isinstance(advantage, PassAtKAdvantage):  # smaller groups have no advantage
+            least = max(least, advantage.k + 1)
+        greedy = "baselines" in advantage.traits.inputs
+        return cls(batch.samples_per_prompt, least, greedy, data.temperatures)
 
 
 class GroupScorer:

@@ -15,7 +15,6 @@ from itertools import chain
 
 from torch import Tensor
 
-from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.batch.epochs import regrouped
@@ -86,9 +85,9 @@ class Staging:
         advantages, the reference, or the policy itself.
         """
         algorithm = self._config.algorithm
-        steered = algorithm.add_token_level_kl and algorithm.kl.target is not None
+        steered = algorithm.kl.in_reward and algorithm.kl.target is not None
         every = self._config.reference.refresh_every if self._config.needs_reference else 0
-        moves = steered or estimator_of(algorithm.advantage).reads_policy
+        moves = steered or algorithm.advantage.traits.reads_policy
         if sampling is not None and not moves and not (every and step % every == 0):
             self._ahead = asyncio.create_task(self._follow(step, sampling), name=f"stage {step}")
 
@@ -112,7 +111,7 @@ class Staging:
 
     async def _score_norms(self, batch: ScoredBatch) -> Tensor | None:
         """Return what the estimator reads of the policy; None: nothing. The caller's advantages need none."""
-        if batch.advantages is not None or not estimator_of(self._config.algorithm.advantage).reads_policy:
+        if batch.advantages is not None or not self._config.algorithm.advantage.traits.reads_policy:
             return None
         return await score_norms_of(self._policy, batch.groups)
 
@@ -159,7 +158,7 @@ class Staging:
 
     def _inside(self, kl_coef: float) -> float | None:
         """Return the weight if the advantages contain it; otherwise the update takes it as an argument."""
-        return kl_coef if self._config.algorithm.add_token_level_kl else None
+        return kl_coef if self._config.algorithm.kl.in_reward else None
 
 
 def _trained_tokens(update: TrainBatch) -> int:

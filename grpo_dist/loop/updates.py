@@ -28,6 +28,7 @@ from grpo_dist.config import (
     DistillationConfig,
     RewardsConfig,
 )
+from grpo_dist.config.algorithm import WeightedCorrection
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.order import step_indices
 from grpo_dist.loop.groups import ScoredGroup
@@ -36,13 +37,16 @@ from grpo_dist.plugins.user_code import AGGREGATION, LOSS
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.types import EpochUpdate, Group, TeacherLogprobs, TrainBatch
 
+# Arguments of the advantage in `AdvantageSettings`, where they are called otherwise.
+_ARGUMENTS = {"discount": "turn_discount"}
+
 
 def reward_moments(algorithm: AlgorithmConfig, scored: Sequence[ScoredGroup], before: Moments) -> Moments:
     """Add the rewards of a step to ``before``, the moments of all earlier steps.
 
     Returns ``before`` itself unless `algorithm.reward_norm` is running.
     """
-    if algorithm.reward_norm != "running":
+    if algorithm.reward_norm.name != "running":
         return before
     return before.updated(clipped_rewards([s.group for s in scored], algorithm.reward_clip))
 
@@ -62,7 +66,7 @@ def make_updates(
     those of the first. Advantages see the whole step before it is split.
 
     Args:
-        kl_coef: weight of the KL term in the advantages, with `algorithm.add_token_level_kl`; it changes
+        kl_coef: weight of the KL term in the advantages, with `algorithm.kl.in_reward`; it changes
             during a run when `algorithm.kl.target` is set. The weight in the loss goes to the update itself.
         moments: see `reward_moments`; None: those of this step alone.
         advantages: float32 [G] of each group, used as they are; None: those of `algorithm.advantage`.
@@ -212,26 +216,21 @@ def advantage_settings(
     algorithm: AlgorithmConfig, rewards: RewardsConfig, kl_coef: float, code_paths: Sequence[str] = ()
 ) -> AdvantageSettings:
     """Translate the configuration: the maths takes numbers."""
+    advantage, norm, process = algorithm.advantage, algorithm.reward_norm, algorithm.process
     return AdvantageSettings(
-        estimator=algorithm.advantage,
-        std=algorithm.std or "group",
-        eps=algorithm.advantage_eps,
-        k=algorithm.pass_k,
-        turn_discount=algorithm.turn_discount,
-        gamma=algorithm.gamma,
-        outcome_coef=algorithm.outcome_coef,
-        process_coef=algorithm.process_coef,
+        estimator=advantage.name,
+        **{_ARGUMENTS.get(name, name): v for name, v in advantage.arguments.items() if name != "kwargs"},
+        outcome_coef=process.outcome_coef if process else 1.0,
+        process_coef=process.coef if process else 0.0,
         weights=rewards.weights,
         reward_clip=algorithm.reward_clip,
-        reward_norm=algorithm.reward_norm,
-        reward_shift=algorithm.shifts_rewards,
-        reward_scale=algorithm.scales_rewards,
-        kl_coef=kl_coef if algorithm.add_token_level_kl else 0.0,
-        kl_estimator=algorithm.kl.estimator,
-        whiten=algorithm.whitens,
+        reward_norm=norm.name,
+        **{f"reward_{name}": value for name, value in norm.arguments.items()},
+        kl_coef=kl_coef if algorithm.kl.in_reward else 0.0,
+        kl_estimator=algorithm.kl.estimator.name,
         clip=algorithm.advantage_clip,
         length_weights=algorithm.length_weights,
-        own=OwnCode(code_paths, algorithm.kwargs),
+        own=OwnCode.of_pieces(code_paths, algorithm.own_pieces),
     )
 
 
@@ -284,10 +283,11 @@ def _reads_all_rows(algorithm: AlgorithmConfig) -> bool:
     """
     if any(piece.kind in (LOSS, AGGREGATION) for piece in algorithm.own_pieces):
         return True
-    has_entropy_bonus = algorithm.entropy_coef > 0 or algorithm.adaptive_entropy.target is not None
-    has_penalty = algorithm.policy_loss in ("dro", "kimi15")
-    ranks_tokens = algorithm.policy_loss in ("clip_cov", "kl_cov") or algorithm.top_entropy_share < 1.0
-    return has_entropy_bonus or has_penalty or ranks_tokens or algorithm.correction.normalize
+    has_entropy_bonus = algorithm.entropy.coef > 0 or algorithm.entropy.kind == "adaptive"
+    has_penalty = algorithm.loss.name in ("dro", "kimi15")
+    ranks_tokens = bool(algorithm.loss.selection) or algorithm.top_entropy_share < 1.0
+    normalises = isinstance(algorithm.correction, WeightedCorrection) and algorithm.correction.normalize
+    return has_entropy_bonus or has_penalty or ranks_tokens or normalises
 
 
 def _kept_rows(
@@ -299,7 +299,7 @@ def _kept_rows(
     The denominators stay, so the gradient stays; only forward passes are saved. Of ``updates``, rows of each,
     one that would be left without rows keeps all of them, so that it still has metrics.
     """
-    has_kl_loss = has_kl_term and not algorithm.add_token_level_kl
+    has_kl_loss = has_kl_term and not algorithm.kl.in_reward
     if has_kl_loss or _reads_all_rows(algorithm) or not algorithm.skip_idle_rows:
         return np.ones(len(batch), bool)
     learning = learning_rows(batch)

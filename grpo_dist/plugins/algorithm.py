@@ -4,7 +4,7 @@ run needs, and no masked token or unscored sample reaches it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,17 +17,22 @@ from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.ratios import masked_inputs, ratio_stats
 from grpo_dist.algorithms.shapes import Stats
 from grpo_dist.plugins.inputs import AdvantageInputs, AggregationInputs, KLInputs, PolicyLossInputs
-from grpo_dist.plugins.user_code import ADVANTAGE, AGGREGATION, KL, LOSS, Kind, call, load
+from grpo_dist.plugins.user_code import ADVANTAGE, AGGREGATION, KL, LOSS, Kind, OwnPiece, call, load
 
 
 @dataclass(frozen=True, slots=True)
 class OwnCode:
-    """Where own pieces are found, and their arguments by kind: `algorithm.kwargs`."""
+    """Where own pieces are found, and their arguments by kind."""
 
     code_paths: Sequence[str] = ()
     kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
+    @classmethod
+    def of_pieces(cls, code_paths: Sequence[str], pieces: Iterable[OwnPiece]) -> OwnCode:
+        return cls(code_paths, {_KEYS[piece.kind]: piece.kwargs for piece in pieces})
 
+
+_KEYS = {ADVANTAGE: "advantage", LOSS: "policy_loss", KL: "kl", AGGREGATION: "aggregation"}
 NO_OWN_CODE = OwnCode()
 
 

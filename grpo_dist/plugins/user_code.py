@@ -62,7 +62,7 @@ class Kind:
 
 
 ADVANTAGE = Kind("advantage estimator", "algorithm.advantage", "grpo_dist.advantages")
-LOSS = Kind("policy loss", "algorithm.policy_loss", "grpo_dist.losses")
+LOSS = Kind("policy loss", "algorithm.loss", "grpo_dist.losses")
 KL = Kind("KL estimator", "algorithm.kl.estimator", "grpo_dist.kl_estimators")
 AGGREGATION = Kind("aggregation", "algorithm.aggregation", "grpo_dist.aggregations")
 METRIC = Kind("metric", "tracking.metrics", "grpo_dist.metrics")

@@ -262,24 +262,13 @@ def _without(tree: Any, path: Sequence[str]) -> Any:
 def changes(was: str, config: Config) -> list[Change]:
     """Return the changes from ``was``, as `dump_config` wrote it, to ``config``. Raises yaml.YAMLError.
 
-    A key that a later version added is no change where it has its default. Neither are other spellings of
-    the same setting, see `_as_meant`.
+    A key that a later version added is no change where it has its default.
     """
     written = (was, dump_config(config))
-    old, new = (_as_meant(flat(unescaped(yaml.safe_load(text)))) for text in written)
+    old, new = (flat(unescaped(yaml.safe_load(text))) for text in written)
     set_now = flat(config.model_dump(mode="json", exclude_defaults=True))
     keys = sorted(old.keys() | {key for key in new if key in set_now or has_place(key, old)})
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
-
-
-def _as_meant(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return ``settings`` with what `reward_shift` and `reward_scale` mean together. Null and null, the
-    default, means true and true, which was the default of earlier versions.
-    """
-    keys = "algorithm.reward_shift", "algorithm.reward_scale"
-    shift, scale = (settings.get(key) for key in keys)
-    meant = AlgorithmConfig(reward_shift=shift, reward_scale=scale)
-    return settings | dict(zip(keys, (meant.shifts_rewards, meant.scales_rewards), strict=True))
 
 
 def describe(changes: Sequence[Change]) -> str:
@@ -306,7 +295,7 @@ def shadowed() -> Iterator[str]:
     """Yield a warning for every installed package that registers the name of a built-in piece."""
     builtin = {
         ADVANTAGE: choices(AlgorithmConfig, "advantage"),
-        LOSS: choices(AlgorithmConfig, "policy_loss"),
+        LOSS: choices(AlgorithmConfig, "loss"),
         KL: choices(KLConfig, "estimator"),
         AGGREGATION: choices(AlgorithmConfig, "aggregation"),
         ORDER: choices(DataConfig, "order"),

@@ -56,8 +56,9 @@ TRIAL_S = 60.0  # deadline of one piece, with its imports
 _ROWS, _TOKENS, _CLOSE = 4, 6, 1e-4
 # Keys of the pieces' arguments in the configuration.
 _KWARGS = {
-    ADVANTAGE: "algorithm.kwargs.advantage", LOSS: "algorithm.kwargs.policy_loss", KL: "algorithm.kwargs.kl",
-    AGGREGATION: "algorithm.kwargs.aggregation", METRIC: "tracking.metrics.N.kwargs",
+    ADVANTAGE: "algorithm.advantage.kwargs", LOSS: "algorithm.loss.kwargs",
+    KL: "algorithm.kl.estimator.kwargs", AGGREGATION: "algorithm.aggregation.kwargs",
+    METRIC: "tracking.metrics.N.kwargs",
     SINK: "tracking.sinks.N.kwargs", ORDER: "data.order_kwargs", ROLLOUT: "rollout.function_kwargs",
 }  # fmt: skip
 _INPUTS: dict[Kind, type[Any]] = {
@@ -110,8 +111,7 @@ def _try(piece: OwnPiece, code_paths: Sequence[str], tokenizer: Any) -> None:
     function = load(kind, name, code_paths)
     check_signature(function, _INPUTS[kind], piece.kwargs, f"{kind.title} {name}", _KWARGS[kind])
     if kind in (ADVANTAGE, LOSS, KL, AGGREGATION):
-        key = _KWARGS[kind].rpartition(".")[2]
-        _TRIALS[kind](name, OwnCode(code_paths, {key: piece.kwargs}))
+        _TRIALS[kind](name, OwnCode.of_pieces(code_paths, [piece]))
     elif kind is METRIC:
         inputs = MetricInputs(1, _made_groups(), {"reward/mean": 0.5})
         own_metric(name, code_paths, piece.kwargs, inputs, "trial")

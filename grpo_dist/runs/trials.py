@@ -152,7 +152,7 @@ def check_reward(start: Start) -> str:
 
 def _check_all(start: Start, pool: GraderPool) -> str:
     rewards = start.config.rewards
-    fail(scoring_problems(rewards, start.config.sampling, start.config.algorithm.advantage, pool))
+    fail(scoring_problems(rewards, start.config.sampling, start.config.algorithm.advantage.name, pool))
     if not rewards.all_functions:
         raise CheckSkipped("`rewards.functions` is empty, and reward models are not asked before a run")
     fail(

@@ -22,9 +22,9 @@ def check_division(updates: int, groups: int) -> None:
 
 def check_own_advantages(algorithm: AlgorithmConfig, distillation: DistillationConfig) -> None:
     """Raise UserError where advantages of the caller would replace a KL that is part of the run's own."""
-    if algorithm.add_token_level_kl:
+    if algorithm.kl.in_reward:
         raise UserError(
-            "update(): advantages replace the KL term that `algorithm.add_token_level_kl` = true makes part "
+            "update(): advantages replace the KL term that `algorithm.kl.in_reward` = true makes part "
             "of the run's own; set it to false: the KL is then in the loss"
         )
     if distillation.teachers and distillation.kl_as == "advantage":

@@ -1,7 +1,6 @@
 """Properties of all formulas: masked positions never matter, and the registries are complete."""
 
 import inspect
-from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES, ppo_clip
 from grpo_dist.batch.credit_assignment import OTB, PROCESS, TURN
 from grpo_dist.config import AlgorithmConfig, KLConfig
+from grpo_dist.config.base import choices
 from tests.support.numbers_by_hand import INF, NAN, mask_of
 
 
@@ -40,20 +40,17 @@ def test_garbage_at_masked_positions_changes_nothing(garbage):
 
 
 def test_registries_hold_what_the_configuration_offers():
-    def names(annotation):
-        """Those of a Literal; beside it stand names of the user's own."""
-        kinds = get_args(annotation)
-        return {n for n in kinds if isinstance(n, str)}.union(
-            *(get_args(kind) for kind in kinds if get_origin(kind) is Literal)
-        )
+    assert set(choices(AlgorithmConfig, "advantage")) == set(ADVANTAGES) | {PROCESS, TURN, OTB}
+    assert set(choices(AlgorithmConfig, "loss")) == set(POLICY_LOSSES)
+    assert set(choices(AlgorithmConfig, "aggregation")) == set(MODES)
+    assert set(choices(KLConfig, "estimator")) == set(KL_ESTIMATORS)
 
-    def choices(name):
-        return names(AlgorithmConfig.model_fields[name].annotation)
 
-    assert choices("advantage") == set(ADVANTAGES) | {PROCESS, TURN, OTB}
-    assert choices("policy_loss") == set(POLICY_LOSSES)
-    assert choices("aggregation") == set(MODES)
-    assert names(KLConfig.model_fields["estimator"].annotation) == set(KL_ESTIMATORS)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_the_configuration_of_a_loss_has_its_settings_and_their_defaults(name):
+    parameters = inspect.signature(POLICY_LOSSES[name]).parameters.values()
+    keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert AlgorithmConfig(loss=name).loss.of_tokens == keywords
 
 
 @pytest.mark.parametrize(

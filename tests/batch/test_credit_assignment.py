@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.process import discounted_to_go, sum_to_go
@@ -138,7 +139,7 @@ def test_steps_next_to_an_estimator_are_the_sum_of_both_alone(estimator):
 def test_equal_outcomes_leave_the_signal_of_steps():
     got = credited([with_steps((1, 1))], AdvantageSettings(process_coef=1.0))
     torch.testing.assert_close(got, credited([with_steps()], AdvantageSettings(estimator="process")))
-    with pytest.raises(ValueError, match=r"algorithm\.process_coef = 1, but .* has no step rewards"):
+    with pytest.raises(ValueError, match=r"algorithm\.process.coef = 1, but .* has no step rewards"):
         credited([group_of([1, 0], [1, 1])], AdvantageSettings(process_coef=1.0))
 
 
@@ -197,14 +198,14 @@ def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
     with_reference = [ScoredGroup(g, ref) for g, ref in zip((silent, useful), reference, strict=True)]
     for algorithm in (
         {"skip_idle_rows": False},
-        {"entropy_coef": 0.1},
+        {"entropy": {"coef": 0.1}},
         {"top_entropy_share": 0.2},
-        {"adaptive_entropy": {"target": 1.0}},
-        {"policy_loss": "dro", "old_logprobs": "rollout"},
-        {"policy_loss": "clip_cov"},
+        {"entropy": {"kind": "adaptive", "target": 1.0}},
+        {"loss": "dro", "correction": "bypass"},
+        {"loss": "clip_cov"},
         {"correction": {"normalize": True}},
         {"kl": {"coef": 0.1}},
-        {"kl": {"coef": 0.1}, "add_token_level_kl": True},
+        {"kl": {"coef": 0.1, "in_reward": True}},
     ):
         config = fakes.config(batch=batch, algorithm=algorithm)
         (whole,) = fakes.make_batches(config, with_reference, 0, kl_coef=config.algorithm.kl.coef)
@@ -215,7 +216,12 @@ def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
 
 @pytest.mark.parametrize(
     "algorithm",
-    [{}, {"std": "batch"}, {"std": "none", "whiten_advantages": True}, {"reward_norm": "batch"}],
+    [
+        {},
+        {"advantage": {"std": "batch"}},
+        {"advantage": {"std": "none", "whiten": True}},
+        {"reward_norm": "batch"},
+    ],
     ids=str,
 )
 def test_the_zero_variance_filter_leaves_groups_without_a_signal_out_as_if_they_had_not_been_sampled(
@@ -248,7 +254,8 @@ def test_reward_clip_also_applies_to_the_baseline_of_remax():
 
 
 def test_truncated_samples_count_in_their_group_and_are_not_trained():
-    config = fakes.config(algorithm={"mask_truncated": True, "std": "none", "skip_idle_rows": False})
+    algorithm = {"mask_truncated": True, "advantage": {"std": "none"}, "skip_idle_rows": False}
+    config = fakes.config(algorithm=algorithm)
     cut = group_of([0, 0, 1], [4, 2, 2], reasons=["length", "stop", "stop"])
     (batch,) = fakes.make_batches(config, scored(cut), 0, kl_coef=0.0)
     assert not batch.loss_mask[0].any() and (batch.num_tokens, batch.num_sequences) == (4.0, 2.0)
@@ -266,8 +273,8 @@ def test_reinforce_pp_is_whitened_unless_the_configuration_sets_otherwise():
 
     assert whitened(advantage="reinforce_pp") and whitened(advantage="reinforce_pp_baseline")
     assert not whitened(advantage="grpo")
-    assert not whitened(advantage="reinforce_pp", whiten_advantages=False)
-    assert whitened(advantage="grpo", whiten_advantages=True)
+    assert not whitened(advantage={"name": "reinforce_pp", "whiten": False})
+    assert whitened(advantage={"name": "grpo", "whiten": True})
 
 
 def test_the_order_of_groups_changes_no_advantage():
@@ -292,7 +299,7 @@ def test_small_differences_of_large_rewards_survive_normalisation_and_whitening(
     rewards = [100, 100.001, 100, 100.002]
     settings = AdvantageSettings(
         estimator=estimator, std="none", reward_norm="batch", reward_shift=shift, reward_scale=scale,
-        whiten=estimator.startswith("reinforce"), eps=1e-12,
+        whiten=estimator.startswith("reinforce"), reward_eps=1e-12, eps=1e-12,
     )  # fmt: skip
     got = credited([group_of(rewards, [1] * 4)], settings)[:, 2]
     assert got.dtype == torch.float32
@@ -320,34 +327,14 @@ def test_a_sample_with_a_nan_log_prob_is_left_out_of_training(kl):
     """Its reward still counts in its group; whitening over all tokens leaves it out."""
     broken = group_of([1, 0, 0], [2, 2, 1])
     broken.rollouts[0].logprobs[1] = math.nan
-    algorithm = {"std": "none", "skip_idle_rows": False, "whiten_advantages": kl > 0, "kl": {"coef": kl}}
-    config = fakes.config(algorithm=algorithm | {"add_token_level_kl": kl > 0})
+    advantage, term = {"std": "none", "whiten": kl > 0}, {"coef": kl, "in_reward": kl > 0}
+    config = fakes.config(algorithm={"advantage": advantage, "skip_idle_rows": False, "kl": term})
     reference = [np.full(n, -1.0, np.float32) for n in (2, 2, 1)]
     (batch,) = fakes.make_batches(config, [ScoredGroup(broken, reference)], 0, kl_coef=kl)
     assert not batch.loss_mask[0].any() and (batch.num_tokens, batch.num_sequences) == (3.0, 2.0)
     assert batch.advantages.isfinite().all() and batch.rollout_logprobs.isfinite().all()
     if not kl:
         torch.testing.assert_close(batch.advantages[1, 2], torch.tensor(-1 / 3))
-
-
-@pytest.mark.parametrize(
-    ("shift", "scale", "expected"),
-    [
-        (None, None, (True, True)),
-        (False, False, (True, True)),  # ROLL's defaults
-        (True, True, (True, True)),
-        (True, False, (True, False)),  # ROLL: only subtract the mean
-        (True, None, (True, False)),
-        (None, False, (True, False)),
-        (False, True, (False, True)),  # ROLL: only divide by the deviation
-        (None, True, (False, True)),
-        (False, None, (False, True)),
-    ],
-)
-def test_reward_shift_and_reward_scale_have_rolls_meaning(shift, scale, expected):
-    algorithm = {"reward_norm": "batch", "reward_shift": shift, "reward_scale": scale}
-    settings = settings_of(**algorithm)
-    assert (settings.reward_shift, settings.reward_scale) == expected
 
 
 def test_running_normalisation_continues_from_earlier_steps():
@@ -378,7 +365,7 @@ def of_roll(rewards, lengths, *, clip):
 def test_the_preset_of_rolls_study_gives_rolls_advantages():
     rewards, lengths = [[1, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 1]], [[5, 3, 1, 4, 2, 5, 2, 3]] * 2
     preset = read_tree(Path(__file__).parents[2] / "configs" / "algorithms" / "roll.yaml").algorithm
-    config = fakes.config(algorithm=dict(preset))
+    config = fakes.config(algorithm=OmegaConf.to_container(preset))
     groups = [group_of(r, n) for r, n in zip(rewards, lengths, strict=True)]
     got = credited(groups, advantage_settings(config.algorithm, config.rewards, 0.0))
     flat = [got[i, 2 : 2 + n].tolist() for i, n in enumerate(np.ravel(lengths))]
@@ -387,17 +374,16 @@ def test_the_preset_of_rolls_study_gives_rolls_advantages():
 
 
 @pytest.mark.parametrize(
-    ("block", "expected"),
+    ("norm", "expected"),
     [
-        ({"reward_norm": "group", "reward_shift": True, "reward_scale": False}, [0.75, -0.25]),
-        ({"reward_norm": "group", "reward_shift": False, "reward_scale": False}, [1.6201816, -0.5400605]),
-        ({"reward_norm": None, "reward_shift": False, "reward_scale": False}, [1.0, 0.0]),
+        ({"name": "group", "scale": False}, [0.75, -0.25]),  # reward_shift: true, reward_scale: false
+        ({"name": "group"}, [1.6201816, -0.5400605]),  # both false
+        ("none", [1.0, 0.0]),
     ],
 )
-def test_rolls_reward_settings_have_rolls_meaning(block, expected):
+def test_normalised_rewards_are_those_of_rolls_settings(norm, expected):
     """For one group [1, 0, 0, 1, 0, 0, 0, 0]; ROLL's adv_estimator reinforce uses the normalised reward."""
-    block |= {"advantage": "reinforce_pp", "whiten_advantages": False}
-    settings = settings_of(**block)
+    settings = settings_of(reward_norm=norm, advantage={"name": "reinforce_pp", "whiten": False})
     (got,) = sample_advantages([group_of([1, 0, 0, 1, 0, 0, 0, 0], [1] * 8)], settings)
     np.testing.assert_allclose(got[:2], expected, rtol=1e-6)
 

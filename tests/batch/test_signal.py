@@ -48,7 +48,7 @@ def test_best_of_k_has_a_signal_where_the_tries_or_the_best_two_differ(right, va
 
 def test_dynamic_sampling_asks_with_the_k_of_the_configuration():
     settings = fakes.config(
-        algorithm={"advantage": "pass_at_k", "pass_k": 2}, batch={"samples_per_prompt": 4}
+        algorithm={"advantage": {"name": "pass_at_k", "k": 2}}, batch={"samples_per_prompt": 4}
     )
     rule = signal_rule(settings.algorithm, settings.rewards, None)
     assert rule(group_of([1, 1, 0, 0], [3] * 4)) and not rule(group_of([1, 1, 1, 0], [3] * 4))

@@ -46,52 +46,62 @@ def test_maxrl_takes_a_binary_reward_next_to_others_that_are_only_reported(base)
     functions = (
         "rewards.functions=[{function: math}, {function: overlong, kwargs: {buffer_tokens: 2}, weight: 0}]"
     )
-    assert load_config(base, ["algorithm.advantage=maxrl", functions]).algorithm.advantage == "maxrl"
+    assert load_config(base, ["algorithm.advantage=maxrl", functions]).algorithm.advantage.name == "maxrl"
 
 
 @pytest.mark.parametrize(
-    ("loss", "setting"),
-    [("ppo_clip", "beta=1"), ("dro", "tau=1"), ("topr", "clip_low=0.1"), ("gspo", "unified_mask=true")],
+    ("loss", "setting", "others"),
+    [
+        ("ppo_clip", "beta=1", "dro has it"),
+        ("dro", "tau=1", "kimi15 has it"),
+        ("topr", "clip_low=0.1", "it takes none; ppo_clip, cispo"),
+        ("gspo", "unified_mask=true", "it takes clip_low, clip_high; cispo has it"),
+        ("ppo_clip", "cov_share=0.1", "clip_cov, kl_cov have it"),
+    ],
 )
-def test_a_loss_refuses_the_settings_of_another(base, loss, setting):
-    words = f"is not a setting of `algorithm.policy_loss` = {loss}"
-    assert words in refusal(base, f"algorithm.policy_loss={loss}", f"algorithm.{setting}")
+def test_a_loss_refuses_the_settings_of_another(base, loss, setting, others):
+    message = refusal(base, f"algorithm.loss={loss}", f"algorithm.loss.{setting}")
+    key = setting.partition("=")[0]
+    assert f"`algorithm.loss.{key}`: loss {loss} has no such setting; " in message and others in message
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["correction.normalize=true", "correction.kind=none"], "its `kind` = none has none; remove it"),
-        (
-            ["correction.normalize=true", "old_logprobs=rollout"],
-            "`algorithm.old_logprobs` = rollout has none; remove it",
-        ),
+        (["correction={kind: none, normalize: true}"], "correction none has no such setting"),
+        (["correction={kind: bypass, high: 3}"], "bypass has no such setting; it takes veto, reject"),
+        (["correction=tas"], "`algorithm.correction` = 'tas': input should be 'tis', 'mis', "),
         (
             ["correction.reject=[{rule: token_k2, high: 1}, {rule: token_k2, high: 2}]"],
             "has the rule token_k2 twice",
         ),
         (["correction.reject=[{rule: token_k1}]"], "rule = token_k1 needs `low` or `high`"),
         (["correction.reject=[{rule: token_k1, low: 2, high: 1}]"], "low = 2 must be below high = 1"),
-        (["correction.reject=[{rule: seq_mean_k3}]"], "rule = seq_mean_k3 needs `high`"),
-        (["correction.reject=[{rule: token_tv, low: 0.1, high: 0.2}]"], "upper bound only; remove `low`"),
-        (["correction.reject=[{rule: seq_max_k1, high: 2}]"], "`algorithm.correction.reject.0.rule`"),
-        (["kl.bias_correction=true"], "`algorithm.kl.coef` = 0"),
-        (["kl.bias_correction=true", "kl.coef=0.1", "kl.estimator=k3+"], "`algorithm.kl.estimator` = k3+"),
+        (["correction.reject=[{rule: seq_mean_k3}]"], "`algorithm.correction.reject.0.high` is missing"),
+        (["correction.reject=[{rule: token_tv, low: 0.1, high: 0.2}]"], "token_k1, segment_mean_k1"),
+        (["correction.reject=[{rule: seq_max_k1, high: 2}]"], "`algorithm.correction.reject.0` = 'seq_max_"),
+        (["kl.bias_correction=true"], "`coef` = 0 disables the KL term that `bias_correction` configures"),
+        (["kl={bias_correction: true, coef: 0.1, estimator: k3+}"], "`estimator` = k3+; use k3 or k1"),
         (
-            ["kl.bias_correction=true", "kl.coef=0.1", "kl.estimator=k1", "add_token_level_kl=true"],
-            "`algorithm.add_token_level_kl` = true; remove it",
+            ["kl={bias_correction: true, coef: 0.1, estimator: k1, in_reward: true}"],
+            "`in_reward` = true makes it part of the rewards",
         ),
-        (["policy_loss=topr"], "topr has a weight of bad samples that depends on the ratio"),
-        (["policy_loss=vespo"], "set `algorithm.old_logprobs` to rollout"),
-        (["policy_loss=dro"], "dro has a squared log-ratio that depends on the ratio"),
-        (["policy_loss=kl_cov"], "set `batch.updates_per_step` to 2 or more"),
-        (["policy_loss=clip_cov", "cov_low=7"], "`algorithm.cov_low` = 7 must be below"),
-        (["advantage=otb", "old_logprobs=rollout"], "`algorithm.old_logprobs` = rollout saves; set it to"),
-        (["cov_share=0.1"], "is not a setting of `algorithm.policy_loss` = ppo_clip"),
-        (["adaptive_entropy.delta=0.1"], "no effect without `algorithm.adaptive_entropy.target`"),
-        (["adaptive_entropy={target: 1, high: 0.1}", "entropy_coef=0.5"], "must be between"),
+        (["kl.gain=0.5"], "`gain` has no effect without `target`"),
+        (["loss=topr"], "every ratio to the trainer's own log-probs is 1 in a first update"),
+        (["loss=vespo"], "set `algorithm.correction` to bypass"),
+        (["loss=kl_cov"], "set `batch.updates_per_step` to 2 or more"),
+        (["loss={name: clip_cov, cov_low: 7}"], "cov_low = 7 must be below cov_high = 5"),
+        (["advantage=otb", "correction=bypass"], "a forward pass that bypass saves"),
+        (["advantage={name: rloo, std: group}"], "rloo has no such setting; it takes whiten; grpo, gdpo"),
+        (["advantage.gamma=0.9"], "advantage grpo has no such setting"),
+        (["reward_norm={name: batch, shift: false, scale: false}"], "use reward_norm: none"),
+        (["reward_norm.shift=false"], "reward_norm none has no such setting; it takes none; group, batch"),
+        (["entropy.delta=0.1"], "entropy constant has no such setting; it takes coef; adaptive has it"),
+        (["entropy={kind: adaptive, target: 1, high: 0.1, coef: 0.5}"], "must be between"),
+        (["entropy.kind=adaptive"], "`algorithm.entropy.target` is missing: entropy to hold"),
+        (["process.outcome_coef=0"], "`algorithm.process.outcome_coef` = 0: input should be greater than 0"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_mean_nothing_together_are_refused(base, overrides, words):
     assert words in refusal(base, *(f"algorithm.{setting}" for setting in overrides))
 
@@ -105,13 +115,13 @@ def test_rewards_that_are_normalised_one_by_one_need_a_weight(base):
     assert load_config(base, [only_logged, "algorithm.advantage=grpo"])
 
 
-@pytest.mark.parametrize("old", ["trainer", "rollout"])
-def test_a_veto_and_rules_need_no_weights(base, old):
+@pytest.mark.parametrize("kind", ["none", "bypass"])
+def test_a_veto_and_rules_need_no_weights(base, kind):
     """They compare with the engine, whichever log-probs the ratios are taken to."""
     rules = "algorithm.correction.reject=[{rule: seq_mean_k3, high: 0.1}]"
     config = load_config(
         base,
-        [f"algorithm.old_logprobs={old}", "algorithm.correction={kind: none, veto: 1e-4}", rules],
+        [f"algorithm.correction={{kind: {kind}, veto: 1e-4}}", rules],
     )
     assert (config.algorithm.correction.veto, len(config.algorithm.correction.reject)) == (1e-4, 1)
 
@@ -127,13 +137,12 @@ def test_one_sample_of_a_prompt_is_enough_without_a_group(base, advantage):
     [
         (
             ["batch.samples_per_prompt=1"],
-            "compares the samples of a prompt, but `batch.samples_per_prompt` = 1",
+            "`batch.samples_per_prompt` = 1: it compares the samples of a prompt",
         ),
         (
             ["batch.samples_per_prompt=1", "algorithm.advantage=reinforce_pp", "algorithm.reward_norm=group"],
-            "`algorithm.reward_norm` = group normalises over the samples of a prompt",
+            "`algorithm.reward_norm` = group, `batch.samples_per_prompt` = 1: rewards are normalised over",
         ),
-        (["algorithm.gamma=0.9"], "`algorithm.gamma` = 0.9 discounts returns of tokens"),
     ],
 )
 def test_settings_of_a_group_that_are_without_meaning_are_refused(base, overrides, words):
@@ -142,7 +151,7 @@ def test_settings_of_a_group_that_are_without_meaning_are_refused(base, override
 
 def test_groups_of_one_are_not_refilled(base):
     alone = ["algorithm.advantage=reinforce_pp", "batch.samples_per_prompt=1", "algorithm.reward_norm=none"]
-    words = "replaces groups of equal rewards, but with `batch.samples_per_prompt` = 1 every group is one"
+    words = "groups of equal rewards are replaced, and every group of one is such a group"
     assert words in refusal(base, *alone, "dynamic_sampling.enabled=true")
     own = ["code_paths=[.]", "algorithm.advantage=mine:median", *alone[1:]]
     assert words in refusal(base, *own, "dynamic_sampling.enabled=true")
@@ -150,17 +159,16 @@ def test_groups_of_one_are_not_refilled(base):
 
 
 def test_a_discount_of_outcomes_does_not_go_with_rewards_of_steps(base):
-    settings = ["algorithm.advantage=reinforce_pp", "algorithm.gamma=0.5", "algorithm.process_coef=1"]
-    assert "`algorithm.gamma` = 0.5, `algorithm.process_coef` = 1: the first discounts the reward" in refusal(
-        base, *settings
-    )
+    settings = ["algorithm.advantage={name: reinforce_pp, gamma: 0.5}", "algorithm.process.coef=1"]
+    words = "`algorithm.advantage.gamma` = 0.5: it discounts the reward at the end of a sample"
+    assert words in refusal(base, *settings)
 
 
 @pytest.mark.parametrize("loss", ["dro", "kimi15", "topr", "topr_token", "reinforce_is", "vespo"])
-@pytest.mark.parametrize("other", ["algorithm.old_logprobs=rollout", "batch.epochs_per_batch=2"])
+@pytest.mark.parametrize("other", ["algorithm.correction=bypass", "batch.epochs_per_batch=2"])
 def test_a_loss_that_looks_at_ratios_is_taken_where_they_differ_from_1(base, loss, other):
-    config = load_config(base, [f"algorithm.policy_loss={loss}", "batch.updates_per_step=2", other])
-    assert config.algorithm.policy_loss == loss
+    config = load_config(base, [f"algorithm.loss={loss}", "batch.updates_per_step=2", other])
+    assert config.algorithm.loss.name == loss
 
 
 def test_a_zero_variance_filter_that_leaves_nothing_is_refused(base):
@@ -168,4 +176,4 @@ def test_a_zero_variance_filter_that_leaves_nothing_is_refused(base):
         base, "algorithm.advantage=reinforce_pp", "batch.samples_per_prompt=1",
         "algorithm.zero_variance_filter=true",
     )  # fmt: skip
-    assert "with `batch.samples_per_prompt` = 1 every group is one" in words
+    assert "every group of one is such a group" in words

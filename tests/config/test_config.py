@@ -44,8 +44,8 @@ def test_a_file_anywhere_builds_on_the_presets_of_this_project(base, tmp_path):
     base.write_text("defaults: [algorithms/gspo.yaml]\n" + base.read_text())
     assert load_config(base).algorithm == load_config("configs/demo.yaml", ["+algorithm=gspo"]).algorithm
     (tmp_path / "algorithms").mkdir()
-    (tmp_path / "algorithms/gspo.yaml").write_text("algorithm: {clip_low: 0.125}\n")
-    assert load_config(base).algorithm.clip_low == 0.125
+    (tmp_path / "algorithms/gspo.yaml").write_text("algorithm: {loss: {clip_low: 0.125}}\n")
+    assert load_config(base).algorithm.loss.clip_low == 0.125
     base.write_text("defaults: [algorithms/none.yaml]\n")
     with pytest.raises(ConfigError, match=f"{tmp_path}/algorithms/none.yaml: no such configuration file"):
         load_config(base)
@@ -103,10 +103,10 @@ def test_every_preset_fits_the_demo_and_survives_being_written_and_read(tmp_path
 
 
 def test_a_preset_replaces_the_algorithm_and_merges_the_rest(base):
-    base.write_text(base.read_text() + "algorithm: {dual_clip: 3}\n")
-    config = load_config(base, ["+algorithm=sapo", "algorithm.tau_negative=1.5"])
-    assert (config.algorithm.policy_loss, config.algorithm.dual_clip) == ("sapo", None)
-    assert (config.algorithm.tau_negative, config.steps) == (1.5, 5)
+    base.write_text(base.read_text() + "algorithm: {loss: {dual_clip: 3}}\n")
+    config = load_config(base, ["+algorithm=sapo", "algorithm.loss.tau_negative=1.5"])
+    assert (config.algorithm.loss.name, config.algorithm.loss.tau_negative) == ("sapo", 1.5)
+    assert config.steps == 5
     assert load_config(base, ["+algorithm=gspo"]).batch.updates_per_step == 4
 
 
@@ -116,7 +116,7 @@ def test_interpolations_follow_the_overrides_behind_a_preset(base):
         assert load_config(base, order).output_dir == "runs/two"
     base.write_text(base.read_text() + "output_dir: runs/${name}\nseed: 7\n")
     assert load_config(base, ["+algorithm=dapo", "steps=9"]).output_dir == "runs/x-9"
-    base.write_text(base.read_text().replace("x-${steps}", "clip-${algorithm.clip_high}"))
+    base.write_text(base.read_text().replace("x-${steps}", "clip-${algorithm.loss.clip_high}"))
     assert load_config(base, ["+algorithm=dapo"]).name == "clip-0.28"  # of the preset
 
 
@@ -132,7 +132,7 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
     own = base.parent / "algorithms"
     own.mkdir()
     (own / "mine.yaml").write_text("algorithm: {advantage: rloo}\n")
-    assert load_config(base, ["+algorithm=mine"]).algorithm.advantage == "rloo"
+    assert load_config(base, ["+algorithm=mine"]).algorithm.advantage.name == "rloo"
 
 
 @pytest.mark.parametrize(
@@ -142,17 +142,16 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
         ("+algorithms=dapo", ["expected +algorithm=NAME"]),
         ("data.template_kwargs={tokenize: true}", ["template_kwargs.tokenize = True", "remove it"]),
         ("data.template_kwargs={continue_final_message: true}", ["the run sets it; remove it"]),
-        ("algorithm.tau_positive=2", ["`algorithm.tau_positive` = 2.0", "ppo_clip", "clip_low, clip_high"]),
-        ("algorithm.add_token_level_kl=true", ["`algorithm.kl.coef` = 0"]),
-        ("algorithm.policy_loss=grpo", ["`algorithm.policy_loss` = 'grpo'", "'ppo_clip'"]),
-        ("algorithm={advantage: pass_at_k, pass_k: 8}", ["`algorithm.pass_k` = 8", "below"]),
-        ("algorithm={advantage: rloo, std: group}", ["`algorithm.std` = group contradicts"]),
-        ("algorithm={old_logprobs: rollout, correction: {kind: tis}}", ["nothing to correct"]),
-        ("algorithm.process_coef=0.5", ["`algorithm.process_coef` = 0.5 needs scores", "add one of them"]),
-        ("algorithm.outcome_coef=2", ["`algorithm.outcome_coef` = 2", "`algorithm.process_coef` = 0"]),
+        (
+            "algorithm.loss.tau_positive=2",
+            ["`algorithm.loss.tau_positive`: loss ppo_clip has no such setting", "sapo has it"],
+        ),
+        ("algorithm.kl.in_reward=true", ["`algorithm.kl`: `coef` = 0 disables"]),
+        ("algorithm.loss=grpo", ["`algorithm.loss` = 'grpo'", "'ppo_clip'"]),
+        ("algorithm.advantage={name: pass_at_k, k: 8}", ["`algorithm.advantage.k` = 8", "below"]),
+        ("algorithm.process.coef=0.5", ["`algorithm.process` needs scores", "add one of them"]),
         ("algorithm.advantage=process", ["`rewards` has no model or function", "no environment", "add one"]),
         ("algorithm.advantage=turn", ["= turn needs the rewards of turns", "set `data.environment`"]),
-        ("algorithm.turn_discount=0.5", ["has no effect without algorithm.advantage=turn"]),
         ("rewards.functions=[{function: environment}]", ["none of its samples would be scored"]),
         ("environments.mask_outcomes=[turns]", ["has no effect without an environment"]),
         ("sampling.stop=['']", ["sampling.stop.0", "at least 1 character"]),
@@ -162,7 +161,6 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
             "algorithm={advantage: gdpo, reward_clip: 2}",
             ["`algorithm.reward_clip` = 2.0", "each reward separately"],
         ),
-        ("algorithm.reward_shift=false", ["`algorithm.reward_shift` = false", "no reward is normalised"]),
         ("dynamic_sampling.oversample=2", ["has no effect without dynamic_sampling.enabled=true"]),
         ("dynamic_sampling.metric=math", ["has no effect without dynamic_sampling.enabled=true"]),
         ("batch.order.oversample=1.5", ["`batch.order.oversample`: ", "completion has it"]),
@@ -172,11 +170,11 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
         ),
         ("reference.refresh_mix=0.5", ["has no effect without reference.refresh_every"]),
         (
-            "algorithm={policy_loss: policy_gradient, old_logprobs: rollout}",
-            ["policy_gradient has no ratio; remove it"],
+            "algorithm={loss: policy_gradient, correction: bypass}",
+            ["= policy_gradient, `algorithm.correction` = bypass: the loss has no ratio"],
         ),
-        ("reference.refresh_every=5", ["`reference.refresh_every` needs a reference"]),
-        ("algorithm={kl: {coef: 0.1, estimator: k3+}, add_token_level_kl: true}", ["remove the +"]),
+        ("reference.refresh_every=5", ["`algorithm.kl.coef` = 0: with neither a KL term"]),
+        ("algorithm.kl={coef: 0.1, estimator: k3+, in_reward: true}", ["remove the +"]),
         ("polcy.lr=1", ["unknown key `polcy`", "did you mean `policy`?"]),
         ("policy.optimizer.learning_rate=1", ["unknown key `policy.optimizer.learning_rate`"]),
         ("lr=1", ["unknown key `lr`", "did you mean `policy.optimizer.lr` or `sft.lr`?"]),
@@ -236,9 +234,8 @@ def test_a_dotted_key_of_a_file_is_refused_with_the_nested_form(base):
         (["algorithm={advantage: turn, reward_clip: 1}"], ["clips total rewards", "rewards of turns"]),
         (["algorithm={advantage: turn, reward_norm: batch}"], ["normalises total rewards"]),
         (["algorithm.advantage=turn", "rewards.shuffle=true"], ["the run is no control"]),
-        (["algorithm.process_coef=1", "rewards.shuffle=true"], ["the run is no control"]),
-        (["algorithm={advantage: turn, process_coef: 1}"], ["use an estimator of outcomes"]),
-        (["algorithm={outcome_coef: 0, process_coef: 1}"], ["set `algorithm.advantage` = process"]),
+        (["algorithm.process.coef=1", "rewards.shuffle=true"], ["the run is no control"]),
+        (["algorithm={advantage: turn, process: {coef: 1}}"], ["use an estimator of outcomes"]),
         (["algorithm.advantage=process", "rewards.shuffle=true"], ["the run is no control"]),
     ],
 )
@@ -247,7 +244,7 @@ def test_what_turns_of_an_environment_exclude_is_refused(base, overrides, words)
         load_config(base, ["data.environment=calculator", *overrides])
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
     assert load_config(base, ["data.environment=calculator", "algorithm.advantage=process"])
-    assert load_config(base, ["data.environment=calculator", "algorithm={advantage: turn, std: batch}"])
+    assert load_config(base, ["data.environment=calculator", "algorithm.advantage={name: turn, std: batch}"])
 
 
 def test_missing_and_malformed_files_are_named(tmp_path):
@@ -273,7 +270,7 @@ def test_cyclic_defaults_are_refused(tmp_path):
     ("overrides", "words"),
     [
         (
-            ["algorithm.policy_loss=policy_gradient", "batch.epochs_per_batch=2"],
+            ["algorithm.loss=policy_gradient", "batch.epochs_per_batch=2"],
             ["nothing bounds a second update", "set both to 1"],
         ),
         (

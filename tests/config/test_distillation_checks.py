@@ -7,7 +7,7 @@ from tests.support import fakes
 
 OWN, REFERENCE = {"name": "large", "model": "/elsewhere"}, {"name": "self", "model": "reference"}
 WITHOUT_REWARDS = {"teachers": [OWN], "reward_coef": 0}
-WHITENED = {"advantage": "reinforce_pp", "add_token_level_kl": True, "kl": {"coef": 0.1}}
+WHITENED = {"advantage": "reinforce_pp", "kl": {"coef": 0.1, "in_reward": True}}
 POOLS = {"train": [{"path": "demo:add3"}], "order": "pools", "pools": {"by": "source"}}
 SHOWN = {"data": "shown.jsonl", "rows_per_step": 4}
 
@@ -33,7 +33,7 @@ def alone(**changes):
         ),
         (
             {"distillation": {"teachers": [OWN], "reward_coef": 0.5}, "algorithm": WHITENED},
-            ["`distillation.reward_coef` = 0.5", "`algorithm.add_token_level_kl`", "whiten_advantages"],
+            ["`distillation.reward_coef` = 0.5", "`algorithm.kl.in_reward`", "`algorithm.advantage.whiten`"],
         ),
         *(
             (
@@ -81,11 +81,11 @@ def test_a_contradiction_is_refused_with_key_and_remedy(changes, words):
         },
         {
             "distillation": {"teachers": [OWN], "reward_coef": 0.5},
-            "algorithm": WHITENED | {"whiten_advantages": False},
+            "algorithm": WHITENED | {"advantage": {"name": "reinforce_pp", "whiten": False}},
         },
         {
             "distillation": {"teachers": [OWN], "reward_coef": 0.5},
-            "algorithm": WHITENED | {"add_token_level_kl": False},
+            "algorithm": WHITENED | {"kl": {"coef": 0.1}},
         },
     ],
 )

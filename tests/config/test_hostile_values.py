@@ -126,7 +126,7 @@ def test_a_number_that_has_one_meaning_is_read(path, value, steps):
         ("evaluation.k", "[true]"),
         ("profile.steps", "[true]"),
         ("algorithm.kl.coef", "false"),
-        ("algorithm.clip_low", "true"),
+        ("algorithm.loss.clip_low", "true"),
         ("data.train.0.max_rows", "true"),
         ("rewards.functions.0.weight", "true"),
         ("cluster.timeouts.start_s", "true"),

@@ -57,11 +57,11 @@ def test_several_bad_values_are_all_named():
 def test_all_contradictions_are_in_one_message():
     text = message(
         batch={"prompts_per_step": 4, "updates_per_step": 3},
-        algorithm={"pass_k": 2, "policy_loss": "ppo_clip", "ratio_cap": 2.0},
+        algorithm={"advantage": {"name": "pass_at_k", "k": 9}},
         model={"path": "sft"},
         sampling={"max_new_tokens": 8},
         bench={"lengths": {"kind": "fixed", "tokens": 9}},
     )
-    for key in ("batch.prompts_per_step", "algorithm.pass_k", "algorithm.ratio_cap", "bench.lengths.tokens"):
+    for key in ("batch.prompts_per_step", "algorithm.advantage.k", "bench.lengths.tokens"):
         assert text.count(f"`{key}` ") == 1
     assert "`model.path` = sft, `sft` = null: needs an `sft` section" in text

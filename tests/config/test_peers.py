@@ -52,8 +52,8 @@ def test_no_framework_has_one_name_in_two_rows():
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("actor_rollout_ref.actor.clip_ratio_high=0.28", ["did you mean `algorithm.clip_high`?", "verl's"]),
-        ("clip_ratio_high=0.28", ["did you mean `algorithm.clip_high`?"]),
+        ("actor_rollout_ref.actor.clip_ratio_high=0.28", ["`algorithm.loss.clip_high`?", "verl's"]),
+        ("clip_ratio_high=0.28", ["did you mean `algorithm.loss.clip_high`?"]),
         ("algorithm.adv_estimator=grpo", ["did you mean `algorithm.advantage`?", "grpo_passk alike"]),
         ("data.train_batch_size=8", ["did you mean `batch.prompts_per_step`?", "prompts"]),
         ("actor_rollout_ref={rollout: {n: 8}, actor: {ppo_epochs: 2}}", [
@@ -68,18 +68,31 @@ def test_no_framework_has_one_name_in_two_rows():
         ("use_additional_prompts=true", ["did you mean `dynamic_sampling.enabled`?"]),
         ("is_num_return_sequences_expand=true", ["has no counterpart"]),
         *(
-            (f"{name}=1", [f"did you mean `algorithm.{name}`?"])  # ROLL's block, pasted at the top
-            for name in ("reward_clip", "reward_norm", "reward_shift", "reward_scale",
-                         "whiten_advantages", "advantage_clip", "add_token_level_kl")
+            (f"{name}=1", [f"did you mean `algorithm.{ours}`"])  # ROLL's block, pasted at the top
+            for name, ours in {
+                "reward_clip": "reward_clip", "reward_norm": "reward_norm",
+                "reward_shift": "reward_norm.shift", "reward_scale": "reward_norm.shift",
+                "whiten_advantages": "advantage.whiten",
+                "advantage_clip": "advantage_clip", "add_token_level_kl": "kl.in_reward",
+            }.items()
         ),
-        ("scale_rewards=batch", ["did you mean `algorithm.std`?", "batch_raw"]),
+        *(
+            (f"algorithm.{key}", ["an earlier version had it; write `algorithm.", now])
+            for key, now in (
+                ("policy_loss=sapo", "loss`"), ("clip_high=0.3", "loss.clip_high`"), ("pass_k=2", "k: "),
+                ("std=batch", "advantage.std"), ("entropy_coef=0.1", "entropy.coef"), ("tau=1", "loss.tau"),
+                ("adaptive_entropy={target: 1}", "kind: adaptive"), ("old_logprobs=rollout", "bypass"),
+                ("process_coef=1", "process.coef"), ("add_token_level_kl=true", "kl.in_reward"),
+            )
+        ),
+        ("scale_rewards=batch", ["did you mean `algorithm.advantage.std`?", "batch_raw"]),
         ("policy.learning_rate=1", ["did you mean `policy.optimizer.lr`?"]),
         ("n_samples_per_prompt=8", ["did you mean `batch.samples_per_prompt`?", "OpenRLHF's"]),
         ("rollout.n_samples_per_prompt=8", ["did you mean `batch.samples_per_prompt`?"]),
         ("eval.temperature=0", ["did you mean `evaluation.temperature`?"]),
         ("rollout.temperature=1", ["did you mean `sampling.temperature`?"]),
         ("loss_agg_mode=token-mean", ["did you mean `algorithm.aggregation`?"]),
-        ("dual_clip_loss=true", ["did you mean `algorithm.dual_clip`?", "1 + 2 * pg_clip"]),
+        ("dual_clip_loss=true", ["did you mean `algorithm.loss.dual_clip`?", "1 + 2 * pg_clip"]),
         ("ppo_epochs=1", ["did you mean `batch.epochs_per_batch`?"]),
         ("use_kl_loss=true", ["`algorithm.kl.coef`"]),
         ("actor_train={training_args: {learning_rate: 1e-6}}", ["did you mean `policy.optimizer.lr`?"]),
@@ -104,7 +117,7 @@ def test_no_framework_has_one_name_in_two_rows():
         ("health.garbage_above=0.5", ["an earlier version had it; write `health.degenerate_above`"]),
         ("sampling.stop_strings=[a]", ["did you mean `sampling.stop`?"]),
         # A misspelt key of ours is still answered by its spelling.
-        ("algorithm.clip_hihg=0.3", ["did you mean `algorithm.clip_high`?"]),
+        ("algorithm.clip_hihg=0.3", ["did you mean `algorithm.loss.clip_high`?"]),
         ("polcy.lr=1", ["did you mean `policy`?"]),
     ],
 )  # fmt: skip
@@ -169,7 +182,7 @@ def test_a_flag_of_another_framework_is_answered_with_our_key(base, capsys):
 
 def test_settings_that_the_maths_documents_for_peers_are_accepted():
     """ROLL's truncated weights in [0, 1] are cispo's with no room above 1."""
-    own = AlgorithmConfig(policy_loss="cispo", clip_low=1.0, clip_high=0.0)
+    own = AlgorithmConfig(loss={"name": "cispo", "clip_low": 1.0, "clip_high": 0.0}).loss
     assert (own.clip_low, own.clip_high) == (1.0, 0.0)
     text = (ROOT / "grpo_dist/algorithms/README.md").read_text()
     assert "its `tis` is `cispo` with\n`clip_low: 1, clip_high: 0`" in text

@@ -30,20 +30,20 @@ def test_the_documents_list_what_every_preset_sets(name):
     own = presets.differences(name)
     assert own and set(own) <= set(presets.settings(name))
     for key in own:
-        assert f"`{key.removeprefix('algorithm.')}` " in row
+        assert f"`{key.removeprefix('algorithm.').removesuffix('.name').removesuffix('.kind')}` " in row
 
 
 def test_what_grpo_and_dapo_change_from_the_defaults():
     assert presets.differences("grpo") == {
-        "algorithm.aggregation": "seq-mean-token-mean",
+        "algorithm.aggregation.name": "seq-mean-token-mean",
         "algorithm.kl.coef": 0.04,
     }
     assert presets.differences("dapo") == {
-        "algorithm.clip_high": 0.28,
+        "algorithm.loss.clip_high": 0.28,
         "dynamic_sampling.enabled": True,
         "rewards.overlong_buffer.penalty": 1.0,
     }
-    default = "| none (the default) | `advantage` grpo, `std` group, `policy_loss` ppo_clip"
+    default = "| none (the default) | `advantage` grpo, `advantage.std` group, `loss` ppo_clip"
     assert default in presets.table()
 
 
@@ -55,7 +55,7 @@ def test_a_configuration_carries_the_name_of_its_preset(base):
     assert load_config(built).algorithm.preset == "grpo"
     own = base.parent / "algorithms"
     own.mkdir()
-    (own / "mine.yaml").write_text("algorithm: {policy_loss: gspo}\n")
+    (own / "mine.yaml").write_text("algorithm: {loss: gspo}\n")
     assert load_config(base, ["+algorithm=mine"]).algorithm.preset == "mine"
 
 
@@ -101,8 +101,8 @@ def test_a_run_prints_its_preset_and_what_differs_from_it(base):
         return presets.described(load_config(base, overrides))
 
     assert printed() == "algorithm: no preset, the defaults"
-    assert printed("algorithm.clip_high=0.3") == (
-        "algorithm: no preset, the defaults with clip_high set in the configuration"
+    assert printed("algorithm.loss.clip_high=0.3") == (
+        "algorithm: no preset, the defaults with loss set in the configuration"
     )
     assert printed("+algorithm=dapo") == (
         "algorithm: preset dapo, which also sets dynamic_sampling.enabled=true, "
@@ -115,16 +115,22 @@ def test_a_run_prints_its_preset_and_what_differs_from_it(base):
 
 def test_the_name_alone_is_reported_with_every_setting_that_differs(base):
     config = load_config(base, ["algorithm.preset=dapo"])
-    differ = "algorithm.clip_high=null, dynamic_sampling.enabled=false, rewards.overlong_buffer.penalty=0.0"
+    differ = "algorithm.loss.clip_high=0.2, dynamic_sampling.enabled=false, "
+    differ += "rewards.overlong_buffer.penalty=0.0"
     also = ", which also sets rewards.overlong_buffer.share=0.2"
     assert presets.described(config) == f"algorithm: preset dapo{also}; changed from it: {differ}"
     assert label_of(config) == f"dapo, changed: {differ}"
     more = load_config(base, ["+algorithm=dapo", "algorithm.top_entropy_share=0.2"])
     assert label_of(more) == "dapo, changed: algorithm.top_entropy_share=0.2"
-    by_hand = ["algorithm.preset=dapo", "algorithm.clip_high=0.28", "dynamic_sampling.enabled=true"]
+    by_hand = ["algorithm.preset=dapo", "algorithm.loss.clip_high=0.28", "dynamic_sampling.enabled=true"]
     by_hand += ["rewards.overlong_buffer.penalty=1"]
-    assert label_of(load_config(base, by_hand)) == "dapo"  # null means 0.2 and group, as the preset sets
+    assert label_of(load_config(base, by_hand)) == "dapo"
     assert label_of(load_config(base)) is None
+    other = load_config(base, ["+algorithm=grpo", "algorithm.loss={name: sapo, tau_positive: 2}"])
+    assert label_of(other) == (
+        "grpo, changed: algorithm.loss=sapo, algorithm.loss.tau_positive=2.0, "
+        "algorithm.loss.tau_negative=1.05"
+    )
     own = load_config(base, ["algorithm.preset=mine"])
     assert presets.described(own) == "algorithm: preset mine (not one of this project's)"
 

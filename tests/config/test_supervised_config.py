@@ -25,7 +25,7 @@ def test_steps_seed_and_optimiser_are_those_of_sft_and_ranks_those_of_policy():
                 "updates_per_step": 2,
                 "epochs_per_batch": 3,
             },
-            algorithm={"kl": {"coef": 0.1}, "entropy_coef": 0.1},
+            algorithm={"kl": {"coef": 0.1}, "entropy": {"coef": 0.1}},
         )
     )
     assert (found.steps, found.total_updates, found.seed) == (30, 30, 5)
@@ -81,7 +81,7 @@ def test_epochs_give_the_steps(demonstrations, steps):
     [
         ({"sft.threads": 3, "sft.validate_every": 7}, True),
         ({"policy.num_workers": 2, "policy.zero_stage": 3, "batch.micro_batch_tokens": 64}, True),
-        ({"sampling.max_new_tokens": 9, "algorithm.policy_loss": "cispo", "rewards.timeout_s": 3.0}, True),
+        ({"sampling.max_new_tokens": 9, "algorithm.loss": "cispo", "rewards.timeout_s": 3.0}, True),
         ({"sft.validation_share": 0.5}, False),
         ({"sft.batch_size": 5}, False),
         ({"policy.lora": {"rank": 4}}, False),

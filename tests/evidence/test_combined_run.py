@@ -23,7 +23,7 @@ TOGETHER = [
     "policy.zero_stage=3", "policy.lora={rank: 4}", "policy.optimizer.lr=1.0e-2",
 ]  # fmt: skip
 DPPO = """algorithm={
-  policy_loss: dppo_kl, old_logprobs: rollout, advantage: dr_grpo, aggregation: prompt-mean-token-mean,
+  loss: dppo_kl, correction: bypass, advantage: dr_grpo, aggregation: prompt-mean-token-mean,
   zero_variance_filter: true, kl: {coef: 0.01, bias_correction: true},
   correction: {reject: [{rule: seq_mean_k3, high: HIGH}]}}"""
 

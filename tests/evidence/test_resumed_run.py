@@ -8,7 +8,7 @@ pytestmark = pytest.mark.evidence
 
 EVERYTHING = (
     "steps=4", "checkpoint.every=2", "max_staleness=1", "policy.optimizer.schedule=constant",
-    "algorithm.advantage=opo", "algorithm.policy_loss=gspo", "algorithm.entropy_coef=0.01",
+    "algorithm.advantage=opo", "algorithm.loss=gspo", "algorithm.entropy.coef=0.01",
     "algorithm.top_entropy_share=0.5", "algorithm.kl.estimator=k3+", "algorithm.kl.target=0.01",
     "batch.updates_per_step=2", "batch.epochs_per_batch=2", "dynamic_sampling.enabled=true",
     "dynamic_sampling.max_extra_prompts=2", "reference.refresh_every=1", "reference.refresh_mix=0.5",

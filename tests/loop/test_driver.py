@@ -199,11 +199,14 @@ def test_the_control_shuffles_rewards_among_samples():
     batch = {"prompts_per_step": 8, "samples_per_prompt": 4}
     train(
         world,
-        fakes.config(steps=2, batch=batch, algorithm={"std": "none", "skip_idle_rows": False}),
+        fakes.config(steps=2, batch=batch, algorithm={"advantage": {"std": "none"}, "skip_idle_rows": False}),
         fakes.prompts(20),
     )
     shuffled = fakes.config(
-        steps=2, batch=batch, algorithm={"std": "none", "skip_idle_rows": False}, rewards={"shuffle": True}
+        steps=2,
+        batch=batch,
+        algorithm={"advantage": {"std": "none"}, "skip_idle_rows": False},
+        rewards={"shuffle": True},
     )
     train(control, shuffled, fakes.prompts(20))
     for mine, dealt in zip(world.updates, control.updates, strict=True):
@@ -444,7 +447,7 @@ def test_a_curriculum_follows_what_was_observed_and_resumes_the_same(staleness):
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_running_reward_statistics_cover_every_step_once_and_survive_a_resume(staleness):
     """The advantages of a step are those of its rewards among all rewards so far, staged ahead or not."""
-    algorithm = {"advantage": "reinforce_pp", "reward_norm": "running", "whiten_advantages": False}
+    algorithm = {"advantage": {"name": "reinforce_pp", "whiten": False}, "reward_norm": "running"}
     how = {"steps": 6, "max_staleness": staleness, "algorithm": algorithm}
     whole = fakes.World()
     train(whole, fakes.config(**how), fakes.prompts(40))

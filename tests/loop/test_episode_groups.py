@@ -85,7 +85,7 @@ def test_a_group_has_a_signal_where_only_a_further_row_has_one():
     )  # fmt: skip
     settings = fakes.config(
         data=ENVIRONMENT, batch={"prompts_per_step": 1, "samples_per_prompt": 2},
-        algorithm={"advantage": "turn", "turn_discount": 0.0},
+        algorithm={"advantage": {"name": "turn", "discount": 0.0}},
     )  # fmt: skip
     (batch,) = fakes.make_batches(settings, [ScoredGroup(group, [])], 0, kl_coef=0.0)
     rows = len(first.rows)
@@ -101,7 +101,8 @@ def test_a_masked_end_is_not_trained_and_its_reward_counts(masked):
     group = replace(made, rollouts=(ended, *made.rollouts[1:]))
     settings = fakes.config(
         data=ENVIRONMENT, batch={"prompts_per_step": 1, "samples_per_prompt": 3},
-        algorithm={"std": "none", "skip_idle_rows": False}, environments={"mask_outcomes": [masked]},
+        algorithm={"advantage": {"std": "none"}, "skip_idle_rows": False},
+        environments={"mask_outcomes": [masked]},
     )  # fmt: skip
     (batch,) = fakes.make_batches(settings, [ScoredGroup(group, [])], 0, kl_coef=0.0)
     assert not batch.loss_mask[: len(ended.rows)].any() and batch.num_sequences == 2

@@ -34,7 +34,8 @@ class Failing(fakes.World):
 
 def config(**changes):
     batch = {"prompts_per_step": 4, "samples_per_prompt": 6} | changes.pop("batch", {})
-    return fakes.config(steps=1, batch=batch, algorithm={"std": "none", "skip_idle_rows": False}, **changes)
+    algorithm = {"advantage": {"std": "none"}, "skip_idle_rows": False}
+    return fakes.config(steps=1, batch=batch, algorithm=algorithm, **changes)
 
 
 @pytest.mark.parametrize("settings", [{}, {"dynamic_sampling": {"enabled": True}}])
@@ -88,7 +89,7 @@ def test_how_many_samples_suffice_by_hand():
     settings = fakes.config(
         steps=1,
         batch={"prompts_per_step": 4, "samples_per_prompt": 6},
-        algorithm={"advantage": "pass_at_k", "pass_k": 4},
+        algorithm={"advantage": {"name": "pass_at_k", "k": 4}},
     )
     train(world, settings, fakes.prompts(4))
     assert world.draws["p1"] == 2  # four samples have no advantage for the best of four

@@ -88,7 +88,7 @@ def test_without_staleness_there_is_nothing_to_stage_ahead():
 @pytest.mark.parametrize(
     ("changes", "refresh"),
     [
-        ({"algorithm": STEERED | {"add_token_level_kl": True}}, False),  # part of the advantages
+        ({"algorithm": {"kl": STEERED["kl"] | {"in_reward": True}}}, False),  # part of the advantages
         ({"algorithm": {"advantage": "otb"}}, False),  # which reads the policy
         ({"algorithm": {"kl": {"coef": 0.1}}, "reference": {"refresh_every": 1}}, True),
     ],
@@ -139,8 +139,8 @@ def test_a_steered_kl_weight_in_the_loss_does_not_delay_staging():
     [
         {},
         {"algorithm": STEERED},
-        {"algorithm": {"kl": {"coef": 0.1}, "add_token_level_kl": True, "advantage": "reinforce_pp"}},
-        {"algorithm": STEERED | {"add_token_level_kl": True}},
+        {"algorithm": {"kl": {"coef": 0.1, "in_reward": True}, "advantage": "reinforce_pp"}},
+        {"algorithm": {"kl": STEERED["kl"] | {"in_reward": True}}},
         {"rewards": {"shuffle": True}},
         {"dynamic_sampling": {"enabled": True}},
         {"batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "updates_per_step": 2}},

@@ -240,7 +240,7 @@ def test_an_own_estimator_gets_nan_where_a_source_has_no_such_reward():
         torch.testing.assert_close(inputs.parts[name], torch.tensor(values).double(), equal_nan=True)
 
 
-@pytest.mark.parametrize("key", ["policy_loss", "aggregation"])
+@pytest.mark.parametrize("key", ["loss", "aggregation"])
 def test_rows_without_an_advantage_stay_under_an_own_loss_or_aggregation(key):
     assert _reads_all_rows(fakes.config(algorithm={key: "mine:f"}).algorithm)
     assert not _reads_all_rows(fakes.config().algorithm)

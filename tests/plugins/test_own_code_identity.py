@@ -35,7 +35,7 @@ def own(tmp_path):
 def config(code, **changes) -> Config:
     given = {
         "code_paths": [str(code)],
-        "algorithm": {"policy_loss": "own_loss:f"},
+        "algorithm": {"loss": "own_loss:f"},
         "rewards": {"functions": [{"function": "package_of_rewards:f"}]},
         "tracking": {"metrics": [{"function": "own_metric:f"}]},
     }
@@ -84,14 +84,14 @@ def test_a_module_outside_of_code_paths_counts_with_what_it_imports(own, tmp_pat
     (installed / "beside_it.py").write_text("")
     monkeypatch.syspath_prepend(str(elsewhere))
     monkeypatch.syspath_prepend(str(installed))
-    found = digest(config(own, algorithm={"policy_loss": "far_loss:f"}, rewards={}))
+    found = digest(config(own, algorithm={"loss": "far_loss:f"}, rewards={}))
     assert sorted(found) == [
         "module far_helper.py", "module far_loss/__init__.py", "module far_loss/more.py",
     ]  # fmt: skip
     (elsewhere / "far_helper.py").write_text("x = 1\n")
-    again = digest(config(own, algorithm={"policy_loss": "far_loss:f"}, rewards={}))
+    again = digest(config(own, algorithm={"loss": "far_loss:f"}, rewards={}))
     assert changed_code(found, again) == ["module far_helper.py (changed)"]
-    found = digest(config(own, algorithm={"policy_loss": "installed_loss:f"}, rewards={}))
+    found = digest(config(own, algorithm={"loss": "installed_loss:f"}, rewards={}))
     assert sorted(found) == ["module installed_loss/__init__.py", "module installed_loss/more.py"]
 
 

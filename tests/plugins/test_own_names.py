@@ -52,7 +52,7 @@ def test_a_name_of_a_package_is_found_by_its_entry_point(install):
         target_of(LOSS, "short") == "short_answers:found" and package_of(LOSS, "short") == "short-answers 1.2"
     )
     assert load(LOSS, "short")() == "of the package"
-    config = Config.model_validate(PLAIN | {"algorithm": {"policy_loss": "short"}})
+    config = Config.model_validate(PLAIN | {"algorithm": {"loss": "short"}})
     assert [piece.name for piece in config.own_pieces] == ["short"]
     with pytest.raises(ValueError, match=r"'short': expected a built-in advantage.*grpo_dist\.advantages"):
         target_of(ADVANTAGE, "short")  # registered for another kind
@@ -72,10 +72,10 @@ def test_an_estimator_of_a_package_is_treated_as_one_of_a_module(install, tmp_pa
 def test_a_package_cannot_replace_a_built_in_piece_and_is_reported(install):
     install("loud", {"grpo_dist.losses": {"ppo_clip": "loud:found"}})
     config = Config.model_validate(PLAIN)
-    assert config.algorithm.policy_loss == "ppo_clip" and config.own_pieces == ()
-    (message,) = shadowing(LOSS, choices(AlgorithmConfig, "policy_loss"))
+    assert config.algorithm.loss.name == "ppo_clip" and config.own_pieces == ()
+    (message,) = shadowing(LOSS, choices(AlgorithmConfig, "loss"))
     assert "loud 1.2" in message and "'ppo_clip'" in message and "loud:found" in message
-    assert list(shadowing(KL, choices(AlgorithmConfig, "policy_loss"))) == []
+    assert list(shadowing(KL, choices(AlgorithmConfig, "loss"))) == []
 
 
 def test_a_name_that_two_packages_register_is_refused(install):
@@ -147,13 +147,11 @@ def test_code_paths_are_one_list_for_the_whole_configuration():
 
 
 def test_arguments_need_a_piece_of_ones_own():
-    own = {"policy_loss": "mine:f", "kwargs": {"policy_loss": {"beta": 2}}}
+    own = {"loss": {"name": "mine:f", "kwargs": {"beta": 2}}}
     config = Config.model_validate(PLAIN | {"algorithm": own})
-    assert config.own_pieces[0].kwargs == {"beta": 2} and config.own_pieces[0].key == "algorithm.policy_loss"
-    with pytest.raises(ValueError, match=r"kwargs\.advantage: expected .* named by policy_loss"):
-        AlgorithmConfig.model_validate(own | {"kwargs": {"advantage": {"beta": 2}}})
-    with pytest.raises(ValueError, match=r"kwargs\.policy_loss: .* none here"):
-        AlgorithmConfig(kwargs={"policy_loss": {"clip": 0.1}})
+    assert config.own_pieces[0].kwargs == {"beta": 2} and config.own_pieces[0].key == "algorithm.loss"
+    with pytest.raises(ValueError, match=r"loss\.ppo_clip\.kwargs"):
+        AlgorithmConfig(loss={"kwargs": {"clip": 0.1}})
 
 
 def test_a_package_that_is_installed_while_the_process_runs_is_found(install):
@@ -188,7 +186,7 @@ from grpo_dist.plugins.user_code import load
 from grpo_dist.plugins.user_code import package_of
 from grpo_dist.runs.identity import digest_of_run
 plain = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
-config = Config.model_validate(plain | {"algorithm": {"policy_loss": "really_short"}})
+config = Config.model_validate(plain | {"algorithm": {"loss": "really_short"}})
 digest = digest_of_run(config.own_pieces, config.rewards, config.data)
 print(load(LOSS, "really_short")(2, 3), package_of(LOSS, "really_short"), digest)
 """

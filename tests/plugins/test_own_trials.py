@@ -123,9 +123,9 @@ WRONG = [
         LOSS,
         "good",
         {"gamma": 1},
-        "`algorithm.kwargs.policy_loss.gamma`: .* no such argument; it takes beta",
+        "`algorithm.loss.kwargs.gamma`: .* no such argument; it takes beta",
     ),
-    (LOSS, "good", {"beta": "2"}, "`algorithm.kwargs.policy_loss.beta`: .* expects float, and str is given"),
+    (LOSS, "good", {"beta": "2"}, "`algorithm.loss.kwargs.beta`: .* expects float, and str is given"),
     (AGGREGATION, "mean_of_means", {}, "gives other results when the rows are split"),
     (ADVANTAGE, "asks", {}, r"needs `difficulty`, which is no input of its kind \(rewards, group_ids"),
     (ADVANTAGE, "per_group", {}, r"returned shape \[2\]; expected \[8\]"),
@@ -168,7 +168,7 @@ def test_names_of_the_runs_own_rewards_are_no_reason_to_refuse(code):
 
 def test_a_value_that_does_not_fit_is_not_shown(code):
     (problem,) = own_code_problems([piece(LOSS, "good", api_key="sk-very-secret-123")], [code])
-    assert "algorithm.kwargs.policy_loss.api_key" in problem and "sk-very" not in problem
+    assert "algorithm.loss.kwargs.api_key" in problem and "sk-very" not in problem
 
 
 def test_a_piece_that_hangs_is_refused(code, monkeypatch):
@@ -180,15 +180,15 @@ def test_a_piece_that_hangs_is_refused(code, monkeypatch):
 def test_check_tries_own_code_and_names_the_key(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("model: {path: demo:tiny}\ndata: {train: [{path: demo:add3}]}\n")
-    overrides = ["code_paths=[.]", "algorithm.policy_loss=tried_pieces:good"]
+    overrides = ["code_paths=[.]", "algorithm.loss=tried_pieces:good"]
 
     def found(*more):
         config = load_config("run.yaml", [*overrides, *more])
         return next(result for result in run_checks(config, cluster="1x1xH100") if result.name == "own code")
 
-    assert found().detail == "algorithm.policy_loss: tried_pieces:good" and not found().problem
-    wrong = found("algorithm.kwargs={policy_loss: {gamma: 1}}")
-    assert wrong.problem and "`algorithm.policy_loss` = tried_pieces:good" in wrong.detail
+    assert found().detail == "algorithm.loss: tried_pieces:good" and not found().problem
+    wrong = found("algorithm.loss.kwargs={gamma: 1}")
+    assert wrong.problem and "`algorithm.loss` = tried_pieces:good" in wrong.detail
 
 
 def metrics_of(code, *functions):

@@ -71,7 +71,7 @@ def test_a_file_a_mapping_and_a_config_give_the_same_configuration(tmp_path):
     path = tmp_path / "my.yaml"
     path.write_text('model: {path: "demo:tiny"}\ndata: {train: [{path: "demo:add3"}]}\n')
     of_file = resolved(path, ["steps=7", "+algorithm=dapo"])
-    assert isinstance(of_file, Config) and of_file.steps == 7 and of_file.algorithm.clip_high == 0.28
+    assert isinstance(of_file, Config) and of_file.steps == 7 and of_file.algorithm.loss.clip_high == 0.28
     assert resolved(SMALL, ["steps=7", "+algorithm=dapo"]) == of_file == resolved(of_file)
     assert load_config(path) == resolved(str(path)) == resolved(SMALL)
     assert SMALL == {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}

@@ -97,22 +97,6 @@ def test_keys_added_by_a_later_version_are_no_change_at_their_defaults():
     assert found == Change("rewards.accept_arithmetic", None, True) and found.decides(other)
 
 
-@pytest.mark.parametrize(
-    ("was", "now", "same"),
-    [
-        ((True, True), (None, None), True), ((True, False), (True, None), True),
-        ((False, True), (False, None), True), ((True, True), (True, None), False),
-        ((False, True), (None, None), False),
-    ],
-)  # fmt: skip
-def test_reward_shift_and_reward_scale_are_compared_by_what_they_mean(was, now, same):
-    """Both defaulted to true before null was the default."""
-    old = yaml.safe_load(dump_config(config()))
-    old["algorithm"] |= {"reward_norm": "batch", "reward_shift": was[0], "reward_scale": was[1]}
-    other = config(algorithm={"reward_norm": "batch", "reward_shift": now[0], "reward_scale": now[1]})
-    assert (changes(yaml.safe_dump(old), other) == []) == same
-
-
 def test_removing_the_layout_does_not_modify_the_settings():
     models = [MODEL | {"num_workers": 1}]
     settings = {"policy": {"num_workers": 2, "lora": None}, "rewards": {"models": models}}

@@ -166,13 +166,13 @@ def test_advantages_of_the_caller_are_refused_where_they_replace_those_of_a_teac
 
 def test_advantages_of_the_caller_are_refused_where_they_replace_the_kl_in_the_reward(started):
     for in_reward in (True, False):
-        config = fakes.config(algorithm={"add_token_level_kl": in_reward, "kl": {"coef": 0.5}})
+        config = fakes.config(algorithm={"kl": {"coef": 0.5, "in_reward": in_reward}})
         with started(world := fakes.World(jitter=False), config, reference=True) as cluster:
             groups = cluster.score(cluster.sample(next(cluster.batches())))
             own = [np.array([1.0, -1.0])] * 4
             if in_reward:
                 with pytest.raises(
-                    UserError, match=r"`algorithm\.add_token_level_kl` = true.*set it to false"
+                    UserError, match=r"`algorithm\.kl\.in_reward` = true.*set it to false"
                 ):
                     cluster.update(groups, advantages=own)
                 cluster.update(groups)

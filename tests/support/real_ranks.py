@@ -12,7 +12,6 @@ from actors.workers.policy_group import PolicyGroup, PolicySpec
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
     AlgorithmConfig,
-    CorrectionConfig,
     KLConfig,
     ModelConfig,
     OffloadConfig,
@@ -31,7 +30,7 @@ from tests.support import made_groups
 TEMPERATURE = 0.9
 ALGORITHM = AlgorithmConfig(
     kl=KLConfig(coef=0.1),
-    correction=CorrectionConfig(kind="tis", high=2.0),
+    correction="tis",
     aggregation="seq-mean-token-mean",
 )
 # Of a batch of rewards, teachers and demonstrations.

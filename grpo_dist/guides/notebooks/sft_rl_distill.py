@@ -57,7 +57,7 @@ data:
   max_prompt_tokens: 64
 batch: {prompts_per_step: 16, samples_per_prompt: 16, updates_per_step: 2, micro_batch_tokens: 16384}
 sampling: {max_new_tokens: 44}
-algorithm: {clip_high: 0.28}
+algorithm: {loss: {clip_high: 0.28}}
 policy: {optimizer: {lr: 2.0e-4, betas: [0.9, 0.95], warmup_steps: 4}}
 rollout: {threads: 1}
 evaluation: {samples_per_prompt: 2}

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config import Config, RewardModelConfig
 from grpo_dist.policy.deepspeed_config import optimizer_device
 from grpo_dist.tools.plan.accelerators import Peaks
@@ -199,10 +198,10 @@ class Rates:
     def _passes_before(self, updates: int) -> list[float]:
         """Return the extra forward passes of each update for values under the weights before it."""
         algorithm, epochs = self.config.algorithm, self.config.batch.epochs_per_batch
-        estimates = float(estimator_of(algorithm.advantage).reads_policy)
+        estimates = float(algorithm.advantage.traits.reads_policy)
         if algorithm.top_entropy_share < 1.0:
             return [1.0 + estimates] * updates
-        moves = updates * epochs > 1 and algorithm.old_logprobs == "trainer"
+        moves = updates * epochs > 1 and not algorithm.correction.bypasses
         return [(1.0 if moves and (i > 0 or epochs > 1) else 0.0) + estimates for i in range(updates)]
 
     def reference_s(self, work: UpdateWork) -> float:

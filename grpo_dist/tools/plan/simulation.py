@@ -28,9 +28,9 @@ from typing import Any, cast
 import numpy as np
 
 from grpo_dist import driver
-from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.config import Config, DemonstrationStreamConfig, HealthConfig
+from grpo_dist.config.algorithm import NormalisedAdvantage
 from grpo_dist.config.distillation import SampledKL
 from grpo_dist.data.order import OrderState
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
@@ -247,9 +247,9 @@ def as_planned(scenario: Scenario) -> Config:
         **section("data", order="length" if config.data.order == "length" else "epochs", train=sources),
         **section("tracking", samples=False),
     }
-    if "baselines" not in estimator_of(config.algorithm.advantage).inputs:  # one more answer of each prompt
+    if "baselines" not in config.algorithm.advantage.traits.inputs:  # one more answer of each prompt
         # Rewards of fake records have one part and no steps; which estimator reads them takes no time.
-        parts |= section("algorithm", advantage="grpo", std=None)
+        parts |= section("algorithm", advantage=NormalisedAdvantage())
     return config.model_copy(update=parts)
 
 

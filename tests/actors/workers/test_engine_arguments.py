@@ -152,14 +152,14 @@ def test_a_cache_of_another_type_needs_a_correction(name):
     assert not problems(cache)
     uncorrected = {"algorithm": {"correction": {"kind": "none"}}}
     assert "algorithm.correction.kind" in problems(cache, **uncorrected)[0]
-    assert not problems(cache, algorithm={"old_logprobs": "rollout"})
+    assert not problems(cache, algorithm={"correction": "bypass"})
 
 
 def test_fp8_needs_a_correction_bfloat16_and_a_gpu():
     fp8 = {"rollout": {"quantization": "fp8"}}
     kept = fakes.config(**fp8)
     assert not list(contradictions(kept)) and not [p for p in setting_problems(kept, "cuda") if "quanti" in p]
-    assert not list(contradictions(fakes.config(**fp8, algorithm={"old_logprobs": "rollout"})))
+    assert not list(contradictions(fakes.config(**fp8, algorithm={"correction": "bypass"})))
     (on_cpus,) = (p for p in setting_problems(kept, "cpu") if "quantization" in p)
     assert on_cpus.startswith("`rollout.quantization` = fp8 needs GPUs")
     with pytest.raises(ValueError, match=r"quantization` = fp8, .*uncorrected; set algorithm\.correction"):

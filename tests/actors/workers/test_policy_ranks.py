@@ -332,7 +332,7 @@ def test_more_ranks_than_rows_still_give_the_gradient(forked_ranks, tiny_model):
 def test_checkpoint_restores_weights_optimiser_and_schedule(forked_ranks, tiny_model, tmp_path, stage):
     """update, save, update  ==  update, save, (another process) load, update; the entropy bonus continues."""
     first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
-    steered = ALGORITHM.model_copy(update={"adaptive_entropy": AdaptiveEntropyConfig(target=100.0)})
+    steered = ALGORITHM.model_copy(update={"entropy": AdaptiveEntropyConfig(target=100.0)})
     how = {"ranks": 2, "stage": stage, "schedule": "linear", "warmup_steps": 2, "algorithm": steered}
 
     async def uninterrupted():
@@ -531,12 +531,12 @@ def test_a_missing_checkpoint_is_refused_by_name(forked_ranks, tiny_model, tmp_p
 
 
 FAMILY = {
-    "epochs with old log-probs": ({"policy_loss": "ppo_clip"}, 2),
+    "epochs with old log-probs": ({"loss": "ppo_clip"}, 2),
     "sequence ratios and an entropy bonus": (
-        {"policy_loss": "gspo", "clip_low": 0.2, "clip_high": 0.2, "entropy_coef": 0.05}, 2,
+        {"loss": {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2}, "entropy": {"coef": 0.05}}, 2,
     ),
     "the tokens of highest entropy": ({"top_entropy_share": 0.3, "kl": KLConfig()}, 1),
-    "ratios to the engine": ({"old_logprobs": "rollout", "policy_loss": "cispo", "kl": KLConfig()}, 2),
+    "ratios to the engine": ({"correction": "bypass", "loss": "cispo", "kl": KLConfig()}, 2),
 }  # fmt: skip
 
 
@@ -565,7 +565,7 @@ def test_two_ranks_and_small_micro_batches_update_as_one_does(forked_ranks, tiny
     # Adam divides by the gradient's size, so that rounding shows where a gradient is all but 0.
     assert relative(moved_too, moved) < 1e-2
     assert comparable(two) == pytest.approx(comparable(one), rel=1e-3, abs=1e-5)
-    if algorithm.old_logprobs == "trainer":
+    if not algorithm.correction.bypasses:
         assert one["first_update/policy/ratio_max"] == 1.0
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_dist.batch.epochs import redrawn
 from grpo_dist.batch.rows import split_updates
-from grpo_dist.config import AlgorithmConfig, CorrectionConfig, KLConfig
+from grpo_dist.config import AlgorithmConfig, KLConfig
 from tests.support import made_groups
 from tests.support.real_ranks import comparable, flat, on_all, relative, start
 
@@ -20,7 +20,7 @@ SAME = 1e-2
 
 HOW = {
     "old log-probs and a normalised correction": AlgorithmConfig(
-        correction=CorrectionConfig(normalize=True), aggregation="prompt-mean-token-mean"
+        correction={"normalize": True}, aggregation="prompt-mean-token-mean"
     ),
     "the tokens of highest entropy": AlgorithmConfig(top_entropy_share=0.4, kl=KLConfig()),
 }

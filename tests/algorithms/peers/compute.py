@@ -97,8 +97,8 @@ def kl_control(x, section, *, start, target, gain, observed):
 
 def entropy_control(x, section, *, observed):
     own = ours.configured(section)
-    control = EntropyControl(*(getattr(own.adaptive_entropy, k) for k in ("target", "delta", "low", "high")))
-    coef, last, applied, coefs = own.entropy_coef, float("inf"), [], []
+    control = EntropyControl(*(getattr(own.entropy, k) for k in ("target", "delta", "low", "high")))
+    coef, last, applied, coefs = own.entropy.coef, float("inf"), [], []
     for entropy in observed:
         applied.append(control.applied(coef, last))
         coef, last = control.next_coef(coef, entropy), entropy

@@ -13,6 +13,7 @@ from grpo_dist.algorithms.token_baseline import optimal_token_baseline
 from grpo_dist.batch.credit_assignment import sample_advantages, token_advantages
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import AlgorithmConfig, RewardsConfig
+from grpo_dist.config.base import member_called, members
 from grpo_dist.loop.updates import advantage_settings
 from grpo_dist.policy.loss import batch_loss, finish_stats
 from grpo_dist.policy.preparation import Preparation
@@ -22,13 +23,27 @@ _PROMPT = 2  # tokens
 
 
 def configured(section):
-    """Validate a section `algorithm`. Without a correction of its own it has none."""
-    return AlgorithmConfig(**{"correction": {"kind": "none"}} | section)
+    """Build `algorithm` from a counterpart's section, which is flat: a setting is that of the loss or the
+    advantage that has it. Without a correction it has none.
+    """
+    fields = AlgorithmConfig.model_fields
+    flat = {"loss": "ppo_clip", "advantage": "grpo", "correction": "none"} | section
+    nested = {key: value for key, value in flat.items() if key in fields}
+    for key in ("loss", "advantage"):
+        member = member_called(members(fields[key].annotation), flat[key])
+        own = {name: flat[name] for name in member.model_fields if name in flat and name not in fields}
+        nested[key] = {"name": flat[key], **own}
+    if norm := flat.get("reward_norm"):
+        shift, scale = flat.get("reward_shift"), flat.get("reward_scale")
+        # In ROLL a key means "only this step"; both false: both.
+        both = {"shift": shift or scale is False or not scale, "scale": scale or shift is False or not shift}
+        nested["reward_norm"] = norm if norm == "none" else {"name": norm, **both}
+    return AlgorithmConfig(**nested)
 
 
 def rules(section):
     """Return the rejection rules of a section `algorithm`."""
-    return [RejectionRule(r.rule, r.high, r.low) for r in configured(section).correction.reject]
+    return [RejectionRule(**rule.model_dump()) for rule in configured(section).correction.reject]
 
 
 def loss(x, section, *, max_tokens=None, num_tokens=None, num_sequences=None, selected=None):

@@ -193,7 +193,7 @@ def test_a_supervised_stage_is_determined_by_what_its_ranks_train_and_not_by_the
         "policy.optimizer.lr": 0.5,
         "policy.zero_stage": 3,
         "sft.validate_every": 3,
-        "algorithm.clip_low": 0.1,
+        "algorithm.loss.clip_low": 0.1,
     }
     write(stages=[STAGES[0] | {"overrides": free}])
     run()

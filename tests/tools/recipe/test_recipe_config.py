@@ -104,9 +104,9 @@ def test_one_seed_is_for_all_stages_and_the_command_line_overrides_settings(writ
 
 
 def test_a_preset_behind_a_value_of_a_stage_does_not_undo_it(write):
-    pipeline = load_pipeline(write(), ["reason.algorithm.clip_high=0.4", "reason.+algorithm=dapo"])
+    pipeline = load_pipeline(write(), ["reason.algorithm.loss.clip_high=0.4", "reason.+algorithm=dapo"])
     own = pipeline["reason"].config
-    assert own.algorithm.preset == "dapo" and own.algorithm.clip_high == 0.4 and own.steps == 2
+    assert own.algorithm.preset == "dapo" and own.algorithm.loss.clip_high == 0.4 and own.steps == 2
     assert pipeline["cold_start"].config.algorithm.preset is None
 
 

@@ -15,11 +15,11 @@ def _loss(case, settings):
     """Its advantages are of its own making."""
     clip = settings.get("cliprange", 0.2)
     section = {
-        "policy_loss": "ppo_clip", "clip_low": clip, "clip_high": clip,
+        "loss": "ppo_clip", "clip_low": clip, "clip_high": clip,
         "aggregation": MODES[settings["critic_type"]],
     }  # fmt: skip
     if settings.get("reinforce_update"):
-        section = {"policy_loss": "policy_gradient", "aggregation": section["aggregation"]}
+        section = {"loss": "policy_gradient", "aggregation": section["aggregation"]}
     if "tis_c" in settings:
         section["correction"] = {"kind": "tis", "high": settings["tis_c"]}
     if "beta" in settings:
@@ -32,7 +32,7 @@ def _loss(case, settings):
 def _advantages(case, settings):
     std = STD[settings["critic_type"]]
     return Counterpart(
-        {"advantage": "grpo", "std": std, "advantage_eps": 1e-8}, {"estimate": {"std": std, "eps": 1e-8}}
+        {"advantage": "grpo", "std": std, "eps": 1e-8}, {"estimate": {"std": std, "eps": 1e-8}}
     )
 
 

@@ -134,7 +134,7 @@ def _by_hand(case, own, *, every_place=False, largest=None, clip_after=None, cli
     mask, rewards = x["mask"], x["rewards"]
     if clip_before is not None:
         x["rewards"] = rewards.clamp(-clip_before, clip_before)
-    of_samples = ours.estimate(x, section["advantage"], eps=section.get("advantage_eps", 1e-6))
+    of_samples = ours.estimate(x, section["advantage"], eps=section.get("eps", 1e-6))
     if clip_after is not None:
         of_samples = of_samples.clamp(-clip_after, clip_after)
     last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(dim=1)
@@ -149,7 +149,7 @@ def _by_hand(case, own, *, every_place=False, largest=None, clip_after=None, cli
     kept = found[mask]
     centred = torch.where(mask, found - kept.mean(), 0.0)
     if centres is None:
-        centres = "sample" if ours.configured(section).whitens else "not"
+        centres = "sample" if ours.configured(section).advantage.whiten else "not"
     by = {"sample": kept.std(), "population": kept.std(correction=0), "mean": 1.0}
     return {"advantages": found if centres == "not" else centred / by[centres]}
 

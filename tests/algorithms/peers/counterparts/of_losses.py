@@ -26,7 +26,7 @@ def differing(case, own, reason, peers, ours):
 def value_of_logprob(case, own):
     def peers(case, own):
         section = {k: v for k, v in own.section.items() if not k.startswith("clip")}
-        return run(case, section | {"policy_loss": "dro", "beta": 1e-30}, own.how)
+        return run(case, section | {"loss": "dro", "beta": 1e-30}, own.how)
 
     def mine(case, own):
         grad = case.numbers()["grad"]
@@ -103,7 +103,7 @@ def _sequence_gradient(case, own):
     x = case.tensors()
     if own.how.get("first"):
         x["advantages"] = x["advantages"][:, :1].expand_as(x["now"])
-    old = x["engine"] if own.section.get("old_logprobs") == "rollout" else x["old"]
+    old = x["engine"] if "bypass" in str(own.section.get("correction")) else x["old"]
     mask, low, high = x["mask"], 1 - own.section["clip_low"], 1 + own.section["clip_high"]
     out = torch.zeros_like(x["now"])
     rows = int(mask.any(dim=1).sum())
@@ -121,7 +121,7 @@ def _sequence_gradient(case, own):
 def _parts(own, kept):
     """Return the places of a row that share a ratio: all that are kept, or each run of them."""
     places = kept.nonzero()[:, 0].tolist()
-    if own.section["policy_loss"] == "gspo":
+    if own.section["loss"] == "gspo":
         return [places]
     starts = [i for i, t in enumerate(places) if i == 0 or t > places[i - 1] + 1]
     return [places[a:b] for a, b in pairwise([*starts, len(places)])]
@@ -142,7 +142,7 @@ def sequence_gradient(case, own):
 
     def mine(case, own):
         weights = 1.0
-        if "correction" in own.section:
+        if isinstance(own.section.get("correction"), dict):
             x = case.tensors()
             weights, _ = correction(
                 x["old"], x["engine"], x["mask"], level="token", low=0.0, kind="tis",
@@ -161,7 +161,7 @@ def _terms(case, own, *, modes, ratio=None, largest=None, everywhere=False):
     ``largest``: of a token's KL. ``everywhere``: policy and entropy are taken over masked tokens, too.
     """
     section, x = own.section, case.tensors()
-    bare = {k: v for k, v in section.items() if k not in ("kl", "entropy_coef")}
+    bare = {k: v for k, v in section.items() if k not in ("kl", "entropy")}
     mask = x["mask"]
     every = torch.ones_like(mask) if everywhere else mask
     how = own.how | ({"num_tokens": float(mask.sum())} if everywhere else {})
@@ -176,7 +176,8 @@ def _terms(case, own, *, modes, ratio=None, largest=None, everywhere=False):
     }  # fmt: skip
     kl = aggregate(kl.clamp(max=math.inf if largest is None else largest), mask, modes, **counts)
     entropy = aggregate(x["entropy"], every, modes, **counts)
-    further = section.get("kl", {}).get("coef", 0.0) * kl - section.get("entropy_coef", 0.0) * entropy
+    kl_coef, entropy_coef = (section.get(key, {}).get("coef", 0.0) for key in ("kl", "entropy"))
+    further = kl_coef * kl - entropy_coef * entropy
     (grad,) = torch.autograd.grad(further, now) if further.requires_grad else (0.0,)
     return {"loss": found["loss"] + further.detach(), "grad": found["grad"] + grad}
 
@@ -231,12 +232,13 @@ def kept_only(case, own):
     """Rejected tokens leave the denominators."""
 
     def mask(x):
-        bypassed = own.section.get("old_logprobs") == "rollout"  # what was old is then the engine's
+        bypassed = "bypass" in str(own.section.get("correction"))  # what was old is then the engine's
         policy, engine = (x["now"], x["old"]) if bypassed else (x["old"], x["engine"])
         return accepted(policy, engine, x["mask"], ours.rules(own.section))
 
     def peers(case, own):
-        section = {k: v for k, v in own.section.items() if k != "correction"}
+        bypassed = "bypass" in str(own.section.get("correction"))
+        section = own.section | {"correction": "bypass" if bypassed else "none"}
         rows = float(case.tensors()["mask"].any(dim=1).sum())
         how = own.how | ({} if section["aggregation"] == "token-mean" else {"num_sequences": rows})
         return run(case, section, how, lambda x: {"mask": mask(x)})
@@ -318,9 +320,9 @@ def sign_of_score(case, own):
         counts = {"num_tokens": float(x["mask"].sum()), "num_sequences": float(x["mask"].any(dim=1).sum())}
         mode = {"aggregation": own.section["aggregation"]}
         good = run(
-            case, {"policy_loss": "dro", "beta": 1e-30} | mode, counts, lambda x: change(x, x["rewards"] > 0)
+            case, {"loss": "dro", "beta": 1e-30} | mode, counts, lambda x: change(x, x["rewards"] > 0)
         )
-        bad = {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 0.0} | mode
+        bad = {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.0} | mode
         bad = run(case, bad, counts, lambda x: change(x, x["rewards"] <= 0))
         return {key: good[key] + bad[key] for key in good}
 

@@ -24,19 +24,19 @@ def _mode(settings):
 
 def _loss(case, settings):
     clips = {"clip_low": settings.get("clip_eps_low", 0.2), "clip_high": settings.get("clip_eps_high", 0.2)}
-    section = {"policy_loss": "ppo_clip", **clips, "aggregation": _mode(settings)}
+    section = {"loss": "ppo_clip", **clips, "aggregation": _mode(settings)}
     if "dual_clip" in settings:
         section["dual_clip"] = settings["dual_clip"]
     if settings.get("policy_loss_type") == "gspo":
-        section["policy_loss"] = "gspo"
+        section["loss"] = "gspo"
         if settings.get("enable_vllm_is_correction"):
-            section["old_logprobs"] = "rollout"
+            section["correction"] = "bypass"
     elif settings.get("enable_vllm_is_correction"):
         low, high = settings["vllm_is_truncated_threshold"]
         section["correction"] = CORRECTIONS[settings["vllm_is_correction_type"]] | {"low": low, "high": high}
     if case.call == "training_step":
         section["kl"] = {"coef": settings["kl_coef"], "estimator": settings["kl_estimator"]}
-        section["entropy_coef"] = settings["entropy_coef"]
+        section["entropy"] = {"coef": settings["entropy_coef"]}
     how = {}
     if "batch_num_tokens" in settings:
         how = {"num_tokens": settings["batch_num_tokens"], "num_sequences": settings["global_batch_size"]}
@@ -49,11 +49,11 @@ def _loss(case, settings):
 
 
 def _advantages(case, settings):
-    section = {"advantage": ESTIMATORS[settings["estimator"]], "advantage_eps": 1e-9}
+    section = {"advantage": ESTIMATORS[settings["estimator"]], "eps": 1e-9}
     how = {"estimate": {"eps": 1e-9}}
     if "kl_coef" in settings:
         kl = {"coef": settings["kl_coef"], "estimator": settings["kl_estimator"]}
-        section |= {"add_token_level_kl": True, "kl": kl}
+        section |= {"kl": kl | {"in_reward": True}}
     if "gamma" in settings:
         section["gamma"] = settings["gamma"]
     if "kl_coef" in settings or section["advantage"].startswith("reinforce"):

@@ -15,7 +15,7 @@ def _loss(case, settings):
     section["aggregation"] = settings.get("loss_agg_mode", "seq-mean-token-mean")
     if settings.get("use_kl_loss"):
         section["kl"] = {"coef": settings["kl_loss_coef"], "estimator": "k3"}
-        section["entropy_coef"] = settings.get("entropy_loss_coef", 0.0)
+        section["entropy"] = {"coef": settings.get("entropy_loss_coef", 0.0)}
     if "is_weight" in settings:
         section["correction"] = _correction(settings)
     if "filters" in settings:
@@ -52,22 +52,22 @@ def _policy_loss(call, settings):
         clips = {"clip_low": 0.2, "clip_high": 0.28}
     variant = settings.get("pg_variant", "ppo")
     if settings.get("importance_sampling") == "seq":
-        return {"policy_loss": "gspo", **clips}
+        return {"loss": "gspo", **clips}
     if settings.get("ratio_type") == "segment":
-        return {"policy_loss": "gspo_segment", **clips}
+        return {"loss": "gspo_segment", **clips}
     if variant == "ppo":
         dual = {"dual_clip": 1 + 2 * clip} if settings.get("dual_clip_loss") else {}
-        return {"policy_loss": "ppo_clip", **clips, **dual}
+        return {"loss": "ppo_clip", **clips, **dual}
     if variant == "tis":
         low, high = settings.get("tis_lower_bound", 0.0), settings.get("tis_upper_bound", 1.0)
-        return {"policy_loss": "cispo", "clip_low": 1 - low, "clip_high": high - 1}
+        return {"loss": "cispo", "clip_low": 1 - low, "clip_high": high - 1}
     if variant == "cispo":
         low, high = settings.get("cispo_epsilon_low", 0.1), settings.get("cispo_epsilon_high", 0.1)
         unified = settings.get("cispo_use_unified_mask", False)
-        return {"policy_loss": "cispo", "clip_low": low, "clip_high": high, "unified_mask": unified}
+        return {"loss": "cispo", "clip_low": low, "clip_high": high, "unified_mask": unified}
     if variant == "kimi15":
-        return {"policy_loss": "dro", "beta": settings.get("kimi15_tau", 0.1)}
-    return {"policy_loss": {"vanilla": "policy_gradient", "topr": "topr_token"}[variant]}
+        return {"loss": "dro", "beta": settings.get("kimi15_tau", 0.1)}
+    return {"loss": {"vanilla": "policy_gradient", "topr": "topr_token"}[variant]}
 
 
 def _correction(settings):
@@ -109,7 +109,7 @@ def _rewards(case, settings):
     mean, std = settings["norm_mean_type"], settings["norm_std_type"]
     how = {"earlier": settings.get("earlier")}
     if (mean, std) == (None, None):
-        return Counterpart({"advantage": "reinforce_pp", "whiten_advantages": False}, how)
+        return Counterpart({"advantage": "reinforce_pp", "whiten": False}, how)
     if mean == "group" and std != "running":
         kind = {"batch": "batch_raw", None: "none"}.get(std, std)
         return Counterpart({"advantage": "grpo", "std": kind}, how | {"estimate": {"std": kind}})
@@ -117,7 +117,7 @@ def _rewards(case, settings):
     shift = mean is not None and mean != "group"
     section = {
         "reward_norm": std or mean, "reward_scale": scale, "reward_shift": shift,
-        "advantage": "dr_grpo" if mean == "group" else "reinforce_pp", "whiten_advantages": False,
+        "advantage": "dr_grpo" if mean == "group" else "reinforce_pp", "whiten": False,
     }  # fmt: skip
     return Counterpart(section, how)
 
@@ -125,12 +125,12 @@ def _rewards(case, settings):
 def _advantages(case, settings):
     section = {
         "advantage": {"grpo": "grpo", "reinforce": "reinforce_pp"}[settings["adv_estimator"]],
-        "whiten_advantages": settings.get("whiten_advantages", False),
+        "whiten": settings.get("whiten_advantages", False),
         "advantage_clip": settings.get("advantage_clip"), "gamma": settings.get("gamma", 1.0),
     }  # fmt: skip
     if "kl_coef" in settings:
         own = KL.get(settings["kl_penalty"], settings["kl_penalty"])
-        section |= {"add_token_level_kl": True, "kl": {"coef": settings["kl_coef"], "estimator": own}}
+        section |= {"kl": {"in_reward": True, "coef": settings["kl_coef"], "estimator": own}}
     section["reward_clip"] = settings.get("reward_clip")
     own = Counterpart(section)
     if settings.get("gamma") and case.input == "holes":

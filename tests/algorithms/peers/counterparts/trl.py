@@ -24,15 +24,15 @@ def _loss(case, settings):
         corrected = settings.get("use_bias_correction_kl", False)
         section["kl"] = {"coef": settings["beta"], "estimator": "k3", "bias_correction": corrected}
     if settings.get("old") == "engine":
-        section["old_logprobs"] = "rollout"
+        section["correction"] = "bypass"
     if "top_entropy_quantile" in settings:
         section["top_entropy_share"] = settings["top_entropy_quantile"]
     if "off_policy_mask_threshold" in settings:
         section["off_policy_mask_threshold"] = settings["off_policy_mask_threshold"]
     if settings.get("entropy_coef"):
-        section["entropy_coef"] = settings["entropy_coef"]
+        section["entropy"] = {"coef": settings["entropy_coef"]}
     if settings.get("use_vllm") and kind == "vespo":
-        section["old_logprobs"] = "rollout"  # its weights are in the sequence's ratio
+        section["correction"] = "bypass"  # its weights are in the sequence's ratio
     elif settings.get("use_vllm"):
         section["correction"] = _correction(settings)
     tolerance = 1e-5 if kind == "sapo" else None  # its temperatures are float32
@@ -63,22 +63,22 @@ def _difference(case, kind, settings):
 def _policy_loss(kind, settings):
     low, high = settings.get("epsilon", 0.2), settings.get("epsilon_high", 0.2)
     if kind == "cispo":
-        return {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": high - 1}
+        return {"loss": "cispo", "clip_low": 1.0, "clip_high": high - 1}
     if kind == "sapo":
         up, down = (settings[f"sapo_temperature_{sign}"] for sign in ("pos", "neg"))
-        return {"policy_loss": "sapo", "tau_positive": up, "tau_negative": down}
+        return {"loss": "sapo", "tau_positive": up, "tau_negative": down}
     if kind == "vespo":
         names = {"k_positive": "vespo_k_pos", "lambda_positive": "vespo_lambda_pos",
                  "k_negative": "vespo_k_neg", "lambda_negative": "vespo_lambda_neg"}  # fmt: skip
-        return {"policy_loss": "vespo"} | {own: settings[n] for own, n in names.items() if n in settings}
+        return {"loss": "vespo"} | {own: settings[n] for own, n in names.items() if n in settings}
     clips = {"clip_low": low, "clip_high": high}
     if settings.get("importance_sampling_level") == "sequence":
-        return {"policy_loss": "gspo", **clips}
+        return {"loss": "gspo", **clips}
     if settings.get("delta"):
         # Below 1 + epsilon_high it bounds good tokens itself, and bad ones are cut at 1 + epsilon_high.
         clips["clip_high"] = min(high, settings["delta"] - 1)
         clips["dual_clip"] = max(1 + high, settings["delta"])
-    return {"policy_loss": "ppo_clip", **clips}
+    return {"loss": "ppo_clip", **clips}
 
 
 def _correction(settings):
@@ -93,7 +93,7 @@ def _weights(case, settings):
 
 
 def _advantages(case, settings):
-    eps = {"advantage_eps": 1e-4}
+    eps = {"eps": 1e-4}
     if settings.get("multi_objective_aggregation") == "normalize_then_sum":
         return Counterpart(
             {"advantage": "gdpo", **eps},
@@ -108,9 +108,10 @@ def _advantages(case, settings):
 
 def _entropy_control(case, settings):
     section = {
-        "entropy_coef": settings["entropy_coef"],
-        "adaptive_entropy": {"target": settings["entropy_target"], "delta": 0.005, "low": 0.0, "high": 1.0},
-    }
+        "entropy": {
+            "kind": "adaptive", "coef": settings["entropy_coef"], "target": settings["entropy_target"],
+        }
+    }  # fmt: skip
     return Counterpart(section, {"observed": settings["entropies"]})
 
 

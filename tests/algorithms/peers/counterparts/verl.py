@@ -27,7 +27,7 @@ def _loss(case, settings):
     if settings.get("use_kl_loss"):
         name = settings["kl_loss_type"]
         section["kl"] = {"coef": settings["kl_loss_coef"], "estimator": KL.get(name, name)}
-        section["entropy_coef"] = settings["entropy_coeff"]
+        section["entropy"] = {"coef": settings["entropy_coeff"]}
     own = Counterpart(section)
     if case.call == "gpg":
         return of_losses.value_of_logprob(case, own)
@@ -45,26 +45,26 @@ def _policy_loss(call, settings):
     of_sequences = {"aggregation": "seq-mean-token-mean"}
     cap = settings.get("clip_ratio_c", 3.0)
     by_call = {
-        "vanilla": lambda: {"policy_loss": "ppo_clip", "dual_clip": cap, **_clip(settings), **mode},
-        "dppo_tv": lambda: {"policy_loss": call, "ratio_cap": cap, **_clip(settings), **mode},
-        "dppo_kl": lambda: {"policy_loss": call, "ratio_cap": cap, **_clip(settings), **mode},
-        "gspo": lambda: {"policy_loss": call, **_clip(settings), **of_sequences},
+        "vanilla": lambda: {"loss": "ppo_clip", "dual_clip": cap, **_clip(settings), **mode},
+        "dppo_tv": lambda: {"loss": call, "ratio_cap": cap, **_clip(settings), **mode},
+        "dppo_kl": lambda: {"loss": call, "ratio_cap": cap, **_clip(settings), **mode},
+        "gspo": lambda: {"loss": call, **_clip(settings), **of_sequences},
         "sapo": lambda: {
-            "policy_loss": call, "tau_positive": settings["tau_pos"], "tau_negative": settings["tau_neg"],
+            "loss": call, "tau_positive": settings["tau_pos"], "tau_negative": settings["tau_neg"],
             **of_sequences,
         },
-        "gpg": lambda: {"policy_loss": "policy_gradient", **mode},
+        "gpg": lambda: {"loss": "policy_gradient", **mode},
         "clip_cov": lambda: {
-            "policy_loss": call, "cov_share": settings["clip_cov_ratio"], "cov_low": settings["clip_cov_lb"],
+            "loss": call, "cov_share": settings["clip_cov_ratio"], "cov_low": settings["clip_cov_lb"],
             "cov_high": settings["clip_cov_ub"], **_clip(settings), **mode,
         },
         "kl_cov": lambda: {
-            "policy_loss": call, "cov_share": settings["kl_cov_ratio"],
+            "loss": call, "cov_share": settings["kl_cov_ratio"],
             "cov_kl_coef": settings["ppo_kl_coef"], **mode,
         },
-        "geo_mean": lambda: {"policy_loss": "gmpo", **_clip(settings), **of_sequences},
-        "dro": lambda: {"policy_loss": call, "beta": settings["dro_beta"], **mode},
-        "cispo": lambda: {"policy_loss": call, **_clip(settings), **mode},
+        "geo_mean": lambda: {"loss": "gmpo", **_clip(settings), **of_sequences},
+        "dro": lambda: {"loss": call, "beta": settings["dro_beta"], **mode},
+        "cispo": lambda: {"loss": call, **_clip(settings), **mode},
     }  # fmt: skip
     return by_call[call]()
 
@@ -72,19 +72,19 @@ def _policy_loss(call, settings):
 def _bypass(case, settings):
     """What it calls old log-probs are the engine's."""
     own = settings["rollout_correction"]
-    mode = {"aggregation": "token-mean", "old_logprobs": "rollout"}
-    section = {"policy_loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0} | mode
+    mode = {"aggregation": "token-mean", "correction": "bypass"}
+    section = {"loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0} | mode
     if own["loss_type"] == "reinforce":
         by_level = {
-            None: {"policy_loss": "policy_gradient"},
-            "token": {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 1.0},
-            "sequence": {"policy_loss": "reinforce_is"},
+            None: {"loss": "policy_gradient"},
+            "token": {"loss": "cispo", "clip_low": 1.0, "clip_high": 1.0},
+            "sequence": {"loss": "reinforce_is"},
         }
         section = by_level[own["rollout_is"]] | mode
     if own["rollout_rs"] is not None:
-        section["correction"] = {"kind": "none", "reject": _rules(own)}
+        section["correction"] = {"kind": "bypass", "reject": _rules(own)}
     found = Counterpart(section, {"bypassed": True})
-    if section["policy_loss"] == "policy_gradient":
+    if section["loss"] == "policy_gradient":
         return of_losses.value_of_logprob(case, found)
     rejects_some = case.input == "far"
     return of_losses.kept_only(case, found) if rejects_some and "batch_num_tokens" not in settings else found
@@ -133,13 +133,13 @@ def _advantages(case, settings):
         section["std"] = "group" if settings["norm_adv_by_std_in_grpo"] else "none"
         how["estimate"] = {"std": section["std"]}
     if case.call == "gdpo":
-        section["whiten_advantages"] = True
+        section["whiten"] = True
         how["weights"] = {"part0": 1.0, "part1": 0.5}
     if "gamma" in settings:
         section["gamma"] = settings["gamma"]
     if "kl_coef" in settings:
         own = KL.get(settings["kl_penalty"], settings["kl_penalty"])
-        section |= {"add_token_level_kl": True, "kl": {"coef": settings["kl_coef"], "estimator": own}}
+        section |= {"kl": {"in_reward": True, "coef": settings["kl_coef"], "estimator": own}}
     if section["advantage"].startswith("reinforce") or case.call == "gdpo":
         how.pop("estimate")  # whitened over tokens
     tolerance = 1e-5 if case.call in ("grpo_vectorized", "gdpo") else None  # float32 within
