@@ -94,7 +94,7 @@ class EngineSpec:
             rollout=self.rollout.model_copy(update={"num_workers": settings.num_workers}),
             in_flight=0,  # as many as the cache has room for: an evaluation sends all prompts at once
             sampling=(Sampling(settings.temperature, settings.top_p, settings.top_k),),
-            niceness=_NICENESS if settings.threads == 0 else 0,
+            niceness=_NICENESS,
             trains=False,
         )
 

@@ -149,7 +149,10 @@ class GraderPool:
             if isinstance(result, Failure):  # the process was shared, so no other call has a result
                 return [result] * len(calls[part])
             try:
-                return [_result(*reply, size) for reply, size in zip(result, expected[part], strict=True)]
+                return [
+                    _result(status, value, size)
+                    for (status, value), size in zip(result, expected[part], strict=True)
+                ]
             except (TypeError, ValueError):  # not what a grader process replies
                 return [Failure("error", _FORGED)] * len(calls[part])
 

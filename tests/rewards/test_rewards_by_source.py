@@ -89,7 +89,7 @@ STEPS = [{"name": "steps", "path": "p", "kind": "process"}]
                 "rewards": {"by_source": {"a": {"functions": [{"function": "math"}]}}, "models": STEPS},
                 "algorithm": {"advantage": "process"},
             },
-            r"rewards\.by_source\.a has none",
+            r"`rewards\.by_source\.a` has no model or function of `kind: process`",
         ),
         (
             {
@@ -105,7 +105,7 @@ STEPS = [{"name": "steps", "path": "p", "kind": "process"}]
                 "data": {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]},
                 "algorithm": {"advantage": "process"},
             },
-            "no model or function of `kind: process`, and source b.jsonl",
+            "no model or function of `kind: process`, and source b of",
         ),
     ],
 )

@@ -130,8 +130,13 @@ def _score(path: str, rest: list[str], **options: Any) -> None:
             from grpo_dist.tools.evaluate.completions import Columns  # loads numpy and the rewards
             from grpo_dist.tools.evaluate.score import score
 
-        names = [options[f"{name}_column"] for name in ("problem", "completion", "answer")]
-        columns = Columns(*names, options["label"], options["source_column"])
+        columns = Columns(
+            options["problem_column"],
+            options["completion_column"],
+            options["answer_column"],
+            options["label"],
+            options["source_column"],
+        )
         score(
             expanded(path),
             options["reward"],

@@ -128,7 +128,8 @@ def _samples(record: Mapping[str, Any], location: str, columns: Columns) -> list
         raise ValueError(f"{location}: `{names[0]}` is an empty list; remove the row")
     if turns is not None:
         row["turns"] = turns if of_each else [turns]
-    lists = [name for name in ("turns", "finish_reason", columns.label) if isinstance(row.get(name), list)]
+    of_each_text = ("turns", "finish_reason", *([columns.label] if columns.label else []))
+    lists = [name for name in of_each_text if isinstance(row.get(name), list)]
     for name in lists:
         if len(row[name]) != len(texts):
             raise ValueError(

@@ -352,7 +352,11 @@ def _print_rewards(console: Console, scored: Scored, parts: Mapping[str, np.ndar
     totals, of_source = {"total": scored.rewards}, scored.per_completion(lambda group: group.prompt.source)
     if len(sources := dict.fromkeys(of_source)) > 1:
         totals |= {f"total of {s or 'other sources'}": totals["total"][of_source == s] for s in sources}
-    has = {name: scored.per_completion(lambda g, name=name: name in g.reward_parts) for name in parts}
+
+    def has_part(name: str) -> np.ndarray:
+        return scored.per_completion(lambda group: name in group.reward_parts)
+
+    has = {name: has_part(name) for name in parts}
     values = totals | {name: part[has[name]] for name, part in parts.items()}
     columns = ("reward", "scored", "unscored", "mean", "std", "min", "p50", "max")
     rows = []
@@ -410,8 +414,9 @@ class Agreement:
     @classmethod
     def from_values(cls, first: np.ndarray, second: np.ndarray) -> Agreement:
         pairs = ((1, 1), (1, 0), (0, 1), (0, 0))
-        counts = [int(((first == a) & (second == b)).sum()) for a, b in pairs]
-        return cls(*counts, unscored=int((np.isnan(first) | np.isnan(second)).sum()))
+        both, only_first, only_second, neither = (int(((first == a) & (second == b)).sum()) for a, b in pairs)
+        unscored = int((np.isnan(first) | np.isnan(second)).sum())
+        return cls(both, only_first, only_second, neither, unscored)
 
     @property
     def scored(self) -> int:

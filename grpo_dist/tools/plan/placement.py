@@ -126,8 +126,8 @@ def roles_of(config: Config, model: ModelShape, cluster: ClusterShape, *, cpus: 
         raise UserError(problem)
     gpus, cores = cluster.gpus_per_node, _CPUS_PER_GPU * cluster.gpus_per_node
     nodes = [Node(f"node {i + 1}", cores, gpus, cores, gpus) for i in range(cluster.nodes)]
-    if problem := too_large(bundles(placement(config, has, training=True)), nodes):
-        raise UserError(f"{cluster}: {problem.partition(':')[0]}")
+    if excess := too_large(bundles(placement(config, has, training=True)), nodes):
+        raise UserError(f"{cluster}: {excess.partition(':')[0]}")
     return roles
 
 
