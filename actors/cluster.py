@@ -52,8 +52,7 @@ from grpo_dist.errors import (
     TransferLost,
     UserError,
     WorkerLost,
-    cause_of,
-    refusals,
+    find_cause,
 )
 from grpo_dist.runtime.concurrency import deadline, gather
 from grpo_dist.runtime.stage_log import stage
@@ -172,7 +171,7 @@ class Cluster:
         except (RayError, SamplesLost, TimeoutError) as error:
             # A transfer that failed twice, or a partly updated reference, cannot be repaired by its caller.
             lost = (*LOST, ObjectLostError, SamplesLost, TransferLost, TimeoutError)
-            if not isinstance(cause_of(error), lost):
+            if not isinstance(find_cause(error), lost):
                 raise
             self._parts = None  # other actors may wait for the one that failed
             first, line, stacks = str(error).partition("\n")
@@ -290,7 +289,7 @@ class Cluster:
         models = [m for pool in self._handles if isinstance(pool, RewardPool) for m in pool.models]
         separate = [handle for handle in [*self._handles, *models] if handle not in sharing]
         together = [wait_until_ready_colocated(colocation, sharing)] if colocation else []
-        with refusals():
+        with as_user_errors():
             await gather([*(wait_until_ready(handle) for handle in separate), *together])
 
     async def _build_kernels(self) -> None:
@@ -300,10 +299,10 @@ class Cluster:
         if self._shared:
             return
         # torch's part for kernels imports setuptools.
-        from grpo_dist.policy.extensions import build_kernels_here, kernels_of, unbuilt
+        from grpo_dist.policy.extensions import build_kernels_here, list_kernels, unbuilt
 
         device = "cuda" if self._factory.demands["policy"].gpus else "cpu"
-        if missing := unbuilt(kernels_of(self._config.policy, device)):
+        if missing := unbuilt(list_kernels(self._config.policy, device)):
             what = f"DeepSpeed's {', '.join(missing)} are compiled, once on a machine; this can take minutes"
             with stage("kernels", what):
                 await build_kernels_here(missing)

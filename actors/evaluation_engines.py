@@ -23,7 +23,7 @@ from actors.workers.policy_group import PolicyGroup
 from actors.workers.reward import RewardPool
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.policy.snapshots import Snapshot, discard, read_snapshot
-from grpo_dist.runtime.concurrency import gather, in_thread
+from grpo_dist.runtime.concurrency import gather, run_in_thread
 from grpo_dist.runtime.files import flush
 
 _BUCKET_BYTES = 64 * 2**20
@@ -58,7 +58,7 @@ class EvaluationEngines:
             if (snapshot := self._unwritten) is not None:
                 with self._ends_the_wait_if_it_fails():
                     await self._policy.saved()
-                    await in_thread(lambda: _finish(snapshot))
+                    await run_in_thread(lambda: _finish(snapshot))
                 self._unwritten = None
 
     async def load(self, directory: Path) -> bool:
@@ -67,7 +67,7 @@ class EvaluationEngines:
         Raises RuntimeError where an engine read other bytes than the policy wrote, or reports another
         version, and ValueError for a damaged description.
         """
-        snapshot = await in_thread(lambda: read_snapshot(directory))
+        snapshot = await run_in_thread(lambda: read_snapshot(directory))
         if snapshot is None:
             self._is_loaded.set()  # the loop learns of it from the evaluation
             return False
@@ -104,7 +104,7 @@ class EvaluationEngines:
         async with self._loading:
             if self._held is not None and self._held.file.parent == directory:
                 self._held = None
-        await in_thread(lambda: discard(directory))
+        await run_in_thread(lambda: discard(directory))
 
     async def _load(self, worker: Any, snapshot: Snapshot) -> None:
         """Load ``snapshot``. A lost engine is left to its replacement, which loads it, too."""

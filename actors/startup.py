@@ -21,7 +21,7 @@ from actors.workers.policy_group import PolicyGroup
 from actors.workers.reference import ReferencePool
 from actors.workers.reward import RewardModelPool, RewardPool
 from actors.workers.rollout_pool import RolloutPool
-from grpo_dist.runtime.stage_log import names_of, seconds_text, stage
+from grpo_dist.runtime.stage_log import join_names, seconds_text, stage
 
 # By class of a role's handle: the name of its stage of the start, and what the actors do in it.
 STAGES: dict[type, tuple[str, str]] = {
@@ -80,7 +80,7 @@ class StartProgress:
             phase, seconds = ("process", 0.0) if phases is None else phases[-1] if phases else ("", 0.0)
             groups.setdefault(phase, []).append((name, seconds + self._clock() - asked))
         return ", ".join(
-            names_of([name for name, _ in members])
+            join_names([name for name, _ in members])
             + (f": {phase} {seconds_text(max(seconds for _, seconds in members))}" if phase else "")
             for phase, members in groups.items()
         )

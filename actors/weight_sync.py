@@ -40,7 +40,7 @@ from actors.workers.policy import Taken
 from actors.workers.policy_group import PolicyGroup
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import WeightSyncConfig
-from grpo_dist.errors import TransferLost, cause_of
+from grpo_dist.errors import TransferLost, find_cause
 from grpo_dist.policy.weight_buckets import bucket_size
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.metering import Stopwatch
@@ -245,7 +245,7 @@ class WeightSync:
                     await self._group.policy.team.ask_all()
                     if await team.find_dead(workers):
                         continue
-                    if repeated or not isinstance(cause_of(error), TransferLost):
+                    if repeated or not isinstance(find_cause(error), TransferLost):
                         raise
                     repeated = True
             self._version, self._updates = version, self._group.policy.updates

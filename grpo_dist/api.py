@@ -22,7 +22,7 @@ from grpo_dist.config.secrets import masked_setting
 from grpo_dist.errors import UserError
 
 if TYPE_CHECKING:  # imports torch
-    from grpo_dist.runs.own_loop import TrainingCluster
+    from grpo_dist.runs.training_cluster import TrainingCluster
 
 Source = Config | str | Path | Mapping[str, Any]
 
@@ -72,7 +72,9 @@ def cluster(config: Source, overrides: Sequence[str] = ()) -> TrainingCluster:
     settings = resolved(config, overrides)
     if threading.current_thread() is not threading.main_thread():
         raise UserError("cluster() must be called by the main thread of a program or notebook")
-    from grpo_dist.runs.own_loop import TrainingCluster  # imports torch, which the package does without
+    from grpo_dist.runs.training_cluster import (
+        TrainingCluster,  # imports torch, which the package does without
+    )
 
     return TrainingCluster(settings)
 

@@ -36,7 +36,7 @@ class Unhealthy(RunEnded):
 
 
 class Preempted(RunEnded):
-    """The run was asked to end, and ended in order."""
+    """The run was asked to stop, and stopped in order."""
 
     exit_code = 75  # EX_TEMPFAIL: run it again
 
@@ -50,29 +50,27 @@ class Rollback(Exception):
 
 
 class WorkerLost(RuntimeError):
-    """An actor is lost and is not replaced. The message names it and the reason."""
+    """An actor failed and is not replaced. The message names it and the reason."""
 
 
 class StateLost(WorkerLost):
-    """State is lost that only a checkpoint still holds: the run resumes from there."""
+    """Lost state is only in a checkpoint: the run resumes from there."""
 
 
 class SamplesLost(RuntimeError):
-    """Samples are lost with the node that held them, before all readers had them."""
+    """A node failed before all readers had the samples that it held."""
 
 
 class SamplesFailed(RuntimeError):
-    """Engines could not give the samples of a prompt that suffice for its group."""
+    """Engines returned too few samples for a group."""
 
 
 class TransferLost(RuntimeError):
-    """A process of a transfer group, or the connection to it, is lost. The driver finds out which."""
+    """A process of a transfer group, or the connection to it, failed. The driver finds out which."""
 
 
 def expanded(path: str | Path) -> Path:
-    """Return ``path`` with the home directory of a user for a `~` at its begin. Raises UserError where there
-    is no such user.
-    """
+    """Expand a leading `~`. Raises UserError for an unknown user."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -83,8 +81,8 @@ def expanded(path: str | Path) -> Path:
         ) from error
 
 
-def cause_of(error: BaseException) -> BaseException:
-    """Return what an actor raised, without the remote traceback that Ray puts into its message."""
+def find_cause(error: BaseException) -> BaseException:
+    """Return the exception of an actor without Ray's remote traceback in its message."""
     return getattr(error, "cause", None) or error
 
 
@@ -98,22 +96,23 @@ def raised(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
     installed, library = (sysconfig.get_path(name) for name in ("purelib", "stdlib"))
     packages = [f for f in frames if f.filename.startswith(installed)]
-    own = [f for f in frames if f not in packages and not f.filename.startswith((_PACKAGE, library))]
-    if not (places := own or [f for f in packages if not f.filename.startswith(_PACKAGE)]):
+    user_frames = [f for f in frames if f not in packages and not f.filename.startswith((_PACKAGE, library))]
+    if not (user_frames := user_frames or [f for f in packages if not f.filename.startswith(_PACKAGE)]):
         return named
-    return f"{named} ({places[-1].filename}:{places[-1].lineno} in {places[-1].name})"
+    last = user_frames[-1]
+    return f"{named} ({last.filename}:{last.lineno} in {last.name})"
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """Turn ValueError and OSError (a file that cannot be read or written) inside the block into UserError.
-    Outside such a block they are failures of the program and keep their traceback.
+def as_user_errors() -> Iterator[None]:
+    """Raise ValueError and OSError (a file that cannot be read or written) of the block as UserError. Outside
+    such a block they are bugs and keep their traceback.
     """
     try:
         yield
     except (UserError, TimeoutError, ConnectionError) as error:
-        if isinstance(cause := cause_of(error), UserError) and cause is not error:
-            raise cause from error  # of an actor: Ray's own message is the remote traceback
+        if isinstance(cause := find_cause(error), UserError) and cause is not error:
+            raise cause from error  # raised in an actor: Ray's own message is the remote traceback
         raise
     except (ValueError, OSError) as error:
-        raise UserError(str(cause_of(error))) from error
+        raise UserError(str(find_cause(error))) from error

@@ -30,8 +30,8 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_dist.errors import SamplesLost, cause_of
-from grpo_dist.runtime.concurrency import deadline, gather, in_thread
+from grpo_dist.errors import SamplesLost, find_cause
+from grpo_dist.runtime.concurrency import deadline, gather, run_in_thread
 from grpo_dist.runtime.stacks import look
 
 # Ray's errors for an actor that is gone. OutOfMemoryError: the memory monitor of its node killed it.
@@ -97,7 +97,7 @@ def kill(workers: Sequence[Any]) -> None:
 
 def reason(error: BaseException) -> str:
     """Return the first line of the message of ``error``; Ray adds a page."""
-    error = cause_of(error)
+    error = find_cause(error)
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
@@ -133,7 +133,7 @@ async def where_stuck(workers: Mapping[str, Any]) -> str:
             loss = self._micro_batches(batch)
     """
     nowhere = dict.fromkeys(workers, _Place(unknown="Ray does not know where"))
-    places = await _within(_FIND_S, in_thread(partial(_find, workers)), nowhere)
+    places = await _within(_FIND_S, run_in_thread(partial(_find, workers)), nowhere)
     on_nodes: defaultdict[str, list[int]] = defaultdict(list)
     for place in places.values():
         if not place.unknown:

@@ -46,7 +46,7 @@ from actors.lifecycle.calls import (
 )
 from actors.lifecycle.probe import ask_in_parallel, ready
 from grpo_dist.config import RestartsConfig
-from grpo_dist.errors import SamplesLost, StateLost, WorkerLost, cause_of
+from grpo_dist.errors import SamplesLost, StateLost, WorkerLost, find_cause
 from grpo_dist.runtime.concurrency import Budget, deadline, gather
 from grpo_dist.runtime.load_balancer import LoadBalancer
 from grpo_dist.runtime.stage_log import say, seconds_text
@@ -262,7 +262,7 @@ class Team:
                 if tries == attempts:
                     raise
             except RayError as error:
-                if isinstance(cause_of(error), ObjectLostError):
+                if isinstance(find_cause(error), ObjectLostError):
                     raise SamplesLost(f"{self._name(index)}: {reason(error)}") from error
                 raise
             finally:

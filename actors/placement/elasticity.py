@@ -25,7 +25,7 @@ import ray
 
 from actors.lifecycle.calls import deadline_of, nodes_of, reason
 from actors.lifecycle.team import ElasticTeam, GuestSpec, Team
-from grpo_dist.runtime.concurrency import in_thread
+from grpo_dist.runtime.concurrency import run_in_thread
 
 
 def draining() -> dict[str, float]:
@@ -136,14 +136,14 @@ class Elasticity:
 
     async def look(self) -> None:
         """Start what the state of the cluster and the wanted number ask for."""
-        going = await in_thread(draining)
+        going = await run_in_thread(draining)
         for index, node in self._team.guests().items():
             if node in going:
                 notice_s = min(_LEAVE_S, max(0.0, going[node] - _MARGIN_S))
                 self._start(self._team.leave(index, "its node is drained", within_s=notice_s))
                 await asyncio.sleep(0)  # it begins, so that `guests` no longer has it
         guests = self._team.guests()
-        is_placed, wanted = await in_thread(self._is_placed), await in_thread(self._wanted)
+        is_placed, wanted = await run_in_thread(self._is_placed), await run_in_thread(self._wanted)
         missing = (self._most(wanted) if is_placed else 0) - len(guests)
         if missing < 0:
             why = "fewer engines are wanted" if is_placed else "a reserved actor needs the room"
@@ -163,7 +163,7 @@ class Elasticity:
 
     async def _fill(self, missing: int) -> None:
         spec = self._guests
-        places = await in_thread(lambda: rooms(spec.cpus, spec.gpus, missing, in_use=self._in_use))
+        places = await run_in_thread(lambda: rooms(spec.cpus, spec.gpus, missing, in_use=self._in_use))
         for index, node in zip(self._team.free_places(), places, strict=False):
             self._team.join(index, node).add_done_callback(partial(self._note_join, index))
 
@@ -219,7 +219,7 @@ class DrainNotice:
         """Look again and again, until cancelled."""
         while True:
             try:
-                going = await in_thread(draining)
+                going = await run_in_thread(draining)
                 self.leaving = self._nodes.intersection(going)
             except Exception as error:  # Ray may fail for a moment
                 logger.warning("the notices of nodes are unknown now (%s)", reason(error))

@@ -45,7 +45,7 @@ from actors.transfer.connections import Connections, Seat, agree_on_store
 from grpo_dist.config import TransferBackend
 from grpo_dist.errors import TransferLost
 from grpo_dist.runtime.hardware import inductor_settings_kept
-from grpo_dist.runtime.rendezvous import Rank, check_members, meeting_point, own_address
+from grpo_dist.runtime.rendezvous import Rank, check_members, find_local_address, meeting_point
 
 
 class Transport(Protocol):
@@ -129,7 +129,9 @@ class GlooTransport(Broadcasts):
         self._store = meeting_point(rank)
         # Gloo's default is the address of the host's own name, which is often unreachable in containers.
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(seat.host, seat.port))]
+        options._devices = [
+            dist.ProcessGroupGloo.create_device(hostname=find_local_address(seat.host, seat.port))
+        ]
         options._timeout = timeout
         self._group = dist.ProcessGroupGloo(
             dist.PrefixStore("weights", self._store), seat.rank, seat.world_size, options

@@ -33,7 +33,7 @@ from grpo_dist.config.algorithm import WeightedCorrection
 from grpo_dist.health.bounds import Bound
 from grpo_dist.observe.profiling import profiled, trace_path
 from grpo_dist.plugins.algorithm import OwnCode
-from grpo_dist.policy.extensions import build_in_own_directory, build_kernels, kernels_of
+from grpo_dist.policy.extensions import build_in_own_directory, build_kernels, list_kernels
 from grpo_dist.policy.loss import LossSettings
 from grpo_dist.policy.snapshots import SnapshotWriter
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
@@ -184,7 +184,7 @@ class PolicyWorker(WeightSender, Probeable):
         build_in_own_directory()
         # DeepSpeed's autotuner, unused here, would import mlflow if installed: two seconds of each start.
         sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
-        build_kernels(kernels_of(policy, device_type()), self.begin)
+        build_kernels(list_kernels(policy, device_type()), self.begin)
         self.begin("model and DeepSpeed")
         self._trainer = Trainer(with_store(rank), policy, model=model, model_dir=model_dir, settings=settings)
         freeze_loaded()  # each offload collects garbage
@@ -217,8 +217,8 @@ class PolicyWorker(WeightSender, Probeable):
 
     @metered("logprobs")
     def score_norms(self, updates: RankUpdates) -> dict[int, np.ndarray]:
-        """Return `Trainer.row_score_norms` of all rows."""
-        return self._trainer.row_score_norms(updates.batches)
+        """Return the score norms of `Trainer.row_logprobs`."""
+        return self._trainer.row_logprobs(updates.batches, score_norms=True)
 
     @metered("logprobs")
     def base_logprobs(

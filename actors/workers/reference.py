@@ -22,7 +22,7 @@ from actors.transfer.transport import Transport, open_transport
 from grpo_dist.config import ModelConfig, ReferenceConfig, TeacherConfig, TransferBackend
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs
-from grpo_dist.policy.lora import adapter_in, base_weights, merge_start
+from grpo_dist.policy.lora import base_weights, find_start_adapter, merge_start
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs, load_causal_lm, reads_packed_rows
 from grpo_dist.policy.weight_buckets import ParameterSpec
@@ -78,7 +78,7 @@ class ReferenceWorker(Metered, Probeable):
             packing=self._model.packing,
             kernels=self._model.kernels,
         )
-        if start := adapter_in(Path(self._model_dir)):
+        if start := find_start_adapter(Path(self._model_dir)):
             merge_start(causal_lm, start)
         packs = reads_packed_rows(causal_lm)
         kernel = choose_kernel(self._model.attention, self._device, dtype) if packs else None

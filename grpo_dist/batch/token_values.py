@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grpo_dist.types import FurtherRow, Group, Rollout, TrainBatch, of_sampled
+from grpo_dist.types import FurtherRow, Group, Rollout, TrainBatch, select_sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def _of_sample(rollout: Rollout, rows: Sequence[TokenValues | None]) -> TokenVal
     if not any(rows):
         return None
     first = rows[0] or _NOT_TRAINED
-    sizes = [len(of_sampled(row, row.completion_ids)) for row in rollout.rows]
+    sizes = [len(select_sampled(row, row.completion_ids)) for row in rollout.rows]
     means = [0.0 if own is None else own.advantage for own in rows]
     return replace(first, advantage=float(np.dot(means, sizes) / sum(sizes)), further_rows=tuple(rows[1:]))
 

@@ -338,6 +338,17 @@ RULES = (
         ),
         "`data.eval` and evaluations during training (`evaluation.every` or `evaluation.before`)",
     ),
+    _unread(
+        "checkpoint.keep_best",
+        lambda c: c.checkpoint.keep_best and not (c.data.eval and c.evaluation.every),
+        "`data.eval` and `evaluation.every`",
+    ),
+    Rule(
+        "checkpoint.keep_best evaluation.num_workers",
+        lambda c: c.checkpoint.keep_best and c.evaluation.num_workers,
+        "an evaluation on engines of its own ends after later steps, whose weights the checkpoint would have",
+        "set `evaluation.num_workers` to 0, or remove `checkpoint.keep_best`",
+    ),
     # Data and environments
     Rule(
         "data.order data.pools",

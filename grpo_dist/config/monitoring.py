@@ -99,7 +99,15 @@ class CheckpointConfig(Section):
     """Checkpoints, resume and export."""
 
     every: Count = Field(20, description="steps between checkpoints; 0: only the last")
+    every_minutes: PositiveFloat | None = Field(
+        None, description="minutes after which another checkpoint is due, too; null: steps alone count"
+    )
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
+    keep_best: Annotated[str, Field(pattern="^eval/")] | None = Field(
+        None,
+        description="metric of `evaluation`, e.g. eval/SET/pass@1: the checkpoint of its highest value is "
+        "made and kept, too",
+    )
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto: resume from the newest undamaged checkpoint, if any"
     )

@@ -19,7 +19,7 @@ from grpo_dist.config import DataConfig, EnvironmentsConfig
 from grpo_dist.config.environments import check_environment_name
 from grpo_dist.environments import builtin
 from grpo_dist.environments.base import Environment
-from grpo_dist.plugins.user_code import ENVIRONMENT, OwnPiece, code_files, target_of
+from grpo_dist.plugins.user_code import ENVIRONMENT, OwnPiece, code_files, resolve_target
 
 BUILTIN: dict[str, type[Environment]] = {"python": builtin.Python, "calculator": builtin.Calculator}
 # Prefix -> module with the adapter, its class, and the package to install.
@@ -46,7 +46,7 @@ def load_environment(name: str) -> type[Environment]:
     if name in BUILTIN:
         return BUILTIN[name]
     if ":" not in name:
-        name = target_of(ENVIRONMENT, name)
+        name = resolve_target(ENVIRONMENT, name)
     prefix, _, rest = name.partition(":")
     if prefix in ADAPTERS:
         module, adapter, package = ADAPTERS[prefix]

@@ -12,9 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from grpo_dist.config import Config, EvaluationConfig, RejectionConfig, SamplingConfig
-from grpo_dist.errors import SamplesFailed, cause_of
+from grpo_dist.errors import SamplesFailed, find_cause
 from grpo_dist.evaluation.estimates import Estimate, estimate, summarise
-from grpo_dist.runtime.concurrency import gather, progressing, sampled_again
+from grpo_dist.runtime.concurrency import gather, progressing, retry_lost_samples
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.runtime.stage_log import note
@@ -181,9 +181,9 @@ async def _sample_group(
         return await workers.rewards.score(prompt, rollouts)
 
     try:
-        group = await sampled_again(scored)
+        group = await retry_lost_samples(scored)
     except SamplesFailed as error:
-        logger.warning("%s; the problem has no samples, and counts as not scored", cause_of(error))
+        logger.warning("%s; the problem has no samples, and counts as not scored", find_cause(error))
         group = Group(prompt, (), np.empty(0, np.float32), {}, ())
     return with_missing(group, draw)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -60,18 +60,13 @@ class HealthState:
     idle: int = 0
     unscored: int = 0
 
-
-def to_json(state: HealthState) -> dict[str, Any]:
-    """Convert to JSON values."""
-    return asdict(state)
-
-
-def from_json(values: Mapping[str, Any]) -> HealthState:
-    """Undo `to_json`. Of an older version's metrics (`followed`) nothing is kept: tracking restarts. Neither
-    are the gradient norms 0 that it remembered of steps without training.
-    """
-    found = TypeAdapter(HealthState).validate_python({k: v for k, v in values.items() if k != "followed"})
-    return replace(found, grad_norms=tuple(norm for norm in found.grad_norms if norm > 0))
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> HealthState:
+        """Undo `dataclasses.asdict`. Of an older version's metrics (`followed`) nothing is kept: tracking
+        restarts. Neither are the gradient norms 0 that it remembered of steps without training.
+        """
+        state = TypeAdapter(cls).validate_python({k: v for k, v in values.items() if k != "followed"})
+        return replace(state, grad_norms=tuple(norm for norm in state.grad_norms if norm > 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +96,17 @@ def passed(bounds: Sequence[Bound], metrics: Mapping[str, float]) -> list[Bound]
     return [bound for bound in bounds if bound.is_passed(metrics)]
 
 
-def of_batch(settings: HealthConfig, state: HealthState) -> list[Bound]:
+def make_batch_bounds(settings: HealthConfig, state: HealthState) -> list[Bound]:
     """Return the bounds on `loop.metrics.rollout_metrics`."""
     return [*_as_configured(settings, _OF_BATCH), *_of_reward(settings, state)]
 
 
-def of_update(settings: HealthConfig, state: HealthState) -> list[Bound]:
+def make_update_bounds(settings: HealthConfig, state: HealthState) -> list[Bound]:
     """Return the bounds on what an update of the policy returns."""
     return [*_as_configured(settings, _OF_UPDATE), *_of_gradient(settings, state)]
 
 
-def of_run(settings: HealthConfig) -> list[Bound]:
+def make_run_bounds(settings: HealthConfig) -> list[Bound]:
     """Return the bounds on what `HealthWatch.examine` counts."""
     return list(_as_configured(settings, _OF_RUN))
 

@@ -28,9 +28,9 @@ from grpo_dist.health.bounds import (
     UPDATE_METRICS,
     Bound,
     HealthState,
-    of_batch,
-    of_run,
-    of_update,
+    make_batch_bounds,
+    make_run_bounds,
+    make_update_bounds,
     passed,
 )
 from grpo_dist.health.drift import DRIFTING, count_drifting, new_drifts, track
@@ -86,7 +86,7 @@ class HealthWatch:
                     f"groups (`health.min_signal_groups` = {self._needed})"
                 )
             return False, metrics
-        beyond = passed(of_batch(self._settings, self.state), metrics) if self._skips else []
+        beyond = passed(make_batch_bounds(self._settings, self.state), metrics) if self._skips else []
         if beyond:
             self._recorder.warn(
                 f"step {step}: not trained on, {_describe(beyond, metrics)}; its batch is in "
@@ -97,7 +97,7 @@ class HealthWatch:
 
     def update_bounds(self) -> list[Bound]:
         """Return the bounds that no update of the next step may pass."""
-        return of_update(self._settings, self.state) if self._skips else []
+        return make_update_bounds(self._settings, self.state) if self._skips else []
 
     def after_update(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         """Quarantine the batch of skipped updates. Raises Unhealthy or Rollback if weights are not finite."""
@@ -131,7 +131,11 @@ class HealthWatch:
             IN_A_ROW: float(skipped),
             "health/idle_in_a_row": float(idle),
         }
-        bounds = [*of_batch(settings, state), *of_update(settings, state), *of_run(settings)]
+        bounds = [
+            *make_batch_bounds(settings, state),
+            *make_update_bounds(settings, state),
+            *make_run_bounds(settings),
+        ]
         alarms = passed(bounds, {**metrics, **counts})
         tracked = track(state.tracked, step, metrics) if self._tracks else state.tracked
         counts |= {"health/alarms": float(len(alarms)), DRIFTING: float(count_drifting(tracked))}
@@ -162,7 +166,7 @@ class HealthWatch:
         self._stop_if_unscored(step, groups)
         self._stop_if_idle(step, metrics)
         if self._skips:
-            alarms = passed(of_run(self._settings), metrics)
+            alarms = passed(make_run_bounds(self._settings), metrics)
         if not alarms:
             return
         found = f"step {step}: {_describe(alarms, metrics)}"

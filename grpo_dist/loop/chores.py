@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -26,7 +27,7 @@ from grpo_dist.loop.pipeline import Pipeline
 from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.staging import Staged, Staging
 from grpo_dist.plugins.inputs import MetricInputs
-from grpo_dist.runtime.concurrency import unless_stopped
+from grpo_dist.runtime.concurrency import run_unless_stopped
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.types import Group
@@ -61,15 +62,15 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Which steps are traced, after how many steps a checkpoint is due, and the last step of the run."""
+    """Which steps are traced, when a checkpoint is due, and the last step of the run."""
 
     traced: tuple[int, ...]
-    save_every: int
+    checkpoint: CheckpointConfig
     last: int
 
     @classmethod
     def from_config(cls, profile: ProfileConfig, checkpoint: CheckpointConfig, last: int) -> StepTimes:
-        return cls(profile.steps, checkpoint.every, last)
+        return cls(profile.steps, checkpoint, last)
 
 
 class StepChores:
@@ -94,6 +95,8 @@ class StepChores:
         self._workers, self._recorder, self._checkpoints, self._state = workers, recorder, checkpoints, state
         self._stop_requested, self._evaluation_pending = stop_requested, False
         self._saved_step = 0  # of the newest checkpoint; before any, step 0 is nothing to save
+        self._saved_s = asyncio.get_running_loop().time()  # when it was begun
+        self._best: tuple[int, float] | None = None  # step and value of `checkpoint.keep_best`
         self._left: frozenset[str] = frozenset()  # nodes about to go, for which the state is saved
 
     async def before_update(self, step: int) -> None:
@@ -131,16 +134,38 @@ class StepChores:
         if self._stop_requested():
             return
         self._recorder.phase(phase)
-        metrics = await unless_stopped(measurement(), self._stop_requested)
+        metrics = await run_unless_stopped(measurement(), self._stop_requested)
         if metrics is not None:
             self._recorder.log(step, metrics)
             self._evaluation_pending = False
+            self._compare_with_best(step, metrics)
+
+    def _compare_with_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Remember ``step`` where its `checkpoint.keep_best` is the highest so far. The weights before the
+        first step are the model's own, and have no checkpoint.
+        """
+        name = self._times.checkpoint.keep_best
+        if name is None or step == 0:
+            return
+        if name not in metrics:
+            self._recorder.warn(
+                f"`checkpoint.keep_best` = {name}: the evaluation of step {step} has no such metric; it has "
+                f"{', '.join(sorted(metrics))}"
+            )
+        elif math.isfinite(metrics[name]) and (self._best is None or metrics[name] > self._best[1]):
+            self._best = (step, metrics[name])
+            self._recorder.note(f"the checkpoint of step {step} is the best: {name} = {metrics[name]:.6g}")
 
     async def _save_where_due(self, step: int) -> None:
-        """Save after ``step`` where that is due, or a node of the policy is about to go. Raises Preempted in
-        a run that is asked to end.
+        """Save after ``step`` where that is due by steps, by time or as the best, or a node of the policy is
+        about to go. Raises Preempted in a run that is asked to end.
         """
-        due = is_due(step, self._times.save_every) or step == self._times.last
+        settings = self._times.checkpoint
+        due = is_due(step, settings.every) or step == self._times.last
+        due = due or (self._best is not None and self._best[0] == step)
+        if settings.every_minutes is not None:
+            elapsed_s = asyncio.get_running_loop().time() - self._saved_s
+            due = due or elapsed_s >= 60 * settings.every_minutes
         if due or self._stop_requested() or self._node_leaves():
             await self._save(self._progress(step))
         if self._stop_requested():  # asked again: it may have come while saving
@@ -163,11 +188,13 @@ class StepChores:
         self._left |= leaving
         self._recorder.phase("save")
         self._recorder.flush()
+        self._saved_s = asyncio.get_running_loop().time()
         await self._checkpoints.save(step, self._workers, progress)
         self._saved_step = step
 
     def _progress(self, step: int) -> Progress:
-        return self._state.progress(step, evaluation_pending=self._evaluation_pending)
+        progress = self._state.progress(step, evaluation_pending=self._evaluation_pending)
+        return replace(progress, best=self._best)
 
     async def _end(self, step: int) -> NoReturn:
         await self._checkpoints.settle()
@@ -188,8 +215,8 @@ class StatefulParts:
     health: HealthWatch
     kl: KLController
 
-    def progress(self, step: int, *, evaluation_pending: bool, evaluations: tuple[int, ...] = ()) -> Progress:
-        """Return the state after ``step``. ``evaluations``: as in `Progress`."""
+    def progress(self, step: int, *, evaluation_pending: bool) -> Progress:
+        """Return the state after ``step``."""
         return Progress(
             step,
             self.pipeline.state(),
@@ -197,7 +224,6 @@ class StatefulParts:
             self.kl.coef,
             evaluation_pending,
             self.staging.rewards,
-            evaluations,
         )
 
 
@@ -252,6 +278,7 @@ class Chores(StepChores):
     async def before_first_step(self, progress: Progress) -> None:
         """Evaluate if a resumed run did not finish its last evaluation, or a new run begins with one."""
         self._evaluation_pending, self._saved_step = progress.evaluation_pending, progress.step
+        self._best = progress.best
         step, due = progress.step, progress.evaluations
         if self._concurrent is not None:
             await self._concurrent.resume(step, due, self._stop_requested)
@@ -370,7 +397,7 @@ class Chores(StepChores):
 
     def _progress(self, step: int) -> Progress:
         due = self._concurrent.due if self._concurrent is not None else ()
-        return self._parts.progress(step, evaluation_pending=self._evaluation_pending, evaluations=due)
+        return replace(super()._progress(step), evaluations=due)
 
     async def _evaluate(self, step: int) -> None:
         if self._concurrent is not None:

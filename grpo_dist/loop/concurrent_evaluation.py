@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.policy.snapshots import discard
-from grpo_dist.runtime.concurrency import deadline, finished_unless_stopped, in_thread
+from grpo_dist.runtime.concurrency import deadline, run_in_thread, wait_unless_stopped
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.workers import EvaluationHandle
 
@@ -109,7 +109,7 @@ class ConcurrentEvaluation:
             return True
         if not self._task.done():
             self._recorder.phase("evaluate")
-        if not await finished_unless_stopped(self._task, stop_requested):
+        if not await wait_unless_stopped(self._task, stop_requested):
             return False
         self.check()
         return True
@@ -155,7 +155,7 @@ class ConcurrentEvaluation:
 async def discard_snapshots(run_dir: Path) -> None:
     """Delete the snapshots in ``run_dir``, of a run that had engines of evaluation and has none now."""
     for _, directory in _kept(run_dir):
-        await in_thread(partial(discard, directory))
+        await run_in_thread(partial(discard, directory))
 
 
 def _kept(run_dir: Path) -> list[tuple[int, Path]]:

@@ -30,7 +30,7 @@ from grpo_dist.loop.groups import ScoredBatch, ScoredGroup
 from grpo_dist.loop.pipeline import Pipeline
 from grpo_dist.loop.progress import PipelineState
 from grpo_dist.loop.sampling_schedule import sampling_used
-from grpo_dist.runtime.concurrency import finished_unless_stopped
+from grpo_dist.runtime.concurrency import wait_unless_stopped
 from grpo_dist.types import Group, Prompt
 
 
@@ -276,7 +276,7 @@ class FirstCome(Pipeline):
         if self._assembling is None:
             self._assembling = asyncio.create_task(self._assemble(), name=f"batch {self._step}")
         async with self._deadline(self._step):
-            if not await finished_unless_stopped(self._assembling, unless):
+            if not await wait_unless_stopped(self._assembling, unless):
                 return None
         chosen = set(self._assembling.result())  # bounded: it is done
         self._assembling = None
@@ -346,7 +346,7 @@ class FirstCome(Pipeline):
         while running := list(self._running):
             for task in running:
                 async with self._deadline(self._step):
-                    if not await finished_unless_stopped(task, unless):
+                    if not await wait_unless_stopped(task, unless):
                         return False
             await asyncio.sleep(0)  # until `_note_end` knows the last of them
         if self._failure is not None:

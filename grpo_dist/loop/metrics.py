@@ -23,7 +23,7 @@ from grpo_dist.data.pools import pool_metrics
 from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.plugins.inputs import MetricInputs
 from grpo_dist.plugins.user_code import METRIC, call, call_in_time, load
-from grpo_dist.types import FurtherRow, Group, Rollout, count_signals, of_sampled, training_rows
+from grpo_dist.types import FurtherRow, Group, Rollout, count_signals, select_sampled, training_rows
 
 OUTCOMES = ("correct", "wrong", "no_answer", "timeout", "error")
 ENDS = ("stop", *get_args(BudgetOutcome), "error")  # of an episode
@@ -156,7 +156,9 @@ def distillation_metrics(scored: Sequence[ScoredGroup], with_signal: Collection[
         rows = [row for rollout in scored_group.group.rollouts for row in rollout.rows]
         for name, teacher_rows in scored_group.teacher_logprobs.items():
             for row, theirs in zip(rows, teacher_rows, strict=True):
-                gap = of_sampled(row, row.logprobs).astype(np.float64) - of_sampled(row, theirs.sampled)
+                gap = select_sampled(row, row.logprobs).astype(np.float64) - select_sampled(
+                    row, theirs.sampled
+                )
                 gap = gap[np.isfinite(gap)]  # a token without a log-prob is not trained on
                 sums[name] += float(gap.sum())
                 tokens[name] += len(gap)

@@ -34,7 +34,7 @@ from grpo_dist.loop.groups import FrozenModels, GroupDraw, GroupScorer, ScoredBa
 from grpo_dist.loop.progress import PipelineState, SampledBatch
 from grpo_dist.loop.sampling_schedule import SamplingSchedule
 from grpo_dist.loop.updates import signal_rule
-from grpo_dist.runtime.concurrency import deadline, finished_unless_stopped, gather, task_group
+from grpo_dist.runtime.concurrency import deadline, gather, task_group, wait_unless_stopped
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.types import Group, Prompt
 from grpo_dist.workers import Workers
@@ -177,7 +177,7 @@ class Pipeline:
         """
         batch, task = self._launched[0]
         async with self._deadline(batch):
-            if not await finished_unless_stopped(task, unless):
+            if not await wait_unless_stopped(task, unless):
                 return None
         self._launched.popleft()
         done = task.result()  # bounded: it is done
@@ -195,7 +195,7 @@ class Pipeline:
         if self._drains:
             for batch, task in self._launched:
                 async with self._deadline(batch):
-                    if not await finished_unless_stopped(task, unless):
+                    if not await wait_unless_stopped(task, unless):
                         return False
                     task.result()  # bounded: it is done
         return True

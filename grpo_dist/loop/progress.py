@@ -62,6 +62,7 @@ class Progress:
     evaluation_pending: the evaluation that was due after the step was not finished.
     evaluations: steps whose evaluations on engines of their own were not finished.
     rewards: moments of the rewards of all steps so far, for `algorithm.reward_norm` running.
+    best: step of the highest `checkpoint.keep_best` so far, and its value.
     """
 
     step: int = 0
@@ -71,3 +72,4 @@ class Progress:
     evaluation_pending: bool = False
     rewards: Moments = field(default_factory=Moments)
     evaluations: tuple[int, ...] = ()
+    best: tuple[int, float] | None = None

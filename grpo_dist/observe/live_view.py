@@ -21,7 +21,7 @@ from rich.text import Text
 
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.runtime.metering import Span, Usage
-from grpo_dist.runtime.stage_log import clock_text, names_of, open_stages
+from grpo_dist.runtime.stage_log import clock_text, join_names, open_stages
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PARTS = " ▏▎▍▌▋▊▉"
@@ -158,7 +158,7 @@ class LiveView:
             if count := self._replaced.get(role):
                 parts.append(f"{count} replaced")
             if lost:
-                parts.append(f"being replaced: {names_of(lost)}")
+                parts.append(f"being replaced: {join_names(lost)}")
             yield Text("● ", style="yellow" if lost else "green").append("  ".join(parts), style="default")
 
 

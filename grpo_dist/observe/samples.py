@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_dist.batch.token_values import TokenValues, ValuesOfSamples, has_tokens
-from grpo_dist.runtime.files import clear, fields_of, publish
+from grpo_dist.runtime.files import clear, publish, record_to_dict
 from grpo_dist.types import FurtherRow, Group, HeldRoutes, Prompt, Rollout, ToolCall, Turn
 
 _NAME = re.compile(r"(?:eval_.+_)?step_(?P<step>\d+)\.parquet")  # names of a run's tables of samples
@@ -179,7 +179,7 @@ def _read_routes(row: dict, index: int) -> HeldRoutes | None:
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    return fields_of(turn) | {"calls": [fields_of(call) for call in turn.calls]}
+    return record_to_dict(turn) | {"calls": [record_to_dict(call) for call in turn.calls]}
 
 
 def _further(rollout: Rollout, values: TokenValues | None, names: Iterable[str]) -> list[dict[str, Any]]:

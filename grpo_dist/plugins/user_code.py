@@ -3,7 +3,7 @@ installed package registers as an entry point of the kind's group. Resolves name
 imports, calls with those inputs that a function names, and lists files for a run's identity.
 
 A built-in name always means the built-in piece. A package that registers the same name does not replace it,
-and `shadowing` reports it. The module that a name begins with is searched in `code_paths` first, as a
+and `find_shadowing` reports it. The module that a name begins with is searched in `code_paths` first, as a
 reward's is in its own process. Modules that it imports later, inside functions, are found in `code_paths`
 after installed packages. Imports no torch: the configuration reads this module.
 """
@@ -125,7 +125,7 @@ def _search_path() -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-def target_of(kind: Kind, name: str) -> str:
+def resolve_target(kind: Kind, name: str) -> str:
     """Return ``module:attribute`` of a piece that is not built in.
 
     Raises ValueError for a malformed or unknown name, and for one that two packages register.
@@ -150,13 +150,13 @@ def target_of(kind: Kind, name: str) -> str:
     )
 
 
-def package_of(kind: Kind, name: str) -> str | None:
+def find_package(kind: Kind, name: str) -> str | None:
     """Return name and version of the package that registers ``name``; None for ``module:name``."""
     points = [] if ":" in name else registered(kind).get(name, [])
     return _package(points[0]) if points else None
 
 
-def shadowing(kind: Kind, builtin: Collection[str]) -> Iterator[str]:
+def find_shadowing(kind: Kind, builtin: Collection[str]) -> Iterator[str]:
     """Yield a message for every package that registers the name of a built-in piece."""
     for name, points in registered(kind).items():
         for point in points:
@@ -173,7 +173,7 @@ def _package(point: EntryPoint) -> str:
 
 def _checked(kind: Kind, name: str) -> str:
     try:
-        target_of(kind, name)
+        resolve_target(kind, name)
     except ValueError as error:
         expected = "`module:name` from `code_paths`"
         if ":" not in name:
@@ -220,7 +220,7 @@ def _alone() -> Iterator[None]:
 
 @lru_cache(maxsize=128)
 def _loaded(kind: Kind, name: str, directories: tuple[str, ...]) -> Any:
-    module_name, _, attribute = target_of(kind, name).partition(":")
+    module_name, _, attribute = resolve_target(kind, name).partition(":")
     try:
         module = _imported(module_name, directories)
     except Exception as error:  # a user's module may raise anything
@@ -375,10 +375,10 @@ def code_digest(pieces: Iterable[OwnPiece], code_paths: Sequence[str]) -> dict[s
     found: dict[str, str] = {}
     modules: set[str] = set()
     for piece in pieces:
-        if (package := package_of(piece.kind, piece.name)) is not None:
+        if (package := find_package(piece.kind, piece.name)) is not None:
             found[f"entry point {piece.name} of {piece.kind.group}"] = package
         else:
-            modules.add(target_of(piece.kind, piece.name).split(":")[0].split(".")[0])
+            modules.add(resolve_target(piece.kind, piece.name).split(":")[0].split(".")[0])
     files = _with_imports(modules, [expanded(path) for path in code_paths])
     for module in sorted(modules):
         if not any(label.split("/")[0] in (module, f"{module}.py") for label in files):

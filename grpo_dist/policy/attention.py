@@ -46,7 +46,7 @@ class Segments:
     longest: int
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Segments:
+    def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> Segments:
         ends = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
         return cls(sent(ends, device), max(lengths))
 
@@ -123,7 +123,12 @@ class VarlenKernel:
         lengths = [len(row) for row in whole]
         repeats = sum(lengths) != size
         indices = sent(torch.from_numpy(np.concatenate(whole)), device) if repeats else None
-        return VarlenSpans(self._function, Segments.of(own, device), Segments.of(lengths, device), indices)
+        return VarlenSpans(
+            self._function,
+            Segments.from_lengths(own, device),
+            Segments.from_lengths(lengths, device),
+            indices,
+        )
 
 
 def torch_varlen(

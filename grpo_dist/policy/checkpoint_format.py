@@ -63,7 +63,7 @@ class CheckpointFormat:
             name: next(iter(tensors)) for name, tensors in each.items() if _is_only(tensors, meta[name])
         }
         self.specs = {
-            name: [ParameterSpec.of(key, tensor) for key, tensor in tensors.items()]
+            name: [ParameterSpec.from_tensor(key, tensor) for key, tensor in tensors.items()]
             for name, tensors in each.items()
         }
 
@@ -98,7 +98,7 @@ def check_expert_names(model: Any, model_dir: Path) -> None:
     if not stored or not each:
         return
     for own, (name, parameter) in each.items():
-        form = CheckpointFormat(model, {name: ParameterSpec.of(name, parameter)})
+        form = CheckpointFormat(model, {name: ParameterSpec.from_tensor(name, parameter)})
         sent = {kind: spec.name for spec in form.specs[name] if (kind := _kind(spec.name))}
         unknown = sorted(key for kind, key in sent.items() if kind not in stored)
         if unknown and own not in stored:

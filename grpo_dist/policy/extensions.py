@@ -93,7 +93,7 @@ def kernel_directory() -> Path:
     return root / "grpo-dist" / kind
 
 
-def kernels_of(policy: PolicyConfig, device: str) -> list[str]:
+def list_kernels(policy: PolicyConfig, device: str) -> list[str]:
     """Return the builders of DeepSpeed's kernels that the ranks of ``policy`` load. ``device``: of the ranks.
 
     Its fused Adam is none of them: the optimiser on GPUs is torch's.

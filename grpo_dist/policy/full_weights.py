@@ -18,8 +18,8 @@ from torch import Tensor
 from grpo_dist.chat.ends import sample_ends
 from grpo_dist.config import PolicyConfig
 from grpo_dist.policy.checkpoint_format import CheckpointFormat, owners
-from grpo_dist.policy.lora import adapter_parameters, adapters, base_of, base_weights, write_adapter
-from grpo_dist.policy.text_model import adapted_in_wrapper, restore_wrapper
+from grpo_dist.policy.lora import adapter_parameters, adapters, base_weights, find_base_model, write_adapter
+from grpo_dist.policy.text_model import find_wrapper, restore_wrapper
 from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
 from grpo_dist.runtime.files import clear, keep_backup, publish, read_json
 
@@ -60,7 +60,7 @@ def write_model(
         _name_ends(partial, sample_ends(tokenizer, templated=True).ids)
     restore_wrapper(Path(tokenizer_dir), partial)
     if low_rank:
-        base, decoder = adapted_in_wrapper(Path(tokenizer_dir)) or (base_of(Path(tokenizer_dir)), "")
+        base, decoder = find_wrapper(Path(tokenizer_dir)) or (find_base_model(Path(tokenizer_dir)), "")
         write_adapter(model, low_rank, partial / _ADAPTER, base_model=base, decoder=decoder)
     files = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if not path.is_dir())
     (partial / _LIST).write_text(json.dumps({"files": files}, indent=1))
@@ -239,6 +239,6 @@ class FullWeights:
 
     def _parameters(self, adapters_only: bool = False) -> dict[str, ParameterSpec]:
         return {
-            name: ParameterSpec.of(name, p, getattr(p, "ds_shape", None))
+            name: ParameterSpec.from_tensor(name, p, getattr(p, "ds_shape", None))
             for name, p in self.named_weights(adapters_only)
         }

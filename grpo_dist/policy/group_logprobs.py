@@ -76,7 +76,7 @@ def _values_of_rows(
     plan = [(own, chosen) for own, made in enumerate(rows) for chosen in _plan(made, micro)]
     out: list[list[tuple[np.ndarray, ...]]] = [[()] * len(made) for made in rows]
     # Before the first pass: under ZeRO-3 passes are collectives, which no other may come between.
-    further = micro.most_of_all(len(plan)) - len(plan) if together else 0
+    further = micro.max_over_ranks(len(plan)) - len(plan) if together else 0
     values = [forward(_layout([rows[own][i] for i in chosen], micro)) for own, chosen in plan]
     for (own, chosen), found in zip(plan, values, strict=True):
         for i, parts in zip(chosen, zip(*(t.cpu().numpy() for t in found), strict=True), strict=True):

@@ -54,7 +54,7 @@ def token_logprobs(
         ValueError: ``temperature`` or ``chunk_tokens`` is not positive.
     """
     layout = padded(tokens, torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask)
-    values, entropies = selected_logprobs(
+    values, entropies, _ = selected_logprobs(
         hidden.flatten(0, 1)[layout.sources],
         lm_head_weight,
         layout.targets,
@@ -71,35 +71,7 @@ def selected_logprobs(
     rows: Float[Tensor, "M D"],
     lm_head_weight: Float[Tensor, "V D"],
     targets: Int[Tensor, " M"],
-    *,
-    temperature: float | int | Float[Tensor, " M"],
-    chunk_tokens: int,
-    bias: Float[Tensor, " V"] | None = None,
-    transform: LogitTransform = IDENTITY,
-    with_entropy: bool = False,
-) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
-    """Do as `token_logprobs`, for hidden states and the tokens they predict; ``temperature`` may be one for
-    each of them.
-    """
-    values, entropies, _ = logprobs_with_candidates(
-        rows,
-        lm_head_weight,
-        targets,
-        None,
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
-        bias=bias,
-        transform=transform,
-        with_entropy=with_entropy,
-    )
-    return values, entropies
-
-
-def logprobs_with_candidates(
-    rows: Float[Tensor, "M D"],
-    lm_head_weight: Float[Tensor, "V D"],
-    targets: Int[Tensor, " M"],
-    candidates: Int[Tensor, "M K"] | None,
+    candidates: Int[Tensor, "M K"] | None = None,
     *,
     temperature: float | int | Float[Tensor, " M"],
     chunk_tokens: int,
@@ -107,8 +79,9 @@ def logprobs_with_candidates(
     transform: LogitTransform = IDENTITY,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None, Float[Tensor, "M K"] | None]:
-    """Do as `selected_logprobs`; also return the log-probs of ``candidates`` at each place, int64, with
-    gradients. None: of none.
+    """Do as `token_logprobs`, for hidden states and the tokens they predict; ``temperature`` may be one for
+    each of them. Also return the log-probs of ``candidates`` at each token, int64, with gradients; None
+    without any.
     """
     _check(temperature, chunk_tokens)
     values, entropies, of_candidates = _ChunkedLogprobs.apply(
@@ -141,7 +114,7 @@ def top_logprobs(
     head = _Head(rows, lm_head_weight, bias, transform)
     values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
     top = values.new_empty(len(rows), count)
-    ids, kernel = torch.empty_like(top, dtype=torch.int32), rows_for(values)
+    ids, kernel = torch.empty_like(top, dtype=torch.int32), choose_logit_rows(values)
     for part in _parts(len(rows), chunk_tokens):
         logits, own = head.logits(rows[part]), _of(temperature, part)
         raw, ids[part] = logits[:, :vocabulary].topk(count, dim=1)
@@ -209,7 +182,7 @@ def _of(temperature: float | Tensor, part: slice) -> float | Tensor:
     return temperature[part].float() if isinstance(temperature, Tensor) else float(temperature)
 
 
-def rows_for(values: Tensor) -> LogitRows:
+def choose_logit_rows(values: Tensor) -> LogitRows:
     """Return what computes rows on the device of ``values``, which have the type of the logits."""
     if values.is_cuda and values.dtype == torch.float32:
         from grpo_dist.policy.logit_kernels import KernelLogitRows  # Triton, which CPUs do not need
@@ -237,7 +210,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         head = _Head(rows, weight, bias, transform)
         values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
         of_candidates = None if candidates is None else values.new_empty(candidates.shape)
-        sums, kernel = RowSums.empty_like(values), rows_for(values)
+        sums, kernel = RowSums.empty_like(values), choose_logit_rows(values)
         for part in _parts(len(rows), chunk):
             logits, own = head.logits(rows[part]), _of(temperature, part)
             raw = None if candidates is None else logits.gather(1, candidates[part])
@@ -262,7 +235,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             total = candidate_grad.sum(dim=1) if grad is None else candidate_grad.sum(dim=1) + grad
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         transform: LogitTransform = ctx.transform
-        head, kernel = _Head(rows, weight, bias, transform), rows_for(sums.largest)
+        head, kernel = _Head(rows, weight, bias, transform), choose_logit_rows(sums.largest)
         grad_rows = torch.empty_like(rows) if needs_rows else None
         grad_weight = torch.zeros_like(weight, dtype=head.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=head.dtype) if needs_bias else None

@@ -305,7 +305,7 @@ class StartAdapter:
             return adapters((_plain(name), opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
 
 
-def with_adapter(base: Path, adapter: Path, where: str, *, continued: bool) -> Path:
+def apply_start_adapter(base: Path, adapter: Path, where: str, *, continued: bool) -> Path:
     """Return the directory of the model ``base`` that starts from ``adapter``, cached: with the adapter in
     it where that is ``continued``, else merged. A tokenizer of the adapter takes the place of the base's.
 
@@ -334,13 +334,13 @@ def with_adapter(base: Path, adapter: Path, where: str, *, continued: bool) -> P
     return cached(f"adapted-{base.name}", decides, write)
 
 
-def adapter_in(model_dir: Path) -> StartAdapter | None:
+def find_start_adapter(model_dir: Path) -> StartAdapter | None:
     """Return the adapter from which training in ``model_dir`` starts; None: from the model itself."""
     folder = model_dir / _FOLDER
     return _read(folder, str(folder)) if folder.is_dir() else None
 
 
-def base_of(model_dir: Path) -> str:
+def find_base_model(model_dir: Path) -> str:
     """Return the directory of the model itself."""
     note = model_dir / _FOLDER / _BASE
     return str(read_json(note)) if note.is_file() else str(model_dir)
@@ -350,7 +350,7 @@ def check_continued(model_dir: Path, settings: LoRAConfig, *, trust_remote_code:
     """Raise ValueError where the adapters of ``settings`` are others than the one that ``model_dir`` starts
     from. Reads no weights.
     """
-    start = adapter_in(model_dir)
+    start = find_start_adapter(model_dir)
     if start is None:
         return
     targets = start.settings.get("target_modules")

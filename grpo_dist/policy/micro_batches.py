@@ -38,7 +38,7 @@ class MicroBatches:
         """
         rows = batch.rows
         plan = self.split(rows.lengths.tolist(), shared_prefixes(rows))
-        return plan + [[] for _ in range(self.most_of_all(len(plan)) - len(plan))]
+        return plan + [[] for _ in range(self.max_over_ranks(len(plan)) - len(plan))]
 
     def split(self, lengths: list[int], prefixes: Prefixes) -> list[list[int]]:
         """Return the rows of each micro-batch, for rows of these lengths that share ``prefixes``."""
@@ -46,7 +46,7 @@ class MicroBatches:
             return micro_batches(lengths, self.token_budget)
         return packed_micro_batches(lengths, prefixes, self.token_budget)
 
-    def most_of_all(self, own: int) -> int:
+    def max_over_ranks(self, own: int) -> int:
         """Return the greatest ``own`` of all ranks. Collective."""
         count = torch.tensor(own, device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)  # bounded: the process group has a deadline

@@ -21,8 +21,8 @@ from grpo_dist.config import ModelConfig, PolicyConfig
 from grpo_dist.policy.attention import NAME, attention_layers, packing_problem, register
 from grpo_dist.policy.checkpoint_format import keep_used_conversions
 from grpo_dist.policy.layer_kernels import use_kernels
-from grpo_dist.policy.logprobs import logprobs_with_candidates, selected_score_norms, top_logprobs
-from grpo_dist.policy.lora import adapter_in, add_adapters, start_from
+from grpo_dist.policy.logprobs import selected_logprobs, selected_score_norms, top_logprobs
+from grpo_dist.policy.lora import add_adapters, find_start_adapter, start_from
 from grpo_dist.policy.packing import Layout
 from grpo_dist.policy.router_replay import replay_routes
 from grpo_dist.policy.sequence_parallel import SequenceGroup, check_heads
@@ -287,7 +287,7 @@ class _LMHead(nn.Module):
         if top_k:
             return top_logprobs(rows, self.weight, targets, top_k, vocabulary=self._vocabulary, **how)
         how["with_entropy"] = with_entropy
-        return logprobs_with_candidates(rows, self.weight, targets, layout.candidates, **how)
+        return selected_logprobs(rows, self.weight, targets, layout.candidates, **how)
 
 
 def trainable_model(
@@ -310,7 +310,7 @@ def trainable_model(
         replay_routes(causal_lm, model_dir)
     if policy.lora is not None:
         add_adapters(causal_lm, policy.lora, seed=seed)
-        if start := adapter_in(Path(model_dir)):
+        if start := find_start_adapter(Path(model_dir)):
             start_from(causal_lm, start.adapters())
     if policy.compile:
         compile_layers(causal_lm)

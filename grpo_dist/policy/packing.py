@@ -25,7 +25,7 @@ from torch import Tensor
 
 from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
 from grpo_dist.policy.attention import Kernel, Spans
-from grpo_dist.policy.router_replay import fetched, laid_out
+from grpo_dist.policy.router_replay import fetched, lay_out_routes
 from grpo_dist.runtime.hardware import sent
 from grpo_dist.types import Routes, Rows
 
@@ -77,7 +77,7 @@ def padded(
     size, device = tokens.numel(), device or tokens.device
     indices = torch.arange(size, device=tokens.device).view(tokens.shape)
     shape = np.arange(size).reshape(tokens.shape)
-    experts = None if routes is None else laid_out(fetched(routes), shape, size, device)
+    experts = None if routes is None else lay_out_routes(fetched(routes), shape, size, device)
     wanted = _wanted(tokens, indices, mask, temperatures, device)
     further = (_of_wanted(values, mask, device) for values in (candidates, candidates_at_teacher))
     return Layout(sent(tokens, device), None, None, *wanted, experts, *further)
@@ -103,7 +103,7 @@ def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1, device: torch.devic
         [own[:length] for own, length in zip(indices, lengths, strict=True)], prefixes.groups, size, device
     )
     tokens, position_ids = (sent(torch.from_numpy(a), device) for a in (stream, positions))
-    routes = None if experts is None else laid_out(experts, indices, size, device)
+    routes = None if experts is None else lay_out_routes(experts, indices, size, device)
     wanted = _wanted(rows.tokens, torch.from_numpy(indices), rows.wanted, rows.temperatures, device)
     further = (rows.candidates, rows.candidates_at_teacher)
     candidates = (_of_wanted(values, rows.wanted, device) for values in further)

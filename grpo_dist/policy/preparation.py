@@ -17,7 +17,7 @@ from grpo_dist.algorithms.loss_settings import SELECTION_SETTINGS
 from grpo_dist.algorithms.offpolicy import correction, mean_weight_sums
 from grpo_dist.algorithms.ratios import LOG_LIMIT, clipped_surrogate
 from grpo_dist.policy.loss_settings import LossSettings
-from grpo_dist.policy.ranks import gathered_values, least_of_top
+from grpo_dist.policy.ranks import find_top_threshold, gather_values
 from grpo_dist.types import PreparedBatch, StepBatch, TrainBatch
 
 _ROW = 1 << 20  # more than the tokens of any row: the id of a token is row * this + column
@@ -59,7 +59,7 @@ class Preparation:
         kept, share, mean_weight, selected = None, settings.top_entropy_share, 1.0, None
         if batch.old_entropies is not None:
             own = batch.old_entropies[self._reported(batch.loss_mask)]
-            kept = batch.loss_mask & (batch.old_entropies >= least_of_top(own, share, self.device))
+            kept = batch.loss_mask & (batch.old_entropies >= find_top_threshold(own, share, self.device))
         if _normalises(settings):
             assert batch.old_logprobs is not None
             mean_weight = self._mean_weight(batch, batch.old_logprobs, settings)
@@ -121,7 +121,7 @@ class Preparation:
         """Return which tokens ``among`` this rank's have the ``count`` lowest values of all ranks. ``own``:
         those of them that this rank reports. Collective.
         """
-        known, names = gathered_values(values[own], self.device), gathered_values(ids[own], self.device)
+        known, names = gather_values(values[own], self.device), gather_values(ids[own], self.device)
         return among & up_to(values, ids, lowest(known.cpu(), names.cpu(), count))
 
     def _sum(self, *own: float) -> list[float]:

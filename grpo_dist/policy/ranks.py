@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from grpo_dist.algorithms.shapes import Stats
 from grpo_dist.policy.loss import is_maximum
 from grpo_dist.runtime.hardware import collective_backend, device_type
-from grpo_dist.runtime.rendezvous import Rank, check_members, meeting_point, own_address
+from grpo_dist.runtime.rendezvous import Rank, check_members, find_local_address, meeting_point
 
 
 def join(rank: Rank) -> None:
@@ -51,12 +51,12 @@ def _gathered(own: Tensor) -> list[Tensor]:
 
 def _interface(host: str, port: int) -> str | None:
     """Return the network interface by which this machine reaches ``host``; None where that is unclear."""
-    own = own_address(host, port)
+    own = find_local_address(host, port)
     found = [name for name, known in psutil.net_if_addrs().items() if own in [a.address for a in known]]
     return found[0] if len(found) == 1 else None
 
 
-def over_ranks(stats: Stats) -> Stats:
+def reduce_over_ranks(stats: Stats) -> Stats:
     """Combine the statistics of all ranks, in two collectives however many there are. Collective."""
     names = sorted(stats)
     out: Stats = {}
@@ -70,7 +70,7 @@ def over_ranks(stats: Stats) -> Stats:
     return out
 
 
-def gathered_values(own: Tensor, device: torch.device) -> Tensor:
+def gather_values(own: Tensor, device: torch.device) -> Tensor:
     """Return the values of all ranks, [sum of their sizes], rank after rank, on ``device``. Collective."""
     count = torch.tensor([own.numel()], device=device)
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
@@ -82,7 +82,7 @@ def gathered_values(own: Tensor, device: torch.device) -> Tensor:
     return torch.cat([part[: int(size)] for part, size in zip(gathered, counts, strict=True)])
 
 
-def least_of_top(own: Tensor, share: float, device: torch.device) -> float:
+def find_top_threshold(own: Tensor, share: float, device: torch.device) -> float:
     """Return the least of the greatest ``share`` of all ranks' values, of at least one value. Collective."""
-    values = gathered_values(own, device).sort(descending=True).values
+    values = gather_values(own, device).sort(descending=True).values
     return float(values[max(round(share * len(values)), 1) - 1]) if len(values) else 0.0

@@ -88,7 +88,7 @@ def fetched(routes: Sequence[Routes | None]) -> list[np.ndarray | None]:
     return [None if own is None else own.fetch() for own in routes]
 
 
-def laid_out(
+def lay_out_routes(
     routes: Sequence[np.ndarray | None], indices: np.ndarray, size: int, device: torch.device
 ) -> Int[Tensor, "N L K"] | None:
     """Return the routes of each token of a stream of ``size`` tokens, int16, -1 where none are known.

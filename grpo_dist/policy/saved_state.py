@@ -166,7 +166,7 @@ class SavedPolicy:
     def __init__(self, directory: Path, load: Callable[[Path], Any]) -> None:
         self._directory, self._load = directory, load
         self._model = load(self._only("*model_states.pt"))
-        self.sharding = Sharding.of(self._model["dp_world_size"], self._model["ds_config"])
+        self.sharding = Sharding.from_settings(self._model["dp_world_size"], self._model["ds_config"])
         self._flat: list[dict[str, list[Tensor]]] = []
         self._pieces: dict[str, list[_Piece]] = {}
         self.steps = 0.0  # of Adam, on which its bias correction depends
@@ -381,7 +381,7 @@ class SavedState:
         Raises:
             ValueError: there is no policy state, or none that can be read.
         """
-        own = Sharding.of(self._num_ranks, self._engine.config)
+        own = Sharding.from_settings(self._num_ranks, self._engine.config)
         saved = SavedPolicy(state_directory(directory), self.files.mapped)
         if saved.sharding == own:
             return self._load_unchanged(directory)

@@ -100,7 +100,7 @@ def _separate(directory: Path, made: Path, config: Any) -> None:
     _write_rest(directory, made / _WRAPPER, stored, note)
 
 
-def wrapper_of(model_dir: Path) -> str:
+def read_wrapper_type(model_dir: Path) -> str:
     """Return the model type of the checkpoint whose text model `text_model` put in ``model_dir``; "": it is
     none.
     """
@@ -108,7 +108,7 @@ def wrapper_of(model_dir: Path) -> str:
     return str(read_json(file)["model_type"]) if file.is_file() else ""
 
 
-def adapted_in_wrapper(model_dir: Path) -> tuple[str, str] | None:
+def find_wrapper(model_dir: Path) -> tuple[str, str] | None:
     """Return the checkpoint that wraps the text model in ``model_dir``, and what stands for `model.` in the
     names of its modules; None: nothing wraps it, or the names are not known.
     """
@@ -163,7 +163,7 @@ def _check_whole(model_class: Any, text: Any, names: set[str]) -> Any:
     """
     with torch.device("meta"):
         model = model_class(text)
-    held = {name: ParameterSpec.of(name, tensor) for name, tensor in base_weights(model)}
+    held = {name: ParameterSpec.from_tensor(name, tensor) for name, tensor in base_weights(model)}
     stored_as = {
         name: {spec.name for spec in specs} for name, specs in CheckpointFormat(model, held).specs.items()
     }
@@ -200,7 +200,7 @@ def keep_wrapper(model_dir: Path, trained: Path) -> None:
     """Give ``trained``, a text model that was trained from ``model_dir`` and is trained on, what an export
     needs. Does nothing where `text_model` did not make ``model_dir``.
     """
-    if wrapper_of(model_dir):
+    if read_wrapper_type(model_dir):
         shutil.copytree(model_dir / _WRAPPER, trained / _WRAPPER)
 
 
@@ -209,7 +209,7 @@ def restore_wrapper(model_dir: Path, export: Path) -> None:
     nothing where `text_model` did not make ``model_dir``.
     """
     wrapper = model_dir / _WRAPPER
-    if not wrapper_of(model_dir):
+    if not read_wrapper_type(model_dir):
         return
     trained, names = stored_tensors(export), read_json(wrapper / _NOTE)["names"]
     whole = {name: trained[text] for name, text in names.items()} | stored_tensors(wrapper)
@@ -259,8 +259,8 @@ def usable_model(
         return directory
     made = text_model(directory, config, where)
     say(
-        f"{where}: {wrapper_of(made)} wraps a text model, which is trained; the other weights stay as they "
-        f"are and are in the export (the text model is copied to {made})"
+        f"{where}: {read_wrapper_type(made)} wraps a text model, which is trained; the other weights stay as "
+        f"they are and are in the export (the text model is copied to {made})"
     )
     return made
 

@@ -35,7 +35,7 @@ from grpo_dist.policy.micro_batches import MicroBatches, values_by_row
 from grpo_dist.policy.model import TokenLogprobs, attention_cost, reads_packed_rows, trainable_model
 from grpo_dist.policy.preparation import Preparation
 from grpo_dist.policy.rank_memory import RankMemory
-from grpo_dist.policy.ranks import join, over_ranks
+from grpo_dist.policy.ranks import join, reduce_over_ranks
 from grpo_dist.policy.router_replay import check_routes
 from grpo_dist.policy.saved_state import SavedState
 from grpo_dist.policy.sequence_parallel import SequenceGroup
@@ -184,17 +184,12 @@ class Trainer:
                 entropies[rows, : values.shape[1]] = entropy.cpu()
         return logprobs, entropies
 
-    def row_logprobs(self, batches: Sequence[TrainBatch]) -> dict[int, np.ndarray]:
-        """Return, by row id, float32 [C], log-probs of the rows of ``batches`` under the current weights.
-        Collective.
+    def row_logprobs(
+        self, batches: Sequence[TrainBatch], *, score_norms: bool = False
+    ) -> dict[int, np.ndarray]:
+        """Return, by row id, float32 [C], log-probs of the rows of ``batches`` under the current weights, or
+        with ``score_norms`` their `selected_score_norms`. Collective.
         """
-        return self._values_of_rows(batches, score_norms=False)
-
-    def row_score_norms(self, batches: Sequence[TrainBatch]) -> dict[int, np.ndarray]:
-        """Return what `row_logprobs` does, with `selected_score_norms` of the tokens. Collective."""
-        return self._values_of_rows(batches, score_norms=True)
-
-    def _values_of_rows(self, batches: Sequence[TrainBatch], *, score_norms: bool) -> dict[int, np.ndarray]:
         found: dict[int, np.ndarray] = {}
         with forward_only(self.engine):
             for batch in (own.without_candidates() for own in batches):
@@ -249,7 +244,7 @@ class Trainer:
             stats = add_stats(stats, part_stats) if stats else part_stats
         self.token_logprobs = values_by_row(batch, plan, values) | self.token_logprobs
         stats["computed"] = stats["tokens"].new_tensor(self._reports * computed)
-        total = over_ranks(stats)
+        total = reduce_over_ranks(stats)
         return finish_stats(total) | {COMPUTED_TOKENS: float(total["computed"])}
 
     def gradients(self) -> dict[str, Tensor]:

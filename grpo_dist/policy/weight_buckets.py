@@ -38,7 +38,7 @@ class ParameterSpec:
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, shape: Sequence[int] | None = None) -> ParameterSpec:
+    def from_tensor(cls, name: str, tensor: Tensor, shape: Sequence[int] | None = None) -> ParameterSpec:
         """``shape`` overrides the tensor's own, which is empty while ZeRO-3 holds it in parts."""
         return cls(
             name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape if shape is None else shape)

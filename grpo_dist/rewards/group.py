@@ -16,7 +16,7 @@ from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.math import Grade
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.thought import normalise_tags, resolve_thought, strip_unclosed_thought
-from grpo_dist.runtime.files import fields_of
+from grpo_dist.runtime.files import record_to_dict
 from grpo_dist.types import NO_THOUGHT, Prompt, Rollout, Thought, Turn
 
 Turns = Sequence[Mapping[str, Any]]  # one episode, as `turns_for_rewards` makes it
@@ -32,7 +32,7 @@ def turns_for_rewards(turns: Sequence[Turn]) -> list[dict[str, Any]]:
         {
             "action": turn.text,
             "observation": turn.observation,
-            "calls": [fields_of(call) for call in turn.calls],
+            "calls": [record_to_dict(call) for call in turn.calls],
             "reward": turn.reward,
         }
         for turn in turns

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from grpo_dist.config import GatedConfig, RewardConfig, RewardsConfig
 from grpo_dist.config.secrets import masked_text, shown_value
 from grpo_dist.errors import expanded
-from grpo_dist.plugins.user_code import REWARD, OwnPiece, code_files, registered, target_of
+from grpo_dist.plugins.user_code import REWARD, OwnPiece, code_files, registered, resolve_target
 from grpo_dist.rewards import builtin
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.functions import StepSettings, UserFunction
@@ -100,7 +100,7 @@ def _target(function: str) -> str:
     """Return ``module:name`` for a name that a package registers, else ``function`` itself."""
     if function in REWARDS or ":" in function or function not in registered(REWARD):
         return function
-    return target_of(REWARD, function)
+    return resolve_target(REWARD, function)
 
 
 def model_terms(settings: RewardsConfig) -> list[Term]:

@@ -36,12 +36,11 @@ from typing import IO, Any
 
 from grpo_dist.config import Config
 from grpo_dist.config.files import dump_config
-from grpo_dist.health import bounds as health_state
 from grpo_dist.loop.progress import Progress
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.plugins.user_code import changed_code
-from grpo_dist.runs.identity import DataOrigin, columns_digest, data_digest, digest_of_run, fingerprint
-from grpo_dist.runtime.concurrency import deadline, in_thread
+from grpo_dist.runs.identity import DataOrigin, columns_digest, data_digest, digest_run_code, fingerprint
+from grpo_dist.runtime.concurrency import deadline, run_in_thread
 from grpo_dist.runtime.files import clear, exchange, flush, publish
 from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
@@ -153,10 +152,11 @@ class CheckpointState:
     sampling: Mapping[str, Any] = field(default_factory=dict)  # of launched batches, by number
     schedule: Mapping[str, Any] = field(default_factory=dict)  # what `sampling` was steered to
     lengths: Mapping[str, Any] = field(default_factory=dict)  # trained so far, with `batch.order` completion
-    # Hashes of the user's own code, see `own_code.digest_of_run`; None: written before they were kept.
+    # Hashes of the user's own code, see `own_code.digest_run_code`; None: written before they were kept.
     code: Mapping[str, str] | None = None
     columns: str | None = None  # digest of the training prompts' columns; None: written before it was kept
     origin: Mapping[str, Any] | None = None  # `DataOrigin` of the training prompts; None: as above
+    best: Sequence[float] | None = None  # step and value, with `checkpoint.keep_best`
 
     def changed_code(self, own: Mapping[str, str]) -> list[str]:
         """Return what differs in ``own``, the hashes of own code now; [] where none were kept."""
@@ -182,7 +182,7 @@ class Checkpoints:
         self._fingerprint = fingerprint(identity or config)
         self._data, self._columns = data_digest(prompts), columns_digest(prompts)
         # Now: files that change later are not what was imported.
-        self._code = digest_of_run(config.own_pieces, config.rewards, config.data)
+        self._code = digest_run_code(config.own_pieces, config.rewards, config.data)
         self._writing: asyncio.Task[None] | None = None
         self._saves = count()
 
@@ -223,7 +223,7 @@ class Checkpoints:
         abandoned = Event()
         try:
             async with deadline(self._config.cluster.timeouts.save_s, f"checkpoint: {final} is published"):
-                await in_thread(lambda: self._publish(step, partial, final, progress, abandoned))
+                await run_in_thread(lambda: self._publish(step, partial, final, progress, abandoned))
         except BaseException:  # also where the save is cancelled: the thread goes on
             abandoned.set()
             raise
@@ -247,7 +247,7 @@ class Checkpoints:
             {str(batch): indices for batch, indices in pipeline.order_indices.items()},
             asdict(pipeline.order),
             self._wandb_id,
-            health_state.to_json(progress.health),
+            asdict(progress.health),
             progress.evaluation_pending,
             asdict(progress.rewards),
             progress.evaluations,
@@ -257,6 +257,7 @@ class Checkpoints:
             self._code,
             self._columns,
             self._origin,
+            progress.best,
         )
         (partial / STATE).write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))
@@ -273,15 +274,15 @@ class Checkpoints:
             return
         clear(final)
         publish(partial, final)
-        self._prune(step)
+        self._prune(step, best=progress.best[0] if progress.best else None)
 
-    def _prune(self, step: int) -> None:
-        """Delete all but the newest `checkpoint.keep` checkpoints up to ``step``. Later ones are damaged: the
-        run resumed from before them, and replaces each when it reaches that step.
+    def _prune(self, step: int, *, best: int | None) -> None:
+        """Delete all but the newest `checkpoint.keep` checkpoints up to ``step``, and that of step ``best``.
+        Later ones are damaged: the run resumed from before them, and replaces each when it reaches that step.
         """
         own = [found for found in list_checkpoints(self._directory) if _step(found) <= step]
         for old in own[: -self._config.checkpoint.keep]:
-            if not old.is_symlink():  # a user's way to keep it
+            if _step(old) != best and not old.is_symlink():  # a link is a user's way to keep it
                 shutil.rmtree(old)
 
 

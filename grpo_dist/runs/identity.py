@@ -1,8 +1,8 @@
 """The identity of a run: the settings and the user's code that determine its numbers. A resumed run must keep
 them.
 
-The others may change: what is done with the run, and the layout of its workers, which changes numbers by
-rounding only.
+What is done with the run may change, the layout of its workers, which changes numbers by rounding only, and
+a few settings whose change is recorded: they are part of the identity from then on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from grpo_dist.plugins.user_code import (
     SINK,
     OwnPiece,
     code_digest,
-    shadowing,
+    find_shadowing,
 )  # fmt: skip
 from grpo_dist.rewards.registry import REWARDS, own_rewards
 from grpo_dist.types import Prompt
@@ -68,6 +68,20 @@ _FREE_KEYS = (
     "rewards.code_paths", "environments.code_paths",
     "rewards.trial", "rewards.by_source.*.trial",
 )  # fmt: skip
+# Keys that may change on resume although they determine numbers: an event has each change.
+_RECORDED = (
+    "policy.optimizer.lr", "algorithm.kl.coef", "algorithm.*clip_low", "algorithm.*clip_high",
+    "sampling.max_new_tokens", "data.max_prompt_tokens", "health.min_signal_groups",
+)  # fmt: skip
+# Why a resumed run keeps others, by the beginning of their keys.
+_REASONS = {
+    "model": "the checkpoint has the weights of that model",
+    "policy.lora": "the checkpoint has adapters of that shape",
+    "batch": "the checkpoint counts prompts and updates in such batches",
+    "data": "the checkpoint has a position in the order of those prompts",
+    "seed": "samples and orders of the steps so far follow from it",
+    "steps": "the learning rate decays to that step",
+}
 # How the policy's state is sharded, and where it is.
 _SHARDING = (
     "policy.num_workers", "policy.zero_stage", "policy.offload.optimizer", "policy.offload.parameters",
@@ -115,6 +129,19 @@ class Change:
         """Whether it changes how the policy's state is sharded."""
         return self.key in _SHARDING
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a resumed run may make it although it changes numbers."""
+        if self.key == "algorithm.kl.coef" and not (self.was and self.now):
+            return False  # the reference would come or go
+        return any(fnmatchcase(f"{self.key}.", f"{pattern}.*") for pattern in _RECORDED)
+
+    @property
+    def reason(self) -> str:
+        """Why a resumed run cannot make it."""
+        found = (why for begin, why in _REASONS.items() if f"{self.key}.".startswith(f"{begin}."))
+        return next(found, "the steps before and after it would be of two algorithms")
+
     def decides(self, config: Config) -> bool:
         """Return whether it makes ``config`` another run, as `fingerprint` does."""
         section, key = self.key.partition(".")[::2]
@@ -132,7 +159,7 @@ class Change:
 
 def fingerprint(config: Config) -> str:
     """Hash everything that determines the numbers of a run, so that a resumed run is the same run."""
-    kept = without_layout(config.model_dump(mode="json", exclude=set(_FREE)))
+    kept = drop_layout(config.model_dump(mode="json", exclude=set(_FREE)))
     for key in _FREE_KEYS:
         kept = _without(kept, key.split("."))
     # Which steps are trained on determines the numbers; when to warn or stop does not.
@@ -174,7 +201,9 @@ class DataOrigin:
     reading: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, row_uids: Iterable[str], tokenizer: Any, model_dir: Path, data: DataConfig) -> DataOrigin:
+    def from_rows(
+        cls, row_uids: Iterable[str], tokenizer: Any, model_dir: Path, data: DataConfig
+    ) -> DataOrigin:
         """Return the origin of prompts, or demonstrations, made of the rows ``row_uids``."""
         reading = {f"version of {name}": version(name) for name in ("transformers", "tokenizers")}
         reading["content of the model's tokenizer files"] = _files_digest(model_dir)
@@ -237,7 +266,7 @@ def _comparable(value: Any) -> Any:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def without_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
+def drop_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of ``settings``, sections of a configuration, without the keys of the layout."""
     kept = dict(settings)
     for key in _LAYOUT:
@@ -277,7 +306,7 @@ def describe(changes: Sequence[Change]) -> str:
     return ", ".join(f"`{c.key}` = {c.now} was {c.was}" for c in changes[:_DESCRIBED]) + more
 
 
-def digest_of_run(pieces: Sequence[OwnPiece], rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:
+def digest_run_code(pieces: Sequence[OwnPiece], rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:
     """Return `code_digest` of all pieces that determine the numbers of a run: not of metrics and sinks.
     ``pieces``: `Config.own_pieces`.
     """
@@ -285,7 +314,7 @@ def digest_of_run(pieces: Sequence[OwnPiece], rewards: RewardsConfig, data: Data
     return code_digest([piece for piece in own if piece.kind not in (METRIC, SINK)], rewards.code_paths)
 
 
-def digest_of_samples(rollout: RolloutConfig, rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:
+def digest_sampling_code(rollout: RolloutConfig, rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:
     """Return `code_digest` of the pieces that determine samples of a model and their rewards."""
     own = [*rollout.own_pieces, *own_rewards(rewards), *own_environments(data)]
     return code_digest(own, rewards.code_paths)
@@ -303,7 +332,7 @@ def shadowed() -> Iterator[str]:
         REWARD: tuple(REWARDS),
     }
     for kind, names in builtin.items():
-        yield from shadowing(kind, names)
+        yield from find_shadowing(kind, names)
 
 
 def check_code(checkpoint: Path, changed: Sequence[str], settings: CheckpointConfig) -> None:

@@ -22,7 +22,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupted(RunEnded):
-    """The run was asked twice to end, and ended at once."""
+    """The run was asked twice to stop, and stopped at once."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message, exit_code)
@@ -73,7 +73,7 @@ class Interruption:
     def finishing(self) -> Iterator[None]:
         """Leave it to the body to end after the first signal, for the length of the grace.
 
-        A body that then returns has saved its last step. One that fails ends the run all the same.
+        A body that then returns has saved its last step. One that fails ends the run too.
         """
         self._finishes = True
         try:
@@ -102,13 +102,13 @@ class Interruption:
             )
             self._timer = asyncio.get_running_loop().call_later(self._grace_s, self._cancel, end)
             self._say(
-                f"{name}: ending after this step and its checkpoint, within {self._grace_s:g} s "
-                "(`checkpoint.grace_s`); a second signal ends it at once"
+                f"{name}: stopping after this step and its checkpoint, within {self._grace_s:g} s "
+                "(`checkpoint.grace_s`); a second signal stops it at once"
             )
         elif first:
-            self._cancel(Preempted(f"{name}: ended; {RERUN}"))
+            self._cancel(Preempted(f"{name}: stopped; {RERUN}"))
         else:
-            self._cancel(Interrupted(f"{name}, again: ended at once; {RERUN}", 128 + number))
+            self._cancel(Interrupted(f"{name}, again: stopped at once; {RERUN}", 128 + number))
 
     def _cancel(self, end: RunEnded) -> None:
         if self._end is None and self._task is not None:  # the first reason counts
@@ -125,7 +125,7 @@ def ended_by_sigterm() -> Iterator[None]:
     Only the main thread receives signals; in other threads this does nothing.
     """
 
-    early = Preempted(f"SIGTERM: ended while starting up; {RERUN}")
+    early = Preempted(f"SIGTERM: stopped while starting up; {RERUN}")
 
     def heard(number: int, frame: FrameType | None) -> None:
         raise early

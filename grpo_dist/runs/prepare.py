@@ -32,7 +32,7 @@ from grpo_dist.demo.model import made_model, random_model
 from grpo_dist.errors import expanded
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.loop.admission import Admission
-from grpo_dist.policy.lora import with_adapter
+from grpo_dist.policy.lora import apply_start_adapter
 from grpo_dist.policy.text_model import usable_model
 from grpo_dist.rewards.checks import (
     column_problems,
@@ -137,7 +137,7 @@ def build_inputs(
             config.demonstrations, config.max_length, tokenizer, day=config.data.day, say=warn
         )
     row_uids = [*loaded.row_uids, *(row.row_uid for row in shown)]
-    origin = DataOrigin.of(row_uids, tokenizer, model_dir, config.data)
+    origin = DataOrigin.from_rows(row_uids, tokenizer, model_dir, config.data)
     return RunInputs(model_dir, prompts, eval_sets, loaded.dropped, warnings, teacher_dirs, shown, origin)
 
 
@@ -260,7 +260,7 @@ def resolve_model(
         return base
     where, local = f"model.adapter = {model.adapter}", expanded(model.adapter)
     adapter = local.resolve() if local.is_dir() else download(model.adapter, None, "model.adapter")
-    made = with_adapter(base, adapter, where, continued=trains_adapter)
+    made = apply_start_adapter(base, adapter, where, continued=trains_adapter)
     if not trains_adapter:
         say(f"{where}: merged into a copy of the weights, {made}")
     return made

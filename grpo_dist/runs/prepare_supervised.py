@@ -65,5 +65,5 @@ def load_supervised_inputs(
         f"{len(trained)} demonstrations, {config.steps} steps of {sft.batch_size}"
         + (f"; {len(held_out)} more for the validation loss" if held_out else "")
     )
-    origin = DataOrigin.of((row.row_uid for row in trained), tokenizer, model_dir, config.data)
+    origin = DataOrigin.from_rows((row.row_uid for row in trained), tokenizer, model_dir, config.data)
     return SupervisedInputs(model_dir, trained, [], held_out=held_out, origin=origin)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -15,7 +15,7 @@ from grpo_dist.config import Config, PolicyConfig
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.secrets import HIDDEN
 from grpo_dist.data.order import OrderState
-from grpo_dist.health import bounds as health_state
+from grpo_dist.health.bounds import HealthState
 from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch, ScheduleState
 from grpo_dist.observe.samples import read_groups
 from grpo_dist.policy.deepspeed_config import offload_devices
@@ -28,7 +28,7 @@ from grpo_dist.runs.identity import (
     columns_digest,
     data_digest,
     describe,
-    digest_of_run,
+    digest_run_code,
     fingerprint,
 )
 from grpo_dist.types import Prompt, Sampling
@@ -75,19 +75,47 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
     # None: unknown, a value is masked or config.yaml is unreadable. Empty: the fingerprint differs only
     # because another version of grpo-dist computed it.
     known = changed is not None and HIDDEN not in dump_config(config)
-    decisive = [c for c in changed or () if c.decides(config) and not _is_same_stage(c)] if known else None
+    decisive = None
+    if known:
+        kept = [c for c in changed or () if c.decides(config) and not _is_same_stage(c)]
+        decisive = [c for c in kept if not c.is_recorded]
     if state.fingerprint != fingerprint(config) and decisive != []:
-        named = f" ({describe(decisive)})" if decisive else ""
+        named = f" ({describe(decisive)}: {decisive[0].reason})" if decisive else ""
         raise ValueError(
             f"{checkpoint}: made with another configuration{named}; "
-            "`steps` (with a constant learning rate), numbers and layout of workers, evaluation, checkpoint, "
-            "tracking, cluster and most health settings may change on resume. Restore the old "
-            "values, choose another `name`, or set `checkpoint.resume=never`"
+            "`steps` (with a constant learning rate), learning rate, KL weight (above 0), clip range, length "
+            "limits, evaluation, health, checkpoint, tracking, cluster, numbers and layout of workers may "
+            "change on resume. Restore the old values, choose another `name`, or set "
+            "`checkpoint.resume=never`"
         )
     _check_nvme_sharding(checkpoint, changed or [], config.policy)
-    own = digest_of_run(config.own_pieces, config.rewards, config.data)
+    own = digest_run_code(config.own_pieces, config.rewards, config.data)
     check_code(checkpoint, state.changed_code(own), config.checkpoint)
+    return _with_new_settings(state, changed or [], config)
+
+
+def _with_new_settings(state: CheckpointState, changed: Sequence[Change], config: Config) -> CheckpointState:
+    """Return ``state`` without values that a recorded change replaces: the KL weight, and the length limit of
+    batches that are launched already.
+    """
+    keys = {change.key for change in changed if change.is_recorded}
+    if "algorithm.kl.coef" in keys:
+        state = replace(state, kl_coef=None)
+    if any(key.startswith("sampling.max_new_tokens") for key in keys):
+        limit = config.sampling.longest
+        sampling = {
+            batch: drawn | {"max_new_tokens": min(drawn["max_new_tokens"], limit)}
+            for batch, drawn in state.sampling.items()
+        }
+        state = replace(state, sampling=sampling, schedule={**state.schedule, "max_new_tokens": None})
     return state
+
+
+def recorded_changes(since: Sequence[Change] | None, step: int) -> Iterator[str]:
+    """Yield a message for each setting that the run has another value of after ``step``."""
+    for change in since or ():
+        if change.is_recorded or change.key.partition(".")[0] in ("evaluation", "health"):
+            yield f"after step {step} `{change.key}` = {change.now}, before {change.was}"
 
 
 def _is_same_stage(change: Change) -> bool:
@@ -108,7 +136,7 @@ def other_layout(since: Sequence[Change] | None) -> str:
 
 def other_code(checkpoint: Path, own: Mapping[str, str]) -> str:
     """Describe changes of own code since ``checkpoint`` was written, for a message; "" without any. ``own``:
-    `digest_of_run` now.
+    `digest_run_code` now.
     """
     state = CheckpointState(**json.loads((checkpoint / STATE).read_text()))
     changed = state.changed_code(own)
@@ -185,7 +213,7 @@ def load_progress(checkpoint: Path, state: CheckpointState, prompts: Sequence[Pr
     )
     ahead = {batch: SampledBatch(groups, discarded.get(batch, [])) for batch, groups in whole.items()}
     taken = {int(batch): indices for batch, indices in state.taken.items()}
-    health = health_state.from_json(state.health)
+    health = HealthState.from_json(state.health)
     rewards = TypeAdapter(Moments).validate_python(dict(state.rewards))
     drawn = TypeAdapter(Sampling)
     sampling = {int(batch): drawn.validate_python(own) for batch, own in state.sampling.items()}
@@ -193,7 +221,8 @@ def load_progress(checkpoint: Path, state: CheckpointState, prompts: Sequence[Pr
     lengths = {name: (tokens, samples) for name, (tokens, samples) in state.lengths.items()}
     pipeline = PipelineState(ahead, unfinished, taken, order_state(state), sampling, schedule, lengths)
     due = tuple(state.evaluations)
-    return Progress(state.step, pipeline, health, state.kl_coef, state.unassessed, rewards, due)
+    best = None if state.best is None else (int(state.best[0]), float(state.best[1]))
+    return Progress(state.step, pipeline, health, state.kl_coef, state.unassessed, rewards, due, best)
 
 
 def order_state(state: CheckpointState) -> OrderState:

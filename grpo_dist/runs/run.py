@@ -22,7 +22,7 @@ from grpo_dist.runs.checkpoint import (
 )
 from grpo_dist.runs.prepare import RunInputs
 from grpo_dist.runs.resume import ResumePoint, load_resume_point, load_state
-from grpo_dist.runtime.concurrency import deadline, in_thread
+from grpo_dist.runtime.concurrency import deadline, run_in_thread
 from grpo_dist.runtime.files import LOCK, alone, check_room, write_text
 
 LOCK_PATIENCE_S = 10.0  # a process that was asked to end still holds the lock for a moment
@@ -77,7 +77,7 @@ class Run:
         limit_s = self.config.cluster.timeouts.save_s * written
         try:
             async with deadline(limit_s, "recovery: find the newest undamaged checkpoint"):
-                return await in_thread(find)
+                return await run_in_thread(find)
         except TimeoutError as error:
             raise RunEnded(f"{error}; when it can be read, {RERUN}") from error
         finally:

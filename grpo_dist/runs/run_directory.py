@@ -40,16 +40,16 @@ def choose_run_dir(checkpoint: CheckpointConfig, name: str, output_dir: str) -> 
 
 
 @contextmanager
-def resumed_by_name(checkpoint: CheckpointConfig, run_dir: Path) -> Iterator[None]:
-    """Add to the message of a run that ends in the block how it is resumed: see `with_resume_settings`."""
+def explain_resume(checkpoint: CheckpointConfig, run_dir: Path) -> Iterator[None]:
+    """Add to the message of a run that ends in the block how it is resumed: see `add_resume_settings`."""
     try:
         yield
     except RunEnded as end:
-        end.args = (with_resume_settings(str(end), checkpoint, run_dir), *end.args[1:])
+        end.args = (add_resume_settings(str(end), checkpoint, run_dir), *end.args[1:])
         raise
 
 
-def with_resume_settings(message: str, checkpoint: CheckpointConfig, run_dir: Path) -> str:
+def add_resume_settings(message: str, checkpoint: CheckpointConfig, run_dir: Path) -> str:
     """Add to a ``message`` that advises the same command what resumes ``run_dir`` with
     `checkpoint.resume: never`: the command alone begins another run.
     """
@@ -90,7 +90,7 @@ def check_writable(run_dir: Path) -> Path:
     return nearest
 
 
-def dated(config: C, earlier: str | None = None) -> C:
+def set_template_date(config: C, earlier: str | None = None) -> C:
     """Return ``config`` with `data.template_date`: its own, else that of an ``earlier`` start, else today."""
     if config.data.template_date is not None:
         return config
@@ -98,7 +98,7 @@ def dated(config: C, earlier: str | None = None) -> C:
     return config.model_copy(update={"data": data})
 
 
-def date_of_run(run_dir: Path) -> str | None:
+def read_template_date(run_dir: Path) -> str | None:
     """Return the date that the run in ``run_dir`` writes; None where it has none, or none is readable."""
     try:
         return (

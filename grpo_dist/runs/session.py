@@ -17,7 +17,7 @@ from grpo_dist.config.files import dump_config
 from grpo_dist.config.presets import described
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.stream import PromptStream
-from grpo_dist.errors import RERUN, RunEnded, UserError, refusals
+from grpo_dist.errors import RERUN, RunEnded, UserError, as_user_errors
 from grpo_dist.evaluation.sampling import evaluate
 from grpo_dist.loop import ledger, supervised
 from grpo_dist.loop.chores import evaluates_export
@@ -28,7 +28,7 @@ from grpo_dist.observe.trackers import check_trackers
 from grpo_dist.policy.full_weights import why_no_export
 from grpo_dist.policy.text_model import usable_model
 from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, list_checkpoints, remove_partial
-from grpo_dist.runs.identity import digest_of_run
+from grpo_dist.runs.identity import digest_run_code
 from grpo_dist.runs.preemption import Interruption
 from grpo_dist.runs.prepare import RunInputs
 from grpo_dist.runs.prepare_supervised import SupervisedInputs, load_supervised_inputs
@@ -41,6 +41,7 @@ from grpo_dist.runs.resume import (
     order_state,
     other_code,
     other_layout,
+    recorded_changes,
 )
 from grpo_dist.runs.run import (
     MODEL,
@@ -50,12 +51,12 @@ from grpo_dist.runs.run import (
     mark_finished,
 )
 from grpo_dist.runs.run_directory import (
+    add_resume_settings,
     check_writable,
     choose_run_dir,
-    date_of_run,
-    dated,
-    resumed_by_name,
-    with_resume_settings,
+    explain_resume,
+    read_template_date,
+    set_template_date,
     write_environment,
 )
 from grpo_dist.runs.run_weights import pinned
@@ -138,14 +139,14 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
 
     Raises UserError for input that cannot be used, and RunEnded where the run ends before its last step.
     """
-    with refusals():
+    with as_user_errors():
         check_trackers(config.tracking)
         run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
         existing = check_writable(run_dir)
         config = pinned(config, run_dir)
         identity = identity or config
-        config = dated(config, date_of_run(run_dir))
-    with resumed_by_name(config.checkpoint, run_dir), exclusive_directory(run_dir, existing):
+        config = set_template_date(config, read_template_date(run_dir))
+    with explain_resume(config.checkpoint, run_dir), exclusive_directory(run_dir, existing):
         inputs, point = _load_inputs(run_dir, config, identity)
         with _open_tracker(run_dir, config, inputs, point) as tracker:
             for warning in inputs.warnings:
@@ -175,7 +176,7 @@ def _load_inputs(run_dir: Path, config: Config, identity: Config) -> tuple[RunIn
     with stage("actors", "their code is loaded"):
         from actors.connection import fit  # Ray takes seconds to import
 
-    with refusals():
+    with as_user_errors():
         with stage("checks", f"checkpoints in {run_dir}, placement"):
             newest, state = find_resume_state(config, identity, run_dir, print_line)
             has = fit(config)
@@ -229,7 +230,7 @@ async def _session(run: Run, first: ResumePoint) -> dict[str, float]:
             inputs.model_dir,
             first=first,
             start=partial(_start, run, cluster, first),
-            remedy=with_resume_settings(RERUN, config.checkpoint, run.directory),
+            remedy=add_resume_settings(RERUN, config.checkpoint, run.directory),
         )
         async for attempt in recovery.attempts():
             async with attempt as (point, workers):
@@ -250,8 +251,12 @@ async def _start(run: Run, cluster: Cluster, first: ResumePoint) -> Workers:
     async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded", explain=explain):
         workers = await cluster.start_training(run.inputs.model_dir)
     if first.checkpoint is not None:
-        print_line(f"resuming from {first}{other_layout(changes_since(first.checkpoint, config))}")
-        own = digest_of_run(config.own_pieces, config.rewards, config.data)
+        since = changes_since(first.checkpoint, config)
+        print_line(f"resuming from {first}{other_layout(since)}")
+        for change in recorded_changes(since, first.step):
+            print_line(change)
+            run.tracker.note(change)
+        own = digest_run_code(config.own_pieces, config.rewards, config.data)
         if changed := other_code(first.checkpoint, own):
             run.tracker.warn(changed)
     return workers
@@ -283,7 +288,7 @@ async def _restore(run: Run, point: ResumePoint, workers: Workers) -> None:
     """
     config = run.config
     if point.checkpoint is not None:
-        with refusals(), stage("checkpoint", "policy ranks load weights and optimiser"):
+        with as_user_errors(), stage("checkpoint", "policy ranks load weights and optimiser"):
             await workers.policy.load(point.checkpoint / "policy")
         if workers.reference is not None and config.reference.refresh_every:
             limit_s, what = config.cluster.timeouts.save_s, f"reference: restore from {point}"

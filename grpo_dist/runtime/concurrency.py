@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grpo_dist.errors import SamplesFailed, SamplesLost, cause_of
+from grpo_dist.errors import SamplesFailed, SamplesLost, find_cause
 
 if TYPE_CHECKING:  # imports pydantic
     from grpo_dist.config import RestartsConfig
@@ -50,7 +50,7 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
     return [task.result() for task in tasks]  # bounded: they are done
 
 
-def in_thread(function: Callable[[], T]) -> Awaitable[T]:
+def run_in_thread(function: Callable[[], T]) -> Awaitable[T]:
     """Run ``function`` in a daemon thread, which the end of the program does not wait for."""
     future: Future[T] = Future()
 
@@ -92,7 +92,7 @@ async def progressing(
         raise
 
 
-async def finished_unless_stopped(task: asyncio.Task[Any], stop_requested: Callable[[], bool]) -> bool:
+async def wait_unless_stopped(task: asyncio.Task[Any], stop_requested: Callable[[], bool]) -> bool:
     """Wait for ``task``. Returns false, and leaves it running, as soon as ``stop_requested`` is true. The
     caller holds the deadline.
     """
@@ -103,18 +103,18 @@ async def finished_unless_stopped(task: asyncio.Task[Any], stop_requested: Calla
     return True
 
 
-async def unless_stopped(work: Coroutine[Any, Any, T], stop_requested: Callable[[], bool]) -> T | None:
+async def run_unless_stopped(work: Coroutine[Any, Any, T], stop_requested: Callable[[], bool]) -> T | None:
     """Return the result of ``work``. Cancels it and returns None as soon as ``stop_requested`` is true."""
     task = asyncio.create_task(work)
     try:
-        done = await finished_unless_stopped(task, stop_requested)
+        done = await wait_unless_stopped(task, stop_requested)
         return task.result() if done else None  # bounded: it is done
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def sampled_again(attempt: Callable[[], Awaitable[T]]) -> T:
+async def retry_lost_samples(attempt: Callable[[], Awaitable[T]]) -> T:
     """Return the result of ``attempt``, which samples. Repeats it where samples are lost before all readers
     have them: the same seeds give the same samples. The caller holds the deadline.
     """
@@ -248,7 +248,7 @@ async def sample_until_enough(
             wanted, draw = f"{least}, half of `batch.samples_per_prompt`", draw + 1
             if draw == _DRAWS:
                 raise SamplesFailed(
-                    f"{cause_of(error)}; the last of {_DRAWS} draws, expected at least {wanted}. See the "
+                    f"{find_cause(error)}; the last of {_DRAWS} draws, expected at least {wanted}. See the "
                     "logs of the engines"
                 ) from error
-            logger.warning("%s, expected at least %s; the group is drawn again", cause_of(error), wanted)
+            logger.warning("%s, expected at least %s; the group is drawn again", find_cause(error), wanted)

@@ -273,14 +273,14 @@ def _is_step_up_to(line: str, last: int) -> bool:
         return False
 
 
-def fields_of(record: Any) -> dict[str, Any]:
+def record_to_dict(record: Any) -> dict[str, Any]:
     """Return the fields of a dataclass with slots by name. They are not copied: `dataclasses.asdict` copies
     them, and takes ten times as long.
     """
     return {name: getattr(record, name) for name in record.__slots__}
 
 
-def with_part(text: str, name: str, part: str) -> str:
+def replace_part(text: str, name: str, part: str) -> str:
     """Return ``text`` with ``part`` between the marks of ``name``. Raises ValueError where there are none."""
     begin, end = f"<!-- begin generated: {name} -->", f"<!-- end generated: {name} -->"
     before, found, rest = text.partition(begin)
@@ -295,7 +295,7 @@ def refresh(document: Path, name: str, part: str, *, arguments: Sequence[str]) -
     check finds it out of date.
     """
     now = document.read_text()
-    wanted = with_part(now, name, part)
+    wanted = replace_part(now, name, part)
     if "--check" in arguments:
         if now != wanted:
             print(

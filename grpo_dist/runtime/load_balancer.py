@@ -8,8 +8,8 @@
     close(1)           -> worker 1 finishes its groups, and gets no other until restore(1)
 
 A release wakes only groups that fit now: with a thousand groups waiting for 64 engines, the driver does not
-visit all of them each time a group is finished. A decision about a new group takes the first of a heap by
-outstanding tokens; a release looks only at its own worker, because nowhere else has room appeared.
+visit all of them each time a group is finished. It looks only at its own worker, because nowhere else has
+room appeared.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 # Sequences assigned to an engine, as a multiple of what it decodes at once: enough to keep it full, few
 # enough that the rest waits in the pool, where the first free engine can take it.
 QUEUE_DEPTH = 2
-_OUTDATED = 8  # entries of the heap for each worker, before it is made again
 
 
 class Load(NamedTuple):
@@ -59,10 +57,6 @@ class LoadBalancer:
     def __init__(self, workers: int, capacity: int, *, on_wait: Callable[[], None] = lambda: None) -> None:
         self._capacity, self._on_wait = capacity, on_wait
         self._loads = [_Slot() for _ in range(workers)]
-        # A heap of (tokens, worker) with an entry for each worker whose load is not in `_changed` since, and
-        # with outdated entries.
-        self._by_tokens = list[tuple[int, int]]()
-        self._changed = set(range(workers))
         self._waiting: deque[tuple[int, int, asyncio.Future[int]]] = deque()
         self._withdrawn: set[int] = set()
         self._closed: set[int] = set()
@@ -106,7 +100,6 @@ class LoadBalancer:
         load = self._loads[index]
         load.sequences -= sequences
         load.tokens -= tokens
-        self._changed.add(index)
         if self._waiting:
             self._serve(index)
 
@@ -127,7 +120,6 @@ class LoadBalancer:
         """Put worker ``index`` back into service, without load."""
         self._withdrawn.discard(index)
         self._closed.discard(index)
-        self._changed.add(index)
         self._serve(index)
 
     def fail(self, error: BaseException) -> None:
@@ -166,7 +158,6 @@ class LoadBalancer:
         if taken is not None:
             self._loads[taken].sequences += sequences
             self._loads[taken].tokens += tokens
-            self._changed.add(taken)
         return taken
 
     def _with_least(self, index: int | None, sequences: int, tokens: int) -> int | None:
@@ -179,24 +170,12 @@ class LoadBalancer:
         return index if equal else None
 
     def _least_loaded(self, sequences: int) -> int | None:
-        """Return the worker with room for so many and the fewest tokens, the first of several; None: none."""
-        heap, loads, changed = self._by_tokens, self._loads, self._changed
-        if len(heap) > _OUTDATED * len(loads):
-            heap.clear()
-            changed.update(range(len(loads)))
-        for index in changed:
-            heappush(heap, (loads[index].tokens, index))
-        changed.clear()
-        while heap:
-            tokens, index = heappop(heap)
-            if tokens == loads[index].tokens and index not in changed:
-                changed.add(index)
-                if self._takes(index, sequences):
-                    return index
-        return None
+        """Return the worker with room for ``sequences`` and the fewest tokens, the first of several."""
+        free = (i for i in range(len(self._loads)) if self._takes(i, sequences))
+        return min(free, key=lambda i: self._loads[i].tokens, default=None)
 
     def _takes(self, index: int, sequences: int) -> bool:
-        """Return whether worker ``index`` is in service and has room for so many."""
+        """Return whether worker ``index`` is in service and has room for ``sequences``."""
         assigned = self._loads[index].sequences
         if assigned and assigned + sequences > self._capacity:
             return False

@@ -58,7 +58,7 @@ def meeting_point(rank: Rank) -> dist.TCPStore:
     )
 
 
-def own_address(host: str, port: int) -> str:
+def find_local_address(host: str, port: int) -> str:
     """Return the address this machine uses to reach ``host``. Sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))

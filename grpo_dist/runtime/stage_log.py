@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 
-_NAMED = 3  # items that `names_of` lists
+_NAMED = 3  # items that `join_names` lists
 _WORTH_S = 0.5  # of a stage that the line about the whole start names
 _EVERY_S = 15.0  # below the promised 20 s: a busy machine wakes threads late
 _STEP = "step"  # any but the first
@@ -290,7 +290,7 @@ def print_line(text: str) -> None:
         sys.stdout.flush()
 
 
-def names_of(items: Sequence[str]) -> str:
+def join_names(items: Sequence[str]) -> str:
     """Join three items and the number of others: rollout-0, rollout-1, rollout-2 and 5 more"""
     more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
     return ", ".join(items[:_NAMED]) + more

@@ -21,8 +21,8 @@ from grpo_dist.types.samples import (
     correctness,
     count_signals,
     has_signal,
-    of_sampled,
     pack_rollouts,
+    select_sampled,
     training_rows,
     unpack_rollouts,
 )
@@ -49,8 +49,8 @@ __all__ = [
     "correctness",
     "count_signals",
     "has_signal",
-    "of_sampled",
     "pack_rollouts",
+    "select_sampled",
     "training_rows",
     "unpack_rollouts",
 ]

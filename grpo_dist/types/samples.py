@@ -227,7 +227,7 @@ class Rollout:
     @property
     def sampled_ids(self) -> np.ndarray:
         """Return the tokens that the policy sampled, int32."""
-        own = [of_sampled(row, row.completion_ids) for row in self.rows]
+        own = [select_sampled(row, row.completion_ids) for row in self.rows]
         return own[0] if len(own) == 1 else np.concatenate(own)
 
 
@@ -249,7 +249,7 @@ def training_rows(samples: Sequence[Rollout]) -> Sequence[Rollout | FurtherRow]:
     return [row for sample in samples for row in sample.rows]
 
 
-def of_sampled(row: Rollout | FurtherRow, values: np.ndarray) -> np.ndarray:
+def select_sampled(row: Rollout | FurtherRow, values: np.ndarray) -> np.ndarray:
     """Return those of ``values`` [C] that belong to sampled tokens of ``row``."""
     return values if row.sampled is None else values[row.sampled]
 

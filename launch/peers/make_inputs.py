@@ -20,7 +20,7 @@ from pathlib import Path
 from grpo_dist.config import Config, DataConfig
 from grpo_dist.config.files import load_config
 from grpo_dist.data.order import step_prompts
-from grpo_dist.errors import UserError, refusals
+from grpo_dist.errors import UserError, as_user_errors
 from grpo_dist.runs.start import load_inputs
 from grpo_dist.runtime.seeds import request_seed
 from grpo_dist.tools.bench.lengths import length_of
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True, help="warm-up and timed steps together")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as of grpo-dist bench")
     args = parser.parse_intermixed_args()
-    with refusals():
+    with as_user_errors():
         config = load_config(args.config, args.overrides)
         if config.bench.lengths.kind == "natural":
             raise ValueError(

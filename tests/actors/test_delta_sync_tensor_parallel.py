@@ -5,7 +5,7 @@ import torch
 
 from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import WeightSyncConfig
-from grpo_dist.errors import TransferLost, cause_of
+from grpo_dist.errors import TransferLost, find_cause
 from grpo_dist.types import Sampling
 from tests.actors.test_delta_sync import NudgedWorker
 from tests.support.engines import TwoEngines, world_of
@@ -172,7 +172,7 @@ def test_an_error_in_both_processes_keeps_its_type_and_disturbs_no_later_call(wo
         for _ in range(2):
             with pytest.raises(TransferLost, match="process 0") as raised:
                 await world.engine.lose_transfer.remote()
-            assert type(cause_of(raised.value)) is TransferLost
+            assert type(find_cause(raised.value)) is TransferLost
             assert [rank for rank, _ in await world.engine.weights.remote()] == [0, 1]
 
     world.run(session())

@@ -109,7 +109,7 @@ def test_the_budget_of_a_micro_batch_counts_a_prompt_for_each_way_it_was_routed(
     """Samples whose prompt took other experts do not share it: the stream has it as often as it is planned.
     Ranks do not fetch routes to plan.
     """
-    monkeypatch.setattr(MicroBatches, "most_of_all", lambda _, own: own)
+    monkeypatch.setattr(MicroBatches, "max_over_ranks", lambda _, own: own)
     alike = made_groups.batch(groups=3, samples=4)
     rng = np.random.default_rng(0)
     routes = tuple(

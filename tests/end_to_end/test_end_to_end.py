@@ -103,7 +103,7 @@ def test_a_killed_run_resumes_with_fewer_ranks_and_other_micro_batches(uninterru
 def test_a_terminated_run_saves_its_step_and_leaves_nothing_behind(uninterrupted, tmp_path):
     done = run(tmp_path, "steps=6", check=False, kill_after="step_000003", number=signal.SIGTERM)
     assert done.returncode == 75, done.stderr[-3000:]
-    assert "SIGTERM: ending after this step" in done.stdout and "Traceback" not in done.stderr
+    assert "SIGTERM: stopping after this step" in done.stdout and "Traceback" not in done.stderr
     lines = metrics(tmp_path)
     assert 3 < lines[-1]["step"] < 6
     assert without_clock(lines) == without_clock(metrics(uninterrupted)[: len(lines)])
@@ -112,7 +112,7 @@ def test_a_terminated_run_saves_its_step_and_leaves_nothing_behind(uninterrupted
 
 
 def test_a_finished_run_is_not_repeated_and_other_settings_do_not_resume_it(stale):
-    done = run(stale[0], *STALE, "policy.optimizer.lr=0.5", check=False)
+    done = run(stale[0], *STALE, "policy.optimizer.weight_decay=0.5", check=False)
     assert done.returncode == 2
     assert "made with another configuration" in done.stderr and "Traceback" not in done.stderr
 

@@ -45,7 +45,7 @@ class _Operands:
         return cls(rows.requires_grad_(), weight.bfloat16().requires_grad_(), targets, max(1, chunk))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        values, entropies = selected_logprobs(
+        values, entropies, _ = selected_logprobs(
             self.rows,
             self.weight,
             self.targets,

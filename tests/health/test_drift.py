@@ -11,7 +11,7 @@ import pytest
 
 from grpo_dist.config import HealthConfig
 from grpo_dist.driver import run
-from grpo_dist.health.bounds import from_json, to_json
+from grpo_dist.health.bounds import HealthState
 from grpo_dist.health.drift import DRIFTING, DRIFTS, TrackedMetric, count_drifting, new_drifts, track
 from grpo_dist.runs.checkpoint import CheckpointState
 from grpo_dist.runs.resume import load_progress
@@ -272,7 +272,9 @@ def test_with_defaults_a_run_that_drifts_warns_and_continues():
 
 def through_a_checkpoint(progress, tmp_path):
     """Return ``progress`` with its health state as a checkpoint stores it."""
-    state = CheckpointState(progress.step, "", "", health=json.loads(json.dumps(to_json(progress.health))))
+    state = CheckpointState(
+        progress.step, "", "", health=json.loads(json.dumps(dataclasses.asdict(progress.health)))
+    )
     return dataclasses.replace(progress, health=load_progress(tmp_path, state, []).health)
 
 
@@ -301,5 +303,5 @@ def test_a_checkpoint_of_an_older_version_restarts_tracking():
         "reference": {"first": 1, "last": 5, "mean": 0.5, "steps": 5},
         "since": None,
     }
-    state = from_json({"best_reward": 0.5, "followed": {REWARD: older}})
+    state = HealthState.from_json({"best_reward": 0.5, "followed": {REWARD: older}})
     assert (state.best_reward, state.tracked) == (0.5, {})

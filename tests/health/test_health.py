@@ -12,7 +12,7 @@ from grpo_dist.cli import report_end
 from grpo_dist.config import HealthConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import Unhealthy
-from grpo_dist.health.bounds import HealthState, from_json, passed
+from grpo_dist.health.bounds import HealthState, passed
 from grpo_dist.health.watch import HealthWatch
 from grpo_dist.observe import Tracker
 from grpo_dist.types import Group
@@ -247,7 +247,7 @@ def test_steps_that_trained_on_nothing_do_not_make_a_gradient_a_spike():
         health.examine(step, {"policy/grad_norm": 0.0})
     assert not passed(health.update_bounds(), {"policy/grad_norm": 0.5})
     older = {"grad_norms": [0.0] * 12 + [0.5, 2.0]}  # a checkpoint of an older version
-    assert from_json(older).grad_norms == (0.5, 2.0)
+    assert HealthState.from_json(older).grad_norms == (0.5, 2.0)
 
 
 def test_too_many_skipped_updates_in_a_row_exceed_a_bound():

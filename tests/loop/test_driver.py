@@ -176,6 +176,43 @@ def test_evaluation_comes_before_training_and_every_n_steps(after, seen):
     assert {"eval/held/pass@1_stderr", "eval/held/pass@2"} <= set(world.logged[2])
 
 
+class Peak(fakes.World):
+    """Half of the answers are right, and all of version 4."""
+
+    async def score(self, prompt, rollouts):
+        group = await super().score(prompt, rollouts)
+        outcomes = ("correct", "correct" if self.version == 4 else "wrong")
+        return dataclasses.replace(group, outcomes=outcomes[: len(rollouts)])
+
+
+def test_the_best_checkpoint_is_made_when_it_is_measured_and_remembered_over_a_resume():
+    how = {"before": False, "every": 2, "samples_per_prompt": 2}
+    checkpoint = {"every": 5, "keep_best": "eval/held/pass@1"}
+    data = {"train": DEMO, "eval": DEMO}
+    config = fakes.config(steps=8, evaluation=how, checkpoint=checkpoint, data=data)
+    sets = [EvalSet("held", fakes.prompts(3))]
+    world, resumed = Peak(), Peak()
+    train(world, config, fakes.prompts(20), sets)
+    assert {step: progress.best for step, progress in world.saved.items()} == {
+        2: (2, 0.5), 4: (4, 1.0), 5: (4, 1.0), 8: (4, 1.0)
+    }  # fmt: skip
+    assert world.notes[1] == "the checkpoint of step 4 is the best: eval/held/pass@1 = 1"
+    resumed.version = 5
+    train(resumed, config, fakes.prompts(20), sets, progress=world.saved[5])
+    assert {step: progress.best for step, progress in resumed.saved.items()} == {8: (4, 1.0)}
+    unknown = fakes.config(steps=3, evaluation=how, checkpoint={"keep_best": "eval/other/pass@1"}, data=data)
+    train(world := Peak(), unknown, fakes.prompts(20), sets)
+    assert "the evaluation of step 2 has no such metric; it has eval/held/" in world.warnings[0]
+
+
+@pytest.mark.parametrize(("minutes", "saved"), [(1e-9, [1, 2, 3]), (1e9, [3]), (None, [3])])
+def test_a_checkpoint_is_due_by_time_too(minutes, saved):
+    world = fakes.World()
+    checkpoint = {"every": 0, "every_minutes": minutes}
+    train(world, fakes.config(steps=3, checkpoint=checkpoint), fakes.prompts(20))
+    assert list(world.saved) == saved
+
+
 def test_failure_of_one_sample_ends_the_run_with_its_own_error():
     world = fakes.World(fail_on="p3")
     with pytest.raises(RuntimeError, match="engine died on p3"):

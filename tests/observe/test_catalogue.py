@@ -19,7 +19,7 @@ from grpo_dist.loop.metrics import OUTCOMES
 from grpo_dist.observe.catalogue import README, described, table
 from grpo_dist.observe.metric_list import METRICS
 from grpo_dist.policy.loss import LossSettings, batch_loss, finish_stats
-from grpo_dist.runtime.files import refresh, with_part
+from grpo_dist.runtime.files import refresh, replace_part
 from grpo_dist.runtime.metering import Usage, usage_metrics
 from grpo_dist.types import PreparedBatch
 from tests.support import fakes
@@ -168,7 +168,7 @@ def test_every_entry_has_a_unit_a_reducer_and_a_meaning():
 
 
 def test_the_readme_holds_the_catalogue():
-    assert README.read_text() == with_part(README.read_text(), "metrics", table())
+    assert README.read_text() == replace_part(README.read_text(), "metrics", table())
 
 
 def test_an_outdated_document_is_reported_and_rewritten(tmp_path, capsys):
@@ -180,4 +180,4 @@ def test_an_outdated_document_is_reported_and_rewritten(tmp_path, capsys):
     expected = "top\n<!-- begin generated: x -->\nnew\n<!-- end generated: x -->\nbottom\n"
     assert page.read_text() == expected and refresh(page, "x", "new", arguments=["--check"]) == 0
     with pytest.raises(ValueError, match="no marks"):
-        with_part("nothing here", "x", "new")
+        replace_part("nothing here", "x", "new")

@@ -11,7 +11,7 @@ from grpo_dist.config import Config
 from grpo_dist.loop.progress import Progress
 from grpo_dist.plugins.user_code import changed_code, code_digest
 from grpo_dist.runs.checkpoint import Checkpoints, list_checkpoints
-from grpo_dist.runs.identity import digest_of_run
+from grpo_dist.runs.identity import digest_run_code
 from grpo_dist.runs.resume import load_state, other_code
 from grpo_dist.tools.evaluate.store import sample_settings
 from tests.support import fakes
@@ -122,7 +122,7 @@ def test_code_paths_for_actors_do_not_depend_on_a_working_directory(own, tmp_pat
 
 
 def digest(config: Config) -> dict[str, str]:
-    return digest_of_run(config.own_pieces, config.rewards, config.data)
+    return digest_run_code(config.own_pieces, config.rewards, config.data)
 
 
 def saved(config, tmp_path):

@@ -12,7 +12,15 @@ from grpo_dist.config import AlgorithmConfig, Config
 from grpo_dist.config.base import choices
 from grpo_dist.config.checks import learns_from_equal_rewards
 from grpo_dist.config.files import ConfigError, load_config
-from grpo_dist.plugins.user_code import ADVANTAGE, KL, LOSS, load, package_of, shadowing, target_of
+from grpo_dist.plugins.user_code import (
+    ADVANTAGE,
+    KL,
+    LOSS,
+    find_package,
+    find_shadowing,
+    load,
+    resolve_target,
+)
 from tests.support.documents import ROOT
 from tests.support.patience import HANG_S
 
@@ -49,13 +57,14 @@ def module(directory: Path, name: str, text: str) -> str:
 def test_a_name_of_a_package_is_found_by_its_entry_point(install):
     install("short-answers", {"grpo_dist.losses": {"short": "short_answers:found"}})
     assert (
-        target_of(LOSS, "short") == "short_answers:found" and package_of(LOSS, "short") == "short-answers 1.2"
+        resolve_target(LOSS, "short") == "short_answers:found"
+        and find_package(LOSS, "short") == "short-answers 1.2"
     )
     assert load(LOSS, "short")() == "of the package"
     config = Config.model_validate(PLAIN | {"algorithm": {"loss": "short"}})
     assert [piece.name for piece in config.own_pieces] == ["short"]
     with pytest.raises(ValueError, match=r"'short': expected a built-in advantage.*grpo_dist\.advantages"):
-        target_of(ADVANTAGE, "short")  # registered for another kind
+        resolve_target(ADVANTAGE, "short")  # registered for another kind
 
 
 def test_an_estimator_of_a_package_is_treated_as_one_of_a_module(install, tmp_path):
@@ -73,16 +82,16 @@ def test_a_package_cannot_replace_a_built_in_piece_and_is_reported(install):
     install("loud", {"grpo_dist.losses": {"ppo_clip": "loud:found"}})
     config = Config.model_validate(PLAIN)
     assert config.algorithm.loss.name == "ppo_clip" and config.own_pieces == ()
-    (message,) = shadowing(LOSS, choices(AlgorithmConfig, "loss"))
+    (message,) = find_shadowing(LOSS, choices(AlgorithmConfig, "loss"))
     assert "loud 1.2" in message and "'ppo_clip'" in message and "loud:found" in message
-    assert list(shadowing(KL, choices(AlgorithmConfig, "loss"))) == []
+    assert list(find_shadowing(KL, choices(AlgorithmConfig, "loss"))) == []
 
 
 def test_a_name_that_two_packages_register_is_refused(install):
     install("one", {"grpo_dist.losses": {"mine": "one:found"}})
     install("two", {"grpo_dist.losses": {"mine": "two:found"}})
     with pytest.raises(ValueError, match=r"(one|two) 1\.2 and (one|two) 1\.2"):
-        target_of(LOSS, "mine")
+        resolve_target(LOSS, "mine")
 
 
 def test_a_module_is_searched_in_code_paths_first_and_each_directory_has_its_own(tmp_path):
@@ -157,9 +166,9 @@ def test_arguments_need_a_piece_of_ones_own():
 def test_a_package_that_is_installed_while_the_process_runs_is_found(install):
     """As in a notebook. What is registered is kept until a directory of packages changes."""
     with pytest.raises(ValueError, match="an installed package registers"):
-        target_of(ADVANTAGE, "late")
+        resolve_target(ADVANTAGE, "late")
     install("late-pieces", {ADVANTAGE.group: {"late": "late_pieces:found"}})
-    assert target_of(ADVANTAGE, "late") == "late_pieces:found"
+    assert resolve_target(ADVANTAGE, "late") == "late_pieces:found"
 
 
 @pytest.mark.slow
@@ -183,12 +192,12 @@ def test_a_package_that_pip_has_installed_registers_its_pieces(tmp_path):
 from grpo_dist.config import Config
 from grpo_dist.plugins.user_code import LOSS
 from grpo_dist.plugins.user_code import load
-from grpo_dist.plugins.user_code import package_of
-from grpo_dist.runs.identity import digest_of_run
+from grpo_dist.plugins.user_code import find_package
+from grpo_dist.runs.identity import digest_run_code
 plain = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
 config = Config.model_validate(plain | {"algorithm": {"loss": "really_short"}})
-digest = digest_of_run(config.own_pieces, config.rewards, config.data)
-print(load(LOSS, "really_short")(2, 3), package_of(LOSS, "really_short"), digest)
+digest = digest_run_code(config.own_pieces, config.rewards, config.data)
+print(load(LOSS, "really_short")(2, 3), find_package(LOSS, "really_short"), digest)
 """
     paths = os.pathsep.join([str(site), str(ROOT)])
     ran = subprocess.run(

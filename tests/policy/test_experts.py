@@ -32,7 +32,7 @@ KINDS = sorted(EXPERT_SHAPES)
 
 
 def held(model):
-    return {name: ParameterSpec.of(name, p) for name, p in model.named_parameters()}
+    return {name: ParameterSpec.from_tensor(name, p) for name, p in model.named_parameters()}
 
 
 def load(model_dir, **how):
@@ -50,7 +50,7 @@ def test_the_sync_sends_the_names_and_values_of_the_checkpoint(tmp_path, kind):
     sent = {}
     for name, parameter in model.named_parameters():
         tensors = form.tensors(name, parameter.data)
-        assert [ParameterSpec.of(key, tensor) for key, tensor in tensors.items()] == form.specs[name]
+        assert [ParameterSpec.from_tensor(key, tensor) for key, tensor in tensors.items()] == form.specs[name]
         sent |= tensors
     assert sum(".experts." in name for name in sent) == 2 * 4 * 3
     assert sent.keys() == saved.keys()

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_dist.config import PolicyConfig
 from grpo_dist.errors import UserError
-from grpo_dist.policy.extensions import build_kernels_here, kernels_of, unbuilt
+from grpo_dist.policy.extensions import build_kernels_here, list_kernels, unbuilt
 from grpo_dist.runtime import processes
 from tests.support.patience import HANG_S
 
@@ -83,15 +83,15 @@ def offloaded(optimizer="none", parameters="none", **zero):
 
 
 def test_a_configuration_names_every_kernel_that_its_ranks_load(monkeypatch):
-    assert kernels_of(offloaded(), "cuda") == []
-    assert kernels_of(offloaded(), "cpu") == ["ShareMemCommBuilder"]
-    assert kernels_of(offloaded("cpu"), "cuda") == ["CPUAdamBuilder"]
-    assert kernels_of(offloaded("nvme"), "cuda") == ["CPUAdamBuilder", "AsyncIOBuilder"]
-    assert kernels_of(offloaded(parameters="nvme"), "cuda") == ["AsyncIOBuilder"]
-    assert kernels_of(offloaded(offload_optimizer={"device": "cpu"}), "cuda") == ["CPUAdamBuilder"]
-    assert kernels_of(offloaded(zero_quantized_weights=True), "cuda") == ["QuantizerBuilder"]
+    assert list_kernels(offloaded(), "cuda") == []
+    assert list_kernels(offloaded(), "cpu") == ["ShareMemCommBuilder"]
+    assert list_kernels(offloaded("cpu"), "cuda") == ["CPUAdamBuilder"]
+    assert list_kernels(offloaded("nvme"), "cuda") == ["CPUAdamBuilder", "AsyncIOBuilder"]
+    assert list_kernels(offloaded(parameters="nvme"), "cuda") == ["AsyncIOBuilder"]
+    assert list_kernels(offloaded(offload_optimizer={"device": "cpu"}), "cuda") == ["CPUAdamBuilder"]
+    assert list_kernels(offloaded(zero_quantized_weights=True), "cuda") == ["QuantizerBuilder"]
     monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")
-    assert kernels_of(offloaded(), "cuda") == ["PinMemoryBuilder"]
+    assert list_kernels(offloaded(), "cuda") == ["PinMemoryBuilder"]
 
 
 def test_a_kernel_that_cannot_be_built_is_refused_with_the_compilers_output(tmp_path, monkeypatch):

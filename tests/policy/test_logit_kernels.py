@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_dist.policy.logit_rows import TorchLogitRows
-from grpo_dist.policy.logprobs import rows_for
+from grpo_dist.policy.logprobs import choose_logit_rows
 from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,5 +74,5 @@ def test_the_kernels_compile_for_an_h100(kernel):
 
 
 def test_a_cpu_and_float64_take_torchs_operations():
-    assert isinstance(rows_for(torch.empty(1)), TorchLogitRows)
-    assert isinstance(rows_for(torch.empty(1, dtype=torch.float64)), TorchLogitRows)
+    assert isinstance(choose_logit_rows(torch.empty(1)), TorchLogitRows)
+    assert isinstance(choose_logit_rows(torch.empty(1, dtype=torch.float64)), TorchLogitRows)

@@ -266,7 +266,7 @@ def test_on_tensor_cores_the_weights_gradient_is_added_up_in_place(monkeypatch):
         if use_tensor_cores:
             monkeypatch.setattr(logprobs._Head, "__init__", on_a_gpu)
         with OutTypes() as seen:
-            values, _ = logprobs.selected_logprobs(hidden, leaf, targets, temperature=0.7, chunk_tokens=8)
+            values, *_ = logprobs.selected_logprobs(hidden, leaf, targets, temperature=0.7, chunk_tokens=8)
             values.backward(upstream)
         whole = [name for name, shape in seen.made if shape == (vocabulary, 16)]
         return leaf.grad, whole
@@ -290,7 +290,7 @@ def test_each_token_has_the_log_probs_entropy_and_gradients_of_its_own_temperatu
     (hidden, weight, bias), tokens, mask = problem(torch.float64)
     temperatures = torch.tensor([0.5, 1.0, 1.7], dtype=torch.float64)
     layout = padded(tokens, mask, temperatures)
-    found = logprobs.selected_logprobs(
+    *found, _ = logprobs.selected_logprobs(
         hidden.flatten(0, 1)[layout.sources], weight, layout.targets,
         temperature=layout.temperature, chunk_tokens=chunk_tokens, bias=bias, with_entropy=True,
     )  # fmt: skip
@@ -329,7 +329,7 @@ def test_log_probs_of_further_tokens_and_all_gradients_are_those_of_all_logits_a
     candidates[0, :, 1] = tokens[0]  # as when the teacher finds the sampled token likely
     layout = padded(tokens, mask, temperatures, candidates=candidates)
     rows = leaves[0].flatten(0, 1)[layout.sources]
-    found = logprobs.logprobs_with_candidates(
+    found = logprobs.selected_logprobs(
         rows, leaves[1], layout.targets, layout.candidates,
         temperature=layout.temperature, chunk_tokens=chunk_tokens, bias=leaves[2], with_entropy=True,
     )  # fmt: skip
@@ -397,7 +397,7 @@ def test_near_the_teacher_the_gradient_is_rounded_to_bfloat16_once(monkeypatch, 
     leaf, exact = bias.float().requires_grad_(), bias.clone().requires_grad_()
     monkeypatch.setattr(logprobs._Head, "__init__", on_a_gpu)
     with OutTypes():
-        *_, own = logprobs.logprobs_with_candidates(
+        *_, own = logprobs.selected_logprobs(
             hidden, weight, targets, ids, temperature=1.0, chunk_tokens=8, bias=leaf
         )
         DIVERGENCES[name](own, teacher.float()).sum().backward()

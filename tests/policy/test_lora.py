@@ -19,8 +19,8 @@ from grpo_dist.policy.lora import (
     adapter_parameters,
     adapters,
     add_adapters,
+    apply_start_adapter,
     merged_weights,
-    with_adapter,
 )
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs
@@ -192,14 +192,14 @@ def test_checkpoint_holds_the_adapters_and_resumes_exactly(forked_ranks, tiny_mo
 
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     assert all(torch.equal(p.data, weights[name]) for name, p in merged.named_parameters())
-    with_adapter = PeftModel.from_pretrained(
+    apply_start_adapter = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), tmp_path / "model/adapter"
     )
     with torch.no_grad():
         ids = torch.arange(11, 43)[None]
-        assert torch.allclose(with_adapter(ids).logits, merged(ids).logits, atol=1e-4)
-        with with_adapter.disable_adapter():
-            assert not torch.allclose(with_adapter(ids).logits, merged(ids).logits, atol=1e-1)
+        assert torch.allclose(apply_start_adapter(ids).logits, merged(ids).logits, atol=1e-4)
+        with apply_start_adapter.disable_adapter():
+            assert not torch.allclose(apply_start_adapter(ids).logits, merged(ids).logits, atol=1e-1)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -209,7 +209,7 @@ def test_an_adapter_is_continued_and_stays_the_reference(
     """update, save  ==  (other processes) load; before and after, the reference is the start."""
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / "cache"))
     start_model = made_adapter(tiny_model, tmp_path / "a")
-    model_dir = with_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=True)
+    model_dir = apply_start_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=True)
     rng = np.random.default_rng(0)
     groups = [made_groups.group(i, rng) for i in range(2)]
     asked = [(g.prompt, g.rollouts) for g in groups]

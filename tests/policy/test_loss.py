@@ -43,9 +43,9 @@ def batch_of_one_row(**changes):
     return PreparedBatch(**(fields | changes))
 
 
-def loss_and_gradient(batch, settings, logprobs, entropy=None, **of_update):
+def loss_and_gradient(batch, settings, logprobs, entropy=None, **make_update_bounds):
     logprobs = logprobs.clone().requires_grad_()
-    loss, stats = batch_loss(logprobs, batch, settings, entropy=entropy, **of_update)
+    loss, stats = batch_loss(logprobs, batch, settings, entropy=entropy, **make_update_bounds)
     loss.backward()
     return loss.item(), logprobs.grad, finish_stats(stats)
 

@@ -28,7 +28,7 @@ def test_log_probs_of_all_micro_batches_come_to_the_host_in_one_transfer(monkeyp
     rank = rank_of(plan, batch, made)
     transfers, to_host = [], torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda t: transfers.append(t) or to_host(t))
-    monkeypatch.setattr(trainer, "over_ranks", lambda stats: stats)
+    monkeypatch.setattr(trainer, "reduce_over_ranks", lambda stats: stats)
     metrics = Trainer.accumulate(rank, batch, keep_logprobs=True)
     micro = MicroBatches(1000, None, 1, torch.device("cpu"))
     assert metrics[COMPUTED_TOKENS] == sum(micro.part(batch, rows).tokens.numel() for rows in plan)

@@ -301,7 +301,7 @@ def test_torchs_kernel_is_called_by_its_signature(monkeypatch):
 
     monkeypatch.setattr(varlen.torch.ops.torch_attn, "_varlen_attn", operator, raising=False)
     q, k = torch.zeros(5, 4, 8), torch.zeros(5, 2, 8)
-    own, whole = Segments.of([2, 3], CPU), Segments.of([2, 4], CPU)
+    own, whole = Segments.from_lengths([2, 3], CPU), Segments.from_lengths([2, 4], CPU)
     spans = VarlenSpans(torch_varlen, own, whole, torch.tensor([0, 1, 0, 2, 3, 4]))
     assert spans.attend(q, k, k, scale=0.5, window=None, dropout=0.0) is q
     assert (seen["causal"], seen["window"], seen["gqa"], seen["scale"]) == (True, [-1, 0], True, 0.5)

@@ -12,12 +12,12 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from grpo_dist.config import LoRAConfig, ModelConfig, PolicyConfig
 from grpo_dist.policy.full_weights import FullWeights, write_model
 from grpo_dist.policy.lora import (
-    adapter_in,
     adapter_parameters,
+    apply_start_adapter,
     check_continued,
+    find_start_adapter,
     merge_start,
     untrained,
-    with_adapter,
 )
 from grpo_dist.policy.model import trainable_model
 from grpo_dist.policy.text_model import usable_model
@@ -34,7 +34,7 @@ def cache(tmp_path, monkeypatch):
 
 def continued(model_dir, adapter):
     """Return the directory, and the model as a rank has it."""
-    started = with_adapter(model_dir, adapter, "model.adapter = a", continued=True)
+    started = apply_start_adapter(model_dir, adapter, "model.adapter = a", continued=True)
     model = ModelConfig(path="m", packing=False)
     return started, trainable_model(str(started), torch.float32, model, PolicyConfig(lora=LORA), 0)
 
@@ -56,10 +56,10 @@ def close(a, b):
 @pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"target_modules": "all-linear"}])
 def test_a_merged_adapter_is_the_model_that_peft_computes(tiny_model, tmp_path, settings):
     expected = logits(made_adapter(tiny_model, tmp_path / "a", **settings), TOKENS)
-    merged = with_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=False)
+    merged = apply_start_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=False)
     assert close(logits(loaded(merged), TOKENS), expected)
     assert not close(logits(loaded(tiny_model), TOKENS), expected)
-    assert adapter_in(merged) is None
+    assert find_start_adapter(merged) is None
     assert usable_model(merged, "model.path = m", print) == merged
 
 
@@ -78,7 +78,7 @@ def test_a_continued_adapter_starts_where_it_ended_and_stays_for_the_reference(t
         assert close(logits(model, TOKENS), expected)
     assert close(logits(model, TOKENS), moved)
     reference = loaded(started)
-    merge_start(reference, adapter_in(started))
+    merge_start(reference, find_start_adapter(started))
     assert close(logits(reference, TOKENS), expected)
 
 
@@ -110,7 +110,7 @@ def test_the_tokenizer_of_an_adapter_takes_the_place_of_the_bases(tiny_model, tm
     tokenizer.chat_template = "{{ messages[0]['content'] }}!"
     tokenizer.save_pretrained(tmp_path / "a")
     for how in (True, False):
-        made = with_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=how)
+        made = apply_start_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=how)
         assert AutoTokenizer.from_pretrained(made).chat_template == tokenizer.chat_template
 
 
@@ -120,7 +120,7 @@ def test_an_adapter_of_a_wrapper_continues_in_its_text_model(tmp_path):
     adapted = made_adapter(tmp_path / "gemma3", tmp_path / "a", whole, target_modules=targets)
     expected = logits(adapted, TOKENS)
     text_dir = usable_model(tmp_path / "gemma3", "model.path = m", print)
-    merged = with_adapter(text_dir, tmp_path / "a", "model.adapter = a", continued=False)
+    merged = apply_start_adapter(text_dir, tmp_path / "a", "model.adapter = a", continued=False)
     assert close(logits(loaded(merged), TOKENS), expected)
     started, model = continued(text_dir, tmp_path / "a")
     assert close(logits(model, TOKENS), expected)
@@ -154,7 +154,7 @@ def test_other_adapters_than_the_one_to_start_from_are_refused_with_its_settings
     tiny_model, tmp_path, lora, words
 ):
     made_adapter(tiny_model, tmp_path / "a")
-    started = with_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=True)
+    started = apply_start_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=True)
     with pytest.raises(
         ValueError, match=r"rank: 4, alpha: 8, target_modules: \[down_proj, q_proj\]"
     ) as raised:
@@ -166,7 +166,7 @@ def test_other_adapters_than_the_one_to_start_from_are_refused_with_its_settings
 
 def refused(base, adapter):
     with pytest.raises(ValueError, match=r"^model\.adapter = a: ") as raised:
-        with_adapter(base, adapter, "model.adapter = a", continued=False)
+        apply_start_adapter(base, adapter, "model.adapter = a", continued=False)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 

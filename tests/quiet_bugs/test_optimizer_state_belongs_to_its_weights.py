@@ -76,7 +76,8 @@ def test_a_run_that_resumes_loads_weights_and_optimiser_from_one_directory(tmp_p
 
 
 @pytest.mark.parametrize(
-    "changed", [{"model": {"path": "demo:small"}}, {"policy": {"optimizer": {"lr": 1e-5}}}, {"seed": 5}]
+    "changed",
+    [{"model": {"path": "demo:small"}}, {"policy": {"optimizer": {"weight_decay": 0.5}}}, {"seed": 5}],
 )
 def test_the_state_of_a_run_of_other_weights_or_settings_is_refused(tmp_path, changed):
     made_checkpoints.save(tmp_path, 1)

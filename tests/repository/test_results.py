@@ -6,7 +6,7 @@ import os
 import pytest
 import yaml
 
-from grpo_dist.runtime.files import with_part
+from grpo_dist.runtime.files import replace_part
 from tests.evidence.learning_runs import README, RESULTS, record, rows_of, settings_digest, table
 from tests.support.documents import ROOT
 
@@ -142,5 +142,5 @@ def test_a_run_that_did_not_finish_has_no_row(run_dir):
 
 def test_the_documented_table_has_the_recorded_rows():
     rows = read(RESULTS)
-    assert README.read_text() == with_part(README.read_text(), "results", table(rows))
+    assert README.read_text() == replace_part(README.read_text(), "results", table(rows))
     assert rows and all((ROOT / row["configuration"]).exists() for row in rows)

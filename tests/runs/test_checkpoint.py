@@ -16,7 +16,7 @@ from grpo_dist.cli import main
 from grpo_dist.config.files import dump_config
 from grpo_dist.data.order import OrderState
 from grpo_dist.health.bounds import HealthState
-from grpo_dist.loop.progress import Progress, SampledBatch
+from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch
 from grpo_dist.runs.checkpoint import (
     Checkpoints,
     CheckpointState,
@@ -34,7 +34,9 @@ from grpo_dist.runs.resume import (
     load_resume_point,
     load_state,
     other_layout,
+    recorded_changes,
 )
+from grpo_dist.types import Sampling
 from tests.support import fakes
 from tests.support.made_checkpoints import HEALTH, MOMENTS, ORDER, PROMPTS, Disk, group, save, whole
 from tests.support.patience import HANG_S
@@ -206,6 +208,54 @@ def test_only_the_newest_checkpoints_are_kept_and_no_other_file_is_deleted(tmp_p
     for step in (2, 4, 10, 100):
         save(tmp_path, step, config=config)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "step_000010", "step_000100"]
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
+    config = fakes.config(checkpoint={"keep": 1})
+    for step, best in ((2, None), (4, (4, 0.5)), (6, (4, 0.5)), (8, (4, 0.5))):
+        checkpoints = Checkpoints(tmp_path, config, PROMPTS)
+        asyncio.run(whole(checkpoints, step, Disk(), Progress(step, best=best)))
+    kept = list_checkpoints(tmp_path)
+    assert [path.name for path in kept] == ["step_000004", "step_000008"]
+    state = load_state(kept[-1], config)
+    assert load_progress(kept[-1], state, PROMPTS).best == (4, 0.5)
+
+
+CHANGES = {
+    "policy.optimizer.lr": ({"policy": {"optimizer": {"lr": 1e-6}}}, {"policy": {"optimizer": {"lr": 5e-7}}}),
+    "algorithm.kl.coef": ({"algorithm": {"kl": {"coef": 0.1}}}, {"algorithm": {"kl": {"coef": 0.2}}}),
+    "sampling.max_new_tokens": ({"sampling": {"max_new_tokens": 9}}, {"sampling": {"max_new_tokens": 5}}),
+    "health.min_signal_groups": ({}, {"health": {"min_signal_groups": 2}}),
+    "evaluation.every": ({"evaluation": {"every": 2}}, {"evaluation": {"every": 3}}),
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_some_settings_may_change_and_each_change_is_recorded(tmp_path, key):
+    was, now = (fakes.config(**changed) for changed in CHANGES[key])
+    checkpoints = Checkpoints(tmp_path, was, PROMPTS)
+    drawn = {7: Sampling(max_new_tokens=9)}
+    progress = Progress(7, PipelineState(sampling=drawn), kl_coef=0.15)
+    asyncio.run(whole(checkpoints, 7, Disk(), progress))
+    (found,) = list_checkpoints(tmp_path)
+    assert list(recorded_changes(changes_since(found, was), 7)) == []
+    (message,) = recorded_changes(changes_since(found, now), 7)
+    assert message.startswith(f"after step 7 `{key}` = ") and ", before " in message
+    resumed = load_progress(found, load_state(found, now), PROMPTS)
+    assert resumed.kl_coef == (None if key == "algorithm.kl.coef" else 0.15)
+    assert resumed.pipeline.sampling[7].max_new_tokens == (5 if key == "sampling.max_new_tokens" else 9)
+
+
+def test_a_change_that_would_make_numbers_wrong_is_refused_with_its_reason(tmp_path):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    for changed, words in (
+        ({"batch": {"prompts_per_step": 2}}, "counts prompts and updates in such batches"),
+        ({"algorithm": {"kl": {"coef": 0.1}}}, "would be of two algorithms"),
+        ({"seed": 5}, "samples and orders of the steps so far follow from it"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            load_state(found, fakes.config(**changed))
 
 
 def test_a_damaged_state_is_named(tmp_path):
@@ -457,8 +507,10 @@ def test_health_bounds_may_change_on_resume_and_training_data_may_not(tmp_path):
     save(tmp_path, 1)
     (found,) = list_checkpoints(tmp_path)
     assert load_state(found, fakes.config(health={"min_signal_groups": 0, "kl_above": None})).step == 1
-    with pytest.raises(ValueError, match=r"\(`health\.min_signal_groups` = 2 was 0\)"):
-        load_state(found, fakes.config(health={"min_signal_groups": 2, "kl_above": None}))
+    with pytest.raises(
+        ValueError, match=r"\(`data\.order` = length was epochs: the checkpoint has a position"
+    ):
+        load_state(found, fakes.config(data={"train": [{"path": "demo:add3"}], "order": "length"}))
 
 
 def test_a_file_is_not_to_blame_where_its_rows_are_the_same(tmp_path):

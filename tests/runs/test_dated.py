@@ -14,7 +14,7 @@ from grpo_dist.data.readers import DataRow
 from grpo_dist.environments.dialogue import Renderer
 from grpo_dist.runs import cold_start
 from grpo_dist.runs.identity import DataOrigin, data_digest, fingerprint
-from grpo_dist.runs.run_directory import date_of_run, dated
+from grpo_dist.runs.run_directory import read_template_date, set_template_date
 from grpo_dist.types import Task
 from tests.support.chat_templates import templated_tokenizer, trl_templates
 
@@ -39,44 +39,48 @@ def prompts(tokenizer, settings):
 
 
 def test_a_resumed_run_keeps_the_date_of_its_start(tmp_path):
-    assert dated(config()).data.template_date == date.today().isoformat()
-    assert date_of_run(tmp_path) is None
-    first = dated(config(), DAY)
+    assert set_template_date(config()).data.template_date == date.today().isoformat()
+    assert read_template_date(tmp_path) is None
+    first = set_template_date(config(), DAY)
     (tmp_path / "config.yaml").write_text(dump_config(first))
-    assert dated(config(), date_of_run(tmp_path)).data.day == date(2026, 7, 31)
-    assert dated(config(template_date="2020-01-02"), DAY).data.template_date == "2020-01-02"
+    assert set_template_date(config(), read_template_date(tmp_path)).data.day == date(2026, 7, 31)
+    assert set_template_date(config(template_date="2020-01-02"), DAY).data.template_date == "2020-01-02"
     (tmp_path / "config.yaml").write_text("- not a configuration")
-    assert date_of_run(tmp_path) is None
+    assert read_template_date(tmp_path) is None
 
 
 def test_the_date_is_no_part_of_a_runs_identity_but_its_prompts_are(tmp_path):
     """Where no template writes it, another date is the same run."""
-    assert fingerprint(dated(config())) == fingerprint(dated(config(), DAY)) == fingerprint(config())
+    assert (
+        fingerprint(set_template_date(config()))
+        == fingerprint(set_template_date(config(), DAY))
+        == fingerprint(config())
+    )
     plain, dating = (saved(tmp_path / n, trl_templates()[n]) for n in ("llama3", "llama3_2"))
-    first, second = dated(config(), DAY), dated(config(), "2026-08-01")
+    first, second = set_template_date(config(), DAY), set_template_date(config(), "2026-08-01")
     assert data_digest(prompts(plain, first)) == data_digest(prompts(plain, second))
     assert data_digest(prompts(dating, first)) != data_digest(prompts(dating, second))
-    was, now = (DataOrigin.of(["a"], dating, tmp_path / "llama3_2", c.data) for c in (first, second))
+    was, now = (DataOrigin.from_rows(["a"], dating, tmp_path / "llama3_2", c.data) for c in (first, second))
     assert was.rows == now.rows
     assert now.changes(was.reading) == [
         f"the date that the chat template writes (`data.template_date`) was {DAY} and is 2026-08-01"
     ]
-    assert not DataOrigin.of(["a"], plain, tmp_path / "llama3", first.data).changes(
-        DataOrigin.of(["a"], plain, tmp_path / "llama3", second.data).reading
+    assert not DataOrigin.from_rows(["a"], plain, tmp_path / "llama3", first.data).changes(
+        DataOrigin.from_rows(["a"], plain, tmp_path / "llama3", second.data).reading
     )
 
 
 def test_other_tokenizer_files_are_named(tmp_path):
     tokenizer, data = saved(tmp_path, trl_templates()["llama3"]), config().data
-    was = DataOrigin.of(["a"], tokenizer, tmp_path, data)
+    was = DataOrigin.from_rows(["a"], tokenizer, tmp_path, data)
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    [change] = DataOrigin.of(["a"], tokenizer, tmp_path, data).changes(was.reading)
+    [change] = DataOrigin.from_rows(["a"], tokenizer, tmp_path, data).changes(was.reading)
     assert "tokenizer files" in change
-    assert DataOrigin.of(["b"], tokenizer, tmp_path, data).rows != was.rows
+    assert DataOrigin.from_rows(["b"], tokenizer, tmp_path, data).rows != was.rows
 
 
 def test_later_turns_and_demonstrations_have_the_date_of_the_run(tmp_path):
-    tokenizer, settings = saved(tmp_path, trl_templates()["llama3_2"]), dated(config(), DAY)
+    tokenizer, settings = saved(tmp_path, trl_templates()["llama3_2"]), set_template_date(config(), DAY)
     task = Task("e", messages=({"role": "user", "content": "1+1="},))
     renderer = Renderer(tokenizer, settings.data, settings.environments)
     assert "31 Jul 2026" in renderer.prompt(task)

@@ -21,8 +21,8 @@ from grpo_dist.runs.identity import (
     changes,
     columns_digest,
     describe,
+    drop_layout,
     fingerprint,
-    without_layout,
 )
 from grpo_dist.runs.resume import load_state
 from tests.support import fakes, made_checkpoints
@@ -100,7 +100,7 @@ def test_keys_added_by_a_later_version_are_no_change_at_their_defaults():
 def test_removing_the_layout_does_not_modify_the_settings():
     models = [MODEL | {"num_workers": 1}]
     settings = {"policy": {"num_workers": 2, "lora": None}, "rewards": {"models": models}}
-    assert without_layout(settings) == {"policy": {"lora": None}, "rewards": {"models": [MODEL]}}
+    assert drop_layout(settings) == {"policy": {"lora": None}, "rewards": {"models": [MODEL]}}
     assert settings["policy"]["num_workers"] == 2
 
 
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_another_version_is_judged_by_its_configuration(tmp_path
         (found / "state.json").write_text(json.dumps(state | {"fingerprint": "of an earlier version"}))
         if known:
             assert load_state(found, own).step == 1
-            with pytest.raises(ValueError, match=r"made with another configuration \(`seed` = 5 was 0\)"):
+            with pytest.raises(ValueError, match=r"another configuration \(`seed` = 5 was 0: samples"):
                 load_state(found, config(seed=5))
         else:
             with pytest.raises(ValueError, match="made with another configuration;"):

@@ -65,7 +65,7 @@ def test_a_run_asked_to_stop_finishes_its_step_and_the_same_command_resumes(stal
     with pytest.raises(Preempted, match="stopped on request; step 2") as ended:
         session(world, config, said)
     assert ended.value.exit_code == 75 and world.events[-2:] == ["settled", "end"]
-    assert len(said) == 1 and "ending after this step and its checkpoint, within 60 s" in said[0]
+    assert len(said) == 1 and "stopping after this step and its checkpoint, within 60 s" in said[0]
     assert list(world.saved) == [2] and 2 in world.logged and 3 not in world.logged
     resumed = fakes.World()
     resumed.version = 2
@@ -228,7 +228,7 @@ def test_a_second_signal_ends_at_once():
         await asyncio.sleep(60)
 
     asked_during(world, step=2, then=again)
-    with pytest.raises(Interrupted, match="SIGTERM, again: ended at once") as ended:
+    with pytest.raises(Interrupted, match="SIGTERM, again: stopped at once") as ended:
         session(world, fakes.config(steps=5), said)
     assert ended.value.exit_code == 143 and not world.saved
 

@@ -24,7 +24,7 @@ from grpo_dist.runs.identity import data_digest, fingerprint
 from grpo_dist.runs.recovery import Recovery
 from grpo_dist.runs.resume import ResumePoint, load_progress
 from grpo_dist.runs.run import Run
-from grpo_dist.runs.run_directory import with_resume_settings
+from grpo_dist.runs.run_directory import add_resume_settings
 from grpo_dist.runs.session import audit
 from grpo_dist.runtime.concurrency import Budget
 from grpo_dist.runtime.files import StepLines
@@ -99,7 +99,7 @@ class Job(fakes.World):
             Path("model"),
             first=ResumePoint(),
             start=self.start,
-            remedy=with_resume_settings(RERUN, self.config.checkpoint, Path("runs/run-2")),
+            remedy=add_resume_settings(RERUN, self.config.checkpoint, Path("runs/run-2")),
         )
         async for attempt in recovery.attempts():
             async with attempt as (point, workers):

@@ -216,28 +216,6 @@ def test_a_release_looks_at_its_own_worker_alone():
     asyncio.run(session())
 
 
-def test_a_new_group_looks_at_few_workers(monkeypatch):
-    """With 500 workers, 4000 groups of samples that finish one by one look at fewer than three each."""
-
-    async def session():
-        load_balancer, looks = LoadBalancer(500, capacity=64), 0
-        takes = load_balancer._takes
-
-        def counted(*arguments):
-            nonlocal looks
-            looks += 1
-            return takes(*arguments)
-
-        monkeypatch.setattr(load_balancer, "_takes", counted)
-        for group in range(4000):
-            index = await load_balancer.admit(8, 800)
-            for _ in range(8 if group % 3 else 5):
-                load_balancer.release(index, 1, 100)
-        return looks
-
-    assert asyncio.run(session()) <= 3 * 4000
-
-
 @settings(max_examples=25)
 @given(workers=st.integers(1, 6), capacity=st.integers(1, 8), order=st.randoms(use_true_random=False))
 def test_a_group_goes_where_a_search_of_all_workers_sends_it(workers, capacity, order):

@@ -21,8 +21,8 @@ from grpo_dist.runtime import stage_log
 from grpo_dist.runtime.stage_log import (
     LoopStages,
     StageLog,
+    join_names,
     log_ready,
-    names_of,
     note,
     open_stages,
     seconds_text,
@@ -82,7 +82,7 @@ def test_when_all_is_up_a_line_shows_what_each_stage_of_the_start_took(said):
 
 def test_while_stages_last_a_line_shows_what_each_waits_for(said):
     waiting = ["rollout-0", "rollout-1"]
-    with stage("engines", waits_for=lambda: names_of(waiting)), stage("reference"):
+    with stage("engines", waits_for=lambda: join_names(waiting)), stage("reference"):
         for _ in range(40):  # seconds
             said.now += 1.0
             said.log.beat()
@@ -265,7 +265,7 @@ def test_a_run_that_is_asked_to_end_has_saved_its_checkpoint(said, tmp_path):
 def test_a_live_view_shows_running_stages(said):
     view = LiveView("demo", 3, 0, clock=lambda: said.now)
     out = io.StringIO()
-    with stage("engines", waits_for=lambda: names_of(["rollout-0"])):
+    with stage("engines", waits_for=lambda: join_names(["rollout-0"])):
         said.now += 12.3
         RichConsole(file=out, width=120).print(view)
     assert re.search(r"now +engines 12\.3 s \(rollout-0\)", out.getvalue())
@@ -289,7 +289,7 @@ def test_with_a_live_view_lines_are_printed_only_when_stages_end(said, monkeypat
 
 def test_many_waiting_actors_are_counted_instead_of_named():
     names = [f"rollout-{i}" for i in range(8)]
-    assert names_of(names) == "rollout-0, rollout-1, rollout-2 and 5 more" and names_of([]) == ""
+    assert join_names(names) == "rollout-0, rollout-1, rollout-2 and 5 more" and join_names([]) == ""
 
 
 @pytest.mark.parametrize(

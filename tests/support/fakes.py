@@ -56,6 +56,7 @@ class World:
         self.sampled_groups: dict[str, list[Group]] = {}
         self.values: dict[str, ValuesOfSamples | None] = {}
         self.warnings: list[str] = []
+        self.notes: list[str] = []
 
     def workers(self, reference: bool = False) -> Workers:
         return Workers(self, self, self if reference else None, self, self)
@@ -139,6 +140,9 @@ class World:
 
     def warn(self, message):
         self.warnings.append(message)
+
+    def note(self, message):
+        self.notes.append(message)
 
     directory = Path("nowhere")
 

@@ -114,8 +114,8 @@ def layouts():
 
 
 def whole(use_kernels, transform=IDENTITY):
-    """Values, and the gradients of rows, weight and bias through `logprobs_with_candidates`, in blocks."""
-    logprobs.rows_for = lambda values: KernelLogitRows() if use_kernels else TorchLogitRows()
+    """Values, and the gradients of rows, weight and bias through `selected_logprobs`, in blocks."""
+    logprobs.choose_logit_rows = lambda values: KernelLogitRows() if use_kernels else TorchLogitRows()
     generator = torch.Generator().manual_seed(0)
     rows, weight, bias = (
         torch.randn(*shape, generator=generator).requires_grad_() for shape in ((7, 8), (50, 8), (50,))
@@ -124,7 +124,7 @@ def whole(use_kernels, transform=IDENTITY):
     candidates, of_candidates = torch.randperm(50, generator=generator)[:21].view(7, 3), torch.arange(21.0)
     of_candidates = of_candidates.view(7, 3)
     candidates[::2, 0] = targets[::2]
-    values, entropies, found = logprobs.logprobs_with_candidates(
+    values, entropies, found = logprobs.selected_logprobs(
         rows,
         weight,
         targets,

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from grpo_dist.policy.logprobs import logprobs_with_candidates
+from grpo_dist.policy.logprobs import selected_logprobs
 from grpo_dist.policy.loss import add_stats, batch_loss, finish_stats
 from grpo_dist.policy.packing import padded
 from grpo_dist.policy.streams import divergence_from_teacher
@@ -62,7 +62,7 @@ class Tiny(torch.nn.Module):
         hidden = torch.tanh(self.embedding[batch.tokens].cumsum(dim=1) / steps)
         how = {"candidates": batch.top_ids, "candidates_at_teacher": batch.top_logprobs}
         layout = padded(batch.tokens, batch.wanted, batch.temperatures, **how)
-        values, entropies, candidates = logprobs_with_candidates(
+        values, entropies, candidates = selected_logprobs(
             hidden.flatten(0, 1)[layout.sources],
             self.head,
             layout.targets,

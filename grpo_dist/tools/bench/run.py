@@ -19,10 +19,10 @@ from grpo_dist import driver
 from grpo_dist.batch.shared_prefixes import common_length
 from grpo_dist.config import BatchConfig, BenchConfig, Config
 from grpo_dist.config.secrets import masked
-from grpo_dist.errors import expanded, refusals
+from grpo_dist.errors import as_user_errors, expanded
 from grpo_dist.observe.console import step_line
 from grpo_dist.runs.prepare import RunInputs
-from grpo_dist.runs.run_directory import check_writable, dated, make_free_directory
+from grpo_dist.runs.run_directory import check_writable, make_free_directory, set_template_date
 from grpo_dist.runs.start import load_inputs
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type, resolve_dtype
@@ -41,8 +41,8 @@ def bench(config: Config) -> Path:
     with stage("actors", "their code is loaded"):
         from actors.connection import fit  # imports Ray
 
-    config = dated(as_benchmark(config))
-    with refusals():
+    config = set_template_date(as_benchmark(config))
+    with as_user_errors():
         base = expanded(config.output_dir) / config.name
         check_writable(base.parent)
         has = fit(config)

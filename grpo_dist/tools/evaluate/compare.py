@@ -20,7 +20,7 @@ from rich.markup import escape
 
 from grpo_dist.config.differences import changes
 from grpo_dist.data.files import json_lines
-from grpo_dist.errors import UserError, refusals
+from grpo_dist.errors import UserError, as_user_errors
 from grpo_dist.evaluation.estimates import Z95, student
 from grpo_dist.runtime.files import read_json, write_text
 from grpo_dist.runtime.tables import make_table, print_lines, wide_console
@@ -67,7 +67,7 @@ class ModelComparison:
 
 def compare_results(first: Path, second: Path, output: Path | None) -> None:
     """Compare two results: print the table, and write it to ``output`` unless that is None."""
-    with refusals():
+    with as_user_errors():
         comparison = compare(first, second)
         print_comparison(wide_console(), comparison)
         if output is not None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from grpo_dist.config.data import data_ending
 from grpo_dist.data.files import file_rows, json_lines
-from grpo_dist.errors import UserError, refusals
+from grpo_dist.errors import UserError, as_user_errors
 from grpo_dist.types import Prompt, Rollout, ToolCall, Turn
 
 TABLE = ".parquet"  # ending of a table of samples
@@ -83,7 +83,7 @@ def read_completions(path: Path, columns: Columns) -> list[Completions]:
     needed = (*_PROBLEM, *_SAMPLE) if _is_samples(path) else ()
     read = file_rows(path, columns=needed) if data_ending(str(path)) else json_lines(path)
     problems: dict[Any, list[tuple[str, Mapping[str, Any]]]] = {}
-    with refusals():
+    with as_user_errors():
         for number, (location, row) in enumerate(read):
             together = row.get("uid") is not None and row.get("sample") is not None
             for sample in _samples(row, location, columns):

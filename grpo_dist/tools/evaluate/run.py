@@ -19,7 +19,7 @@ from grpo_dist.chat.template import writes_date
 from grpo_dist.config import Config, EvaluationConfig
 from grpo_dist.data.readers import brings_columns, column, common_columns, read_all
 from grpo_dist.data.tasks import own_problems
-from grpo_dist.errors import refusals
+from grpo_dist.errors import as_user_errors
 from grpo_dist.evaluation.sampling import STAGE, Draw, EvaluationHandles, sample_chunks
 from grpo_dist.rewards.checks import asked_columns
 from grpo_dist.runs.prepare import (
@@ -31,9 +31,9 @@ from grpo_dist.runs.prepare import (
     prepare_eval,
     resolve_model,
 )
-from grpo_dist.runs.run_directory import check_writable, dated
+from grpo_dist.runs.run_directory import check_writable, set_template_date
 from grpo_dist.runs.start_checks import check_length
-from grpo_dist.runtime.concurrency import deadline, in_thread
+from grpo_dist.runtime.concurrency import deadline, run_in_thread
 from grpo_dist.runtime.stage_log import stage, stages_logged
 from grpo_dist.runtime.tables import print_lines, wide_console
 from grpo_dist.tools.evaluate.result import ALL, MEAN, EvaluationResult, JudgedProblem, print_measured
@@ -72,7 +72,7 @@ def evaluate_model(
     Raises UserError for invalid input, and for a directory that holds another evaluation.
     """
     with stages_logged(say):
-        with refusals():
+        with as_user_errors():
             if not config.data.eval:
                 raise ValueError("data.eval is empty; name at least one evaluation set")
             with stage("model", config.model.path):
@@ -83,7 +83,7 @@ def evaluate_model(
                 identity = Identity.from_settings(config.model.path, model_dir, sample_settings(config))
             directory = directory or default_directory(config.model, config.output_dir, identity)
             check_writable(directory)
-            config = dated(config, None if fresh else recorded_date(directory))
+            config = set_template_date(config, None if fresh else recorded_date(directory))
             with stage("problems", "are read and tokenized"):
                 sections = PromptSections(config.data, config.rewards, config.environments)
                 tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
@@ -97,7 +97,7 @@ def evaluate_model(
             say(f"{directory}: moved the earlier evaluation to {store.moved}")
         with store.alone():
             if missing := _missing(sets, store, say):
-                with refusals():
+                with as_user_errors():
                     check_scoring(config.rewards, config.sampling)
                 sample_s = config.cluster.timeouts.sample_s
                 draw = Draw.from_config(
@@ -210,7 +210,7 @@ async def _sample(
 
         async def finished(number: int, groups: list[Group]) -> None:
             nonlocal done
-            verdicts = await in_thread(partial(maker.verdicts, groups))
+            verdicts = await run_in_thread(partial(maker.verdicts, groups))
             store.add(parts[number][0], groups, verdicts)
             before, done = done, done + len(groups)
             if 10 * before // total < 10 * done // total:

@@ -25,7 +25,7 @@ from rich.markup import escape
 
 from grpo_dist.config import Config, RewardsConfig
 from grpo_dist.config.files import load_config, validated, with_overrides
-from grpo_dist.errors import UserError, refusals
+from grpo_dist.errors import UserError, as_user_errors
 from grpo_dist.rewards.checks import check_rewards, column_problems, user_column_problems
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
@@ -112,7 +112,7 @@ def score(
         raise UserError(f"--output {target} is the file of completions; name another")
     with stage("completions", quiet=True):
         completions = read_completions(path, columns)
-    with refusals(), stage("rewards and tokenizer", quiet=True):
+    with as_user_errors(), stage("rewards and tokenizer", quiet=True):
         _check_sources(config.rewards, completions, columns)
         _check_output(target)
         check_rewards(config.rewards, max_new_tokens=config.sampling.shortest)

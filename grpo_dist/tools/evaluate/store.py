@@ -28,7 +28,7 @@ from grpo_dist.data.files import json_lines
 from grpo_dist.errors import expanded
 from grpo_dist.evaluation.sampling import Draw
 from grpo_dist.observe.samples import write_groups
-from grpo_dist.runs.identity import digest_of_samples
+from grpo_dist.runs.identity import digest_sampling_code
 from grpo_dist.runs.run_directory import installed
 from grpo_dist.runtime.files import alone, keep_backup, read_json, write_text
 from grpo_dist.runtime.hardware import resolve_dtype
@@ -166,7 +166,7 @@ def sample_settings(config: Config) -> dict[str, Any]:
     if any(map(config.data.environment_of, config.data.eval)):
         episodes = config.environments.model_dump(mode="json", exclude={"num_workers", "code_paths"})
         settings["environments"] = episodes
-    if code := digest_of_samples(config.rollout, config.rewards, config.data):
+    if code := digest_sampling_code(config.rollout, config.rewards, config.data):
         settings["code"] = code
     return settings
 

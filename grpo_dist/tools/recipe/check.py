@@ -24,7 +24,7 @@ from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.data.demonstrations import count_held_out, count_rows, source_pairs
 from grpo_dist.data.readers import read_all
 from grpo_dist.data.tasks import own_problems
-from grpo_dist.errors import UserError, refusals
+from grpo_dist.errors import UserError, as_user_errors
 from grpo_dist.runs.prepare import (
     PromptSections,
     check_rendering,
@@ -49,7 +49,7 @@ def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
     with stage_log.stage("actors", "their code is loaded"):
         from actors.connection import fit  # imports Ray
 
-    with refusals():
+    with as_user_errors():
         check_writable(pipeline.directory)
     ancestors: dict[str, Path] = {}
     for stage in pipeline.stages:
@@ -78,7 +78,7 @@ def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
 def _naming(stage: ResolvedStage) -> Iterator[None]:
     """Prefix errors in the block with the name of the stage."""
     try:
-        with refusals():
+        with as_user_errors():
             yield
     except UserError as error:
         raise UserError(f"stage `{stage.name}`: {error}") from error

@@ -21,7 +21,7 @@ from grpo_dist.config.input_paths import input_paths
 from grpo_dist.config.secrets import HIDDEN, masked
 from grpo_dist.config.supervised import OPTIMIZER, SupervisedConfig
 from grpo_dist.errors import expanded
-from grpo_dist.runs.identity import FREE_SFT, Change, digest_of_run, digest_of_samples, without_layout
+from grpo_dist.runs.identity import FREE_SFT, Change, digest_run_code, digest_sampling_code, drop_layout
 from grpo_dist.runtime.files import read_json, write_text
 from grpo_dist.runtime.model_files import fingerprint
 from grpo_dist.tools.recipe.config import Kind, ResolvedStage
@@ -94,7 +94,7 @@ def settings(stage: ResolvedStage) -> dict[str, Any]:
 
 
 def _settings(stage: ResolvedStage) -> dict[str, Any]:
-    config = without_layout(stage.symbolic.model_dump(mode="json", exclude=_UNUSED[stage.kind]))
+    config = drop_layout(stage.symbolic.model_dump(mode="json", exclude=_UNUSED[stage.kind]))
     if stage.kind != "sft" and stage.config.model.path != "sft":
         config.pop("sft")
     if stage.kind == "sft":
@@ -126,8 +126,8 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
     if stage.kind != "sft":
         own = stage.config
         digest = (
-            digest_of_run(own.own_pieces, own.rewards, own.data) if stage.kind == "grpo"
-            else digest_of_samples(own.rollout, own.rewards, own.data)
+            digest_run_code(own.own_pieces, own.rewards, own.data) if stage.kind == "grpo"
+            else digest_sampling_code(own.rollout, own.rewards, own.data)
         )  # fmt: skip
         found |= {f"own code {label}": code for label, code in digest.items()}
     whole = _settings(stage)
@@ -144,7 +144,7 @@ def resumed_with(record: StageRecord, stage: ResolvedStage) -> StageRecord:
         rejection = {k: v for k, v in record.settings["rejection"].items() if k not in _CHOICE}
         return replace(record, settings=record.settings | {"rejection": rejection})
     identity = SupervisedConfig.of(stage.symbolic) if stage.kind == "sft" else stage.symbolic
-    return _only(record, lambda change: change.decides(identity))
+    return _only(record, lambda change: change.decides(identity) and not change.is_recorded)
 
 
 def of_results(record: StageRecord, stage: ResolvedStage) -> StageRecord:
@@ -166,7 +166,7 @@ def differences(old: StageRecord, new: StageRecord, config: Config) -> list[str]
 
     A key that a later version added is no change where it has its default.
     """
-    before, now = flat(without_layout(old.settings)), flat(new.settings)
+    before, now = flat(drop_layout(old.settings)), flat(new.settings)
     chosen = flat(config.model_dump(mode="json", exclude_defaults=True))
     added = {key for key in now if key not in chosen and not has_place(key, before)}
     found = changes(before, {key: value for key, value in now.items() if key not in added})

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_dist.config.differences import listed
-from grpo_dist.errors import UserError, refusals
-from grpo_dist.runs.run_directory import check_writable, dated
+from grpo_dist.errors import UserError, as_user_errors
+from grpo_dist.runs.run_directory import check_writable, set_template_date
 from grpo_dist.runtime.files import alone, keep_backup
 from grpo_dist.runtime.tables import make_table, wide_console
 from grpo_dist.tools.recipe.check import check_stages
@@ -51,21 +51,21 @@ def run_pipeline(
     Raises UserError, before anything starts, for a complete stage with changed settings or inputs, and for
     invalid settings of a remaining stage.
     """
-    with refusals():
+    with as_user_errors():
         pipeline = _dated(pipeline)
     redone = _redone(pipeline, again_from)
     if check_only:
         done = _checked(pipeline, redone)
         _say_plan(pipeline, done, redone, say)
         return done
-    with refusals():
+    with as_user_errors():
         check_writable(pipeline.directory)
     if fresh := not pipeline.directory.exists():
         _checked(pipeline, redone)  # before the directory exists, so that an error leaves nothing behind
-        with refusals():
+        with as_user_errors():
             pipeline.directory.mkdir(parents=True, exist_ok=True)
     with alone(pipeline.directory, "at this pipeline; wait for it, or choose another `name`"):
-        with refusals():  # read again under the lock: another process may have finished stages
+        with as_user_errors():  # read again under the lock: another process may have finished stages
             done = complete_stages(pipeline, redone)
         if not fresh:
             check_stages(pipeline, _to_do(pipeline, done))
@@ -85,7 +85,7 @@ def run_pipeline(
 
 def _checked(pipeline: ResolvedPipeline, redone: Sequence[ResolvedStage]) -> Done:
     """Return the complete stages after checking the others."""
-    with refusals():
+    with as_user_errors():
         done = complete_stages(pipeline, redone)
     check_stages(pipeline, _to_do(pipeline, done))
     return done
@@ -135,7 +135,7 @@ def _dated(pipeline: ResolvedPipeline) -> ResolvedPipeline:
     """Return ``pipeline`` with the date that chat templates write in all its stages: that of its start."""
     records = map(read_record, (stage.directory for stage in pipeline.stages))
     day = next((record.template_date for record in records if record and record.template_date), None)
-    stages = tuple(replace(stage, config=dated(stage.config, day)) for stage in pipeline.stages)
+    stages = tuple(replace(stage, config=set_template_date(stage.config, day)) for stage in pipeline.stages)
     return replace(pipeline, stages=stages)
 
 

@@ -21,7 +21,7 @@ from grpo_dist.config import Config, RejectionConfig
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
 from grpo_dist.data.tasks import own_problems
-from grpo_dist.errors import UserError, refusals
+from grpo_dist.errors import UserError, as_user_errors
 from grpo_dist.evaluation.sampling import Draw, EvaluationHandles, sample_chunks
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.rewards.checks import asked_columns
@@ -49,7 +49,7 @@ def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) ->
 
     Raises UserError for invalid input, and when no sample is kept.
     """
-    with refusals():
+    with as_user_errors():
         model_dir = resolve_model(
             config.model, config.sft, config.seed, say, trains=False, day=config.data.day
         )

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import Config
-from grpo_dist.errors import refusals
-from grpo_dist.runs.identity import without_layout
+from grpo_dist.errors import as_user_errors
+from grpo_dist.runs.identity import drop_layout
 from grpo_dist.runs.preemption import ended_by_sigterm
 from grpo_dist.runs.prepare import sft_model
 from grpo_dist.runs.prepare_supervised import supervised
@@ -51,14 +51,14 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
     settings = stage.config.sft
     assert settings is not None  # an sft stage has the section
     if finished_steps(stage.directory) is None:
-        with refusals():
+        with as_user_errors():
             config, identity = supervised(stage.config, stage.symbolic)
         with ended_by_sigterm():
             train(config, identity=identity)
     if not evaluates(stage.config.data, stage.config.evaluation):
         return StageResult(before)
     if not before and stage.config.evaluation.before:
-        with refusals():
+        with as_user_errors():
             before = evaluate_stage(stage.config, sft_model(settings, say), stage.directory, say)
     after = evaluate_stage(stage.config, stage.result, stage.directory, say)
     write_text(stage.directory / "evaluation.json", json.dumps({"before": before, "after": after}, indent=1))
@@ -99,7 +99,7 @@ def known_measures(stage: ResolvedStage, earlier: dict[str, StageRecord]) -> Mea
 
 def _protocol(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings, apart from the model, that affect an evaluation."""
-    settings = without_layout(settings)
+    settings = drop_layout(settings)
     data = {key: value for key, value in settings["data"].items() if key not in ("train", "overlap")}
     when = ("every", "before", "after")
     evaluation = {key: value for key, value in settings["evaluation"].items() if key not in when}

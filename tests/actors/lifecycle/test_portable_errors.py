@@ -12,7 +12,7 @@ from actors.lifecycle.calls import reason
 from actors.lifecycle.probe import Probeable
 from actors.workers.environment import EnvironmentWorker
 from actors.workers.reward import RewardWorker
-from grpo_dist.errors import Rollback, UserError, cause_of
+from grpo_dist.errors import Rollback, UserError, find_cause
 
 
 class Quota(Exception):
@@ -70,19 +70,19 @@ def test_every_exception_arrives_with_its_message(error):
         arrived = delivered(raised_by(call))
         assert not isinstance(arrived, UnserializableException)
         assert str(error).splitlines()[0] in reason(arrived)
-        if type(cause_of(arrived)) is RuntimeError:
+        if type(find_cause(arrived)) is RuntimeError:
             assert reason(arrived).startswith(f"{type(error).__name__}: ")
     assert inspect.iscoroutinefunction(Worker.fail_later) and not inspect.iscoroutinefunction(Worker.fail)
 
 
 def test_without_that_ray_delivers_neither_type_nor_cause():
     arrived = delivered(Quota("too many", status=429))
-    assert isinstance(arrived, UnserializableException) and cause_of(arrived) is arrived
+    assert isinstance(arrived, UnserializableException) and find_cause(arrived) is arrived
 
 
 def test_what_can_be_read_keeps_its_type():
     error = raised_by(lambda: Worker().fail(UserError("no such key")))
-    assert type(error) is UserError and type(cause_of(delivered(error))) is UserError
+    assert type(error) is UserError and type(find_cause(delivered(error))) is UserError
 
 
 def test_all_methods_of_workers_are_covered():

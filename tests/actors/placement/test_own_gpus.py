@@ -20,7 +20,7 @@ from actors.workers.reference import ReferenceWorker
 from actors.workers.reward import RewardModelWorker
 from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import ModelConfig, ReferenceConfig, RewardModelConfig
-from grpo_dist.errors import UserError, refusals
+from grpo_dist.errors import UserError, as_user_errors
 from tests.support.patience import HANG_S
 
 
@@ -129,7 +129,7 @@ def test_a_refusal_of_an_actor_reaches_the_user_without_a_traceback():
 
         cause = UserError("the message")
 
-    with pytest.raises(UserError) as refused, refusals():
+    with pytest.raises(UserError) as refused, as_user_errors():
         raise FromRay("Traceback (most recent call last):\n  ...")
     assert str(refused.value) == "the message"
 
@@ -139,11 +139,11 @@ import json, os, ray
 from actors.factory import on_devices
 from actors.placement.own_gpus import check_gpus
 from actors.workers.policy import PolicyWorker, devices_of
-from grpo_dist.errors import UserError, refusals
+from grpo_dist.errors import UserError, as_user_errors
 
 def refusal(actor):
     try:
-        with refusals():
+        with as_user_errors():
             ray.get(actor.__ray_call__.remote(lambda _: check_gpus()))
     except UserError as error:
         return str(error)

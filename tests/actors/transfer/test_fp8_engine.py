@@ -75,7 +75,7 @@ class Loopback:
     device = torch.device("cpu")
 
     def __init__(self, sent):
-        specs = [ParameterSpec.of(name, tensor) for name, tensor in sent]
+        specs = [ParameterSpec.from_tensor(name, tensor) for name, tensor in sent]
         self.specs, self.bucket_bytes = specs, specs[0].num_bytes
         self._buckets = make_buckets(specs, self.bucket_bytes)
         self._sent, self._memory, self._filled = dict(sent), None, []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_dist.policy.lora import with_adapter
+from grpo_dist.policy.lora import apply_start_adapter
 from grpo_dist.policy.text_model import usable_model
 from tests.support.engines import EAGER, LIMIT, differences, largest, trained
 from tests.support.models import LORA, biased_experts, loaded, made_adapter, wrapper
@@ -37,7 +37,7 @@ def test_a_model_whose_checkpoint_has_buffers(ray_cluster, tmp_path):
 def test_an_adapter_that_is_continued(ray_cluster, tiny_model, tmp_path, sync):
     """The engine starts from the base, and samples from the adapted model after the first sync."""
     start = made_adapter(tiny_model, tmp_path / "a").merge_and_unload()
-    model_dir = with_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=True)
+    model_dir = apply_start_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=True)
     world = World(model_dir, trained(lora=LORA.model_copy(update={"sync": sync})), AdaptedWorker, **EAGER)
     try:
         before = world.sample_all()

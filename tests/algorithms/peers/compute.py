@@ -118,7 +118,7 @@ def repetition(x, section, *, completions, n, factor):
 def logprobs(x, section, *, entropy, temperature=1.0):
     rows = x["logits"].requires_grad_()
     head = torch.eye(rows.shape[1], dtype=rows.dtype)
-    found, entropies = selected_logprobs(
+    found, entropies, _ = selected_logprobs(
         rows, head, x["targets"], temperature=temperature, chunk_tokens=4, with_entropy=entropy
     )
     value = entropies if entropy else found

@@ -14,7 +14,7 @@ from rich.console import Console
 from grpo_dist.config import RewardsConfig
 from grpo_dist.evaluation.sampling import Draw, EvalSet, evaluate, with_missing
 from grpo_dist.observe.samples import write_groups
-from grpo_dist.runs.notes import Notes
+from grpo_dist.runs.training_cluster import Notes
 from grpo_dist.tools.evaluate.result import (
     EvaluationResult,
     JudgedProblem,

@@ -243,7 +243,7 @@ def test_changed_settings_of_a_started_stage_are_refused_unless_it_has_written_n
     ("stage", "free", "decisive"),
     [
         (1, {"health.kl_above": 20.0, "health.action": "warn", "steps": 60, "evaluation.every": 7}, "seed"),
-        (1, {"profile.steps": [40]}, "health.min_signal_groups"),
+        (1, {"profile.steps": [40], "health.min_signal_groups": 2}, "rewards.timeout_s"),
         (0, {"health.kl_above": 20.0, "sft.validate_every": 3}, "sft.steps"),
     ],
 )

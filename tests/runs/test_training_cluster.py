@@ -14,9 +14,9 @@ import grpo_dist
 from grpo_dist.driver import run
 from grpo_dist.errors import SamplesFailed, Unhealthy, UserError
 from grpo_dist.evaluation.sampling import EvalSet
-from grpo_dist.runs import own_loop
+from grpo_dist.runs import training_cluster
 from grpo_dist.runs.prepare import RunInputs
-from grpo_dist.runs.verbs import Verbs
+from grpo_dist.runs.training_cluster import Verbs
 from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.runtime.stage_log import open_stages
 from tests.support import fakes
@@ -52,7 +52,7 @@ def started(monkeypatch):
         held = [EvalSet("held", [dataclasses.replace(p, uid=f"held {p.uid}") for p in PROMPTS[:2]])]
         actors = FakeActors(world, reference)
         made = RunInputs(Path(), PROMPTS, held), actors
-        monkeypatch.setattr(own_loop.TrainingCluster, "_load_inputs", lambda _: made)
+        monkeypatch.setattr(training_cluster.TrainingCluster, "_load_inputs", lambda _: made)
         world.actors = actors
         return grpo_dist.cluster(config)
 
@@ -328,7 +328,7 @@ def interrupted_update(cluster, groups, begun, monkeypatch, advantages=None):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(own_loop, "_result", interrupt)
+        patch.setattr(training_cluster, "_result", interrupt)
         cluster.update(groups, advantages=advantages)
 
 
