@@ -35,6 +35,7 @@ from grpo_dist.config import (
 )
 from grpo_dist.config.base import choices
 from grpo_dist.config.differences import flat, has_place
+from grpo_dist.config.earlier import translate_algorithm
 from grpo_dist.config.environments import BUILTIN_ENVIRONMENTS
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.text import unescaped
@@ -294,7 +295,10 @@ def changes(was: str, config: Config) -> list[Change]:
     A key that a later version added is no change where it has its default.
     """
     written = (was, dump_config(config))
-    old, new = (flat(unescaped(yaml.safe_load(text))) for text in written)
+    before, after = (unescaped(yaml.safe_load(text)) for text in written)
+    if isinstance(before, dict) and isinstance(before.get("algorithm"), dict):
+        before = before | {"algorithm": translate_algorithm(before["algorithm"])}
+    old, new = flat(before), flat(after)
     set_now = flat(config.model_dump(mode="json", exclude_defaults=True))
     keys = sorted(old.keys() | {key for key in new if key in set_now or has_place(key, old)})
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]

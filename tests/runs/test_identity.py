@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpo_dist.config import AlgorithmConfig
 from grpo_dist.config.differences import flat
+from grpo_dist.config.earlier import translate_algorithm
 from grpo_dist.config.files import dump_config
 from grpo_dist.runs.checkpoint import list_checkpoints
 from grpo_dist.runs.identity import (
@@ -95,6 +97,60 @@ def test_keys_added_by_a_later_version_are_no_change_at_their_defaults():
     other = config(rewards={"models": [MODEL], "accept_arithmetic": True})
     (found,) = changes(yaml.safe_dump(old), other)
     assert found == Change("rewards.accept_arithmetic", None, True) and found.decides(other)
+
+
+EARLIER = yaml.safe_load(
+    (Path(__file__).parents[1] / "support/earlier_checkpoint/step_000002/config.yaml").read_text()
+)["algorithm"] | {"kl": {"coef": 0.0, "estimator": "k3", "target": None, "gain": 0.1}}
+RULE = {"rule": "token_k2", "high": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ({}, {}),
+        ({"policy_loss": "sapo", "tau_positive": 2.0}, {"loss": {"name": "sapo", "tau_positive": 2.0}}),
+        ({"policy_loss": "gspo"}, {"loss": "gspo"}),
+        (
+            {"policy_loss": "a:f", "kwargs": {"policy_loss": {"b": 1}}},
+            {"loss": {"name": "a:f", "kwargs": {"b": 1}}},
+        ),
+        ({"advantage": "pass_at_k", "pass_k": 3}, {"advantage": {"name": "pass_at_k", "k": 3}}),
+        ({"advantage": "rloo", "whiten_advantages": True}, {"advantage": {"name": "rloo", "whiten": True}}),
+        ({"advantage": "reinforce_pp"}, {"advantage": "reinforce_pp"}),
+        ({"old_logprobs": "rollout"}, {"correction": "bypass"}),
+        (
+            {"correction": {"kind": "none", "level": "token", "high": 2.0, "veto": 1e-4, "reject": [RULE]}},
+            {"correction": {"kind": "none", "veto": 1e-4, "reject": [RULE]}},
+        ),
+        (
+            {"kl": {"coef": 0.1, "estimator": "k1"}, "add_token_level_kl": True},
+            {"kl": {"coef": 0.1, "estimator": "k1", "in_reward": True}},
+        ),
+        ({"entropy_coef": 0.1}, {"entropy": {"coef": 0.1}}),
+        (
+            {"entropy_coef": 0.1, "adaptive_entropy": {"target": 0.2, "delta": 0.005, "low": 0.0}},
+            {"entropy": {"kind": "adaptive", "coef": 0.1, "target": 0.2}},
+        ),
+        ({"process_coef": 0.5, "outcome_coef": 2.0}, {"process": {"coef": 0.5, "outcome_coef": 2.0}}),
+        *(
+            (
+                {"reward_norm": "batch", "reward_shift": s, "reward_scale": d},
+                {"reward_norm": {"name": "batch", **norm}},
+            )
+            for s, d, norm in (
+                (None, None, {}), (False, False, {}), (True, True, {}), (True, None, {"scale": False}),
+                (True, False, {"scale": False}), (False, None, {"shift": False}),
+                (False, True, {"shift": False}),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_flat_section_of_an_earlier_version_means_what_it_meant(was, now):
+    """What a checkpoint says in it is compared with what is set now."""
+    meant = AlgorithmConfig.model_validate(now).model_dump(mode="json")
+    assert translate_algorithm(EARLIER | was) == meant
+    assert translate_algorithm(meant) == meant
 
 
 def test_removing_the_layout_does_not_modify_the_settings():
