@@ -135,7 +135,7 @@ class Sharding:
     parameters: str
 
     @classmethod
-    def of(cls, ranks: int, settings: Mapping[str, Any]) -> Sharding:
+    def from_settings(cls, ranks: int, settings: Mapping[str, Any]) -> Sharding:
         """Read it from DeepSpeed's ``settings``."""
         zero = settings["zero_optimization"]
         devices = (zero.get(f"offload_{what}", {}).get("device", "none") for what in ("optimizer", "param"))
