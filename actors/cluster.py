@@ -52,6 +52,7 @@ from grpo_dist.errors import (
     TransferLost,
     UserError,
     WorkerLost,
+    as_user_errors,
     find_cause,
 )
 from grpo_dist.runtime.concurrency import deadline, gather
