@@ -14,7 +14,6 @@ from grpo_dist.environments.sandbox.cells import Cells
 from grpo_dist.environments.sandbox.frames import KeptOutput
 from grpo_dist.environments.sandbox.host import ProcessFailure
 from grpo_dist.environments.sandbox.python import PythonSandbox
-from grpo_dist.errors import UserError
 from tests.environments.sandbox.found import FOUND
 from tests.support.patience import HANG_S, longer
 from tests.support.services import sandbox_fusion
@@ -351,8 +350,6 @@ def test_a_service_that_is_not_there_is_refused_at_the_start(monkeypatch):
     with pytest.raises(ProcessFailure, match=r"the sandbox service does not answer \(ConnectError") as caught:
         asyncio.run(run())
     assert "password" not in str(caught.value)
-    with pytest.raises(UserError, match=r"environments\.sandbox\.url is not set"):
-        PythonSandbox(settings.model_copy(update={"url": None}))
 
 
 # Parts
