@@ -132,21 +132,26 @@ class SlurmTarget(NodeSizes):
 
 def state(record: SubmissionRecord) -> JobState:
     try:
-        found = ask(["squeue", "--noheader", "--jobs", record.job, "--format", "%T|%M|%R"]).strip()
+        # All states: a cluster without accounting knows an ended job only here, for some minutes.
+        queue = ["squeue", "--noheader", "--states=all", "--jobs", record.job, "--format", "%T|%M|%R"]
+        found = ask(queue).strip()
     except Refused as error:
         if "invalid job id" not in str(error).lower():
             raise  # no answer: the state is unknown
         found = ""
+    queued = None
     if found:
         name, elapsed, reason = found.splitlines()[0].split("|", 2)
-        return JobState(f"{name}, {elapsed} ({reason.strip('()')})", live=name in _WAITING + _RUNNING)
+        queued = JobState(f"{name}, {elapsed} ({reason.strip('()')})", live=name in _WAITING + _RUNNING)
+        if queued.live:
+            return queued
     accounting = ["sacct", "--noheader", "--allocations", "--parsable2", "--jobs", record.job]
     try:
         rows = ask([*accounting, "--format", "State,ExitCode,Elapsed"]).strip().splitlines()
     except Refused:  # no accounting on this cluster
         rows = []
     if not rows:
-        return JobState("over; squeue and sacct no longer know the job", live=False)
+        return queued or JobState("over; squeue and sacct no longer know the job", live=False)
     name, exit_code, elapsed = rows[-1].split("|")
     return JobState(
         f"{name}, exit code {exit_code.split(':')[0]}, {elapsed}", live=name in _WAITING + _RUNNING

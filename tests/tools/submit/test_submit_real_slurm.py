@@ -1,0 +1,285 @@
+"""Runs submitted to a real Slurm: its controller and two nodes on this machine, as Debian packages them
+(slurmctld, slurmd, slurm-client, munge). What happens to a job there must not change the numbers of a run.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_dist.cli import main
+from tests.support.patience import HANG_S, wait_until
+from tests.support.processes import free_port
+from tests.support.real_runs import BASE, has_checkpoint, metrics, survivors, without_clock
+from tests.support.submissions import BIN, ROOT, command, config_in
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+MISSING = [name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
+pytestmark = [
+    pytest.mark.machine,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        bool(MISSING),
+        reason=f"no {', '.join(MISSING)}; on Debian: apt-get install slurmctld slurmd slurm-client munge",
+    ),
+    pytest.mark.skipif(os.getuid() != 0, reason="slurmd starts jobs, which needs root"),
+]
+
+STEPS = 12
+SLOW = '{name: slow, function: "end_to_end_rewards:slow"}'
+CONFIG = BASE.replace("{function: math},", f"{{function: math}}, {SLOW},")
+NODES = ("n1", "n2")
+UNDER_WAY = ("PENDING", "RUNNING", "COMPLETING", "SIGNALING", "REQUEUED")
+# One task plugin, no cgroups and no accounting: what a machine without systemd has.
+CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={place}/munge/socket,cred_expire=5
+StateSaveLocation={place}/state
+SlurmdSpoolDir={place}/spool-%n
+SlurmctldPidFile={place}/slurmctld.pid
+SlurmdPidFile={place}/slurmd-%n.pid
+SlurmctldLogFile={place}/slurmctld.log
+SlurmdLogFile={place}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SwitchType=switch/none
+MpiDefault=none
+JobRequeue=1
+ReturnToService=2
+SlurmdTimeout=15
+KillWait=120
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=2,bf_interval=2
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class Cluster:
+    """A controller and two nodes, whose programs this process reaches by SLURM_CONF."""
+
+    def __init__(self):
+        self.place = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: it holds sockets
+        for name in ("state", "munge", *(f"spool-{node}" for node in NODES)):
+            (self.place / name).mkdir(mode=0o700)
+        self.conf = self.place / "slurm.conf"
+        host = socket.gethostname()
+        nodes = [
+            f"NodeName={n} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=16" for n in NODES
+        ]
+        user = psutil.Process().username()
+        self.conf.write_text(
+            CONF.format(host=host, port=free_port(), user=user, place=self.place, nodes="\n".join(nodes))
+        )
+        self.daemons = {}
+
+    def start(self):
+        munge = self.place / "munge"
+        (munge / "key").write_bytes(secrets.token_bytes(1024))
+        (munge / "key").chmod(0o400)
+        options = {
+            "key-file": "key",
+            "socket": "socket",
+            "log-file": "log",
+            "pid-file": "pid",
+            "seed-file": "seed",
+        }
+        self._start("munged", "--foreground", "--force", *(f"--{k}={munge / v}" for k, v in options.items()))
+        wait_until((munge / "socket").exists, self.said)
+        self._start("slurmctld", "-D")
+        for node in NODES:
+            self.start_node(node)
+        up = ("sinfo", "--noheader", "--format=%D %t")
+        wait_until(lambda: self.ask(*up).split() == ["2", "idle"], self.said)
+
+    def start_node(self, node):
+        self._start("slurmd", "-D", "-N", node, name=node)
+
+    def processes_of(self, node):
+        """Return the processes of jobs on ``node``, and those of Slurm that watch them."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                environment = process.environ()
+                if environment.get("SLURM_CONF") == str(self.conf) and (
+                    environment.get("SLURMD_NODENAME") == node
+                ):
+                    found.append(process)
+        return found
+
+    def ask(self, *command):
+        return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True).stdout
+
+    def job(self, number):
+        """Return the fields of a job as the controller has them."""
+        words = self.ask("scontrol", "show", "job", "--oneliner", number).split()
+        return dict(word.partition("=")[::2] for word in words)
+
+    def said(self):
+        return "\n".join(f"{p.name}: {p.read_text()[-2000:]}" for p in self.place.glob("*.out"))
+
+    def end(self):
+        with suppress(subprocess.SubprocessError):
+            self.ask("scancel", "--user", psutil.Process().username())
+            self.ask("scancel", "--signal=KILL", "--full", "--user", psutil.Process().username())
+        for node in NODES:
+            for process in self.processes_of(node):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        for daemon in reversed(self.daemons.values()):
+            daemon.terminate()
+            try:
+                daemon.wait(30)
+            except psutil.TimeoutExpired:
+                daemon.kill()
+        shutil.rmtree(self.place, ignore_errors=True)
+
+    def _start(self, program, *arguments, name=None):
+        with (self.place / f"{name or program}.out").open("a") as out:
+            self.daemons[name or program] = psutil.Popen([program, *arguments], stdout=out, stderr=out)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with pytest.MonkeyPatch.context() as patch:
+        made = Cluster()
+        patch.setenv("SLURM_CONF", str(made.conf))
+        patch.setenv("PATH", f"{BIN}:{os.environ['PATH']}:/usr/sbin:/sbin")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        try:
+            made.start()
+            yield made
+        finally:
+            made.end()
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    mark = secrets.token_hex(16)
+    monkeypatch.setenv("GRPO_DIST_TEST_RUN", mark)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    assert not survivors(mark, seconds=HANG_S)
+
+
+def submit(directory):
+    """Submit a run of ``STEPS`` steps on both nodes; return its job."""
+    settings = (f"steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=20")
+    path = str(config_in(directory, CONFIG))
+    assert main(["submit", path, "--to", "slurm", "--gpus-per-node", "0", "--nodes", "2", *settings]) == 0
+    return json.loads((directory / "runs/run/submitted.json").read_text())["job"]
+
+
+def log(directory, number):
+    path = directory / f"runs/run/slurm-{number}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(cluster, directory, number, *states):
+    def reached():
+        state = cluster.job(number)["JobState"]
+        assert state in (*states, *UNDER_WAY), (state, log(directory, number))
+        return state in states
+
+    wait_until(reached, lambda: f"{cluster.job(number)}\n{log(directory, number)}\n{cluster.said()}")
+    return cluster.job(number)
+
+
+def wait_for_checkpoint(cluster, directory, number, step):
+    def saved():
+        state = cluster.job(number)["JobState"]
+        assert state in UNDER_WAY, (state, log(directory, number))
+        return has_checkpoint(directory / "runs/run", f"step_{step:06d}")
+
+    wait_until(saved, lambda: f"{cluster.job(number)}\n{log(directory, number)}\n{cluster.said()}")
+
+
+def requeued(cluster, directory, number):
+    def again():
+        job = cluster.job(number)
+        assert job["JobState"] in UNDER_WAY, (job, log(directory, number))
+        return int(job["Restarts"]) >= 1
+
+    wait_until(again, lambda: f"{cluster.job(number)}\n{log(directory, number)}\n{cluster.said()}")
+
+
+@pytest.fixture(scope="module")
+def usual(cluster, tmp_path_factory):
+    """Return the metrics of a run that nothing happened to, and its job."""
+    directory = tmp_path_factory.mktemp("usual")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        number = submit(directory)
+    wait_for(cluster, directory, number, "COMPLETED")
+    return directory, number
+
+
+def test_a_run_on_two_nodes_goes_to_its_end(usual, capsys):
+    directory, number = usual
+    said = log(directory, number)
+    assert "2 of 2 nodes have joined" in said and "the run ended with exit code 0" in said
+    assert [line["step"] for line in metrics(directory)] == list(range(STEPS + 1))
+    code, status = command(capsys, "status", directory / "runs/run")
+    assert code == 0 and "COMPLETED" in status, status
+    assert said in command(capsys, "logs", directory / "runs/run")[1]
+
+
+def test_a_stopped_run_saves_its_step_and_another_job_continues_it(usual, cluster, place, capsys):
+    number = submit(place)
+    wait_for_checkpoint(cluster, place, number, 2)
+    assert "RUNNING" in command(capsys, "status", place / "runs/run")[1]
+    assert command(capsys, "stop", place / "runs/run")[0] == 0
+    job = wait_for(cluster, place, number, "FAILED")  # a job whose exit code is not 0
+    assert job["ExitCode"] == "75:0" and job["Restarts"] == "0"
+    steps = [line["step"] for line in metrics(place)]
+    assert has_checkpoint(place / "runs/run", f"step_{steps[-1]:06d}")
+    second = submit(place)
+    wait_for(cluster, place, second, "COMPLETED")
+    assert f"step_{steps[-1]:06d}" in log(place, second)
+    assert without_clock(metrics(place)) == without_clock(metrics(usual[0]))
+
+
+def test_before_its_time_limit_a_run_is_saved_requeued_and_resumed(usual, cluster, place, capsys):
+    number = submit(place)
+    wait_for_checkpoint(cluster, place, number, 2)
+    # The signal is due 180 s before the limit, which is now less than that away.
+    elapsed = cluster.job(number)["RunTime"].split(":")
+    minutes = int(elapsed[0]) * 60 + int(elapsed[1]) + 2
+    cluster.ask("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
+    requeued(cluster, place, number)
+    cluster.ask("scontrol", "update", f"JobId={number}", "TimeLimit=UNLIMITED")
+    wait_for(cluster, place, number, "COMPLETED")
+    assert "USR1: ending after this step" in log(place, number)
+    assert without_clock(metrics(place)) == without_clock(metrics(usual[0]))
+
+
+def test_a_job_that_waits_is_shown_and_refused_a_twin_and_cancelled_by_stop(cluster, place, capsys):
+    full = ("--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 10000")
+    other = cluster.ask("sbatch", "--parsable", *full).strip()
+    number = submit(place)
+    wait_until(lambda: cluster.job(number)["Reason"] != "None", "the job does not wait")
+    assert "PENDING" in command(capsys, "status", place / "runs/run")[1]
+    code, said = command(
+        capsys, "submit", place / "tiny.yaml", "--to", "slurm", "--gpus-per-node", "0", "--nodes", "2"
+    )
+    assert code == 2 and f"its job {number} is pending or running; end it with" in said
+    assert command(capsys, "stop", place / "runs/run")[0] == 0
+    wait_for(cluster, place, number, "CANCELLED")
+    assert log(place, number) == ""
+    cluster.ask("scancel", other)
+    wait_for(cluster, place, other, "CANCELLED")
