@@ -84,7 +84,7 @@ def _chosen(
     free: Sequence[int], nodes: Sequence[str], near: Sequence[str], count: int, adjacent: int
 ) -> list[int]:
     """Return ``count`` of the bundles ``free``, node after node. Each ``adjacent`` successive ones are on one
-    node, but for the last where no node has room for so many. ``near``: nodes that the role is on already.
+    node, except the last where no node has room for as many. ``near``: nodes that the role is on already.
     """
     left: dict[str, list[int]] = {node: [] for node in near}
     for index in free:

@@ -61,7 +61,7 @@ class Transport(Protocol):
     def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]: ...
 
     def agree(self, agrees: bool) -> bool:
-        """Return whether ``own`` is true on every rank. All ranks call it, between two transfers."""
+        """Return whether ``agrees`` is true on every rank. All ranks call it, between two transfers."""
 
     def close(self) -> None: ...
 

@@ -273,10 +273,10 @@ def devices_of(_: PolicyWorker) -> Devices:
 def loss_settings(algorithm: AlgorithmConfig, code_paths: Sequence[str] = ()) -> LossSettings:
     """Convert the configuration of the algorithm into the numbers that the loss takes."""
     correction, entropy = algorithm.correction, algorithm.entropy
-    weights = correction.arguments if isinstance(correction, WeightedCorrection) else {}
+    weighted = correction if isinstance(correction, WeightedCorrection) else WeightedCorrection()
     return LossSettings(
         policy_loss=algorithm.loss.name,
-        **{name: value for name, value in algorithm.loss.arguments.items() if name != "kwargs"},
+        **algorithm.loss.arguments,
         old_policy="rollout" if correction.bypasses else "trainer",
         top_entropy_share=algorithm.top_entropy_share,
         entropy_coef=entropy.coef,
@@ -288,7 +288,10 @@ def loss_settings(algorithm: AlgorithmConfig, code_paths: Sequence[str] = ()) ->
         kl_estimator=algorithm.kl.estimator.name,
         kl_bias_correction=algorithm.kl.bias_correction,
         correction_kind="none" if correction.bypasses else correction.kind,
-        **{f"correction_{name}": value for name, value in weights.items() if name not in ("veto", "reject")},
+        correction_level=weighted.level,
+        correction_low=weighted.low,
+        correction_high=weighted.high,
+        correction_normalize=weighted.normalize,
         correction_veto=correction.veto,
         own=OwnCode.of_pieces(code_paths, algorithm.own_pieces),
         reject=tuple(RejectionRule(**rule.model_dump()) for rule in correction.reject),

@@ -24,14 +24,3 @@ SELECTION_SETTINGS: dict[str, tuple[str, ...]] = {
 }
 # Losses through whose terms a token gives gradient to others: they take the tokens that no rule removed.
 MEANS_OF_KEPT = ("gmpo",)
-# All settings that `algorithm` has for one loss or another.
-LOSS_SPECIFIC = tuple(
-    dict.fromkeys(
-        name for table in (POLICY_LOSS_SETTINGS, SELECTION_SETTINGS) for own in table.values() for name in own
-    )
-)
-
-
-def settings_of(policy_loss: str) -> tuple[str, ...]:
-    """Return the settings of `algorithm` that ``policy_loss`` reads."""
-    return POLICY_LOSS_SETTINGS.get(policy_loss, ()) + SELECTION_SETTINGS.get(policy_loss, ())

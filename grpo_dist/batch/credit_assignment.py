@@ -50,7 +50,7 @@ class AdvantageSettings:
     std: str = "group"
     eps: float = 1e-6
     k: int = 4  # of pass_at_k
-    turn_discount: float = 1.0  # of turn
+    discount: float = 1.0  # of turn
     gamma: float = 1.0  # discount of the reward, and of the KL in it, for each later token
     outcome_coef: float = 1.0  # with process_coef: weight of the estimator's advantages
     process_coef: float = 0.0  # weight of the advantages of steps, which are added; 0: none
@@ -319,7 +319,7 @@ def _turn_level(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageS
         torch.tensor([span.sample for span in spans], dtype=torch.long),
         _finite(torch.from_numpy(np.concatenate([g.rewards for g in groups]))),
         _group_ids(groups),
-        discount=settings.turn_discount,
+        discount=settings.discount,
         std=settings.std,
         eps=settings.eps,
     )

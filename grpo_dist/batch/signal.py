@@ -9,13 +9,13 @@
     pass_at_k        the best of k samples, between the tries
     grpo_passk       the best sample, from the second best
     any other        the total reward
-    process_coef     with any estimator: the rewards of steps, or of turns
+    process          with any estimator: the rewards of steps, or of turns
 
 Total rewards and that of the greedy answer are clipped first, as for the estimator: under a clip of 1 the
 rewards [2, 3] are equal.
 
 REINFORCE++ compares with the whole batch, so it also learns from a group of equal rewards; what dynamic
-sampling replaces is such a group all the same (DAPO, arXiv:2503.14476, equation 11).
+sampling replaces is such a group nevertheless (DAPO, arXiv:2503.14476, equation 11).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SignalRule:
         estimator: name in the registry of advantages.
         metric: reward whose values must differ, or `ACCURACY`; None: what the estimator looks at.
         weights: of each reward, for gdpo.
-        turn_discount: of the estimator turn.
+        discount: of the estimator turn.
         k: of the estimator pass_at_k.
         steps: advantages of steps are added, `algorithm.process.coef`.
         reward_clip: total rewards are clipped to +- this before the estimator; None: they are not. A
@@ -54,7 +54,7 @@ class SignalRule:
     estimator: str = "grpo"
     metric: str | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
-    turn_discount: float = 1.0
+    discount: float = 1.0
     k: int = 4
     steps: bool = False
     reward_clip: float | None = None
@@ -73,7 +73,7 @@ class SignalRule:
         if self.estimator == PROCESS:
             return has_signal(_step_rewards(group))
         if self.estimator == TURN:
-            return _turns_differ(group, self.turn_discount)
+            return _turns_differ(group, self.discount)
         if "baselines" in inputs:
             return self._differs_from_greedy(group)
         rewards = clipped_rewards([group], self.reward_clip)

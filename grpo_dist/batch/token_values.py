@@ -119,7 +119,7 @@ def _of_rows(update: TrainBatch, tokens: bool) -> Iterator[tuple[int, TokenValue
 
 def _constants(mask: np.ndarray, advantages: np.ndarray) -> list[float | None]:
     """Return for each row the advantage that all its trained tokens have, None where they have several. It is
-    their mean to the last bit: so many times a float32 is exact in float64.
+    their mean to the last bit: a float32 times a count of tokens is exact in float64.
     """
     first = advantages[np.arange(len(mask)), mask.argmax(axis=1)]
     same = ~((advantages != first[:, None]) & mask).any(axis=1) & ((first != 0) | ~np.signbit(first))

@@ -185,7 +185,7 @@ class _Part(NamedTuple):
 
 
 class _Markers:
-    """Puts a marker in the place of each text of a conversation. ``parts``: what each stands for."""
+    """Replaces each text of a conversation by a marker. ``parts``: what each stands for."""
 
     def __init__(self) -> None:
         self.parts: dict[str, _Part] = {}

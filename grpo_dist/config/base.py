@@ -108,8 +108,9 @@ class Choice(Section):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The settings of the member, without the tag."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name != self.tag}
+        """The settings of the member, without the tag and what goes to user-supplied code as it is."""
+        fields = type(self).model_fields
+        return {name: getattr(self, name) for name in fields if name not in (self.tag, "kwargs")}
 
 
 class Tagged:

@@ -22,8 +22,8 @@ def flat(value: Any) -> dict[str, Any]:
 
 
 def has_place(key: str, settings: Mapping[str, Any]) -> bool:
-    """Return whether flat ``settings`` have ``key``, or a value such as null in the place of one of its
-    parents. Otherwise a later version added the key.
+    """Return whether flat ``settings`` have ``key``, or a value such as null for one of its parents.
+    Otherwise a later version added the key.
     """
     parts = key.split(".")
     return any(".".join(parts[:end]) in settings for end in range(1, len(parts) + 1))

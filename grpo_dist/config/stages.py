@@ -117,7 +117,7 @@ class SFTConfig(Section):
     threads: Count = Field(0, description="CPU threads of a cold start; 0: all")
 
     def steps_for(self, demonstrations: int) -> int:
-        """Return the optimiser steps on so many training demonstrations."""
+        """Return the optimiser steps on ``demonstrations`` training demonstrations."""
         if self.epochs is None:
             return self.steps
         return max(1, math.ceil(self.epochs * demonstrations / self.batch_size))

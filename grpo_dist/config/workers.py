@@ -22,7 +22,7 @@ class SpeculationConfig(Section):
         "0: none",
     )
     max_sequences: PositiveInt = Field(
-        4, description="draft only while an engine decodes at most so many sequences"
+        4, description="draft only while an engine decodes at most this number of sequences"
     )
     history_tokens: Annotated[int, Field(ge=1_000, le=1_000_000_000)] = Field(
         16_000_000,

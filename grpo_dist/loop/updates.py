@@ -37,9 +37,6 @@ from grpo_dist.plugins.user_code import AGGREGATION, LOSS
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.types import EpochUpdate, Group, TeacherLogprobs, TrainBatch
 
-# Arguments of the advantage in `AdvantageSettings`, where they are called otherwise.
-_ARGUMENTS = {"discount": "turn_discount"}
-
 
 def reward_moments(algorithm: AlgorithmConfig, scored: Sequence[ScoredGroup], before: Moments) -> Moments:
     """Add the rewards of a step to ``before``, the moments of all earlier steps.
@@ -219,7 +216,7 @@ def advantage_settings(
     advantage, norm, process = algorithm.advantage, algorithm.reward_norm, algorithm.process
     return AdvantageSettings(
         estimator=advantage.name,
-        **{_ARGUMENTS.get(name, name): v for name, v in advantage.arguments.items() if name != "kwargs"},
+        **advantage.arguments,
         outcome_coef=process.outcome_coef if process else 1.0,
         process_coef=process.coef if process else 0.0,
         weights=rewards.weights,
@@ -238,7 +235,7 @@ def signal_rule(algorithm: AlgorithmConfig, rewards: RewardsConfig, metric: str 
     """Return which groups dynamic sampling keeps. ``metric``: `dynamic_sampling.metric`."""
     settings = advantage_settings(algorithm, rewards, 0.0)
     return SignalRule(
-        settings.estimator, metric, settings.weights, settings.turn_discount, settings.k,
+        settings.estimator, metric, settings.weights, settings.discount, settings.k,
         steps=settings.process_coef > 0, reward_clip=settings.reward_clip,
     )  # fmt: skip
 

@@ -168,7 +168,7 @@ METRICS = (
     Metric("loss/entropy", "loss", "sum over the update's rows" + _UPDATES, "its entropy bonus, weighted",
            "below 0"),
     Metric("policy/entropy", "nats", _TOKENS + _UPDATES, "uncertainty of the policy about a token",
-           "falls slowly; near 0 early: collapse (raise `clip_high`, `entropy_coef`); rising: falling "
+           "falls slowly; near 0 early: collapse (raise `clip_high`, `entropy.coef`); rising: falling "
            "apart"),
     Metric("policy/ratio_mean", "ratio", _TOKENS + _UPDATES,
            "probability of a token over that before the step", "1 within a few percent"),
@@ -182,7 +182,7 @@ METRICS = (
     Metric("policy/dual_clip_share", "share", _TOKENS + _UPDATES, "tokens held by `algorithm.loss.dual_clip`",
            "near 0"),
     Metric("policy/selected_share", "share", _TOKENS + _UPDATES,
-           "tokens that `policy_loss` clip_cov or kl_cov holds", "near `algorithm.loss.cov_share`"),
+           "tokens that the loss clip_cov or kl_cov holds", "near `algorithm.loss.cov_share`"),
     Metric("policy/off_policy_share", "share", _TOKENS + _UPDATES,
            "tokens dropped by `algorithm.off_policy_mask_threshold`",
            "below 0.1; more: lower `max_staleness`"),
@@ -197,7 +197,7 @@ METRICS = (
     Metric("policy/lr", "1", "mean over updates", "learning rate", "as scheduled"),
     Metric("first_update/<metric>", "of the metric", "of the step's first update",
            "`policy/ratio_mean`, `policy/ratio_max` and `ref/kl` before anything moved",
-           "ratio exactly 1 with `old_logprobs: trainer`; KL 0 at step 1"),
+           "ratio exactly 1 unless `correction: bypass`; KL 0 at step 1"),
     Metric("ref/kl", "nats", _TOKENS + _UPDATES, "divergence from the reference, by `algorithm.kl.estimator`",
            "grows slowly, below 1 (`health.kl_above`); only with a reference"),
     Metric("ref/kl_coef", "1", _STEP, "weight of the KL term", "constant, or as `kl.target` steers it"),

@@ -48,7 +48,8 @@ class PolicyLossInputs:
 
     Attributes:
         logprobs: float32 [B, T], nats, of the weights being trained, with gradient; 0 where masked.
-        old_logprobs: float32 [B, T], nats, of the weights before the step (`algorithm.old_logprobs`).
+        old_logprobs: float32 [B, T], nats, of the weights before the step; with `correction: bypass`, of
+            the engine.
         rollout_logprobs: float32 [B, T], nats, of the engine that sampled.
         advantages: float32 [B, T]; 0 where masked.
         mask: bool [B, T], tokens that are trained.

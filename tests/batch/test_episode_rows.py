@@ -197,7 +197,7 @@ def test_an_observation_does_not_cut_what_is_still_to_come():
     """
     assert sum_to_go(torch.tensor([[0.0, 0, 1]])).tolist() == [[1, 1, 1]]
     group = group_of([1, 0], episode(["aoa"]), episode(["aoa"]))
-    how = AdvantageSettings(estimator="turn", std="none", turn_discount=0.5)
+    how = AdvantageSettings(estimator="turn", std="none", discount=0.5)
     batch, got = credited([group], how)
     assert got.advantages[0].tolist() == [0, 0, 0.25, 0, 0.5]  # less the means of the turns, 0.25 and 0.5
     assert got.advantages[1].tolist() == [0, 0, -0.25, 0, -0.5]

@@ -108,7 +108,7 @@ def test_turn_level_needs_returns_of_one_turn_that_differ():
     assert not SignalRule("turn")(with_turns(same, [0.5], [0.5]))
     # Equal sums: the first turn returns 1.5 in both, and only one has a second. With a discount it differs.
     assert not SignalRule("turn")(with_turns(same, [0.0, 0.5], [0.5]))
-    assert SignalRule("turn", turn_discount=0.5)(with_turns(same, [0.0, 0.5], [0.5]))
+    assert SignalRule("turn", discount=0.5)(with_turns(same, [0.0, 0.5], [0.5]))
 
 
 def test_remax_compares_with_the_greedy_answer():
