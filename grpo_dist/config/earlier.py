@@ -1,17 +1,84 @@
-"""The section `algorithm` of versions in which it was a flat list of keys, read from their checkpoints."""
+"""Configurations of earlier versions, read from their checkpoints: what they say is written as it is now."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.base import member_called, members
+from grpo_dist.config.differences import without
 
 _ADVANTAGE = {
     "std": "std", "advantage_eps": "eps", "pass_k": "k", "turn_discount": "discount", "gamma": "gamma",
     "whiten_advantages": "whiten",
 }  # fmt: skip
+# Keys that no longer exist, and decided nothing in a run.
+_GONE = (
+    "distillation.teachers.*.threads", "environments.sandbox.backend", "evaluation.threads",
+    "profile.memory", "profile.shapes", "profile.stacks",
+)  # fmt: skip
+# Section, its earlier key, and that of now.
+_RENAMED = (
+    (("health",), "garbage_above", "degenerate_above"),
+    (("health",), "length_above", "truncated_above"),
+    (("cluster", "timeouts"), "room_s", "placement_timeout_s"),
+)
+
+
+def translate(old: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a resolved configuration of an earlier version as it is written now; any other as it is.
+
+    Raises ValueError where the result is no configuration.
+    """
+    new: dict[str, Any] = dict(old)
+    for key in _GONE:
+        new = without(new, key.split("."))
+    for section, was, now in _RENAMED:
+        new = _renamed(new, section, was, now)
+    if isinstance(new.get("algorithm"), dict):
+        new["algorithm"] = translate_algorithm(new["algorithm"])
+    if isinstance(batch := new.get("batch"), dict) and isinstance(batch.get("order"), str):
+        kept = without(batch, ["oversample"])
+        finished = {"name": "completion", "oversample": batch.get("oversample")}
+        new["batch"] = kept | {"order": finished if batch["order"] == "finished" else {"name": "launched"}}
+    if isinstance(distillation := new.get("distillation"), dict) and "kl_as" in distillation:
+        new["distillation"] = _translate_distillation(distillation)
+    for name in ("sft", "demonstrations"):
+        if isinstance(section := new.get(name), dict) and "noise" in section:
+            of_all = {key: section[key] for key in ("examples", "noise") if key in section}
+            kept = {key: value for key, value in section.items() if key not in of_all}
+            new[name] = kept | {"data": [_with_defaults(source, of_all) for source in section["data"]]}
+    tracking = new.get("tracking")
+    if isinstance(tracking, dict) and isinstance(wandb := tracking.get("wandb"), dict):
+        new["tracking"] = tracking | {"wandb": wandb["project"] if wandb.get("enabled") else None}
+    return new
+
+
+def _with_defaults(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``source`` with the value of ``defaults`` for each key that it lacks or has as null."""
+    return {**source, **{key: value for key, value in defaults.items() if source.get(key) is None}}
+
+
+def _renamed(tree: Any, section: Sequence[str], was: str, now: str) -> Any:
+    """Return ``tree`` with the value of key ``was`` in ``section`` under ``now``."""
+    if not isinstance(tree, dict):
+        return tree
+    if section:
+        name, *rest = section
+        return tree | {name: _renamed(tree[name], rest, was, now)} if name in tree else tree
+    return {now if key == was else key: value for key, value in tree.items()}
+
+
+def _translate_distillation(old: Mapping[str, Any]) -> dict[str, Any]:
+    if old["kl_as"] == "advantage":
+        kl = {"name": "advantage"}
+    elif old.get("top_k"):
+        kl = {"name": "top_k", "k": old["top_k"], "divergence": old.get("divergence", "reverse")}
+    else:
+        kl = {"name": "sampled", "estimator": old.get("estimator", "k3+")}
+    earlier = ("kl_as", "estimator", "top_k", "divergence")
+    return {key: value for key, value in old.items() if key not in earlier} | {"kl": kl}
 
 
 def translate_algorithm(old: Mapping[str, Any]) -> dict[str, Any]:

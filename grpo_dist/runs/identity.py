@@ -34,8 +34,8 @@ from grpo_dist.config import (
     RolloutConfig,
 )
 from grpo_dist.config.base import choices
-from grpo_dist.config.differences import flat, has_place
-from grpo_dist.config.earlier import translate_algorithm
+from grpo_dist.config.differences import flat, has_place, without
+from grpo_dist.config.earlier import translate
 from grpo_dist.config.environments import BUILTIN_ENVIRONMENTS
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.text import unescaped
@@ -162,7 +162,7 @@ def fingerprint(config: Config) -> str:
     """Hash everything that determines the numbers of a run, so that a resumed run is the same run."""
     kept = drop_layout(config.model_dump(mode="json", exclude=set(_FREE)))
     for key in _FREE_KEYS:
-        kept = _without(kept, key.split("."))
+        kept = without(kept, key.split("."))
     # Which steps are trained on determines the numbers; when to warn or stop does not.
     kept["health"] = {"min_signal_groups": config.health.min_signal_groups}
     if config.model.path != "sft":
@@ -271,22 +271,8 @@ def drop_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of ``settings``, sections of a configuration, without the keys of the layout."""
     kept = dict(settings)
     for key in _LAYOUT:
-        kept = _without(kept, key.split("."))
+        kept = without(kept, key.split("."))
     return kept
-
-
-def _without(tree: Any, path: Sequence[str]) -> Any:
-    """Return ``tree`` without the entry at ``path``. "*" stands for each entry of a list or a mapping."""
-    name, *rest = path
-    if name == "*" and isinstance(tree, list):
-        return [_without(inner, rest) for inner in tree]
-    if name == "*" and isinstance(tree, dict):
-        return {key: _without(inner, rest) for key, inner in tree.items()}
-    if not isinstance(tree, dict) or name not in tree:
-        return tree
-    if rest:
-        return tree | {name: _without(tree[name], rest)}
-    return {key: value for key, value in tree.items() if key != name}
 
 
 def changes(was: str, config: Config) -> list[Change]:
@@ -296,8 +282,8 @@ def changes(was: str, config: Config) -> list[Change]:
     """
     written = (was, dump_config(config))
     before, after = (unescaped(yaml.safe_load(text)) for text in written)
-    if isinstance(before, dict) and isinstance(before.get("algorithm"), dict):
-        before = before | {"algorithm": translate_algorithm(before["algorithm"])}
+    if isinstance(before, dict):
+        before = translate(before)
     old, new = flat(before), flat(after)
     set_now = flat(config.model_dump(mode="json", exclude_defaults=True))
     keys = sorted(old.keys() | {key for key in new if key in set_now or has_place(key, old)})

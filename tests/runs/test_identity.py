@@ -12,7 +12,7 @@ import yaml
 
 from grpo_dist.config import AlgorithmConfig
 from grpo_dist.config.differences import flat
-from grpo_dist.config.earlier import translate_algorithm
+from grpo_dist.config.earlier import translate, translate_algorithm
 from grpo_dist.config.files import dump_config
 from grpo_dist.runs.checkpoint import list_checkpoints
 from grpo_dist.runs.identity import (
@@ -151,6 +151,71 @@ def test_a_flat_section_of_an_earlier_version_means_what_it_meant(was, now):
     meant = AlgorithmConfig.model_validate(now).model_dump(mode="json")
     assert translate_algorithm(EARLIER | was) == meant
     assert translate_algorithm(meant) == meant
+
+
+SECTIONS = {
+    "batch": {"order": "launched", "oversample": None, "min_samples": None},
+    "distillation": {"kl_as": "advantage", "estimator": "k3+", "top_k": 0, "divergence": "reverse"},
+    "cluster": {"timeouts": {"room_s": 300.0}},
+    "health": {"garbage_above": None, "length_above": None},
+    "environments": {"sandbox": {"backend": "process"}},
+    "evaluation": {"threads": 0},
+    "profile": {"memory": False, "shapes": True, "stacks": False},
+    "tracking": {"wandb": {"enabled": False, "project": "grpo-dist", "entity": None, "mode": "auto"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ({}, {}),
+        (
+            {"batch": {"order": "finished", "oversample": 1.25}},
+            {"max_staleness": 1, "batch": {"order": {"name": "completion", "oversample": 1.25}}},
+        ),
+        (
+            {"distillation": {"kl_as": "loss", "estimator": "k2"}},
+            {"distillation": {"teachers": [TEACHER], "kl": {"name": "sampled", "estimator": "k2"}}},
+        ),
+        (
+            {"distillation": {"kl_as": "loss", "top_k": 8, "divergence": "forward"}},
+            {
+                "distillation": {
+                    "teachers": [TEACHER],
+                    "kl": {"name": "top_k", "k": 8, "divergence": "forward"},
+                }
+            },
+        ),
+        ({"tracking": {"wandb": {"enabled": True}}}, {"tracking": {"wandb": "grpo-dist"}}),
+        ({"health": {"garbage_above": 0.5}}, {"health": {"degenerate_above": 0.5}}),
+        (
+            {"sft": {"noise": 0.4, "examples": 100}},
+            {"sft": {"model": "demo:tiny", "data": [{"path": "demo:add3", "noise": 0.4, "examples": 100}]}},
+        ),
+    ],
+)
+def test_a_checkpoint_of_an_earlier_version_has_the_settings_that_it_says(was, now):
+    """Sections in which keys went or became tagged unions, as that version wrote them with its defaults."""
+    set_now = config(**now)
+    written = set_now.model_dump(mode="json")
+    for name, earlier in SECTIONS.items():
+        changed = was.get(name, {})
+        for key, value in earlier.items():
+            nested = isinstance(value, dict)
+            old = value | changed.get(key, {}) if nested else changed.get(key, value)
+            kept = written[name].get(key)
+            written[name][key] = (kept if nested and isinstance(kept, dict) else {}) | old if nested else old
+    written["distillation"].pop("kl")
+    for key in ("degenerate_above", "truncated_above"):
+        written["health"].pop(key)
+    written["cluster"]["timeouts"].pop("placement_timeout_s")
+    if "sft" in was:
+        (source,) = written["sft"]["data"]
+        source |= {"noise": None}
+        del source["examples"]
+        written["sft"] |= was["sft"]
+    assert changes(yaml.safe_dump(written), set_now) == []
+    assert translate(set_now.model_dump(mode="json")) == set_now.model_dump(mode="json")
 
 
 def test_removing_the_layout_does_not_modify_the_settings():
