@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -116,3 +116,9 @@ def as_user_errors() -> Iterator[None]:
         raise
     except (ValueError, OSError) as error:
         raise UserError(str(find_cause(error))) from error
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise ValueError with all ``problems``, if there are any."""
+    if messages := list(problems):
+        raise ValueError("; ".join(messages))

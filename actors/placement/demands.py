@@ -109,7 +109,7 @@ def share_out(rank_devices: Sequence[Devices], engines: int, tensor_parallel_siz
 
 
 def colocated_ranks(rank_devices: Sequence[Devices], engines: Sequence[Devices]) -> list[int]:
-    """Return for each process of ``engines``, one a GPU, the policy rank that holds its GPU in ``held``."""
+    """Return for each process of ``engines``, one a GPU, the policy rank that holds its GPU."""
     ranks = {(node, gpu): rank for rank, (node, gpus) in enumerate(rank_devices) for gpu in gpus}
     return [ranks[node, gpu] for node, gpus in engines for gpu in gpus]
 
@@ -399,7 +399,7 @@ def _too_few_gpus(
 
 
 def _fewer_gpus(separate: Mapping[str, Demand]) -> list[str]:
-    """Return the keys that can be lowered for fewer GPUs. ``own``: the roles with GPUs of their own."""
+    """Return the keys that can be lowered for fewer GPUs. ``separate``: the roles with GPUs of their own."""
     ones = ("policy", "rollout", "reference")
     keys = [f"`{role}.num_workers`" for role in ones if role in separate and separate[role].workers > 1]
     if "rollout" in separate and separate["rollout"].gpus > 1:

@@ -198,7 +198,7 @@ class Connections:
         return received
 
     def agree(self, agrees: bool) -> bool:
-        """Return whether ``own`` is true in every process. All call it."""
+        """Return whether ``agrees`` is true in every process. All call it."""
         vote = _YES if agrees else _NO
         if not self._is_first:
             self.send(vote)

@@ -180,7 +180,9 @@ _MEMORY = 0.9  # weight of what was before in the running share
 
 
 class Drafter:
-    """Drafts for at most ``max_sequences`` at once; a fuller batch keeps the cores busy without."""
+    """Drafts for at most `rollout.speculation.max_sequences` at once; a fuller batch keeps the cores busy
+    without.
+    """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         use_exact_sampler()

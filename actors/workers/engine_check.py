@@ -21,8 +21,8 @@ from grpo_dist.config.secrets import masked_text, shown_setting, shown_value
 
 
 def argument_problems(arguments: Mapping[str, Any], argument_types: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem for each wrong argument. ``own``: `rollout.engine`; ``known``: types of vLLM's
-    arguments.
+    """Yield a problem for each wrong argument. ``arguments``: `rollout.engine`;
+    ``argument_types``: those of vLLM.
     """
     for name, value in arguments.items():
         prefix = f"`rollout.engine.{name}` = {shown_value((name,), value)}"

@@ -1,4 +1,4 @@
-"""Settings of each policy loss. Imports no torch: the configuration refuses what a loss would ignore."""
+"""Settings of each policy loss. The sections of `algorithm.loss` have the same."""
 
 # Keyword arguments of each loss of `policy_losses`; one that is not here takes none.
 POLICY_LOSS_SETTINGS: dict[str, tuple[str, ...]] = {

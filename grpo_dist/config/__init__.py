@@ -9,7 +9,6 @@ define sections, value ranges and checks across sections. The package imports ne
 from grpo_dist.config.algorithm import (
     AdaptiveEntropyConfig,
     AlgorithmConfig,
-    CorrectionConfig,
     KLConfig,
 )
 from grpo_dist.config.base import Count, Fraction, NonNegative, Section
@@ -66,7 +65,6 @@ __all__ = [
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
-    "CorrectionConfig",
     "Count",
     "DataConfig",
     "DataSourceConfig",

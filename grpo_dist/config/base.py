@@ -164,11 +164,10 @@ def default_name(union: Sequence[type[Choice]]) -> str | None:
     return None if field.is_required() else str(field.default)
 
 
-def member_called(union: Sequence[type[Choice]], name: str | None) -> type[Choice] | None:
+def member_called(union: Sequence[type[Choice]], name: str) -> type[Choice] | None:
     """Return the member of ``union`` that ``name`` chooses, that of user-supplied code for a name that no
     other lists; None: there is none.
     """
-    name = default_name(union) if name is None else name
     by_name = (member for member in union if name in member.names())
     return next(by_name, next((member for member in union if not member.names()), None))
 

@@ -449,7 +449,7 @@ RULES = (
     Rule(
         "algorithm.zero_variance_filter distillation.kl",
         lambda c: (
-            _has_teachers(c) and c.algorithm.zero_variance_filter and c.distillation.kl.name == "advantage"
+            _has_teachers(c) and c.algorithm.zero_variance_filter and c.distillation.kl_as == "advantage"
         ),
         "groups of equal rewards are left out, but a teacher gives them advantages",
         "remove the first, or set the second to sampled or top_k",

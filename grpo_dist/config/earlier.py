@@ -34,8 +34,8 @@ def translate(old: Mapping[str, Any]) -> dict[str, Any]:
     new: dict[str, Any] = dict(old)
     for key in _GONE:
         new = without(new, key.split("."))
-    for section, was, now in _RENAMED:
-        new = _renamed(new, section, was, now)
+    for path, was, now in _RENAMED:
+        new = _renamed(new, path, was, now)
     if isinstance(new.get("algorithm"), dict):
         new["algorithm"] = translate_algorithm(new["algorithm"])
     if isinstance(batch := new.get("batch"), dict) and isinstance(batch.get("order"), str):
@@ -60,12 +60,12 @@ def _with_defaults(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
     return {**source, **{key: value for key, value in defaults.items() if source.get(key) is None}}
 
 
-def _renamed(tree: Any, section: Sequence[str], was: str, now: str) -> Any:
-    """Return ``tree`` with the value of key ``was`` in ``section`` under ``now``."""
+def _renamed(tree: Any, path: Sequence[str], was: str, now: str) -> Any:
+    """Return ``tree`` with the value of key ``was`` in the section at ``path`` under ``now``."""
     if not isinstance(tree, dict):
         return tree
-    if section:
-        name, *rest = section
+    if path:
+        name, *rest = path
         return tree | {name: _renamed(tree[name], rest, was, now)} if name in tree else tree
     return {now if key == was else key: value for key, value in tree.items()}
 

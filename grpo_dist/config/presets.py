@@ -11,6 +11,7 @@ import yaml
 
 from grpo_dist.config import AlgorithmConfig, BatchConfig, Config, DynamicSamplingConfig, RewardsConfig
 from grpo_dist.config.algorithm import PPOClipLoss
+from grpo_dist.config.base import tagged_unions
 from grpo_dist.config.differences import flat, listed
 
 PRESETS = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
@@ -81,8 +82,13 @@ def changed(name: str, now: Mapping[str, Any]) -> list[str]:
 
 def _tagged(key: str) -> str:
     """Return the key of a tagged section for that of its name: algorithm.loss.name -> algorithm.loss"""
-    section, _, last = key.rpartition(".")
-    return section if section.startswith("algorithm.") and last in ("name", "kind") else key
+    return key.rpartition(".")[0] if key in _tags() else key
+
+
+@cache
+def _tags() -> frozenset[str]:
+    """Return the keys that choose a member of a tagged union."""
+    return frozenset(".".join((*path, union[0].tag)) for path, union in tagged_unions(Config))
 
 
 def label(now: Mapping[str, Any]) -> str | None:

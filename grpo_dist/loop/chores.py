@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.batch.token_values import ValuesOfSamples
-from grpo_dist.config import CheckpointConfig, Config, EvaluationConfig, ProfileConfig
+from grpo_dist.config import CheckpointConfig, Config, EvaluationConfig
 from grpo_dist.errors import RERUN, Preempted
 from grpo_dist.health.bounds import SKIPPED
 from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
@@ -67,10 +67,6 @@ class StepTimes:
     traced: tuple[int, ...]
     checkpoint: CheckpointConfig
     last: int
-
-    @classmethod
-    def from_config(cls, profile: ProfileConfig, checkpoint: CheckpointConfig, last: int) -> StepTimes:
-        return cls(profile.steps, checkpoint, last)
 
 
 class StepChores:
@@ -246,7 +242,7 @@ class Chores(StepChores):
         evaluation: Callable[..., Coroutine[Any, Any, dict[str, float]]],
         stop_requested: Callable[[], bool],
     ) -> None:
-        times = StepTimes.from_config(config.profile, config.checkpoint, config.steps)
+        times = StepTimes(config.profile.steps, config.checkpoint, config.steps)
         super().__init__(times, workers, recorder, checkpoints, parts, stop_requested)
         self._config, self._parts, self._evaluation = config, parts, evaluation
         self._own_metrics = OwnMetrics(

@@ -51,7 +51,7 @@ async def run(
     progress = progress or Progress()
     health = HealthWatch(config, recorder, progress.health)
     batches = _Batches(config.sft, workers.policy, demonstrations)
-    times = StepTimes.from_config(config.profile, config.checkpoint, config.steps)
+    times = StepTimes(config.profile.steps, config.checkpoint, config.steps)
     chores = _Chores(config.sft, times, workers, held_out, recorder, checkpoints, health, stop_requested)
     if progress.step == 0 or progress.evaluation_pending:
         await chores.validate(progress.step)

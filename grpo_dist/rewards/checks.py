@@ -149,10 +149,10 @@ def asked_columns(settings: RewardsConfig) -> frozenset[str]:
 
 
 def _missing(name: str, columns: Sequence[str], rows: Sequence[HasColumns], remedy: str) -> Iterator[str]:
-    for column in columns:
-        lacking = next(
-            (row for row in rows if column != "problem" and column not in named_columns(row.columns)), None
-        )
+    wanted = [column for column in columns if column != "problem"]
+    known = [(row, named_columns(row.columns)) for row in rows] if wanted else []
+    for column in wanted:
+        lacking = next((row for row, has in known if column not in has), None)
         if lacking is not None:
             other = f"give source {lacking.source} other rewards in `rewards.by_source`"
             yield (

@@ -44,6 +44,7 @@ from jaxtyping import Float, Float32, Int32
 from torch import Tensor, nn
 
 from grpo_dist.batch.sharding import micro_batches
+from grpo_dist.chat.template import encode
 from grpo_dist.config import RewardModelConfig
 from grpo_dist.errors import expanded
 from grpo_dist.rewards.group import ModelScores
@@ -78,7 +79,7 @@ def conversation(tokenizer: Any, problem: str, completion: str) -> ModelInput:
     if not getattr(tokenizer, "chat_template", None):
         return ModelInput(tokenizer(f"{problem}\n{completion}")["input_ids"], [])
     turns = [{"role": "user", "content": problem}, {"role": "assistant", "content": completion}]
-    return ModelInput(_encode(tokenizer, tokenizer.apply_chat_template(turns, tokenize=False)), [])
+    return ModelInput(encode(tokenizer.apply_chat_template(turns, tokenize=False), tokenizer), [])
 
 
 def process_inputs(
@@ -102,14 +103,14 @@ def _classifier(
     Steps and marks are tokenised separately, so that a mark has the same tokens after any step, as in
     training (e.g. by TRL's PRMTrainer).
     """
-    mark = _encode(tokenizer, settings.step_separator if settings.step_mark is None else settings.step_mark)
+    mark = encode(settings.step_separator if settings.step_mark is None else settings.step_mark, tokenizer)
     if getattr(tokenizer, "chat_template", None):
         turn = [{"role": "user", "content": problem}]
         head = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        ids = _encode(tokenizer, head)
+        ids = encode(head, tokenizer)
     else:
         ids = list(tokenizer(f"{problem}\n")["input_ids"])
-    return [_joined(ids, [_encode(tokenizer, step) for step, _ in steps], mark)]
+    return [_joined(ids, [encode(step, tokenizer) for step, _ in steps], mark)]
 
 
 def _qwen(
@@ -123,8 +124,8 @@ def _qwen(
         {"role": "user", "content": problem},
         {"role": "assistant", "content": "".join(text + mark for text in texts)},
     ]
-    ids = _encode(tokenizer, tokenizer.apply_chat_template(turns, tokenize=False))
-    (wanted,) = _encode(tokenizer, mark)
+    ids = encode(tokenizer.apply_chat_template(turns, tokenize=False), tokenizer)
+    (wanted,) = encode(mark, tokenizer)
     return [ModelInput(ids, [i for i, token in enumerate(ids) if token == wanted])]
 
 
@@ -168,9 +169,9 @@ def _rlhflow(
 def _skywork(
     settings: RewardModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
-    ids = _encode(tokenizer, f"{tokenizer.bos_token or ''}{problem}\n")
-    mark = _encode(tokenizer, _mark(settings))[-1:]
-    return [_joined(ids, [_encode(tokenizer, step) for step, _ in steps], mark)]
+    ids = encode(f"{tokenizer.bos_token or ''}{problem}\n", tokenizer)
+    mark = encode(_mark(settings), tokenizer)[-1:]
+    return [_joined(ids, [encode(step, tokenizer) for step, _ in steps], mark)]
 
 
 def _prefixes(
@@ -193,7 +194,7 @@ _FORMATS: dict[str, Callable[[RewardModelConfig, Any, str, str, Steps], list[Mod
 
 def check_inputs(settings: RewardModelConfig, tokenizer: Any) -> None:
     """Raise ValueError where ``tokenizer`` cannot write the format of a process model."""
-    if settings.format == "qwen" and len(_encode(tokenizer, _mark(settings))) != 1:
+    if settings.format == "qwen" and len(encode(_mark(settings), tokenizer)) != 1:
         raise ValueError(f"its tokenizer has no single token {_mark(settings)!r}; set step_mark to its own")
     if settings.format in ("qwen", "rlhflow") and not getattr(tokenizer, "chat_template", None):
         raise ValueError("its tokenizer has no chat template; use the model's own tokenizer")
@@ -213,10 +214,6 @@ def _joined(head: list[int], steps: Sequence[list[int]], mark: list[int]) -> Mod
         ids += step + mark
         read_at.append(len(ids) - 1)
     return ModelInput(ids, read_at)
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _find_tokens_before(ends: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[int]:
@@ -290,7 +287,7 @@ def verdict_ids(settings: RewardModelConfig, tokenizer: Any) -> list[int]:
     """
     texts = settings.verdict_tokens or VERDICTS
     # The last one: SentencePiece tokenizers may put a token of a leading space before it.
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"][-1] for text in texts]
+    ids = [encode(text, tokenizer)[-1] for text in texts]
     if ids[0] == ids[1] or (tokenizer.unk_token_id in ids and tokenizer.unk_token not in texts):
         raise ValueError(f"its tokenizer does not tell the verdicts {list(texts)} apart; set verdict_tokens")
     return ids

@@ -152,7 +152,7 @@ class CheckpointState:
     sampling: Mapping[str, Any] = field(default_factory=dict)  # of launched batches, by number
     schedule: Mapping[str, Any] = field(default_factory=dict)  # what `sampling` was steered to
     lengths: Mapping[str, Any] = field(default_factory=dict)  # trained so far, with `batch.order` completion
-    # Hashes of the user's own code, see `own_code.digest_run_code`; None: written before they were kept.
+    # Hashes of the user's own code, see `identity.digest_run_code`; None: written before they were kept.
     code: Mapping[str, str] | None = None
     columns: str | None = None  # digest of the training prompts' columns; None: written before it was kept
     origin: Mapping[str, Any] | None = None  # `DataOrigin` of the training prompts; None: as above
@@ -280,9 +280,9 @@ class Checkpoints:
         """Delete all but the newest `checkpoint.keep` checkpoints up to ``step``, and that of step ``best``.
         Later ones are damaged: the run resumed from before them, and replaces each when it reaches that step.
         """
-        own = [found for found in list_checkpoints(self._directory) if _step(found) <= step]
+        own = [found for found in list_checkpoints(self._directory) if step_of(found) <= step]
         for old in own[: -self._config.checkpoint.keep]:
-            if _step(old) != best and not old.is_symlink():  # a link is a user's way to keep it
+            if step_of(old) != best and not old.is_symlink():  # a link is a user's way to keep it
                 shutil.rmtree(old)
 
 
@@ -297,7 +297,7 @@ def remove_partial(directory: Path) -> None:
 def list_checkpoints(directory: Path) -> list[Path]:
     """Return the complete checkpoints in ``directory``, oldest first."""
     found = directory.iterdir() if directory.is_dir() else ()
-    return sorted((p for p in found if _NAME.fullmatch(p.name)), key=_step)
+    return sorted((p for p in found if _NAME.fullmatch(p.name)), key=step_of)
 
 
 def newest_whole(directory: Path, say: Callable[[str], None]) -> Path | None:
@@ -325,5 +325,6 @@ def _damage(checkpoint: Path) -> str | None:
     return find_damage(checkpoint, must_have=(STATE,))
 
 
-def _step(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
+    """Return the step whose weights the directory ``checkpoint`` holds."""
     return int(checkpoint.name.split("_")[1])

@@ -29,7 +29,7 @@ from grpo_dist.data.readers import DataRow, SourceRows, find_duplicates, media_p
 from grpo_dist.data.stream import check_weights
 from grpo_dist.data.tasks import source_tasks
 from grpo_dist.demo.model import made_model, random_model
-from grpo_dist.errors import expanded
+from grpo_dist.errors import expanded, refuse
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.loop.admission import Admission
 from grpo_dist.policy.lora import apply_start_adapter
@@ -80,12 +80,6 @@ class RunInputs:
     def trained(self) -> list[Prompt]:
         """Return all that is trained on: prompts and demonstrations."""
         return [*self.prompts, *self.demonstrations]
-
-
-def refuse(problems: Iterable[str]) -> None:
-    """Raise ValueError with all ``problems``, if there are any."""
-    if found := list(problems):
-        raise ValueError("; ".join(found))
 
 
 def build_inputs(

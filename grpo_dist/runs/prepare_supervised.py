@@ -13,8 +13,9 @@ from grpo_dist.data.demonstrations import (
     load_demonstrations,
     split,
 )
+from grpo_dist.errors import refuse
 from grpo_dist.runs.identity import DataOrigin
-from grpo_dist.runs.prepare import RunInputs, load_tokenizer, refuse, sft_model
+from grpo_dist.runs.prepare import RunInputs, load_tokenizer, sft_model
 from grpo_dist.runs.start_checks import model_problems, setting_problems
 from grpo_dist.runtime.hardware import DeviceType, device_type
 from grpo_dist.runtime.stage_log import stage

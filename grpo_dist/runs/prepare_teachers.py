@@ -5,7 +5,7 @@ demonstrations.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -22,6 +22,7 @@ from grpo_dist.config import (
 )
 from grpo_dist.data.demonstrations import Demonstration, load_demonstrations
 from grpo_dist.data.prompts import PromptFormat
+from grpo_dist.errors import refuse
 from grpo_dist.policy.lora import empty_model
 from grpo_dist.policy.model import check_supported, vocabulary_size
 from grpo_dist.runs.start_checks import position_limit, readable_model
@@ -54,14 +55,14 @@ def load_teachers(
         longest: completion that is trained on, tokens.
         resolve: finds a model's directory, as `model.path` names it.
     """
-    _refuse(source_problems(distillation, prompts))
+    refuse(source_problems(distillation, prompts))
     directories = {t.name: _directory(model, t, resolve) for t in distillation.of_own_models}
     tokenizers = {name: tokenizer_of(directory) for name, directory in directories.items()}
     prompts = with_teacher_prompts(distillation, data, prompts, policy[1])
-    _refuse(teacher_problems(distillation.teachers, model, prompts, tokenizers, policy, directories, longest))
+    refuse(teacher_problems(distillation.teachers, model, prompts, tokenizers, policy, directories, longest))
     if distillation.top_k:
         models = {"the policy": policy[0]} | {f"teacher {name}": path for name, path in directories.items()}
-        _refuse(_too_many_likeliest(distillation.top_k, models, trusted=model.trust_remote_code))
+        refuse(_too_many_likeliest(distillation.top_k, models, trusted=model.trust_remote_code))
     return prompts, directories
 
 
@@ -96,11 +97,6 @@ def _directory(policy: ModelConfig, teacher: TeacherConfig, resolve: Callable[[M
     except ValueError as error:
         # `random:` names the policy's key in its own messages.
         raise ValueError(f"{key_of(teacher)}: {str(error).replace('model.path = ', '`model` = ')}") from error
-
-
-def _refuse(problems: Iterable[str]) -> None:
-    if found := list(problems):
-        raise ValueError("; ".join(found))
 
 
 def source_problems(distillation: DistillationConfig, prompts: Sequence[Prompt]) -> Iterator[str]:

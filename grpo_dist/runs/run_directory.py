@@ -100,10 +100,13 @@ def set_template_date(config: C, earlier: str | None = None) -> C:
 
 def read_template_date(run_dir: Path) -> str | None:
     """Return the date that the run in ``run_dir`` writes; None where it has none, or none is readable."""
+    return recorded_setting(run_dir, "data", "template_date")
+
+
+def recorded_setting(run_dir: Path, section: str, key: str) -> str | None:
+    """Return what the run in ``run_dir`` has for a key; None where it has nothing, or it is not readable."""
     try:
-        return (
-            str(yaml.safe_load((run_dir / "config.yaml").read_text())["data"]["template_date"] or "") or None
-        )
+        return str(yaml.safe_load((run_dir / "config.yaml").read_text())[section][key] or "") or None
     except (OSError, ValueError, RecursionError, TypeError, LookupError, yaml.YAMLError):
         return None
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import yaml
 
 from grpo_dist.config import Config
 from grpo_dist.config.files import load_config
@@ -20,7 +19,8 @@ from grpo_dist.errors import expanded
 from grpo_dist.policy.full_weights import FullWeights, write_model
 from grpo_dist.policy.model import TokenLogprobs, trainable_model
 from grpo_dist.policy.saved_state import WEIGHTS, PolicyFiles, SavedPolicy, state_directory
-from grpo_dist.runs.checkpoint import CHECKPOINTS, MANIFEST, list_checkpoints, newest_whole
+from grpo_dist.runs.checkpoint import CHECKPOINTS, MANIFEST, list_checkpoints, newest_whole, step_of
+from grpo_dist.runs.run_directory import recorded_setting
 from grpo_dist.runtime.files import read_json
 from grpo_dist.runtime.hardware import resolve_dtype
 from grpo_dist.runtime.model_files import cached, fingerprint
@@ -57,13 +57,10 @@ def pinned(config: C, run_dir: Path) -> C:
     path = config.model.path
     if not path.endswith("@latest"):
         return config
-    try:
-        recorded = str(yaml.safe_load((run_dir / "config.yaml").read_text())["model"]["path"])
-    except (OSError, ValueError, RecursionError, TypeError, LookupError, yaml.YAMLError):
-        recorded = ""
+    recorded = recorded_setting(run_dir, "model", "path") or ""
     run = path.removesuffix("latest")
     if not (is_checkpoint(recorded) and recorded.startswith(run)):
-        recorded = f"{run}{_step(find_checkpoint(path, lambda _: None))}"
+        recorded = f"{run}{step_of(find_checkpoint(path, lambda _: None))}"
     model = config.model.model_copy(update={"path": recorded})
     return config.model_copy(update={"model": model})
 
@@ -75,14 +72,10 @@ def find_checkpoint(path: str, say: Callable[[str], None]) -> Path:
     if step == "latest":
         if newest := newest_whole(run / CHECKPOINTS, say):
             return newest
-    elif matching := [c for c in checkpoints if _step(c) == int(step)]:
+    elif matching := [c for c in checkpoints if step_of(c) == int(step)]:
         return matching[0]
-    steps = ", ".join(str(_step(c)) for c in checkpoints)
+    steps = ", ".join(str(step_of(c)) for c in checkpoints)
     raise ValueError(f"{path}: no such checkpoint in {run / CHECKPOINTS}; it has {steps or 'none'}")
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
 
 
 def checkpoint_model(

@@ -14,7 +14,7 @@ import asyncio
 import operator
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from grpo_dist.algorithms.moments import Moments
-from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.config import AlgorithmConfig, Config, DistillationConfig
 from grpo_dist.data.order import OrderState
 from grpo_dist.errors import SamplesLost, UserError, as_user_errors
@@ -44,8 +43,8 @@ from grpo_dist.runs.prepare import RunInputs
 from grpo_dist.runs.run_directory import set_template_date
 from grpo_dist.runs.start import load_inputs
 from grpo_dist.runtime.concurrency import deadline, gather, sample_until_enough
-from grpo_dist.runtime.metering import Span, Stopwatch, Usage
-from grpo_dist.runtime.recorder import LedgerEntry
+from grpo_dist.runtime.metering import Stopwatch
+from grpo_dist.runtime.recorder import NullRecorder
 from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
 from grpo_dist.types import Group, Prompt, Rollout, Sampling, training_rows
@@ -59,19 +58,8 @@ T = TypeVar("T")
 _CLOSED = "the cluster was closed during this call; close it once all threads have their results"
 
 
-class Notes:
+class Notes(NullRecorder):
     """Prints warnings, and keeps nothing."""
-
-    directory = Path()
-
-    def phase(self, name: str) -> None: ...
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
-    def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None: ...
-    def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None: ...
-    def ledger(self, step: int, entry: LedgerEntry) -> None: ...
-    def note(self, message: str) -> None: ...
-    def flush(self) -> None: ...
-    def back_to(self, step: int) -> None: ...
 
     def quarantine(self, step: int, groups: list[Group]) -> str:
         """Keep nothing: the caller has the batch."""
@@ -81,7 +69,7 @@ class Notes:
         print_line(message)
 
 
-def check_division(updates: int, groups: int) -> None:
+def _check_division(updates: int, groups: int) -> None:
     """Raise UserError where the groups cannot be split into the updates of a step."""
     if groups == 0 or groups % updates:
         raise UserError(
@@ -90,7 +78,7 @@ def check_division(updates: int, groups: int) -> None:
         )
 
 
-def check_own_advantages(algorithm: AlgorithmConfig, distillation: DistillationConfig) -> None:
+def _check_own_advantages(algorithm: AlgorithmConfig, distillation: DistillationConfig) -> None:
     """Raise UserError where advantages of the caller would replace a KL that is part of the run's own."""
     if algorithm.kl.in_reward:
         raise UserError(
@@ -104,7 +92,7 @@ def check_own_advantages(algorithm: AlgorithmConfig, distillation: DistillationC
         )
 
 
-def check_fit(advantages: list[np.ndarray], groups: Sequence[Group]) -> None:
+def _check_fit(advantages: list[np.ndarray], groups: Sequence[Group]) -> None:
     """Raise UserError where ``advantages`` are not finite numbers [G] for each group."""
     wanted = [(len(group.rollouts),) for group in groups]
     found = [own.shape for own in advantages]
@@ -292,11 +280,11 @@ class Verbs:
         self, scored: Sequence[ScoredGroup], advantages: list[np.ndarray] | None
     ) -> dict[str, float]:
         groups = [s.group for s in scored]
-        check_division(self._config.batch.updates_per_step, len(groups))
+        _check_division(self._config.batch.updates_per_step, len(groups))
         self._check_staleness(groups)
         if advantages is not None:
-            check_own_advantages(self._config.algorithm, self._config.distillation)
-            check_fit(advantages, groups)
+            _check_own_advantages(self._config.algorithm, self._config.distillation)
+            _check_fit(advantages, groups)
         self._batch = self.step + 1
         try:
             return await self._train(ScoredBatch(list(scored), advantages=advantages))

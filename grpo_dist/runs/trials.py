@@ -43,8 +43,8 @@ _REMEDY = (
     "{right: ..., wrong: ...}, with {answer} for the answer"
 )
 _SHOWN = 200  # characters of an observation
-# Calls that the tools of this package answer with 42.
 _HARMLESS = ("ok", "malformed")  # made arguments may not fit what a type does not say
+# Calls that the tools of this package answer with 42.
 _TRIALS = {"python": "print(6 * 7)", "calculator": "6 * 7"}
 
 

@@ -6,19 +6,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import threading
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_dist.errors import SamplesFailed, SamplesLost, find_cause
 
 if TYPE_CHECKING:  # imports pydantic
     from grpo_dist.config import RestartsConfig
-import queue
-import time
-from collections import deque
 
 logger = logging.getLogger("grpo_dist")
 
@@ -241,9 +242,7 @@ async def sample_until_enough(
     draw = 0
     while True:
         try:
-            return await sample(seeds(draw))
-        except SamplesLost as error:
-            logger.warning("samples are lost and sampled again: %s", error)
+            return await retry_lost_samples(partial(sample, seeds(draw)))
         except SamplesFailed as error:
             wanted, draw = f"{least}, half of `batch.samples_per_prompt`", draw + 1
             if draw == _DRAWS:

@@ -11,7 +11,6 @@ waits until the grader exits, SIGTERM arrives or the pool's process ends; then i
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import fcntl
 import gc
@@ -19,7 +18,6 @@ import os
 import resource
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -243,6 +241,8 @@ async def run_child(module: str, *arguments: object, deadline_s: float) -> tuple
 
     Returns its exit status, standard output and standard error. Raises TimeoutError at the deadline.
     """
+    import asyncio  # slow to import, and every command imports this file
+
     process = await asyncio.create_subprocess_exec(
         *child_command(module, *arguments),
         stdin=asyncio.subprocess.DEVNULL,
@@ -285,6 +285,8 @@ def run_command(*arguments: str) -> str:
 
     Its errors go to this process's own. Raises CalledProcessError for a command that fails.
     """
+    import subprocess  # slow to import, as above
+
     command = [sys.executable, "-m", "grpo_dist.cli", *arguments]
     return subprocess.check_output(command, text=True)  # bounded: the command has deadlines
 

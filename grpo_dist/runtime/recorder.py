@@ -52,3 +52,30 @@ class Recorder(Protocol):
 
     def back_to(self, step: int) -> None:
         """Drop what was written of later steps: the run repeats them."""
+
+
+class NullRecorder:
+    """A recorder of the driver's loop that writes nothing."""
+
+    directory = Path()
+
+    def phase(self, name: str) -> None: ...
+
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None: ...
+
+    def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None: ...
+
+    def ledger(self, step: int, entry: LedgerEntry) -> None: ...
+
+    def quarantine(self, step: int, groups: list[Group]) -> str:
+        return "nowhere"
+
+    def warn(self, message: str) -> None: ...
+
+    def note(self, message: str) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def back_to(self, step: int) -> None: ...

@@ -12,9 +12,9 @@ import psutil
 import pytest
 import yaml
 
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, wait_until
 from tests.support.processes import free_port
-from tests.support.submissions import BIN, health, until
+from tests.support.submissions import BIN, health
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = [ROOT / "docker/Dockerfile", ROOT / "docker/Dockerfile.cpu"]
@@ -114,11 +114,11 @@ def test_the_health_check_looks_behind_an_init_at_its_program(tmp_path):
     init.chmod(0o755)
     with subprocess.Popen([init, "-c", "sleep 60; true"]) as first:
         try:
-            until(psutil.Process(first.pid).children, "its program does not start")
+            wait_until(psutil.Process(first.pid).children, "its program does not start")
             (program,) = psutil.Process(first.pid).children()
             assert health(first.pid) == 0
             program.suspend()
-            until(lambda: health(first.pid) != 0, "a stopped program passes for a healthy one")
+            wait_until(lambda: health(first.pid) != 0, "a stopped program passes for a healthy one")
             program.kill()
         finally:
             first.kill()
@@ -130,7 +130,7 @@ def test_the_health_check_asks_the_cluster_or_looks_at_the_program():
     with subprocess.Popen(["sleep", "60"]) as program:
         assert health(program.pid) == 0
         program.send_signal(signal.SIGSTOP)
-        until(lambda: health(program.pid) != 0, "a stopped program passes for a healthy one")
+        wait_until(lambda: health(program.pid) != 0, "a stopped program passes for a healthy one")
         program.kill()
 
 

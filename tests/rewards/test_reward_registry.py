@@ -344,5 +344,5 @@ def test_a_reward_beyond_float32_is_unscored_and_reported(pool: GraderPool) -> N
 
 def test_an_infinite_score_of_a_reward_model_is_unscored(pool: GraderPool) -> None:
     scorer = Scorer([], pool, models=[Term("quality")])
-    scores = scorer.score(completion_group(["a", "b"], "4"), {"quality": np.array([np.inf, 1.0])})
+    scores = scorer.score(completion_group(["a", "b"], "4"), {"quality": np.array([np.inf, 1.0], np.float32)})
     np.testing.assert_array_equal(scores.rewards, [np.nan, 1.0])

@@ -21,14 +21,13 @@ _POLL_S = 0.05
 T = TypeVar("T")
 
 
-def wait_until(
-    condition: Callable[[], object], what: str | Callable[[], str], *, hang_s: float = HANG_S
-) -> None:
-    """Wait for ``condition``. Raises AssertionError with ``what`` after ``hang_s``."""
+def wait_until(condition: Callable[[], T], what: str | Callable[[], str], *, hang_s: float = HANG_S) -> T:
+    """Wait for ``condition`` and return its value. Raises AssertionError with ``what`` after ``hang_s``."""
     end = time.monotonic() + hang_s
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < end, what() if callable(what) else what
         time.sleep(_POLL_S)
+    return value
 
 
 def wait_for_end(process: subprocess.Popen, progress: Callable[[], object], *, hang_s: float = HANG_S) -> int:

@@ -9,14 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
 import psutil
 
 from grpo_dist.cli import main
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, wait_until
 from tests.support.processes import free_port
 
 # Helpers of the submission tests: a small configuration, the command line, and a private Ray head.
@@ -52,14 +51,6 @@ def command(capsys, *arguments):
     return code, said.out + said.err
 
 
-def until(true, what):
-    deadline = time.monotonic() + HANG_S
-    while not (found := true()):
-        assert time.monotonic() < deadline, what() if callable(what) else what
-        time.sleep(0.2)
-    return found
-
-
 @contextlib.contextmanager
 def ray_head(directory):
     """Start a head with its own job server and token; yield the environment that reaches it."""
@@ -91,7 +82,7 @@ def ray_head(directory):
         return (place / "ray_current_cluster").is_file()
 
     try:
-        until(started, lambda: (directory / "head.out").read_text())
+        wait_until(started, lambda: (directory / "head.out").read_text())
         yield {
             "GCS_ADDRESS": (place / "ray_current_cluster").read_text(),
             "RAY_ADDRESS": f"http://127.0.0.1:{port}",
@@ -231,14 +222,14 @@ class Running:
         return self.out.read_text()
 
     def driver(self):
-        until(lambda: "DRIVER " in self.said() or self.process.poll() is not None, self.said)
+        wait_until(lambda: "DRIVER " in self.said() or self.process.poll() is not None, self.said)
         lines = [line for line in self.said().splitlines() if line.startswith("DRIVER ")]
         assert lines, self.said()
         return json.loads(lines[0].removeprefix("DRIVER "))
 
     def end(self, seconds=HANG_S):
         code = self.process.wait(seconds)
-        until(lambda: not self.survivors(), lambda: f"{self.survivors()}")
+        wait_until(lambda: not self.survivors(), lambda: f"{self.survivors()}")
         assert not list(Path("/tmp").glob(f"ray-{self.job}-*"))
         return code
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.loop.progress import Progress
 from grpo_dist.runtime.metering import Span, Usage
-from grpo_dist.runtime.recorder import LedgerEntry
+from grpo_dist.runtime.recorder import NullRecorder
 from grpo_dist.runtime.seeds import request_seed
 from grpo_dist.types import Group
 from grpo_dist.workers import Workers
@@ -45,33 +45,6 @@ class StepRecord:
     @property
     def seconds(self) -> float:
         return self.end - self.begin
-
-
-class NullRecorder:
-    """A recorder of the driver's loop that writes nothing."""
-
-    directory = Path()
-
-    def phase(self, name: str) -> None: ...
-
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None: ...
-
-    def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None: ...
-
-    def ledger(self, step: int, entry: LedgerEntry) -> None: ...
-
-    def quarantine(self, step: int, groups: list[Group]) -> str:
-        return "nowhere"
-
-    def warn(self, message: str) -> None: ...
-
-    def note(self, message: str) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def back_to(self, step: int) -> None: ...
 
 
 class NoCheckpoints:

@@ -25,14 +25,14 @@ from rich.markup import escape
 
 from grpo_dist.config import Config, RewardsConfig
 from grpo_dist.config.files import load_config, validated, with_overrides
-from grpo_dist.errors import UserError, as_user_errors
+from grpo_dist.errors import UserError, as_user_errors, refuse
 from grpo_dist.rewards.checks import check_rewards, column_problems, user_column_problems
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import own_rewards, placed
 from grpo_dist.rewards.scorer import scorers_by_source
 from grpo_dist.rewards.thought import infer_thought
-from grpo_dist.runs.prepare import load_tokenizer, refuse, resolve_model
+from grpo_dist.runs.prepare import load_tokenizer, resolve_model
 from grpo_dist.runs.run_directory import check_writable
 from grpo_dist.runtime.files import check_replaceable, write_text
 from grpo_dist.runtime.hardware import available_cpus
@@ -76,12 +76,12 @@ class Scored:
     def parts(self) -> dict[str, np.ndarray]:
         """Each reward of each completion: float64 [N], NaN for unscored and where its source lacks it."""
         names = dict.fromkeys(name for group in self.groups for name in group.reward_parts)
-        missing = {id(group): np.full(len(group.rewards), np.nan) for group in self.groups}
+
+        def part(name: str, group: Group) -> np.ndarray:
+            return group.reward_parts.get(name, np.full(len(group.rewards), np.nan))
+
         return {
-            name: np.concatenate([g.reward_parts.get(name, missing[id(g)]) for g in self.groups]).astype(
-                float
-            )
-            for name in names
+            name: np.concatenate([part(name, group) for group in self.groups]).astype(float) for name in names
         }
 
     def per_completion(self, value: Callable[[Group], Any]) -> np.ndarray:

@@ -39,8 +39,9 @@ from grpo_dist.loop.progress import PipelineState, Progress
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.load_balancer import QUEUE_DEPTH, LoadBalancer
 from grpo_dist.runtime.metering import Span
+from grpo_dist.runtime.recorder import NullRecorder
 from grpo_dist.tools.bench.figures import covered_s
-from grpo_dist.tools.bench.record import NoCheckpoints, NullRecorder
+from grpo_dist.tools.bench.record import NoCheckpoints
 from grpo_dist.tools.plan.engines import Engine, generate_episode
 from grpo_dist.tools.plan.models import FrozenModel
 from grpo_dist.tools.plan.rates import Rates, UpdateWork

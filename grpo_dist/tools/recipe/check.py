@@ -24,14 +24,13 @@ from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.data.demonstrations import count_held_out, count_rows, source_pairs
 from grpo_dist.data.readers import read_all
 from grpo_dist.data.tasks import own_problems
-from grpo_dist.errors import UserError, as_user_errors
+from grpo_dist.errors import UserError, as_user_errors, refuse
 from grpo_dist.runs.prepare import (
     PromptSections,
     check_rendering,
     check_scoring,
     load_tokenizer,
     prepare_eval,
-    refuse,
     resolve_model,
     sft_model,
     train_prompts,

@@ -24,6 +24,7 @@ _BEGIN, _END = "# >>> settings\n", "# <<< settings\n"
 _READ = re.compile(r"=[\"']?[$`][^;&|\n]*")  # a variable set from another variable or a command
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED", "STOPPED")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT")
+_LIVE = _WAITING + _RUNNING
 _EVERY_S = 2.0  # between two reads of the log
 _ASKED_EVERY_S = 10.0  # between two queries of the controller
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.ASCII | re.IGNORECASE)
@@ -142,7 +143,7 @@ def state(record: SubmissionRecord) -> JobState:
     queued = None
     if found:
         name, elapsed, reason = found.splitlines()[0].split("|", 2)
-        queued = JobState(f"{name}, {elapsed} ({reason.strip('()')})", live=name in _WAITING + _RUNNING)
+        queued = JobState(f"{name}, {elapsed} ({reason.strip('()')})", live=name in _LIVE)
         if queued.live:
             return queued
     accounting = ["sacct", "--noheader", "--allocations", "--parsable2", "--jobs", record.job]
@@ -154,7 +155,7 @@ def state(record: SubmissionRecord) -> JobState:
         return queued or JobState("over; squeue and sacct no longer know the job", live=False)
     name, exit_code, elapsed = rows[-1].split("|")
     return JobState(
-        f"{name}, exit code {exit_code.split(':')[0]}, {elapsed}", live=name in _WAITING + _RUNNING
+        f"{name}, exit code {exit_code.split(':')[0]}, {elapsed}", live=name in _LIVE
     )
 
 

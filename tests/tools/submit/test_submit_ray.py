@@ -18,7 +18,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.tools.submit import code, ray_jobs
 from grpo_dist.tools.submit.job import Job
 from tests.support.patience import HANG_S, wait_until
-from tests.support.submissions import command, config_in, health, ray_head, until
+from tests.support.submissions import command, config_in, health, ray_head
 
 pytestmark = [pytest.mark.machine, pytest.mark.long]
 
@@ -112,7 +112,8 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, 
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         own = environment | {"RAY_ADDRESS": environment["GCS_ADDRESS"]}
-        until(lambda: health(**own) == 0, "unhealthy")  # it gives Ray 25 s, and is repeated in a container
+        # The check gives Ray 25 s, and is repeated in a container.
+        wait_until(lambda: health(**own) == 0, "unhealthy")
         status, said = outside(*submit)
         assert status == 0, said
         job = json.loads((run / "submitted.json").read_text())["job"]
@@ -134,7 +135,7 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, 
         assert outside("stop", run)[0] == 0
         # Ends with the job, which had time to save its checkpoint.
         assert "checkpoint saved" in outside("logs", "--follow", run)[1]
-        until(lambda: "STOPPED" in outside("status", run)[1], "not stopped")
+        wait_until(lambda: "STOPPED" in outside("status", run)[1], "not stopped")
         assert "is over: STOPPED" in outside("stop", run)[1]
 
         (run / "submitted.json").unlink()  # as on another machine
@@ -143,7 +144,7 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, 
         assert driver_said(run, outside)["run"] == printed["run"]
         outside("stop", run)
         outside("logs", "--follow", run)
-        until(lambda: "STOPPED" in outside("status", run)[1], "not stopped")
+        wait_until(lambda: "STOPPED" in outside("status", run)[1], "not stopped")
 
         status, said = outside("status", run, RAY_AUTH_TOKEN="0" * 32)
         assert status == 2 and "token" in said.lower()
@@ -154,7 +155,7 @@ def driver_said(run, outside):
     mark = run.parent / "begun"
     wait_until(mark.exists, lambda: str(outside("status", run)))
     mark.unlink()
-    said = until(
+    said = wait_until(
         lambda: "DRIVER " in (said := outside("logs", run)[1]) and said, "the driver's line is not in its log"
     )
     (line,) = [line for line in said.splitlines() if line.startswith("DRIVER ")]
@@ -443,7 +444,7 @@ def test_a_whole_run_trains_as_a_job(project, capsys, monkeypatch):
         run = project / "runs/tiny"
         assert command(capsys, "submit", config_in(project), "--to", "ray")[0] == 0
         said = command(capsys, "logs", "--follow", run)[1]
-        until(lambda: "SUCCEEDED" in command(capsys, "status", run)[1], said)
+        wait_until(lambda: "SUCCEEDED" in command(capsys, "status", run)[1], said)
         assert (run / "DONE").read_text() == "2\n"
         assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
         status, said = command(capsys, "submit", config_in(project), "--to", "ray")

@@ -190,32 +190,25 @@ def log(directory, number):
     return path.read_text() if path.exists() else ""
 
 
-def wait_for(cluster, directory, number, *states):
-    def reached():
-        state = cluster.job(number)["JobState"]
-        assert state in (*states, *UNDER_WAY), (state, log(directory, number))
-        return state in states
+def wait_until_job(cluster, directory, number, reached, *ends):
+    """Wait for ``reached(job)``; a job that ends in another state than ``ends`` fails at once."""
 
-    wait_until(reached, lambda: f"{cluster.job(number)}\n{log(directory, number)}\n{cluster.said()}")
+    def look():
+        job = cluster.job(number)
+        assert job["JobState"] in (*ends, *UNDER_WAY), (job, log(directory, number))
+        return reached(job)
+
+    wait_until(look, lambda: f"{cluster.job(number)}\n{log(directory, number)}\n{cluster.said()}")
     return cluster.job(number)
 
 
+def wait_for(cluster, directory, number, state):
+    return wait_until_job(cluster, directory, number, lambda job: job["JobState"] == state, state)
+
+
 def wait_for_checkpoint(cluster, directory, number, step):
-    def saved():
-        state = cluster.job(number)["JobState"]
-        assert state in UNDER_WAY, (state, log(directory, number))
-        return has_checkpoint(directory / "runs/run", f"step_{step:06d}")
-
-    wait_until(saved, lambda: f"{cluster.job(number)}\n{log(directory, number)}\n{cluster.said()}")
-
-
-def requeued(cluster, directory, number):
-    def again():
-        job = cluster.job(number)
-        assert job["JobState"] in UNDER_WAY, (job, log(directory, number))
-        return int(job["Restarts"]) >= 1
-
-    wait_until(again, lambda: f"{cluster.job(number)}\n{log(directory, number)}\n{cluster.said()}")
+    run = directory / "runs/run"
+    wait_until_job(cluster, directory, number, lambda _: has_checkpoint(run, f"step_{step:06d}"))
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +254,7 @@ def test_before_its_time_limit_a_run_is_saved_requeued_and_resumed(usual, cluste
     elapsed = cluster.job(number)["RunTime"].split(":")
     minutes = int(elapsed[0]) * 60 + int(elapsed[1]) + 2
     cluster.ask("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
-    requeued(cluster, place, number)
+    wait_until_job(cluster, place, number, lambda job: int(job["Restarts"]) >= 1)
     cluster.ask("scontrol", "update", f"JobId={number}", "TimeLimit=UNLIMITED")
     wait_for(cluster, place, number, "COMPLETED")
     assert "USR1: ending after this step" in log(place, number)

@@ -15,8 +15,8 @@ import pytest
 
 from grpo_dist.tools.submit.job import SubmissionRecord
 from grpo_dist.tools.submit.slurm_jobs import check_left_open, check_time, print_logs
-from tests.support.patience import HANG_S
-from tests.support.submissions import BIN, PROGRAMS, PYTHON, RAY, Running, command, config_in, until
+from tests.support.patience import HANG_S, wait_until
+from tests.support.submissions import BIN, PROGRAMS, PYTHON, RAY, Running, command, config_in
 
 pytestmark = [pytest.mark.machine, pytest.mark.long]
 
@@ -401,7 +401,7 @@ def test_a_whole_run_is_interrupted_requeued_and_resumed(slurm, tmp_path, capsys
     assert status == 0
     run, script = tmp_path / "runs/tiny", said
     first = start(script, stand_in=False)
-    until((run / "checkpoints/step_000002").exists, first.said)
+    wait_until((run / "checkpoints/step_000002").exists, first.said)
     first.process.send_signal(signal.SIGUSR1)
     assert first.end() == 75, first.said()
     assert calls(slurm)[-1] == f"scontrol requeue {first.job}"
