@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -53,33 +53,50 @@ def keys(section: type[BaseModel], prefix: str = "") -> list[Key]:
 
 def sections(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
     """Yield the prefix and class of every section, outer ones first: ("data.train.N.", DataSourceConfig)."""
-    yield prefix, root
-    for key in keys(root, prefix):
-        for section in key.sections:
-            yield from sections(section, key.inside)
+    for inside, block in _blocks((root,), prefix):
+        yield from ((inside, section) for section in block)
 
 
 def page(root: type[BaseModel], title: str) -> str:
-    """Return markdown with a table per section of ``root``; a section used several times has one table."""
-    places: dict[type[BaseModel], list[str]] = {}
-    for prefix, section in sections(root):
-        places.setdefault(section, []).append(prefix)
-    places = {section: prefixes for section, prefixes in places.items() if keys(section)}
-    headings = {section: _heading(section, prefixes, title) for section, prefixes in places.items()}
+    """Return markdown with a table per section and per tagged union of ``root``; what is used several times
+    has one table.
+    """
+    places: dict[tuple[type[BaseModel], ...], dict[str, None]] = {}
+    for prefix, block in _blocks((root,), ""):
+        if any(map(keys, block)):
+            places.setdefault(block, {})[prefix] = None
+    headings = {
+        block: ", ".join(f"`{prefix[:-1]}`" if prefix else title for prefix in prefixes)
+        for block, prefixes in places.items()
+    }
     parts = []
-    for section, prefixes in places.items():
-        # A section that its key says nothing more of has its heading alone.
-        own = [key for key in keys(section, prefixes[0]) if key.meaning or key.default != "its defaults"]
-        parts.append(f"### {headings[section]}\n\n{_prose(section)}")
-        if own:
-            head = "| key | value; default | meaning |\n|---|---|---|"
-            parts.append("\n".join([head, *(_row(key, headings) for key in own)]))
+    for block, prefixes in places.items():
+        prefix, section = next(iter(prefixes)), block[0]
+        parts.append(f"### {headings[block]}")
+        if issubclass(section, Choice):
+            rows = _union_rows(block, prefix, headings)
+        else:
+            parts.append(_prose(section))
+            # A section that its key says nothing more of has its heading alone.
+            listed = [key for key in keys(section, prefix) if key.meaning or key.default != "its defaults"]
+            rows = [_row(key, headings) for key in listed]
+        if rows:
+            parts.append("\n".join(["| key | value; default | meaning |", "|---|---|---|", *rows]))
     return "\n\n".join(parts)
 
 
 def meaning(key: Key) -> str:
     """Return the description of a key, or else of its section."""
     return key.meaning or (_prose(key.sections[0]) if key.sections else "")
+
+
+def _blocks(block: tuple[Any, ...], prefix: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield the prefix and class of every section, and prefix and members of every tagged union."""
+    yield prefix, block
+    for section in block:
+        for key in keys(section, prefix):
+            if key.sections:
+                yield from _blocks(key.sections, key.inside)
 
 
 def _key(path: str, field: FieldInfo) -> Key:
@@ -89,18 +106,38 @@ def _key(path: str, field: FieldInfo) -> Key:
     return Key(path, value, _default(field), field.description or "", sections, inside)
 
 
-def _row(key: Key, headings: Mapping[type[BaseModel], str]) -> str:
+def _union_rows(block: tuple[Any, ...], prefix: str, headings: Mapping[Any, str]) -> list[str]:
+    """Return a row of each member with its names, then one of each key with the members that have it."""
+    rows = []
+    for member in block:
+        names = ", ".join(f"`{name}`" for name in member.names()) or USER_SUPPLIED
+        rows.append(f"| {names} | | {_cell(_prose(member))} |")
+    shared: dict[Key, list[str]] = {}
+    for member in block:
+        names = member.names() or (USER_SUPPLIED,)
+        for key in keys(member, prefix):
+            shared.setdefault(key, []).append(", ".join(names[:3]) + ", ..." * (len(names) > 3))
+    for key, labels in shared.items():
+        of = "" if len(labels) == sum(bool(keys(member)) for member in block) else f"{', '.join(labels)}: "
+        rows.append(_row(replace(key, meaning=of + meaning(key)), headings))
+    return rows
+
+
+def _row(key: Key, headings: Mapping[Any, str]) -> str:
     value = key.value
-    for section in key.sections:
-        if section not in headings:
-            continue
-        if issubclass(section, Choice):
-            for name in section.names() or (USER_SUPPLIED,):
-                word = f"`{name}`" if section.names() else name
-                value = value.replace(word, f"[{word}](#{anchor(headings[section])})", 1)
+    if key.sections in headings:
+        link = f"](#{anchor(headings[key.sections])})"
+        if issubclass(key.sections[0], Choice):
+            first, last = _name_cell(key.sections[0], 0), _name_cell(key.sections[-1], -1)
+            start, end = value.index(first), value.rindex(last) + len(last)
+            value = f"{value[:start]}[name{link}{value[end:]}"
         else:
-            value = value.replace("section", f"[section](#{anchor(headings[section])})")
+            value = value.replace("section", f"[section{link}")
     return f"| `{key.path}` | {_setting(value, key.default)} | {_cell(meaning(key))} |"
+
+
+def _name_cell(member: type[Choice], position: int) -> str:
+    return f"`{member.names()[position]}`" if member.names() else USER_SUPPLIED
 
 
 def _setting(value: str, default: str) -> str:
@@ -110,15 +147,6 @@ def _setting(value: str, default: str) -> str:
     elif default != "required":
         value = re.sub("^(`true`, `false`|text|integer|number)(?= |$)", "", value).strip()
     return f"{value}; {default}" if value else default
-
-
-def _heading(section: type[BaseModel], prefixes: Sequence[str], title: str) -> str:
-    places = ", ".join(f"`{prefix[:-1]}`" if prefix else title for prefix in prefixes)
-    return (
-        f"{places}: {', '.join(section.names() or (USER_SUPPLIED,))}"
-        if issubclass(section, Choice)
-        else places
-    )
 
 
 def anchor(heading: str) -> str:
