@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -121,20 +122,21 @@ def described(config: Config) -> str:
 
 
 def table() -> str:
-    """Return a markdown table of the default and of every preset's differences from it."""
+    """Return a markdown table of the default and of every preset's paper and differences from it."""
     a, loss = AlgorithmConfig(), PPOClipLoss()
     default = (
         f"`advantage` {a.advantage.name}, `advantage.std` group, `loss` {loss.name} with `clip_low` "
         f"{loss.clip_low} and `clip_high` {loss.clip_high}, `aggregation` {a.aggregation.name}, `kl.coef` "
         f"{a.kl.coef:g}; no `dynamic_sampling`"
     )
-    rows = [f"| none (the default) | {default} |"]
+    rows = [f"| none (the default) | | {default} |"]
     for name in names():
         own = [
             f"`{_tagged(key).removeprefix('algorithm.')}` {_word(v)}" for key, v in differences(name).items()
         ]
-        rows.append(f"| `{name}` | {', '.join(own) or 'nothing'} |")
-    return "\n".join(["| preset | differences from the default |", "|---|---|", *rows])
+        papers = re.findall(r"arXiv:([\d.]+\d)", (PRESETS / f"{name}.yaml").read_text())
+        rows.append(f"| `{name}` | {', '.join(papers)} | {', '.join(own) or 'nothing'} |")
+    return "\n".join(["| preset | arXiv | differences from the default |", "|---|---|---|", *rows])
 
 
 def _word(value: Any) -> str:

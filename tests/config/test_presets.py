@@ -43,7 +43,7 @@ def test_what_grpo_and_dapo_change_from_the_defaults():
         "dynamic_sampling.enabled": True,
         "rewards.overlong_buffer.penalty": 1.0,
     }
-    default = "| none (the default) | `advantage` grpo, `advantage.std` group, `loss` ppo_clip"
+    default = "| none (the default) | | `advantage` grpo, `advantage.std` group, `loss` ppo_clip"
     assert default in presets.table()
 
 
