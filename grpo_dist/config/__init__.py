@@ -41,7 +41,7 @@ from grpo_dist.config.rewards import (
     SourceRewardsConfig,
 )
 from grpo_dist.config.root import Config
-from grpo_dist.config.sampling import LengthSchedule, SamplingConfig, TemperatureSchedule
+from grpo_dist.config.sampling import SamplingConfig
 from grpo_dist.config.stages import DemonstrationsConfig, RejectionConfig, SFTConfig
 from grpo_dist.config.supervised import SupervisedConfig
 from grpo_dist.config.workers import (
@@ -78,7 +78,6 @@ __all__ = [
     "GatedConfig",
     "HealthConfig",
     "KLConfig",
-    "LengthSchedule",
     "LengthsConfig",
     "LoRAConfig",
     "MetricConfig",
@@ -105,7 +104,6 @@ __all__ = [
     "SpeculationConfig",
     "SupervisedConfig",
     "TeacherConfig",
-    "TemperatureSchedule",
     "TimeoutsConfig",
     "TrackingConfig",
     "TransferBackend",

@@ -113,11 +113,15 @@ class Choice(Section):
         return {name: getattr(self, name) for name in fields if name not in (self.tag, "kwargs")}
 
 
+PLAIN = "a plain value"  # label of what a tagged union takes beside its members
+
+
 class Tagged:
     """Annotates a union of `Choice`s: ``loss: Annotated[PPOClip | SAPO | UserLoss, Tagged()] = PPOClip()``.
 
     In a file ``loss: sapo`` is short for ``loss: {name: sapo}``. A mapping without a name is that of the
-    first member, whose first name is the default. `config.files` merges by the name.
+    first member, whose first name is the default. `config.files` merges by the name. A number may stand
+    beside the members: ``temperature: Annotated[float | Scheduled | Adaptive, Tagged()] = 1.0``.
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -125,8 +129,12 @@ class Tagged:
         tag, labels = union[0].tag, dict[str, CoreSchema]()
         for member in union:
             labels |= dict.fromkeys(member.names() or (USER_SUPPLIED,), handler.generate_schema(member))
+        plain = [part for part in get_args(source) if not _is_choice(part)]
+        labels |= {PLAIN: handler.generate_schema(part) for part in plain}
 
         def label(value: Any) -> Any:
+            if plain and not isinstance(value, str | Mapping | Choice):
+                return PLAIN
             name = value.get(tag) if isinstance(value, Mapping) else getattr(value, tag, None)
             return name if name in labels or USER_SUPPLIED not in labels else USER_SUPPLIED
 
@@ -136,7 +144,7 @@ class Tagged:
             if isinstance(value, Mapping):
                 default = default_name(union)
                 return value if default is None else {tag: default, **value}
-            if not isinstance(value, union):
+            if not isinstance(value, union) and not plain:
                 raise PydanticCustomError("tagged_type", "Input should be a name or a mapping")
             return value
 
@@ -146,16 +154,21 @@ class Tagged:
 
 
 def members(annotation: Any) -> tuple[type[Choice], ...]:
-    """Return the members of a tagged union, which may be optional; () for any other annotation."""
+    """Return the members of a tagged union, which may be optional or take a number as well; () for any other
+    annotation.
+    """
     if get_origin(annotation) is Annotated:
         return members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
         parts = [part for part in get_args(annotation) if part is not NoneType]
         if len(parts) == 1:
             return members(parts[0])
-        found = tuple(inner for part in parts for inner in (members(part) or (part,)))
-        return found if all(isinstance(part, type) and issubclass(part, Choice) for part in found) else ()
+        return tuple(inner for part in parts for inner in (members(part) or (part,)) if _is_choice(inner))
     return ()
+
+
+def _is_choice(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Choice)
 
 
 def default_name(union: Sequence[type[Choice]]) -> str | None:

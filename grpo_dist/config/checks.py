@@ -17,7 +17,7 @@ from grpo_dist.config.base import Choice
 from grpo_dist.config.data import CompletionOrder
 from grpo_dist.config.distillation import DistillationConfig, TeacherConfig
 from grpo_dist.config.environments import check_environment_name
-from grpo_dist.config.sampling import TemperatureSchedule
+from grpo_dist.config.sampling import AdaptiveTemperature
 from grpo_dist.config.sections import Sections
 
 
@@ -731,7 +731,7 @@ def _of_sources(config: Sections) -> Iterator[str]:
             f"`data.order` = {data.order} chooses the sources itself, so `weight` of {weighted[0]} has no "
             "effect; remove it, or set `data.order` to epochs"
         )
-    steered = isinstance(temperature, TemperatureSchedule) and temperature.schedule is None
+    steered = isinstance(temperature, AdaptiveTemperature)
     if steered and data.temperatures:
         yield (
             "`sampling.temperature` follows the entropy of all samples, but source "

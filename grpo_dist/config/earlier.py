@@ -49,10 +49,21 @@ def translate(old: Mapping[str, Any]) -> dict[str, Any]:
             of_all = {key: section[key] for key in ("examples", "noise") if key in section}
             kept = {key: value for key, value in section.items() if key not in of_all}
             new[name] = kept | {"data": [_with_defaults(source, of_all) for source in section["data"]]}
+    if isinstance(sampling := new.get("sampling"), dict):
+        new["sampling"] = {key: _translate_schedule(value) for key, value in sampling.items()}
     tracking = new.get("tracking")
     if isinstance(tracking, dict) and isinstance(wandb := tracking.get("wandb"), dict):
         new["tracking"] = tracking | {"wandb": wandb["project"] if wandb.get("enabled") else None}
     return new
+
+
+def _translate_schedule(value: Any) -> Any:
+    """Return a temperature or length with its kind: null was what the other kind has."""
+    if not isinstance(value, dict) or "kind" in value:
+        return value
+    if value.get("schedule") is not None:
+        return {"kind": "schedule", "schedule": value["schedule"]}
+    return {"kind": "adaptive"} | {key: item for key, item in value.items() if item is not None}
 
 
 def _with_defaults(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin
 from pydantic import BaseModel
 
 from grpo_dist.config import Config
-from grpo_dist.config.base import Choice, member_called, members
+from grpo_dist.config.base import PLAIN, Choice, member_called, members
 from grpo_dist.config.peers import hint, is_section
 from grpo_dist.config.secrets import shown_value
 
@@ -43,12 +43,14 @@ class KeyPlace:
         section: whose key the last one is; None: no section's, e.g. an entry of a list.
         union: members of the tagged union that ``section`` is one of; () for any other.
         label: what chose ``section`` among them.
+        takes_number: whether the value may also be a number, without a section.
     """
 
     keys: tuple[Any, ...]
     section: type[BaseModel] | None
     union: tuple[type[Choice], ...] = ()
     label: str = ""
+    takes_number: bool = False
 
 
 def readable(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> list[dict[str, Any]]:
@@ -78,6 +80,7 @@ def readable(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> list
 
 def _message(error: Mapping[str, Any], place: KeyPlace) -> str:
     names = [f"'{name}'" for member in place.union for name in member.names()]
+    names = [*(["a number"] if place.takes_number else []), *names]
     if error["type"] == "union_tag_invalid":
         return f"{_SHOULD_BE}{', '.join(names[:-1])} or {names[-1]}"
     if place.union and not place.label:
@@ -100,6 +103,8 @@ def _locate(location: tuple[Any, ...], root: type[BaseModel]) -> KeyPlace:
         alternatives = _alternatives(annotation)
         if union := members(annotation):  # `part` is what chose the member
             label = str(part)
+            if label == PLAIN:
+                return KeyPlace(place.keys, None)
             section = member_called(union, label)
             place, annotation = KeyPlace(place.keys, section, union, label), section
             continue
@@ -118,7 +123,10 @@ def _locate(location: tuple[Any, ...], root: type[BaseModel]) -> KeyPlace:
         elif len(alternatives) <= 1:
             place = KeyPlace((*place.keys, part), None)
     union = members(annotation)
-    return replace(place, union=union, label="") if union else place
+    if not union:
+        return place
+    plain = [part for part in _alternatives(annotation) if part not in union]
+    return replace(place, union=union, label="", takes_number=bool(plain))
 
 
 def _alternatives(annotation: Any) -> list[Any]:

@@ -4,24 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from grpo_dist.config.base import Count, Fraction, Section, Temperature
+from grpo_dist.config.base import Choice, Count, Fraction, Section, Tagged, Temperature
 
 
-class LengthSchedule(Section):
-    """A length that changes during the run: `schedule` gives it by step; `start`, `largest` raise it where
-    completions are cut off.
-    """
+class Scheduled(Choice):
+    """Values by step."""
 
-    schedule: tuple[tuple[Count, PositiveInt], ...] | None = Field(
-        None,
-        description="pairs of steps done and length: [[0, 8192], [500, 16384]] is 16384 from step 501 on",
+    tag = "kind"
+    schedule: tuple[tuple[Count, Any], ...]
+
+    def _contradictions(self) -> Iterator[str]:
+        steps = [step for step, _ in self.schedule]
+        if not steps or steps[0] != 0 or any(a >= b for a, b in pairwise(steps)):
+            yield f"schedule has the steps {steps}; expected rising ones, the first of them 0"
+
+
+class LengthSchedule(Scheduled):
+    """The length by step."""
+
+    kind: Literal["schedule"] = "schedule"
+    schedule: tuple[tuple[Count, PositiveInt], ...] = Field(
+        description="pairs of steps done and length: [[0, 8192], [500, 16384]] is 16384 from step 501 on"
     )
-    start: PositiveInt | None = Field(None, description="length at the start")
-    largest: PositiveInt | None = Field(None, description="upper bound of a length that is raised")
+
+
+class AdaptiveLength(Choice):
+    """A length that rises where completions are cut off."""
+
+    tag = "kind"
+    kind: Literal["adaptive"] = "adaptive"
+    start: PositiveInt = Field(description="length at the start")
+    largest: PositiveInt = Field(description="upper bound")
     factor: Annotated[float, Field(gt=1)] = Field(2.0, description="by which the length is raised")
     truncated_above: Fraction = Field(
         0.1, description="raise the length when a larger share of a step's samples is truncated"
@@ -29,71 +46,46 @@ class LengthSchedule(Section):
     patience: PositiveInt = Field(3, description="steps in a row that must be above it")
 
     def _contradictions(self) -> Iterator[str]:
-        _check_kind(self, "largest")
-        if self.start is not None and self.largest is not None and self.largest <= self.start:
+        if self.largest <= self.start:
             yield f"largest = {self.largest} must be above start = {self.start}"
 
 
-class TemperatureSchedule(Section):
-    """A temperature that changes during the run: `schedule` gives it by step; `start`, `entropy` steer it."""
+class TemperatureSchedule(Scheduled):
+    """The temperature by step."""
 
-    schedule: tuple[tuple[Count, Temperature], ...] | None = Field(
-        None,
+    kind: Literal["schedule"] = "schedule"
+    schedule: tuple[tuple[Count, Temperature], ...] = Field(
         description="pairs of steps done and temperature, linear in between: [[0, 1.2], [100, 0.8]] is 1.0 "
         "in step 51",
     )
-    start: Temperature | None = Field(None, description="temperature at the start")
-    entropy: PositiveFloat | None = Field(
-        None, description="entropy to hold, nats per sampled token (`rollout/entropy`)"
-    )
+
+
+class AdaptiveTemperature(Choice):
+    """A temperature that follows the entropy of the samples."""
+
+    tag = "kind"
+    kind: Literal["adaptive"] = "adaptive"
+    start: Temperature = Field(description="temperature at the start")
+    entropy: PositiveFloat = Field(description="entropy to hold, nats per sampled token (`rollout/entropy`)")
     gain: Fraction = Field(0.25, description="largest relative change per step, as a share of 0.2")
-    lowest: Temperature = Field(0.5, description="lower bound of a steered temperature")
-    highest: Temperature = Field(1.5, description="upper bound of a steered temperature")
+    lowest: Temperature = Field(0.5, description="lower bound")
+    highest: Temperature = Field(1.5, description="upper bound")
 
     def _contradictions(self) -> Iterator[str]:
-        _check_kind(self, "entropy")
-        if self.start is not None and not self.lowest <= self.start <= self.highest:
+        if not self.lowest <= self.start <= self.highest:
             yield (
                 f"start = {self.start:g} must be between lowest = {self.lowest:g} and highest = "
                 f"{self.highest:g}"
             )
 
 
-def _check_kind(section: LengthSchedule | TemperatureSchedule, goal: str) -> None:
-    """Raise ValueError unless ``section`` has either a schedule, or `start` and ``goal``."""
-    steered = [name for name in ("start", goal) if getattr(section, name) is not None]
-    if section.schedule is None and len(steered) < 2:
-        raise ValueError(f"expected `schedule`, or `start` and `{goal}`")
-    if section.schedule is None:
-        return
-    fields = type(section).model_fields
-    others = [n for n in fields if n != "schedule" and getattr(section, n) != fields[n].default]
-    if others:
-        raise ValueError(f"`schedule` leaves nothing to `{others[0]}`; remove one of them")
-    steps = [step for step, _ in section.schedule]
-    if not steps or steps[0] != 0 or any(a >= b for a, b in pairwise(steps)):
-        raise ValueError(f"schedule has the steps {steps}; expected rising ones, the first of them 0")
-
-
-def _kind(value: Any) -> str:
-    return "changing" if isinstance(value, dict | Section) else "number"
-
-
-Number = TypeVar("Number")
-Schedule = TypeVar("Schedule")
-# A number, or a section with its schedule.
-NumberOr = Annotated[
-    Annotated[Number, Tag("number")] | Annotated[Schedule, Tag("changing")], Discriminator(_kind)
-]
-
-
 class SamplingConfig(Section):
     """Sampling of training completions: from the full distribution, with a temperature only."""
 
-    temperature: NumberOr[Temperature, TemperatureSchedule] = Field(
+    temperature: Annotated[Temperature | TemperatureSchedule | AdaptiveTemperature, Tagged()] = Field(
         1.0, description="temperature of samples and of their log-probs; or how it changes during the run"
     )
-    max_new_tokens: NumberOr[PositiveInt, LengthSchedule] = Field(
+    max_new_tokens: Annotated[PositiveInt | LengthSchedule | AdaptiveLength, Tagged()] = Field(
         512, description="longest completion, longer ones are truncated; or how it changes during the run"
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
@@ -108,9 +100,8 @@ class SamplingConfig(Section):
         length = self.max_new_tokens
         if isinstance(length, int):
             return [length]
-        if length.schedule is not None:
+        if isinstance(length, LengthSchedule):
             return [tokens for _, tokens in length.schedule]
-        assert length.start is not None and length.largest is not None  # its validator has seen to it
         return [length.start, length.largest]
 
     @property
@@ -126,13 +117,12 @@ class SamplingConfig(Section):
     @property
     def first_temperature(self) -> float:
         """The temperature of the first step."""
-        own = self.temperature
-        if isinstance(own, float):
-            return own
-        if own.schedule is not None:
-            return own.schedule[0][1]
-        assert own.start is not None  # its validator has seen to it
-        return own.start
+        temperature = self.temperature
+        if isinstance(temperature, float):
+            return temperature
+        if isinstance(temperature, TemperatureSchedule):
+            return temperature.schedule[0][1]
+        return temperature.start
 
     @property
     def at_its_longest(self) -> SamplingConfig:

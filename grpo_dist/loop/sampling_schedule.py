@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from grpo_dist.algorithms.schedules import interpolated, latest, next_temperature
-from grpo_dist.config import LengthSchedule, SamplingConfig, TemperatureSchedule
+from grpo_dist.config.sampling import (
+    AdaptiveLength,
+    AdaptiveTemperature,
+    LengthSchedule,
+    SamplingConfig,
+    TemperatureSchedule,
+)
 from grpo_dist.loop.metrics import sampled_entropy, truncated_share
 from grpo_dist.loop.progress import ScheduleState
 from grpo_dist.types import Group, Sampling
@@ -44,40 +50,40 @@ class SamplingSchedule:
         """Steer by the ``groups`` of the next step, which were ``drawn`` that way."""
         temperature, length, above = self.state.temperature, self.state.max_new_tokens, self.state.above
         heat, longest = self._settings.temperature, self._settings.max_new_tokens
-        if isinstance(heat, TemperatureSchedule) and heat.schedule is None:
+        if isinstance(heat, AdaptiveTemperature):
             temperature = self._steered(heat, sampled_entropy(groups), drawn.temperature)
-        if isinstance(longest, LengthSchedule) and longest.schedule is None:
+        if isinstance(longest, AdaptiveLength):
             length, above = self._raised(longest, truncated_share(groups), drawn.max_new_tokens)
         self.state = ScheduleState(temperature, length, above)
 
     def _temperature(self, batch: int) -> float:
         setting = self._settings.temperature
-        if isinstance(setting, TemperatureSchedule) and setting.schedule is not None:
+        if isinstance(setting, TemperatureSchedule):
             return interpolated(setting.schedule, batch)
         return self.state.temperature or self._settings.first_temperature
 
     def _length(self, batch: int) -> int:
         setting = self._settings.max_new_tokens
-        if isinstance(setting, LengthSchedule) and setting.schedule is not None:
+        if isinstance(setting, LengthSchedule):
             return latest(setting.schedule, batch)
         return self.state.max_new_tokens or self._settings.shortest
 
-    def _steered(self, settings: TemperatureSchedule, entropy: float, drawn: float) -> float:
+    def _steered(self, settings: AdaptiveTemperature, entropy: float, drawn: float) -> float:
         """Return the next temperature. Samples that were launched before the last correction would repeat it,
         which overshoots.
         """
         now = self._temperature(0)
-        if drawn != now or settings.entropy is None or not math.isfinite(entropy):
+        if drawn != now or not math.isfinite(entropy):
             return now
         temperature = next_temperature(now, entropy, target=settings.entropy, gain=settings.gain)
         return min(max(temperature, settings.lowest), settings.highest)
 
-    def _raised(self, settings: LengthSchedule, truncated: float, drawn: int) -> tuple[int, int]:
+    def _raised(self, settings: AdaptiveLength, truncated: float, drawn: int) -> tuple[int, int]:
         """Return the length and the steps in a row above the bound. Samples that were launched before the
         last rise say nothing about the new length.
         """
         now = self._length(0)
-        if drawn != now or settings.largest is None:
+        if drawn != now:
             return now, self.state.above
         above = self.state.above + 1 if truncated > settings.truncated_above else 0
         if above < settings.patience or now == settings.largest:

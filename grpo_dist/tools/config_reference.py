@@ -177,8 +177,10 @@ def _value(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return _value(parts[0], [*parts[1:], *metadata])
     if (union := members(annotation)) and (origin is Union or origin is UnionType):
         names = [f"`{name}`" for member in union for name in member.names()]
+        plain = [_value(part, metadata) for part in parts if not _sections(part) and part is not NoneType]
         optional = ["`null`"] if NoneType in parts else []
-        return ", ".join([*optional, *names, *(USER_SUPPLIED for member in union if not member.names())])
+        others = [USER_SUPPLIED for member in union if not member.names()]
+        return ", ".join([*optional, *plain, *names, *others])
     if origin in (Union, UnionType):
         return ", ".join("`null`" if part is NoneType else _value(part, metadata) for part in parts)
     if origin is Literal:

@@ -23,8 +23,8 @@ from tests.support.made_groups import group_of
 
 LENGTHS = {"schedule": [[0, 4], [2, 8], [4, 16]]}
 HEAT = {"schedule": [[0, 1.0], [4, 0.6]]}
-RAISED = {"start": 4, "largest": 16, "factor": 2.0, "truncated_above": 0.2, "patience": 2}
-HELD = {"start": 1.0, "entropy": 0.5, "gain": 1.0, "lowest": 0.7, "highest": 1.2}
+RAISED = {"kind": "adaptive", "start": 4, "largest": 16, "factor": 2.0, "truncated_above": 0.2, "patience": 2}
+HELD = {"kind": "adaptive", "start": 1.0, "entropy": 0.5, "gain": 1.0, "lowest": 0.7, "highest": 1.2}
 
 
 class Drawing(fakes.World):
@@ -206,11 +206,12 @@ def test_numbers_stay_numbers_and_schedules_are_part_of_the_identity():
         ("max_new_tokens", {"schedule": [[1, 8]]}, "expected rising ones, the first of them 0"),
         ("max_new_tokens", {"schedule": [[0, 8], [0, 9]]}, "expected rising ones"),
         ("max_new_tokens", {"schedule": [[0, 0]]}, "sampling.max_new_tokens.schedule.0.1"),
-        ("max_new_tokens", {"start": 8}, "expected `schedule`, or `start` and `largest`"),
-        ("max_new_tokens", {"start": 8, "largest": 8}, "largest = 8 must be above start = 8"),
-        ("max_new_tokens", {"schedule": [[0, 8]], "patience": 2}, "`schedule` leaves nothing to `patience`"),
+        ("max_new_tokens", {"start": 8}, "sampling.max_new_tokens.schedule"),
+        ("max_new_tokens", {"kind": "adaptive", "start": 8}, "`sampling.max_new_tokens.largest` is missing"),
+        ("max_new_tokens", {"kind": "adaptive", "start": 8, "largest": 8}, "largest = 8 must be above start = 8"),
+        ("max_new_tokens", {"schedule": [[0, 8]], "patience": 2}, "no such setting; it takes schedule; adaptive"),
         ("max_new_tokens", {"0": 8}, "sampling.max_new_tokens.0"),
-        ("temperature", {"start": 2.0, "entropy": 0.3}, "start = 2 must be between lowest = 0.5 and highest"),
+        ("temperature", HELD | {"start": 2.0, "highest": 1.5}, "start = 2 must be between lowest = 0.7 and highest"),
         ("temperature", {"schedule": [[0, 0.001]]}, "sampling.temperature.schedule.0.1"),
         ("temperature", "hot", "sampling.temperature"),
     ],

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,29 @@ def test_a_checkpoint_of_an_earlier_version_has_the_settings_that_it_says(was, n
         written["sft"] |= was["sft"]
     assert changes(yaml.safe_dump(written), set_now) == []
     assert translate(set_now.model_dump(mode="json")) == set_now.model_dump(mode="json")
+
+
+@pytest.mark.parametrize(
+    ("key", "was", "now"),
+    [
+        (
+            "sampling.temperature",
+            {"schedule": [[0, 1.0], [9, 0.5]], "start": None, "entropy": None, "gain": 0.25, "lowest": 0.5},
+            {"sampling": {"temperature": {"schedule": [[0, 1.0], [9, 0.5]]}}},
+        ),
+        (
+            "sampling.max_new_tokens",
+            {"schedule": None, "start": 8, "largest": 16, "factor": 2.0, "patience": 4},
+            {"sampling": {"max_new_tokens": {"kind": "adaptive", "start": 8, "largest": 16, "patience": 4}}},
+        ),
+    ],
+)
+def test_a_value_that_an_earlier_version_wrote_means_what_it_meant(key, was, now):
+    set_now = config(**now)
+    written = set_now.model_dump(mode="json")
+    *path, last = key.split(".")
+    reduce(dict.__getitem__, path, written)[last] = was
+    assert changes(yaml.safe_dump(written), set_now) == []
 
 
 def test_removing_the_layout_does_not_modify_the_settings():

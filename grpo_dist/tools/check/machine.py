@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from grpo_dist.config import LengthSchedule, SamplingConfig, TemperatureSchedule
+from grpo_dist.config import SamplingConfig
 from grpo_dist.observe.trackers import check_trackers
 from grpo_dist.runs.resume import changes_since, check_data, other_layout
 from grpo_dist.runs.run import find_resume_state
@@ -70,9 +70,9 @@ def check_batch(start: Start) -> str:
 def _changing_samples(sampling: SamplingConfig) -> str:
     """Describe a schedule of sampling; "" without one."""
     text = ""
-    if isinstance(sampling.max_new_tokens, LengthSchedule):
+    if not isinstance(sampling.max_new_tokens, int):
         text += f"; completions of up to {sampling.shortest}, later {sampling.longest} tokens"
-    if isinstance(sampling.temperature, TemperatureSchedule):
+    if not isinstance(sampling.temperature, float):
         text += f"; temperature {sampling.first_temperature:g} at first"
     return text
 
