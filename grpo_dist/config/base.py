@@ -130,7 +130,9 @@ class Tagged:
         for member in union:
             labels |= dict.fromkeys(member.names() or (USER_SUPPLIED,), handler.generate_schema(member))
         plain = [part for part in get_args(source) if not _is_choice(part)]
-        labels |= {PLAIN: handler.generate_schema(part) for part in plain}
+        if plain:
+            (number,) = plain
+            labels[PLAIN] = handler.generate_schema(number)
 
         def label(value: Any) -> Any:
             if plain and not isinstance(value, str | Mapping | Choice):

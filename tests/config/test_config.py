@@ -286,7 +286,10 @@ def test_cyclic_defaults_are_refused(tmp_path):
             ["`data.order` = pass_rate chooses the sources itself", "`weight` of a has no effect"],
         ),
         (
-            ["data.train=[{path: a, temperature: 1}]", "sampling.temperature={kind: adaptive, start: 1, entropy: 0.5}"],
+            [
+                "data.train=[{path: a, temperature: 1}]",
+                "sampling.temperature={kind: adaptive, start: 1, entropy: 0.5}",
+            ],
             ["`sampling.temperature` follows the entropy", "source a has a `temperature` of its own"],
         ),
         (
