@@ -9,6 +9,7 @@ from datetime import date
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
+import regex
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import Choice, Section, Tagged, Temperature, choices
@@ -216,8 +217,8 @@ class DataSourceConfig(Section):
         if "size" in self.kwargs and not self.is_own:
             yield f"kwargs.size = {self.kwargs['size']}: expected `max_rows` for it; set that"
         try:
-            groups = re.compile(self.answer_pattern or "()").groups
-        except (re.error, OverflowError, RecursionError) as error:
+            groups = regex.compile(self.answer_pattern or "()").groups
+        except (regex.error, OverflowError, RecursionError) as error:
             yield f"answer_pattern {str(self.answer_pattern)[:200]!r} is not a regular expression: {error}"
             return
         if groups < 1:

@@ -21,10 +21,11 @@ from decimal import Decimal
 from itertools import islice
 from typing import Any
 
+import regex
+
 from grpo_dist.config import DataConfig, DataSourceConfig
 from grpo_dist.data.sources import OwnProblems, records
 from grpo_dist.environments.base import Message
-from grpo_dist.runtime.patterns import PatternSearch, PatternTimeout
 
 # Messages
 
@@ -96,7 +97,7 @@ def _part(number: int, part: Any) -> str:
 # Sources
 
 
-PATTERN_S = 10.0  # deadline of answer_pattern on one row
+PATTERN_S = 10.0  # processor time of answer_pattern on one row: a search may hang, as (a+)+b does
 _PLACE = re.compile(r"\{(\w+(?:\.[\w-]+)*)\}")  # a column in `problem_template`
 _LONGEST_JSON = 10_000  # characters of text in which nested columns are looked for, for messages
 _NAMED = 30  # columns that a message lists
@@ -149,13 +150,12 @@ def _read(
 ) -> list[DataRow]:
     label = source_name(source)
     rows: list[DataRow] = []
-    with PatternSearch(source.answer_pattern or "()", timeout_s=PATTERN_S) as pattern:
-        for location, record in records(source, own, columns):
-            if source.max_rows is not None and len(rows) >= source.max_rows:
-                break
-            row = _row(record, location, source, label, pattern)
-            more = {name: record[name] for name in asked if name in record and name not in row.columns}
-            rows.append(replace(row, columns={**row.columns, **more}) if more else row)
+    for location, record in records(source, own, columns):
+        if source.max_rows is not None and len(rows) >= source.max_rows:
+            break
+        row = _row(record, location, source, label)
+        more = {name: record[name] for name in asked if name in record and name not in row.columns}
+        rows.append(replace(row, columns={**row.columns, **more}) if more else row)
     if not rows:
         raise ValueError(
             f"{source.path or label}: no rows; expected at least one with `{source.problem_column}` and "
@@ -346,9 +346,7 @@ def _listed(names: Sequence[str]) -> str:
 # Rows
 
 
-def _row(
-    record: Mapping[str, Any], location: str, source: DataSourceConfig, label: str, pattern: PatternSearch
-) -> DataRow:
+def _row(record: Mapping[str, Any], location: str, source: DataSourceConfig, label: str) -> DataRow:
     problem, messages, left_out = _problem(record, location, source)
     if earlier := _earlier_turns(record, location, source, messages):
         messages = (*earlier, *(messages or ({"role": "user", "content": problem},)))
@@ -361,7 +359,7 @@ def _row(
         taken = (source.problem_column, source.answer_column)
         columns = {name: value for name, value in record.items() if name not in taken}
     else:
-        answer = _answer(record, location, source, pattern)
+        answer = _answer(record, location, source)
         columns = {name: _column(record, name, location, "columns") for name in source.columns}
     return DataRow(problem, answer, label, location, columns, messages, left_out)
 
@@ -434,9 +432,7 @@ def _filled(record: Mapping[str, Any], name: str, location: str) -> str:
     return _as_text(value, name, location, record)
 
 
-def _answer(
-    record: Mapping[str, Any], location: str, source: DataSourceConfig, pattern: PatternSearch
-) -> str:
+def _answer(record: Mapping[str, Any], location: str, source: DataSourceConfig) -> str:
     name = source.answer_column
     value = _column(record, name, location, "answer_column")
     if isinstance(value, str) and value.startswith('["') and source.answer_pattern is None:
@@ -444,7 +440,7 @@ def _answer(
         value = values if isinstance(values, list) and all(isinstance(v, str) for v in values) else value
     values = value if isinstance(value, list) else [value]
     texts = [_as_text(value, name, location, record).strip() for value in values]
-    answers = list(dict.fromkeys(_matched(text, location, source, pattern) for text in texts))
+    answers = list(dict.fromkeys(_matched(text, location, source) for text in texts))
     if not answers or not all(answers):
         raise ValueError(
             f"{location}: `{name}` is empty; a problem without an answer cannot be graded: remove the row"
@@ -455,16 +451,16 @@ def _answer(
     return ", ".join(answers) if source.multiple_answers == "all" else json.dumps(answers, ensure_ascii=False)
 
 
-def _matched(answer: str, location: str, source: DataSourceConfig, pattern: PatternSearch) -> str:
+def _matched(answer: str, location: str, source: DataSourceConfig) -> str:
     """Return what `answer_pattern` finds in ``answer``."""
     if source.answer_pattern is None:
         return answer
     try:
-        match = pattern.search(answer)
-    except PatternTimeout:
+        match = regex.search(source.answer_pattern, answer, timeout=PATTERN_S)
+    except TimeoutError:
         raise ValueError(
             f"{location}: answer_pattern {source.answer_pattern!r} does not finish within "
-            f"{pattern.timeout_s:g} s on `{source.answer_column}` ({len(answer)} characters): "
+            f"{PATTERN_S:g} s on `{source.answer_column}` ({len(answer)} characters): "
             f"...{answer[-60:]!r}; use a pattern without nested repetitions ((a+)+ is one)"
         ) from None
     if match is None:
@@ -472,7 +468,7 @@ def _matched(answer: str, location: str, source: DataSourceConfig, pattern: Patt
             f"{location}: `{source.answer_column}` does not match answer_pattern "
             f"{source.answer_pattern!r}: ...{answer[-60:]!r}; fix the row or the pattern"
         )
-    return (match[0] or "").strip()
+    return (match[1] or "").strip()
 
 
 def _text(record: Mapping[str, Any], name: str, location: str, setting: str) -> str:

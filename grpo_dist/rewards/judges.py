@@ -20,6 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
+import regex
 from pydantic import Field, PositiveInt, PrivateAttr, field_validator, model_validator
 
 from grpo_dist.config import Section
@@ -31,7 +32,6 @@ from grpo_dist.rewards.math import gold_text
 from grpo_dist.rewards.served import ChatReward, fill, placeholders, read_scores, required_names
 from grpo_dist.rewards.text import alternatives, boxes
 from grpo_dist.rewards.thought import final_text, text_after_thought
-from grpo_dist.runtime.patterns import PatternSearch, PatternTimeout
 
 PROMPT = (
     "Rate how well the response solves the problem, from 0 (worthless) to 10 (right and complete). Take "
@@ -43,7 +43,7 @@ _SCORE = (
     r"(?i:score|rating)\b(?:[\s*_]*\((?!\s*-?[\d.]+\s*\))[^()]*\))?+"
     r"\W*?(-?(?:\d+(?:\.\d+)?|\.\d+))"
 )
-PATTERN_S = 10.0  # deadline of `pattern` on one reply
+PATTERN_S = 10.0  # processor time of `pattern` on one reply: a search may hang, as (a+)+b does
 _LIST = re.compile(r"\[[^\[\]]*\]")
 
 
@@ -66,14 +66,12 @@ class Generative(ChatReward):
     )
     range: tuple[float, float] = Field((0.0, 10.0), description="least and largest number of the reply")
 
-    _search: PatternSearch = PrivateAttr()
-
     @field_validator("pattern")
     @classmethod
     def _has_a_group(cls, pattern: str) -> str:
         try:
-            groups = re.compile(pattern).groups
-        except re.error as error:
+            groups = regex.compile(pattern).groups
+        except regex.error as error:
             raise ValueError(f"no regular expression ({error})") from error
         if groups < 1:
             raise ValueError("expected a group around the score, e.g. Score: (\\d+)")
@@ -97,27 +95,18 @@ class Generative(ChatReward):
 
     def check(self, *, max_new_tokens: int) -> None:
         group = CompletionGroup(("2",), (), ("stop",), "2", {"problem": "What is 1+1?"}, max_new_tokens)
-        with self._new_search() as search:
-            self._check_reply(
-                "model",
-                self._messages(group, "2"),
-                lambda reply: self._read_all(reply, 1) if self._is_of_groups else self._read(reply, search),
-                "or change prompt, pattern or range",
-            )
-
-    def start(self, *, workers: int, note: Note) -> None:
-        super().start(workers=workers, note=note)
-        self._search = self._new_search()
-
-    def close(self) -> None:
-        super().close()
-        self._search.close()
+        self._check_reply(
+            "model",
+            self._messages(group, "2"),
+            lambda reply: self._read_all(reply, 1) if self._is_of_groups else self._read(reply),
+            "or change prompt, pattern or range",
+        )
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         if not self._is_of_groups:
             scores = self._ask_each(
                 group.completions,
-                lambda text: self._read(self._reply(self._messages(group, text)), self._search),
+                lambda text: self._read(self._reply(self._messages(group, text))),
             )
             return [scores[text] for text in group.completions]
         numbered = [f"Response {i}:\n{text}" for i, text in enumerate(group.completions, start=1)]
@@ -128,29 +117,25 @@ class Generative(ChatReward):
     def _is_of_groups(self) -> bool:
         return "completions" in placeholders(self.prompt)
 
-    def _new_search(self) -> PatternSearch:
-        return PatternSearch(self.pattern, timeout_s=PATTERN_S, last=True)
-
     def _messages(self, group: CompletionGroup, completion: str) -> list[dict[str, str]]:
         values = {name: str(value) for name, value in group.columns.items()}
         values |= {"answer": group.gold, "completion": completion, "completions": completion}
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": fill(self.prompt, values)}]
 
-    def _read(self, reply: str, search: PatternSearch) -> float:
+    def _read(self, reply: str) -> float:
         """Return the last score of ``reply``. Raises NoReply where it has none or the pattern hangs on it."""
         try:
-            match = search.search(reply)
-        except PatternTimeout as error:
+            matches = regex.finditer(self.pattern, reply, timeout=PATTERN_S, concurrent=True)
+            scores = [match[1] for match in matches if match[1] is not None]
+        except TimeoutError as error:
             raise NoReply(
-                f"kwargs.pattern does not finish within {search.timeout_s:g} s on a reply of {len(reply)} "
+                f"kwargs.pattern does not finish within {PATTERN_S:g} s on a reply of {len(reply)} "
                 "characters; use a pattern without nested repetitions ((a+)+ is one)"
             ) from error
-        except RuntimeError as error:  # the process ended, for want of memory
-            raise NoReply(f"kwargs.pattern: {error}") from error
-        score = match[0] if match else None
-        if score is None:
+        if not scores:
             raise NoReply(f"no score in the reply: {reply[-80:]!r}")
+        score = scores[-1]
         if self.verdicts is None:
             return self._scaled(score)
         values = {text.lower(): value for text, value in self.verdicts.items()}

@@ -416,11 +416,11 @@ def test_test_sets_do_not_overlap_their_training_sets(shared_data, tokenizer):
     assert check_overlap(train, test) == ""
 
 
-@pytest.mark.parametrize("pattern", [r"((a+)+)b", r"((?:a|aa)+)c", r"(a*a*a*a*a*a*a*)b"])
+@pytest.mark.parametrize("pattern", [r"((a+)+)b", r"((?:a|aa)+)c", r"(a*a*a*a*a*a*a*)[bc]"])
 def test_a_pattern_that_hangs_is_rejected_with_its_row(tmp_path, monkeypatch, pattern):
     monkeypatch.setattr("grpo_dist.data.readers.PATTERN_S", 1.0)
     path = tmp_path / "rows.jsonl"
-    rows = [{"problem": "p", "answer": "aabaac"}, {"problem": "p", "answer": "a" * 300}]
+    rows = [{"problem": "p", "answer": "aabaac"}, {"problem": "p", "answer": "a" * 5000}]
     path.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match=r"rows.jsonl:2: answer_pattern .* within 1 s"):
         read(DataSourceConfig(path=str(path), answer_pattern=pattern))

@@ -147,20 +147,19 @@ def test_the_number_behind_the_word_is_the_score(reply, score):
 
 
 def test_a_reply_on_which_the_pattern_hangs_is_not_scored(pool, monkeypatch):
-    """Python's matcher takes hours for it, and no thread can interrupt it."""
     monkeypatch.setattr("grpo_dist.rewards.judges.PATTERN_S", 1.0)
-    with StandIn(lambda body, number: "score " + "a" * 40) as server:
+    with StandIn(lambda body, number: "score " + "a" * 400) as server:
         rewards, scorer = scored(
             pool, "generative", completion_group(["x"], ""), base_url=server.base_url, model="m",
-            prompt="{completion}", pattern=r"score ((?:a+)+)b", verdicts={"a": 1.0},
+            prompt="{completion}", pattern=r"score ((?:a|aa)+)b", verdicts={"a": 1.0},
         )  # fmt: skip
     np.testing.assert_array_equal(rewards, [np.nan])
     (reason,) = scorer.failures["served"]
-    assert "kwargs.pattern does not finish within 1 s on a reply of 46 characters" in reason
+    assert "kwargs.pattern does not finish within 1 s on a reply of 406 characters" in reason
 
 
 def test_verdicts_of_a_generative_model_have_values(pool):
-    replies = {"a": "VERDICT yes", "b": "verdict No", "c": "verdict maybe"}
+    replies = {"a": "VERDICT yes", "b": "verdict yes? The last counts: verdict No", "c": "verdict maybe"}
     with StandIn(lambda body, number: replies[body["messages"][0]["content"]]) as server:
         rewards, _ = scored(
             pool, "generative", completion_group(["a", "b", "c"], ""), base_url=server.base_url, model="m",
