@@ -149,13 +149,7 @@ class RewardWorker(Metered, Probeable):
         super().__init__()
         self._max_new_tokens, self._settings = max_new_tokens, settings
         self._tokenizer = load_tokenizer(policy) if policy and scores_own_steps(settings) else None
-        self._pool = GraderPool(
-            settings.processes_per_worker,
-            timeout_s=settings.timeout_s,
-            memory_mb=settings.memory_mb,
-            code_paths=settings.code_paths,
-            accept_arithmetic=settings.accept_arithmetic,
-        )
+        self._pool = GraderPool.from_config(settings)
         self._scorers = scorers_by_source(
             settings.variants, self._pool, workers=settings.num_workers, outcome_rewards=outcome_rewards
         )

@@ -211,6 +211,11 @@ class RewardsConfig(Section):
     accept_arithmetic: bool = Field(
         False, description="math: accept unevaluated arithmetic, e.g. 123+456 for 579"
     )
+    require_box: bool = Field(
+        False,
+        description="math: only an answer in `\\boxed{}` counts; not set: true where `data.instruction`, "
+        "`data.system_prompt`, or the `problem_template` of every source asks for a box",
+    )
     thought_tags: tuple[str, str] | None = Field(
         None,
         description="tags around a thought; null: from the prompt or chat template, else <think>",

@@ -47,6 +47,17 @@ def _with_code_paths(section: Any, paths: list[str]) -> Any:
     return {**section, "code_paths": paths} if isinstance(section, Mapping) else section
 
 
+def _asks_for_box(data: Mapping[str, Any]) -> bool:
+    """Return whether section `data` asks for an answer in a box."""
+    lists = [own for key in ("train", "eval") if isinstance(own := data.get(key), list | tuple)]
+    templates = [
+        str(source.get("problem_template")) for own in lists for source in own if isinstance(source, Mapping)
+    ]
+    texts = [str(data.get("instruction")), str(data.get("system_prompt"))]
+    in_all = bool(templates) and all("\\boxed" in text for text in templates)
+    return in_all or any("\\boxed" in text for text in texts)
+
+
 class Sections(Section):
     """The fields of `Config`."""
 
@@ -108,6 +119,22 @@ class Sections(Section):
             return given
         sections = {name: _with_code_paths(given.get(name), paths) for name in _WITH_CODE}
         return {**given, **sections, "code_paths": paths}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_a_box_that_is_asked_for(cls, given: Any) -> Any:
+        """Set `rewards.require_box` where it is not set and the prompt asks for a box."""
+        if not isinstance(given, Mapping):
+            return given
+        data, rewards = given.get("data"), given.get("rewards")
+        data = data.model_dump() if isinstance(data, Section) else data
+        if not isinstance(data, Mapping) or not _asks_for_box(data):
+            return given
+        if isinstance(rewards, Section) and "require_box" not in rewards.model_fields_set:
+            return {**given, "rewards": rewards.model_copy(update={"require_box": True})}
+        if rewards is None or (isinstance(rewards, Mapping) and "require_box" not in rewards):
+            return {**given, "rewards": {**(rewards or {}), "require_box": True}}
+        return given
 
     def with_absolute_code(self) -> Self:
         """Return it for other processes: relative `code_paths` are of this process's working directory."""

@@ -101,7 +101,7 @@ def final_answers(completions: Sequence[str], pool: Callable[[], GraderPool]) ->
     """
     found = [boxes(final_text(text)) for text in completions]
     unboxed = [text for text, inside in zip(completions, found, strict=True) if not inside]
-    read = iter(pool().find(unboxed) if unboxed else [])
+    read = iter(pool().extract(unboxed) if unboxed else [])
     return [inside[-1] if inside else next(read) or "" for inside in found]
 
 

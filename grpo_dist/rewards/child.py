@@ -100,17 +100,17 @@ def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and parameter.kind not in variadic
 
 
-def _grade(completion: str, answer: str, accept_arithmetic: bool) -> list[str]:
+def _grade(completion: str, answer: str, accept_arithmetic: bool, require_box: bool) -> list[str]:
     from grpo_dist.rewards.math import grade  # as in `main`
 
-    result = grade(completion, answer, accept_arithmetic=accept_arithmetic)
+    result = grade(completion, answer, accept_arithmetic=accept_arithmetic, require_box=require_box)
     return [result.outcome, result.detail]
 
 
-def _find(completion: str) -> str | None:
-    from grpo_dist.rewards.math import answer_found  # as in `main`
+def _extract(completion: str, require_box: bool) -> str | None:
+    from grpo_dist.rewards.math import extract_answer  # as in `main`
 
-    return answer_found(completion)
+    return extract_answer(completion, require_box=require_box)
 
 
 def _call(
@@ -215,7 +215,7 @@ def _describe(value: Any) -> str:
 
 _KINDS: dict[str, Callable[..., Any]] = {
     "grade": _grade,
-    "find": _find,
+    "extract": _extract,
     "call": _call,
 }
 

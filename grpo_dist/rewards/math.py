@@ -90,11 +90,14 @@ class Grade:
         return cls(outcome, reward, detail)
 
 
-def grade(completion: str, answer: str, *, accept_arithmetic: bool = False) -> Grade:
+def grade(
+    completion: str, answer: str, *, accept_arithmetic: bool = False, require_box: bool = False
+) -> Grade:
     """Compare the answer that ``completion`` gives with the gold ``answer`` (text or LaTeX, boxed or not).
 
-    With ``accept_arithmetic``, ``\\boxed{3+5}`` is correct for a gold of 8. Text in an unclosed thought is
-    not an answer. Of several golds, see `alternatives`, any is right.
+    With ``accept_arithmetic``, ``\\boxed{3+5}`` is correct for a gold of 8; with ``require_box``, only a box
+    is an answer. Text in an unclosed thought is not an answer. Of several golds, see `alternatives`, any is
+    right.
 
         grade("so it is \\boxed{8}.", "8")         correct
         grade("so it is \\boxed{7}.", "8")         wrong
@@ -104,7 +107,10 @@ def grade(completion: str, answer: str, *, accept_arithmetic: bool = False) -> G
     Only the pool returns ``timeout`` or ``error``. Raises only MemoryError.
     """
     if len(golds := alternatives(answer)) > 1:
-        grades = [grade(completion, gold, accept_arithmetic=accept_arithmetic) for gold in golds]
+        grades = [
+            grade(completion, gold, accept_arithmetic=accept_arithmetic, require_box=require_box)
+            for gold in golds
+        ]
         return next((one for one in grades if one.outcome == "correct"), grades[0])
     completion = _response(completion)
     contents = boxes(completion)
@@ -113,6 +119,8 @@ def grade(completion: str, answer: str, *, accept_arithmetic: bool = False) -> G
         if _is_option(gold) and (choice := _option_beside_box(completion, contents[-1])) is not None:
             return Grade.from_outcome("correct" if choice == normalise(gold) else "wrong")
         return Grade.from_outcome("correct" if _box_is_right(contents, gold, accept_arithmetic) else "wrong")
+    if require_box:
+        return Grade.from_outcome("no_answer")
     tagged = tagged_answer(completion) or ""
     tail = tagged or completion[-_LONGEST_RESPONSE:]
     if tail.strip() and len(tail) <= 4 * len(gold) + 40 and _same_text(tail, gold):
@@ -132,10 +140,10 @@ def grade(completion: str, answer: str, *, accept_arithmetic: bool = False) -> G
     return Grade.from_outcome("correct" if _reading_is_right(reading, gold, accept_arithmetic) else "wrong")
 
 
-def answer_found(completion: str) -> str | None:
+def extract_answer(completion: str, *, require_box: bool = False) -> str | None:
     """Return the text that `grade` compares with the gold: the last box, else the answer it parses.
 
-    None without an answer.
+    None without an answer, and with ``require_box`` without a box.
 
         "so 3 or \\boxed{7}." -> "7"      "The final answer is $8$." -> "8"      "I do not know." -> None
 
@@ -144,6 +152,8 @@ def answer_found(completion: str) -> str | None:
     completion = _response(completion)
     if contents := boxes(completion):
         return _option_beside_box(completion, contents[-1]) or contents[-1]
+    if require_box:
+        return None
     tagged = tagged_answer(completion) or ""
     if phrase := _phrase(tagged):
         formula = _FORMULA.fullmatch(phrase)

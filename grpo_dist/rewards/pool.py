@@ -29,6 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.math import Grade
 from grpo_dist.runtime.processes import (
     child_command,
@@ -82,7 +83,7 @@ class GraderPool:
         memory_mb: address space a process may add to its size at start, MiB.
         code_paths: directories of custom reward functions, searched before PYTHONPATH and installed packages.
             The working directory is not searched unless it is listed.
-        accept_arithmetic: whether `grade` accepts ``\\boxed{3+5}`` for 8.
+        accept_arithmetic, require_box: as of `math.grade`.
 
     Raises:
         ValueError: a number is not positive, or a directory of ``code_paths`` does not exist.
@@ -96,6 +97,7 @@ class GraderPool:
         *,
         code_paths: Sequence[str] = (),
         accept_arithmetic: bool = False,
+        require_box: bool = False,
     ) -> None:
         for name, number in (
             ("num_workers", num_workers),
@@ -104,7 +106,8 @@ class GraderPool:
         ):
             if not number > 0:
                 raise ValueError(f"GraderPool: {name} = {number}: expected a positive number")
-        self._timeout_s, self._accept_arithmetic = timeout_s, accept_arithmetic
+        self._timeout_s = timeout_s
+        self._accept_arithmetic, self._require_box = accept_arithmetic, require_box
         environment = _environment(code_paths)
         self._idle: queue.Queue[_Process] = queue.Queue()
         self._idle_for_users: queue.Queue[_Process] = queue.Queue()
@@ -113,13 +116,25 @@ class GraderPool:
             self._idle_for_users.put(_Process(memory_mb, environment, runs_user_code=True))
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="grader")
 
+    @classmethod
+    def from_config(cls, rewards: RewardsConfig, num_workers: int | None = None) -> GraderPool:
+        """Return the pool of ``rewards``; ``num_workers``, None: `processes_per_worker`. Raises as above."""
+        return cls(
+            rewards.processes_per_worker if num_workers is None else num_workers,
+            timeout_s=rewards.timeout_s,
+            memory_mb=rewards.memory_mb,
+            code_paths=rewards.code_paths,
+            accept_arithmetic=rewards.accept_arithmetic,
+            require_box=rewards.require_box,
+        )
+
     def grade(self, pairs: list[tuple[str, str]]) -> list[Grade]:
         """Grade (completion, gold answer) pairs, in order. Never raises for a pair, however malformed."""
         return list(self._threads.map(self._grade_one, pairs))
 
-    def find(self, completions: Iterable[str]) -> list[str | None]:
+    def extract(self, completions: Iterable[str]) -> list[str | None]:
         """Return the answers that `grade` would compare, in order; None for no answer or a timeout."""
-        results = self._threads.map(lambda text: self._run("find", (text,)), completions)
+        results = self._threads.map(lambda text: self._run("extract", (text, self._require_box)), completions)
         return [None if isinstance(result, Failure) else result for result in results]
 
     def call(
@@ -187,7 +202,7 @@ class GraderPool:
         kinds = [type(p).__name__ for p in pair] if isinstance(pair, tuple | list) else type(pair).__name__
         if kinds != ["str", "str"]:
             return Grade.from_outcome("error", f"expected a pair of strings, got {kinds}")
-        result = self._run("grade", (*pair, self._accept_arithmetic))
+        result = self._run("grade", (*pair, self._accept_arithmetic, self._require_box))
         if isinstance(result, Failure):
             return Grade.from_outcome("timeout" if result.outcome == "timeout" else "error", result.detail)
         return Grade.from_outcome(*result)

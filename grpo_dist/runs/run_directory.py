@@ -11,7 +11,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, date, datetime
 from importlib import metadata
@@ -103,12 +103,35 @@ def read_template_date(run_dir: Path) -> str | None:
     return recorded_setting(run_dir, "data", "template_date")
 
 
+def keep_require_box(config: C, run_dir: Path) -> C:
+    """Return ``config``; where the prompt asks for a box and the run in ``run_dir`` did not require one, as
+    runs did before there was `rewards.require_box`, with that.
+    """
+    recorded = _recorded(run_dir, "rewards")
+    return config if recorded is None else keep_recorded_box(config, recorded)
+
+
+def keep_recorded_box(config: C, recorded: Mapping[str, Any]) -> C:
+    """Return ``config`` without `rewards.require_box` where ``recorded``, section `rewards` of an earlier
+    start, does not have it.
+    """
+    if not config.rewards.require_box or recorded.get("require_box"):
+        return config
+    return config.model_copy(update={"rewards": config.rewards.model_copy(update={"require_box": False})})
+
+
 def recorded_setting(run_dir: Path, section: str, key: str) -> str | None:
     """Return what the run in ``run_dir`` has for a key; None where it has nothing, or it is not readable."""
+    return str((_recorded(run_dir, section) or {}).get(key) or "") or None
+
+
+def _recorded(run_dir: Path, section: str) -> Mapping[str, Any] | None:
+    """Return a section of the configuration of the run in ``run_dir``; None where it is not readable."""
     try:
-        return str(yaml.safe_load((run_dir / "config.yaml").read_text())[section][key] or "") or None
+        recorded = yaml.safe_load((run_dir / "config.yaml").read_text())[section]
     except (OSError, ValueError, RecursionError, TypeError, LookupError, yaml.YAMLError):
         return None
+    return recorded if isinstance(recorded, Mapping) else None
 
 
 ENVIRONMENT = "environment.json"

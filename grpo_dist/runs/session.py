@@ -55,6 +55,7 @@ from grpo_dist.runs.run_directory import (
     check_writable,
     choose_run_dir,
     explain_resume,
+    keep_require_box,
     read_template_date,
     set_template_date,
     write_environment,
@@ -143,8 +144,8 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
         check_trackers(config.tracking)
         run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
         existing = check_writable(run_dir)
-        config = pinned(config, run_dir)
-        identity = identity or config
+        config = keep_require_box(pinned(config, run_dir), run_dir)
+        identity = config if identity is None else keep_require_box(identity, run_dir)
         config = set_template_date(config, read_template_date(run_dir))
     with explain_resume(config.checkpoint, run_dir), exclusive_directory(run_dir, existing):
         inputs, point = _load_inputs(run_dir, config, identity)

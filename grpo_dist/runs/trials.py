@@ -137,16 +137,8 @@ def check_reward(start: Start) -> str:
     answers no more is known than that they are usual, and it is a warning.
     """
     rewards = start.config.rewards
-    with (
-        stage("reward", "a right and a wrong answer are scored"),
-        GraderPool(
-            2,
-            timeout_s=rewards.timeout_s,
-            memory_mb=rewards.memory_mb,
-            code_paths=rewards.code_paths,
-            accept_arithmetic=rewards.accept_arithmetic,
-        ) as pool,
-    ):
+    told = stage("reward", "a right and a wrong answer are scored")
+    with told, GraderPool.from_config(rewards, 2) as pool:
         return _check_all(start, pool)
 
 
@@ -183,6 +175,20 @@ def _check_all(start: Start, pool: GraderPool) -> str:
     return "\n    ".join([*said, *(f"not checked: {text}" for text in skipped)])
 
 
+def _box_rule(rewards: RewardsConfig, prompt: Prompt) -> str:
+    """Return what the math grader takes for an answer, where that is a box, or the problem asks for one."""
+    if "math" not in {function.function for function in rewards.functions}:
+        return ""
+    if rewards.require_box:
+        return "\n    only an answer in \\boxed{} counts (`rewards.require_box`)"
+    if "\\boxed" in prompt.text:
+        return (
+            "\n    the problem asks for \\boxed{}, but a number in babble may be right, too; set "
+            "`rewards.require_box: true`"
+        )
+    return ""
+
+
 def _user_functions(rewards: RewardsConfig) -> set[str]:
     return {f.function for f in rewards.all_functions if f.function not in REWARDS}
 
@@ -195,7 +201,9 @@ def _check_source(start: Start, rewards: RewardsConfig, prompt: Prompt | None, p
     if prompt is None:
         raise CheckSkipped("the data cannot be read, so there is no problem to answer")
     trial = try_rewards(rewards, start.config.sampling, prompt, pool)
-    text = f"{trial}\n    reward models are not asked" if rewards.models else str(trial)
+    text = f"{trial}{_box_rule(rewards, prompt)}"
+    if rewards.models:
+        text += "\n    reward models are not asked"
     reasons = "; ".join(trial.failures)
     decisive = rewards.trial is not None or not _user_functions(rewards)
     if trial.failures and (trial.raised or decisive):

@@ -135,6 +135,34 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
     assert load_config(base, ["+algorithm=mine"]).algorithm.advantage.name == "rloo"
 
 
+BOX = "Put the answer within \\boxed{}."
+SOURCE = {"path": "demo:add3"}
+
+
+@pytest.mark.parametrize(
+    ("data", "rewards", "required"),
+    [
+        ({}, {}, False),
+        ({"instruction": BOX}, {}, True),
+        ({"system_prompt": BOX}, {"num_workers": 2}, True),
+        ({"instruction": BOX}, {"require_box": False}, False),
+        ({"instruction": "${data.system_prompt}", "system_prompt": BOX}, {}, True),
+        ({"instruction": "Show your work."}, {}, False),
+        ({"instruction": "Show your work."}, {"require_box": True}, True),
+        ({"train": [SOURCE | {"problem_template": "{problem} " + BOX}]}, {}, True),
+        ({"train": [SOURCE | {"problem_template": "{problem} " + BOX}, SOURCE]}, {}, False),
+    ],
+)
+def test_where_the_prompt_asks_for_a_box_only_a_box_is_an_answer(tmp_path, data, rewards, required):
+    file = tmp_path / "run.yaml"
+    data = {"train": [SOURCE]} | data
+    OmegaConf.save({"model": {"path": "demo:tiny"}, "data": data, "rewards": rewards}, file)
+    config = load_config(file)
+    assert config.rewards.require_box is required
+    file.write_text(dump_config(config))
+    assert f"require_box: {str(required).lower()}" in file.read_text() and load_config(file) == config
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -10,7 +10,7 @@ from grpo_dist.rewards.builtin import Exact, Numeric
 from grpo_dist.rewards.equality import same
 from grpo_dist.rewards.formula import Unread, is_word, parse
 from grpo_dist.rewards.group import CompletionGroup
-from grpo_dist.rewards.math import answer_found, gold_is_parsable, grade
+from grpo_dist.rewards.math import extract_answer, gold_is_parsable, grade
 from grpo_dist.rewards.text import alternatives
 
 RIGHT = [
@@ -233,7 +233,7 @@ def test_an_option_behind_a_box_with_a_formula_counts() -> None:
     assert grade("The answer is (C), since \\boxed{x=3}.", "C").outcome == "correct"
     assert grade("So \\boxed{12}. The answer is (D).", "C").outcome == "wrong"
     assert grade("Answer: C\n\nNo: \\boxed{D}", "C").outcome == "wrong"
-    assert answer_found("So \\boxed{12}. The answer is (C).") == "C"
+    assert extract_answer("So \\boxed{12}. The answer is (C).") == "C"
     assert grade("So \\boxed{12}. The answer is (C).", "12").outcome == "correct"
 
 

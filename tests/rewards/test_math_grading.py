@@ -11,10 +11,11 @@ import pytest
 import sympy.parsing.sympy_parser
 import sympy.physics.units  # evaluates names of units when it is imported, which sympy does late
 
+from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards import reading
 from grpo_dist.rewards.format import think_answer_format
 from grpo_dist.rewards.group import Verdicts
-from grpo_dist.rewards.math import Grade, answer_found, gold_is_parsable, grade
+from grpo_dist.rewards.math import Grade, extract_answer, gold_is_parsable, grade
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes, normalise
 from grpo_dist.types import Thought
@@ -369,13 +370,6 @@ def test_notation_of_a_number_is_not_arithmetic(gold: str, answer: str) -> None:
     assert grade(boxed(answer), gold) == Grade("correct", 1.0)
 
 
-@pytest.mark.slow
-def test_a_pool_has_the_setting_for_arithmetic() -> None:
-    for accept, outcome in ((False, "wrong"), (True, "correct")):
-        with GraderPool(1, timeout_s=60.0, accept_arithmetic=accept) as pool:
-            assert pool.grade([(boxed("123+456"), "579")])[0].outcome == outcome
-
-
 UNBOXED_WRONG = [
     "The answer is 5 million.",
     "The final answer is $5$ million. I hope it is correct.",
@@ -502,7 +496,7 @@ NOT_THE_LAST_NUMBER = [  # (gold, an answer in tags that ends in the gold, or ho
 @pytest.mark.parametrize(("gold", "answer"), NOT_THE_LAST_NUMBER)
 def test_an_answer_in_tags_counts_as_a_whole(gold: str, answer: str) -> None:
     assert grade(f"<answer>{answer}</answer>", gold).outcome == "wrong"
-    assert answer_found(f"<answer>{answer}</answer>") == answer
+    assert extract_answer(f"<answer>{answer}</answer>") == answer
 
 
 IN_TAGS = [
@@ -560,7 +554,7 @@ def test_what_follows_a_number_that_the_parser_rewrites_counts() -> None:
 )
 def test_text_in_an_unclosed_thought_is_no_answer(completion: str) -> None:
     assert grade(completion, "4") == Grade("no_answer", 0.0)
-    assert answer_found(completion) is None
+    assert extract_answer(completion) is None
 
 
 @pytest.mark.parametrize(
@@ -611,7 +605,7 @@ BEHIND_A_THOUGHT = [  # (completion, its answer; None: it has none)
 
 @pytest.mark.parametrize(("completion", "answer"), BEHIND_A_THOUGHT)
 def test_the_text_behind_the_last_thought_is_preferred(completion: str, answer: str | None) -> None:
-    assert answer_found(completion) == answer
+    assert extract_answer(completion) == answer
     outcomes = {gold: grade(completion, gold).outcome for gold in ("5", "7", "2, 7")}
     if answer is None:
         assert set(outcomes.values()) == {"no_answer"}
@@ -659,9 +653,40 @@ FOUND = [
 
 def test_the_answer_found_is_the_text_that_is_compared() -> None:
     completions, found = zip(*FOUND, strict=True)
-    assert [answer_found(completion) for completion in completions] == list(found)
+    assert [extract_answer(completion) for completion in completions] == list(found)
     with GraderPool(1, timeout_s=HANG_S) as pool:
-        assert pool.find(completions) == list(found)
+        assert pool.extract(completions) == list(found)
+
+
+# What a model with random weights wrote; the gold answer of the problem was 9.
+BABBLE = " amatuerJson 9 \u0431\u0443\u0434\u0435 9"
+
+
+@pytest.mark.parametrize(
+    ("completion", "anything", "box_alone"),
+    [
+        ("so \\boxed{9}", "correct", "correct"),
+        ("so \\fbox{8}", "wrong", "wrong"),
+        ("<think>\\boxed{9}</think>", "correct", "correct"),
+        ("<think>\\boxed{9}", "no_answer", "no_answer"),
+        ("\\boxed{8}</think>The answer is 9.", "correct", "no_answer"),
+        ("The final answer is $9$.", "correct", "no_answer"),
+        ("<answer>9</answer>", "correct", "no_answer"),
+        ("9", "correct", "no_answer"),
+        (BABBLE, "correct", "no_answer"),
+    ],
+)
+def test_where_a_box_is_required_nothing_else_is_an_answer(completion, anything, box_alone):
+    assert grade(completion, "9").outcome == anything
+    assert grade(completion, "9", require_box=True) == Grade.from_outcome(box_alone)
+    assert (extract_answer(completion, require_box=True) is None) == (box_alone == "no_answer")
+
+
+def test_a_pool_has_the_settings_of_the_rewards() -> None:
+    rewards = RewardsConfig(accept_arithmetic=True, require_box=True, processes_per_worker=1, timeout_s=60)
+    with GraderPool.from_config(rewards) as pool:
+        outcomes = [grade.outcome for grade in pool.grade([("\\boxed{4+5}", "9"), (BABBLE, "9")])]
+        assert outcomes == ["correct", "no_answer"] and pool.extract([BABBLE, "\\boxed{9}"]) == [None, "9"]
 
 
 def test_unscorable_outcomes_are_nan() -> None:

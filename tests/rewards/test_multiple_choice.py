@@ -6,7 +6,7 @@ import time
 import pytest
 
 from grpo_dist.rewards.choice import marked_option, stated_choice
-from grpo_dist.rewards.math import answer_found, grade
+from grpo_dist.rewards.math import extract_answer, grade
 from tests.support.patience import HANG_S
 
 LETTERS = "ABCDE"
@@ -241,7 +241,7 @@ def test_only_golds_that_are_options_are_compared_with_a_stated_letter():
     assert grade("The answer is B.", "Bob").outcome == "no_answer"
     assert grade("The answer is \\boxed{C}. The answer is B.", "B").outcome == "wrong"  # a box comes first
     assert grade("<think>The answer is B.", "B").outcome == "no_answer"
-    assert answer_found("So the answer is (B).") == "B"
+    assert extract_answer("So the answer is (B).") == "B"
 
 
 def test_long_texts_are_searched_in_linear_time():

@@ -28,6 +28,7 @@ from grpo_dist.runs.identity import (
     fingerprint,
 )
 from grpo_dist.runs.resume import load_state
+from grpo_dist.runs.run_directory import keep_require_box
 from tests.support import fakes, made_checkpoints
 from tests.support.patience import HANG_S
 
@@ -98,6 +99,24 @@ def test_keys_added_by_a_later_version_are_no_change_at_their_defaults():
     other = config(rewards={"models": [MODEL], "accept_arithmetic": True})
     (found,) = changes(yaml.safe_dump(old), other)
     assert found == Change("rewards.accept_arithmetic", None, True) and found.decides(other)
+
+
+def test_a_run_that_began_without_require_box_resumes_so(tmp_path):
+    """Its instruction asks for a box, which would change the key from false to true."""
+    data = {"train": [{"path": "demo:add3"}], "instruction": "Answer in \\boxed{}."}
+    asking = config(data=data)
+    recorded = tmp_path / "config.yaml"
+    assert asking.rewards.require_box and keep_require_box(asking, tmp_path) == asking
+    for old in (without(asking, "rewards.require_box"), yaml.safe_load(dump_config(asking))):
+        recorded.write_text(yaml.safe_dump(old))
+        resumed = keep_require_box(asking, tmp_path)
+        assert changes(recorded.read_text(), resumed) == []
+        assert resumed.rewards.require_box == ("require_box" in old["rewards"])
+        recorded.write_text(dump_config(resumed))  # as the resumed run records it
+        assert keep_require_box(asking, tmp_path) == resumed
+    stricter = config(data=data, rewards={"models": [MODEL], "require_box": False})
+    (change,) = changes(dump_config(asking), stricter)
+    assert change.key == "rewards.require_box" and change.decides(stricter)
 
 
 EARLIER = yaml.safe_load(

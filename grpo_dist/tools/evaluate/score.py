@@ -172,15 +172,7 @@ def score_completions(
     # No reward models here.
     variants = {source: rewards.of(source).model_copy(update={"models": ()}) for source in used}
     with ExitStack() as stack:
-        pool = stack.enter_context(
-            GraderPool(
-                processes,
-                timeout_s=rewards.timeout_s,
-                memory_mb=rewards.memory_mb,
-                code_paths=rewards.code_paths,
-                accept_arithmetic=rewards.accept_arithmetic,
-            )
-        )
+        pool = stack.enter_context(GraderPool.from_config(rewards, processes))
         scorers = scorers_by_source(variants, pool, workers=1)
         for scorer in scorers.values():
             stack.callback(scorer.close)

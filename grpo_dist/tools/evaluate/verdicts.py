@@ -141,10 +141,5 @@ class VerdictMaker:
     def _pool(self) -> GraderPool:
         with self._lock:
             if self._started is None:
-                self._started = GraderPool(
-                    self._rewards.processes_per_worker,
-                    timeout_s=self._rewards.timeout_s,
-                    memory_mb=self._rewards.memory_mb,
-                    accept_arithmetic=self._rewards.accept_arithmetic,
-                )
+                self._started = GraderPool.from_config(self._rewards)
             return self._started

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from grpo_dist.config.differences import listed
 from grpo_dist.errors import UserError, as_user_errors
-from grpo_dist.runs.run_directory import check_writable, set_template_date
+from grpo_dist.runs.run_directory import check_writable, keep_recorded_box, set_template_date
 from grpo_dist.runtime.files import alone, keep_backup
 from grpo_dist.runtime.tables import make_table, wide_console
 from grpo_dist.tools.recipe.check import check_stages
@@ -52,7 +52,7 @@ def run_pipeline(
     invalid settings of a remaining stage.
     """
     with as_user_errors():
-        pipeline = _dated(pipeline)
+        pipeline = _as_recorded(pipeline, _redone(pipeline, again_from))
     redone = _redone(pipeline, again_from)
     if check_only:
         done = _checked(pipeline, redone)
@@ -131,12 +131,19 @@ def _run(stage: ResolvedStage, done: Done, say: Callable[[str], None]) -> StageR
     return record
 
 
-def _dated(pipeline: ResolvedPipeline) -> ResolvedPipeline:
-    """Return ``pipeline`` with the date that chat templates write in all its stages: that of its start."""
-    records = map(read_record, (stage.directory for stage in pipeline.stages))
-    day = next((record.template_date for record in records if record and record.template_date), None)
-    stages = tuple(replace(stage, config=set_template_date(stage.config, day)) for stage in pipeline.stages)
-    return replace(pipeline, stages=stages)
+def _as_recorded(pipeline: ResolvedPipeline, redone: Sequence[ResolvedStage]) -> ResolvedPipeline:
+    """Return ``pipeline`` with the date that chat templates write in all its stages, that of its start, and
+    what recorded stages that are not ``redone`` took for an answer.
+    """
+    records = {stage.name: read_record(stage.directory) for stage in pipeline.stages}
+    day = next((record.template_date for record in records.values() if record and record.template_date), None)
+    stages = []
+    for stage in pipeline.stages:
+        config, symbolic, record = set_template_date(stage.config, day), stage.symbolic, records[stage.name]
+        if record is not None and stage not in redone and (rewards := record.settings.get("rewards")):
+            config, symbolic = (keep_recorded_box(own, rewards) for own in (config, symbolic))
+        stages.append(replace(stage, config=config, symbolic=symbolic))
+    return replace(pipeline, stages=tuple(stages))
 
 
 def _redone(pipeline: ResolvedPipeline, name: str | None) -> tuple[ResolvedStage, ...]:

@@ -63,4 +63,4 @@ class AnswerReader:
             return []
         if self._pool is None:
             self._pool = GraderPool(1)
-        return self._pool.find(completions)
+        return self._pool.extract(completions)
