@@ -19,22 +19,10 @@ from actors.placement.own_gpus import check_gpus
 from actors.transfer.connections import Seat, with_store
 from actors.transfer.stream import send, send_changes
 from actors.transfer.transport import Transport, free_port, open_transport
-from grpo_dist.algorithms.entropy_control import EntropyControl
-from grpo_dist.algorithms.rejection import RejectionRule
-from grpo_dist.config import (
-    AdaptiveEntropyConfig,
-    AlgorithmConfig,
-    ModelConfig,
-    PolicyConfig,
-    ProfileConfig,
-    TransferBackend,
-)
-from grpo_dist.config.algorithm import WeightedCorrection
+from grpo_dist.config import ModelConfig, PolicyConfig, ProfileConfig, TransferBackend
 from grpo_dist.health.bounds import Bound
 from grpo_dist.observe.profiling import profiled, trace_path
-from grpo_dist.plugins.algorithm import OwnCode
 from grpo_dist.policy.extensions import build_in_own_directory, build_kernels, list_kernels
-from grpo_dist.policy.loss import LossSettings
 from grpo_dist.policy.snapshots import SnapshotWriter
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
 from grpo_dist.policy.weight_buckets import ParameterSpec
@@ -194,7 +182,7 @@ class PolicyWorker(WeightSender, Probeable):
     def update(
         self, updates: RankUpdates, kl_coef: float | None, bounds: Sequence[Bound]
     ) -> dict[str, float]:
-        """``kl_coef``: weight of the KL term in these updates; None: that of the loss settings.
+        """``kl_coef``: weight of the KL term in these updates; None: the configured one.
         ``bounds``: no update that passes one is made.
         """
         trace, self._trace = self._trace, None
@@ -268,32 +256,3 @@ def devices_of(_: PolicyWorker) -> Devices:
     """Return the GPUs that Ray gave this process."""
     context = ray.get_runtime_context()
     return Devices(context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", [])))
-
-
-def loss_settings(algorithm: AlgorithmConfig, code_paths: Sequence[str] = ()) -> LossSettings:
-    """Convert the configuration of the algorithm into the numbers that the loss takes."""
-    correction, entropy = algorithm.correction, algorithm.entropy
-    weighted = correction if isinstance(correction, WeightedCorrection) else WeightedCorrection()
-    return LossSettings(
-        policy_loss=algorithm.loss.name,
-        **algorithm.loss.arguments,
-        old_policy="rollout" if correction.bypasses else "trainer",
-        top_entropy_share=algorithm.top_entropy_share,
-        entropy_coef=entropy.coef,
-        entropy_control=EntropyControl(entropy.target, entropy.delta, entropy.low, entropy.high)
-        if isinstance(entropy, AdaptiveEntropyConfig)
-        else None,
-        aggregation=algorithm.aggregation.name,
-        kl_coef=0.0 if algorithm.kl.in_reward else algorithm.kl.coef,
-        kl_estimator=algorithm.kl.estimator.name,
-        kl_bias_correction=algorithm.kl.bias_correction,
-        correction_kind="none" if correction.bypasses else correction.kind,
-        correction_level=weighted.level,
-        correction_low=weighted.low,
-        correction_high=weighted.high,
-        correction_normalize=weighted.normalize,
-        correction_veto=correction.veto,
-        own=OwnCode.of_pieces(code_paths, algorithm.own_pieces),
-        reject=tuple(RejectionRule(**rule.model_dump()) for rule in correction.reject),
-        off_policy_mask_threshold=algorithm.off_policy_mask_threshold,
-    )

@@ -20,7 +20,7 @@ from ray.exceptions import RayTaskError
 from actors.lifecycle.calls import LOST, PARALLEL, deadline_of, kill, one_at_a_time, reason, results
 from actors.lifecycle.team import ActorSpec, Team
 from actors.transfer.connections import new_secret
-from actors.workers.policy import Held, PolicyWorker, RankUpdates, Taken, loss_settings
+from actors.workers.policy import Held, PolicyWorker, RankUpdates, Taken
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
     Config,
@@ -31,6 +31,7 @@ from grpo_dist.config import (
 )
 from grpo_dist.errors import StateLost, TransferLost
 from grpo_dist.health.bounds import Bound
+from grpo_dist.policy.loss import Objective
 from grpo_dist.policy.snapshots import WEIGHTS, Snapshot
 from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.concurrency import gather
@@ -54,13 +55,12 @@ class PolicySpec:
     @classmethod
     def from_config(cls, config: Config, model_dir: Path) -> PolicySpec:
         trainer = TrainerSettings(
-            loss=replace(
-                loss_settings(config.algorithm, config.code_paths),
-                objective="cross_entropy" if config.is_supervised else "policy",
-                teacher_coef=config.distillation.coef,
-                teacher_estimator=config.distillation.estimator,
-                teacher_divergence=config.distillation.divergence,
+            objective=Objective(
+                config.algorithm,
+                config.distillation,
                 demonstration_coef=config.demonstrations.coef if config.demonstrations else 0.0,
+                code_paths=config.code_paths,
+                supervised=config.is_supervised,
             ),
             temperature=config.sampling.first_temperature,
             token_budget=config.batch.micro_batch_tokens,

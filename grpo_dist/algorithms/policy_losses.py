@@ -2,7 +2,7 @@
 up (`ratios.ratio_stats`).
 
 All take log-probs in nats, advantages and a mask; what stands where the mask is False, NaN included, reaches
-neither loss nor gradient. Keywords are a loss's own settings; `loss_settings` names them. clip_cov and kl_cov
+neither loss nor gradient. Keywords are the settings of a loss, as in `config.algorithm`. clip_cov and kl_cov
 also take which tokens were selected over the whole update, gmpo which tokens no rule removed.
 
     loss             ratio            what bounds a step

@@ -118,7 +118,7 @@ class LossConfig(Choice):
     selection: ClassVar[frozenset[str]] = frozenset()
 
     @property
-    def of_tokens(self) -> dict[str, Any]:
+    def token_arguments(self) -> dict[str, Any]:
         """The keyword arguments of the loss function."""
         return {name: value for name, value in self.arguments.items() if name not in self.selection}
 
@@ -338,6 +338,11 @@ class KLConfig(Section):
         description="multiply a token's KL by its ratio to the engine that sampled it: unbiased also for "
         "samples of older weights (DeepSeek-V3.2); for k1 and k3 in the loss",
     )
+
+    @property
+    def loss_coef(self) -> float:
+        """Weight of the KL term in the loss."""
+        return 0.0 if self.in_reward else self.coef
 
     def _contradictions(self) -> Iterator[str]:
         name = self.estimator.name
@@ -559,6 +564,16 @@ class AlgorithmConfig(Section):
         "denominators (ScaleRL); `dynamic_sampling` replaces them instead",
     )
     skip_idle_rows: bool = Field(True, description="skip samples that add nothing to the gradient")
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether entropy is part of the loss. The weight of an adaptive bonus may start at 0."""
+        return self.entropy.coef > 0 or isinstance(self.entropy, AdaptiveEntropyConfig)
+
+    @property
+    def normalizes_weights(self) -> bool:
+        """Whether correction weights are divided by their mean over the update."""
+        return isinstance(self.correction, WeightedCorrection) and self.correction.normalize
 
     @property
     def own_pieces(self) -> tuple[OwnPiece, ...]:

@@ -100,7 +100,7 @@ def _single_completions(config: Sections) -> list[str]:
 def _teaches_itself(config: Sections) -> bool:
     """Return whether nothing but the initial policy teaches: the reference is that, or follows the policy."""
     alone = all(not t.has_workers and t.prompt is None for t in config.distillation.teachers)
-    return alone and config.demonstrations is None and not config.algorithm.entropy.coef
+    return alone and config.demonstrations is None and not config.algorithm.has_entropy_bonus
 
 
 def _measures_rewards_only(config: Sections) -> bool:

@@ -28,7 +28,7 @@ from grpo_dist.config import (
     DistillationConfig,
     RewardsConfig,
 )
-from grpo_dist.config.algorithm import WeightedCorrection
+from grpo_dist.config.algorithm import DROLoss, KimiLoss
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.order import step_indices
 from grpo_dist.loop.groups import ScoredGroup
@@ -280,11 +280,9 @@ def _reads_all_rows(algorithm: AlgorithmConfig) -> bool:
     """
     if any(piece.kind in (LOSS, AGGREGATION) for piece in algorithm.own_pieces):
         return True
-    has_entropy_bonus = algorithm.entropy.coef > 0 or algorithm.entropy.kind == "adaptive"
-    has_penalty = algorithm.loss.name in ("dro", "kimi15")
+    has_penalty = isinstance(algorithm.loss, DROLoss | KimiLoss)
     ranks_tokens = bool(algorithm.loss.selection) or algorithm.top_entropy_share < 1.0
-    normalises = isinstance(algorithm.correction, WeightedCorrection) and algorithm.correction.normalize
-    return has_entropy_bonus or has_penalty or ranks_tokens or normalises
+    return algorithm.has_entropy_bonus or has_penalty or ranks_tokens or algorithm.normalizes_weights
 
 
 def _kept_rows(

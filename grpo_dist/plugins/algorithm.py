@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_dist.algorithms.aggregation import MODES, aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.ratios import masked_inputs, ratio_stats
 from grpo_dist.algorithms.shapes import Stats
@@ -73,18 +72,8 @@ def kl_estimate(
     return found
 
 
-def aggregated(name: str, own: OwnCode, inputs: AggregationInputs) -> Float[Tensor, ""]:
-    """Return the share of these rows in the loss, by a built-in or an own aggregation.
-
-    Raises ValueError for a result that is no scalar.
-    """
-    if name in MODES:
-        return aggregate(
-            inputs.token_losses, inputs.mask, name,
-            num_tokens=inputs.num_tokens, num_sequences=inputs.num_sequences, max_tokens=inputs.max_tokens,
-            sequence_tokens=inputs.sequence_tokens, num_prompts=inputs.num_prompts,
-            prompt_tokens=inputs.prompt_tokens,
-        )  # fmt: skip
+def own_aggregation(name: str, own: OwnCode, inputs: AggregationInputs) -> Float[Tensor, ""]:
+    """Return the share of these rows in the loss. Raises ValueError for a result that is no scalar."""
     losses = torch.where(inputs.mask, inputs.token_losses, 0.0)
     inputs = replace(inputs, token_losses=losses)
     found = _called(AGGREGATION, name, own, inputs, "aggregation")

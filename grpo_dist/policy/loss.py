@@ -17,27 +17,55 @@ so that no loss of a run meets one; `rollout/nan_logprobs` counts them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_dist.algorithms.loss_settings import MEANS_OF_KEPT, POLICY_LOSS_SETTINGS, SELECTION_SETTINGS
+from grpo_dist.algorithms.aggregation import aggregate
+from grpo_dist.algorithms.divergences import DIVERGENCES
+from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.algorithms.ratios import LOG_LIMIT
-from grpo_dist.algorithms.rejection import accepted, off_policy_sequence_mask
+from grpo_dist.algorithms.rejection import RejectionRule, accepted, off_policy_sequence_mask
 from grpo_dist.algorithms.shapes import LossAndStats, Stats, TokenMask, TokenValues
-from grpo_dist.plugins.algorithm import aggregated, kl_estimate, own_policy_loss
+from grpo_dist.config import AlgorithmConfig, DistillationConfig
+from grpo_dist.config.algorithm import GMPOLoss, UserAggregation, UserLoss, WeightedCorrection
+from grpo_dist.plugins.algorithm import OwnCode, kl_estimate, own_aggregation, own_policy_loss
 from grpo_dist.plugins.inputs import AggregationInputs, PolicyLossInputs
-from grpo_dist.policy.loss_settings import LossSettings
-from grpo_dist.policy.streams import cross_entropy, further_streams
+from grpo_dist.policy.packing import Layout
 from grpo_dist.types import PreparedBatch, TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What an update minimises.
+
+    Attributes:
+        distillation: how the policy learns from a teacher that is no part of the advantages.
+        demonstration_coef: weight of the cross-entropy of demonstrations.
+        code_paths: where user-supplied functions are searched besides installed packages.
+        supervised: the mean of -log p over the trained tokens, in place of all other terms.
+    """
+
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    demonstration_coef: float = 0.0
+    code_paths: Sequence[str] = ()
+    supervised: bool = False
+
+    @property
+    def user_code(self) -> OwnCode:
+        return OwnCode.of_pieces(self.code_paths, self.algorithm.own_pieces)
 
 
 def batch_loss(
     logprobs: TokenValues,
     batch: PreparedBatch,
-    settings: LossSettings,
+    objective: Objective,
     *,
     entropy: TokenValues | None = None,
     from_teacher: TokenValues | None = None,
@@ -53,20 +81,20 @@ def batch_loss(
             with the right gradient. ``ref_logprobs`` is needed when kl_coef > 0.
         entropy: nats; for the statistics, and with gradient for the bonus.
         from_teacher: `divergence_from_teacher`, nats; None: that of a teacher is estimated from ``logprobs``.
-        kl_coef: weight of the KL term in this update; None: that of ``settings``. Settings without a KL term
-            have none in any update.
-        entropy_coef: weight of the entropy bonus in this update; None: that of ``settings``.
+        kl_coef: weight of the KL term in this update; None: the configured one. An objective without a KL
+            term has none in any update.
+        entropy_coef: weight of the entropy bonus in this update; None: the configured one.
     """
-    if settings.objective == "cross_entropy":
+    if objective.supervised:
         loss = cross_entropy(logprobs, batch.loss_mask, batch.num_tokens)
         stats: Stats = {"tokens": batch.loss_mask.sum()}
         if entropy is not None:
             stats["entropy"] = torch.where(batch.loss_mask, entropy, 0.0).sum()
     else:
-        weight = settings.entropy_coef if entropy_coef is None else entropy_coef
-        loss, stats = _policy_objective(logprobs, batch, settings, entropy, kl_coef, weight)
-        for term, own in further_streams(logprobs, from_teacher, batch, settings):
-            loss, stats = loss + term, stats | own
+        weight = objective.algorithm.entropy.coef if entropy_coef is None else entropy_coef
+        loss, stats = _policy_objective(logprobs, batch, objective, entropy, kl_coef, weight)
+        for term, term_stats in _further_streams(logprobs, from_teacher, batch, objective):
+            loss, stats = loss + term, stats | term_stats
     stats["loss_total"] = loss
     return loss, {name: value.detach().double() for name, value in stats.items()}
 
@@ -74,40 +102,40 @@ def batch_loss(
 def _policy_objective(
     logprobs: TokenValues,
     batch: PreparedBatch,
-    settings: LossSettings,
+    objective: Objective,
     entropy: TokenValues | None,
     kl_coef: float | None,
     entropy_coef: float,
 ) -> tuple[Float[Tensor, ""], Stats]:
     """Return the policy loss with its KL and entropy terms, and their statistics."""
-    mask = batch.loss_mask
+    algorithm, mask = objective.algorithm, batch.loss_mask
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     known = ~(mask & batch.rollout_logprobs.isnan()).any(dim=1, keepdim=True)
     old = torch.where(known, old, logprobs.detach())  # where ratios are to the engine's, these are NaN too
     weights = known.to(logprobs.dtype).expand_as(logprobs)
     if batch.policy_mask is not None:
         weights = weights * batch.policy_mask
-    policy, stats = _policy_term(logprobs, old, weights, batch, settings)
+    policy, stats = _policy_term(logprobs, old, weights, batch, objective)
     loss = policy
-    if not settings.kl_coef or kl_coef is None:
-        kl_coef = settings.kl_coef
+    if not algorithm.kl.loss_coef or kl_coef is None:
+        kl_coef = algorithm.kl.loss_coef
     assert batch.ref_logprobs is not None or not kl_coef, "kl_coef > 0 needs reference log-probs"
     if batch.ref_logprobs is not None:
-        kl_loss, kl = _kl_term(logprobs, batch.ref_logprobs, known, batch, settings)
+        kl_loss, kl = _kl_term(logprobs, batch.ref_logprobs, known, batch, objective)
         loss = loss + kl_coef * kl_loss if kl_coef else loss
         stats |= {"kl": kl, "loss_kl": kl_coef * kl_loss}
     if entropy is not None:
         entropy = torch.where(mask, entropy, 0.0)
         stats["entropy"] = entropy.sum()
-    if settings.entropy_coef or settings.entropy_control:
+    if algorithm.has_entropy_bonus:
         assert entropy is not None, "an entropy bonus needs entropies"
-        bonus = entropy_coef * _aggregate(entropy, batch, settings)
+        bonus = entropy_coef * _aggregate(entropy, batch, objective)
         loss = loss - bonus
         stats["loss_entropy"] = -bonus
     # The trainer's log-probs before it moved, where they are known. With ratios to the engine's own they are
     # not: the first update of a step, which has not moved yet, is then the one that is reported.
-    own = logprobs.detach() if settings.old_policy == "rollout" else old
-    return loss, stats | {"loss_policy": policy, "tokens": mask.sum(), **_mismatch(own, batch)}
+    unmoved = logprobs.detach() if algorithm.correction.bypasses else old
+    return loss, stats | {"loss_policy": policy, "tokens": mask.sum(), **_mismatch(unmoved, batch)}
 
 
 def _policy_term(
@@ -115,31 +143,31 @@ def _policy_term(
     old: TokenValues,
     weights: TokenValues,
     batch: PreparedBatch,
-    settings: LossSettings,
+    objective: Objective,
 ) -> tuple[Float[Tensor, ""], Stats]:
     """Return the aggregated policy loss, each token's times its weight and correction, and its statistics."""
     weight_stats: Stats = {}
-    if settings.correction_kind != "none":
+    loss, weighted = objective.algorithm.loss, objective.algorithm.correction
+    if isinstance(weighted, WeightedCorrection):
         importance, weight_stats = correction(
-            old, batch.rollout_logprobs, batch.loss_mask,
-            kind=settings.correction_kind, level=settings.correction_level,
-            low=settings.correction_low, high=settings.correction_high, veto=settings.correction_veto,
+            old, batch.rollout_logprobs, batch.loss_mask, kind=weighted.kind, level=weighted.level,
+            low=weighted.low, high=weighted.high, veto=weighted.veto,
         )  # fmt: skip
         weights = weights * importance / batch.mean_weight
-    weights, kept_stats = _with_masks(logprobs.detach(), old, weights, batch, settings)
+    weights, kept_stats = _with_masks(logprobs.detach(), old, weights, batch, objective.algorithm)
     advantages = _without_overflow(batch.advantages, logprobs.detach() - old, weights, batch.loss_mask)
-    if settings.policy_loss in POLICY_LOSSES:
-        chosen = (batch.selected,) if settings.policy_loss in SELECTION_SETTINGS else ()
-        if settings.policy_loss in MEANS_OF_KEPT:
-            chosen = (weights != 0,)
-        token_losses, stats = POLICY_LOSSES[settings.policy_loss](
-            logprobs, old, advantages, batch.loss_mask, *chosen, **_own_settings(settings)
-        )
-    else:
+    if isinstance(loss, UserLoss):
         inputs = PolicyLossInputs(logprobs, old, batch.rollout_logprobs, advantages, batch.loss_mask)
-        token_losses, stats = own_policy_loss(settings.policy_loss, settings.own, inputs)
+        token_losses, stats = own_policy_loss(loss.name, objective.user_code, inputs)
+    else:
+        chosen = (batch.selected,) if loss.selection else ()
+        if isinstance(loss, GMPOLoss):  # a removed token must give no gradient through the mean
+            chosen = (weights != 0,)
+        token_losses, stats = POLICY_LOSSES[loss.name](
+            logprobs, old, advantages, batch.loss_mask, *chosen, **loss.token_arguments
+        )
     stats |= kept_stats | {f"correction_{name}": value for name, value in weight_stats.items()}
-    return _aggregate(token_losses * weights, batch, settings), stats
+    return _aggregate(token_losses * weights, batch, objective), stats
 
 
 @torch.no_grad()
@@ -148,20 +176,21 @@ def _with_masks(
     old: TokenValues,
     weights: TokenValues,
     batch: PreparedBatch,
-    settings: LossSettings,
+    algorithm: AlgorithmConfig,
 ) -> LossAndStats:
     """Return ``weights``, 0 for the tokens that are rejected or off-policy, and how many those are."""
-    mask, stats = batch.loss_mask, {}
-    # With ratios to the engine's log-probs no others are known but those that are being trained.
-    own = logprobs if settings.old_policy == "rollout" else old
-    veto = settings.correction_veto if settings.correction_kind == "none" else 0.0
-    if settings.reject or veto:
-        keep = accepted(own, batch.rollout_logprobs, mask, settings.reject, veto=veto)
+    mask, stats, limits = batch.loss_mask, {}, algorithm.correction
+    # With ratios to the engine's log-probs, only the current log-probs exist.
+    trainer = logprobs if limits.bypasses else old
+    veto = 0.0 if isinstance(limits, WeightedCorrection) else limits.veto
+    if limits.reject or veto:
+        rules = [RejectionRule(**rule.model_dump()) for rule in limits.reject]
+        keep = accepted(trainer, batch.rollout_logprobs, mask, rules, veto=veto)
         weights, stats["rejected"] = weights * keep, (mask & ~keep).sum()
-    if settings.off_policy_mask_threshold is not None:
+    if algorithm.off_policy_mask_threshold is not None:
         keep = off_policy_sequence_mask(
             logprobs, batch.rollout_logprobs, batch.advantages, mask,
-            threshold=settings.off_policy_mask_threshold,
+            threshold=algorithm.off_policy_mask_threshold,
         )  # fmt: skip
         weights, stats["off_policy"] = weights * keep, (mask & ~keep).sum()
     return weights, stats
@@ -172,7 +201,7 @@ def _kl_term(
     ref_logprobs: TokenValues,
     known: Bool[Tensor, "B 1"],
     batch: TrainBatch,
-    settings: LossSettings,
+    objective: Objective,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Return the aggregated KL, still without its coefficient, and its sum over trained tokens, in nats.
 
@@ -181,13 +210,55 @@ def _kl_term(
     weights sampled (DeepSeek-V3.2, arXiv:2512.02556, equation 7). ``known``: rows whose sampling log-probs
     are; the ratio of the others is 1.
     """
-    mask = batch.loss_mask
-    own, ref = torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0)
-    kl = kl_estimate(settings.kl_estimator, settings.own, own, ref)
-    if settings.kl_bias_correction:
+    how, mask = objective.algorithm.kl, batch.loss_mask
+    kl = kl_estimate(
+        how.estimator.name, objective.user_code,
+        torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0),
+    )  # fmt: skip
+    if how.bias_correction:
         sampled = torch.where(known, batch.rollout_logprobs, logprobs.detach())
         kl = kl * torch.where(mask, logprobs - sampled, 0.0).exp()
-    return _aggregate(kl, batch, settings), torch.where(mask, kl, 0.0).sum()
+    return _aggregate(kl, batch, objective), torch.where(mask, kl, 0.0).sum()
+
+
+def _further_streams(
+    logprobs: TokenValues, from_teacher: TokenValues | None, batch: TrainBatch, objective: Objective
+) -> Iterator[tuple[Float[Tensor, ""], Stats]]:
+    """Yield the weighted loss of each further stream of ``batch``, and its statistics."""
+    taught, teacher = batch.taught, batch.teacher_logprobs
+    if taught is not None and teacher is not None:
+        if from_teacher is None:
+            estimate = KL_ESTIMATORS[objective.distillation.estimator]
+            from_teacher = estimate(torch.where(taught, logprobs, 0.0), torch.where(taught, teacher, 0.0))
+        term = objective.distillation.coef * _mean_over(from_teacher, taught, batch.num_taught)
+        yield term, {"loss_teacher": term, "taught": taught.sum()}
+    if batch.demonstrated is not None:
+        term = objective.demonstration_coef * cross_entropy(
+            logprobs, batch.demonstrated, batch.num_demonstrated
+        )
+        nll = torch.where(batch.demonstrated, -logprobs.detach(), 0.0).double().sum()
+        yield term, {"loss_demonstrations": term, "demonstrated": batch.demonstrated.sum(), "nll": nll}
+
+
+def divergence_from_teacher(
+    candidates: Float[Tensor, "M K"] | None, layout: Layout, distillation: DistillationConfig
+) -> TokenValues | None:
+    """Return the divergence from the teacher at each token of ``layout``, nats, undefined where untaught;
+    None without ``candidates``, the policy's log-probs of the teacher's likeliest tokens.
+    """
+    if candidates is None or layout.candidates_at_teacher is None:
+        return None
+    divergence = DIVERGENCES[distillation.divergence]
+    return layout.as_rows(divergence(candidates, layout.candidates_at_teacher))
+
+
+def cross_entropy(logprobs: TokenValues, mask: TokenMask, num_tokens: float) -> Float[Tensor, ""]:
+    """Return the share of these rows in the update's mean of -log p over the tokens of ``mask``, in nats."""
+    return _mean_over(-logprobs, mask, num_tokens)
+
+
+def _mean_over(values: TokenValues, mask: TokenMask, num_tokens: float) -> Float[Tensor, ""]:
+    return aggregate(values, mask, "token-mean", num_tokens=num_tokens, num_sequences=1.0, max_tokens=1)
 
 
 def add_stats(a: Stats, b: Stats) -> Stats:
@@ -266,23 +337,23 @@ def _effective_share(weights: float, squares: float, tokens: float) -> float:
     return weights * weights / (tokens * squares) if squares else 1.0
 
 
-def _own_settings(settings: LossSettings) -> dict[str, float]:
-    """Return the settings of the policy loss that are set; for the others its own defaults hold."""
-    names = POLICY_LOSS_SETTINGS.get(settings.policy_loss, ())
-    own = {name: getattr(settings, name) for name in names}
-    return {name: value for name, value in own.items() if value is not None}
-
-
-def _aggregate(token_losses: TokenValues, batch: TrainBatch, settings: LossSettings) -> Float[Tensor, ""]:
-    mask = batch.loss_mask
-    of_samples = mask.sum(dim=1) if batch.sample_tokens is None else batch.sample_tokens
-    by_prompt = batch.prompt_tokens is not None  # else each sample has a prompt of its own
-    inputs = AggregationInputs(
-        token_losses, mask, batch.num_tokens, batch.num_sequences, batch.max_tokens, of_samples,
-        batch.num_prompts if by_prompt else batch.num_sequences,
-        of_samples if batch.prompt_tokens is None else batch.prompt_tokens,
+def _aggregate(token_losses: TokenValues, batch: TrainBatch, objective: Objective) -> Float[Tensor, ""]:
+    how, mask = objective.algorithm.aggregation, batch.loss_mask
+    sequence_tokens = mask.sum(dim=1) if batch.sample_tokens is None else batch.sample_tokens
+    # Unknown prompts: each sample has one to itself.
+    num_prompts = batch.num_sequences if batch.prompt_tokens is None else batch.num_prompts
+    prompt_tokens = sequence_tokens if batch.prompt_tokens is None else batch.prompt_tokens
+    if isinstance(how, UserAggregation):
+        inputs = AggregationInputs(
+            token_losses, mask, batch.num_tokens, batch.num_sequences, batch.max_tokens, sequence_tokens,
+            num_prompts, prompt_tokens,
+        )  # fmt: skip
+        return own_aggregation(how.name, objective.user_code, inputs)
+    return aggregate(
+        token_losses, mask, how.name,
+        num_tokens=batch.num_tokens, num_sequences=batch.num_sequences, max_tokens=batch.max_tokens,
+        sequence_tokens=sequence_tokens, num_prompts=num_prompts, prompt_tokens=prompt_tokens,
     )  # fmt: skip
-    return aggregated(settings.aggregation, settings.own, inputs)
 
 
 @torch.no_grad()

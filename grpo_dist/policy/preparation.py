@@ -13,15 +13,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_dist.algorithms.covariance import lowest, random_keys, token_covariances, up_to
-from grpo_dist.algorithms.loss_settings import SELECTION_SETTINGS
 from grpo_dist.algorithms.offpolicy import correction, mean_weight_sums
 from grpo_dist.algorithms.ratios import LOG_LIMIT, clipped_surrogate
-from grpo_dist.policy.loss_settings import LossSettings
+from grpo_dist.config import AlgorithmConfig
+from grpo_dist.config.algorithm import ClipCovLoss, KLCovLoss, WeightedCorrection
 from grpo_dist.policy.ranks import find_top_threshold, gather_values
 from grpo_dist.types import PreparedBatch, StepBatch, TrainBatch
 
 _ROW = 1 << 20  # more than the tokens of any row: the id of a token is row * this + column
-_COV_SHARE, _COV_LOW, _COV_HIGH = 2e-4, 1.0, 5.0  # of the paper, arXiv:2505.22617
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +33,20 @@ class Preparation:
     device: torch.device
     reports: bool
 
-    def before_the_step(self, batch: TrainBatch, settings: LossSettings, *, moves: bool) -> StepBatch:
+    def before_the_step(self, batch: TrainBatch, algorithm: AlgorithmConfig, *, moves: bool) -> StepBatch:
         """Return ``batch`` with what must be known before any weight moves. ``moves``: they will have moved
         by the time it is trained on. Collective.
         """
-        bypassed = settings.old_policy == "rollout"
+        bypassed = algorithm.correction.bypasses
         old, entropies = batch.rollout_logprobs if bypassed else None, None
-        by_entropy = settings.top_entropy_share < 1.0
-        if by_entropy or _normalises(settings) or (moves and not bypassed):
-            logprobs, found = self.logprobs(batch)
-            old, entropies = old if bypassed else logprobs, found if by_entropy else None
+        by_entropy = algorithm.top_entropy_share < 1.0
+        if by_entropy or algorithm.normalizes_weights or (moves and not bypassed):
+            logprobs, entropy = self.logprobs(batch)
+            old, entropies = old if bypassed else logprobs, entropy if by_entropy else None
         return StepBatch.of(batch, old_logprobs=old, old_entropies=entropies)
 
     def before_the_update(
-        self, batch: StepBatch, settings: LossSettings, *, number: int, unmoved: bool = False
+        self, batch: StepBatch, algorithm: AlgorithmConfig, *, number: int, unmoved: bool = False
     ) -> PreparedBatch:
         """Return ``batch`` with what depends on all tokens of its update: those of its policy loss, those
         that the loss treats differently under the current weights, and the mean weight. Collective.
@@ -56,17 +55,18 @@ class Preparation:
             number: of the update in the run, for the choice at random.
             unmoved: no weight has moved since `before_the_step`, so that every ratio is exactly 1.
         """
-        kept, share, mean_weight, selected = None, settings.top_entropy_share, 1.0, None
+        kept, mean_weight, selected = None, 1.0, None
         if batch.old_entropies is not None:
-            own = batch.old_entropies[self._reported(batch.loss_mask)]
-            kept = batch.loss_mask & (batch.old_entropies >= find_top_threshold(own, share, self.device))
-        if _normalises(settings):
+            entropies = batch.old_entropies[self._reported(batch.loss_mask)]
+            threshold = find_top_threshold(entropies, algorithm.top_entropy_share, self.device)
+            kept = batch.loss_mask & (batch.old_entropies >= threshold)
+        if isinstance(algorithm.correction, WeightedCorrection) and algorithm.correction.normalize:
             assert batch.old_logprobs is not None
-            mean_weight = self._mean_weight(batch, batch.old_logprobs, settings)
+            mean_weight = self._mean_weight(batch, batch.old_logprobs, algorithm.correction)
         old = None if unmoved else batch.old_logprobs
-        if settings.policy_loss in SELECTION_SETTINGS:
+        if isinstance(algorithm.loss, ClipCovLoss | KLCovLoss):
             logprobs, _ = self.logprobs(batch)
-            selected = self._selected(batch, old, logprobs, settings, number)
+            selected = self._selected(batch, old, logprobs, algorithm.loss, number)
         return PreparedBatch.of(
             batch, old_logprobs=old, policy_mask=kept, selected=selected, mean_weight=mean_weight
         )
@@ -74,15 +74,13 @@ class Preparation:
     def _reported(self, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
         return mask if self.reports else torch.zeros_like(mask)
 
-    def _mean_weight(self, batch: TrainBatch, old: Float[Tensor, "B T"], settings: LossSettings) -> float:
+    def _mean_weight(self, batch: TrainBatch, old: Float[Tensor, "B T"], how: WeightedCorrection) -> float:
         """Return the mean correction weight of the update, after its bounds; 1 if all are 0."""
         weights, _ = correction(
             old, batch.rollout_logprobs, batch.loss_mask,
-            kind=settings.correction_kind, level=settings.correction_level,
-            low=settings.correction_low, high=settings.correction_high,
+            kind=how.kind, level=how.level, low=how.low, high=how.high,
         )  # fmt: skip
-        own = self._reported(batch.loss_mask)
-        total, count = self._sum(*mean_weight_sums(weights, own, level=settings.correction_level))
+        total, count = self._sum(*mean_weight_sums(weights, self._reported(batch.loss_mask), level=how.level))
         return total / count if total else 1.0
 
     def _selected(
@@ -90,7 +88,7 @@ class Preparation:
         batch: TrainBatch,
         old: Float[Tensor, "B T"] | None,
         logprobs: Float[Tensor, "B T"],
-        settings: LossSettings,
+        loss: ClipCovLoss | KLCovLoss,
         number: int,
     ) -> Bool[Tensor, "B T"]:
         mask, own = batch.loss_mask, self._reported(batch.loss_mask)
@@ -101,13 +99,11 @@ class Preparation:
             logprobs, advantages, mask, mean_logprob=mean_logprob, mean_advantage=mean_advantage
         )
         ids = batch.row_ids[:, None] * _ROW + torch.arange(mask.shape[1])
-        count = max(int((settings.cov_share or _COV_SHARE) * batch.num_tokens), 1)
-        if settings.policy_loss == "kl_cov":
+        count = max(int(loss.cov_share * batch.num_tokens), 1)
+        if isinstance(loss, KLCovLoss):
             return mask & self._lowest(-products, ids, own, mask, count)
-        low = _COV_LOW if settings.cov_low is None else settings.cov_low
-        high = _COV_HIGH if settings.cov_high is None else settings.cov_high
-        clipped = _is_clipped(batch.advantages, old, logprobs, settings)
-        within = mask & (products > low) & (products < high) & ~clipped
+        clipped = _is_clipped(batch.advantages, old, logprobs, loss)
+        within = mask & (products > loss.cov_low) & (products < loss.cov_high) & ~clipped
         return within & self._lowest(random_keys(ids, number), ids, own & within, within, count)
 
     def _lowest(
@@ -124,29 +120,23 @@ class Preparation:
         known, names = gather_values(values[own], self.device), gather_values(ids[own], self.device)
         return among & up_to(values, ids, lowest(known.cpu(), names.cpu(), count))
 
-    def _sum(self, *own: float) -> list[float]:
+    def _sum(self, *rank_values: float) -> list[float]:
         """Return the sums over all ranks. Collective."""
-        sums = torch.tensor(own, dtype=torch.float64, device=self.device)
+        sums = torch.tensor(rank_values, dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)  # bounded: the process group has a deadline
-        found: list[float] = sums.tolist()
-        return found
-
-
-def _normalises(settings: LossSettings) -> bool:
-    return settings.correction_normalize and settings.correction_kind != "none"
+        totals: list[float] = sums.tolist()
+        return totals
 
 
 def _is_clipped(
     advantages: Float[Tensor, "B T"],
     old: Float[Tensor, "B T"] | None,
     logprobs: Float[Tensor, "B T"],
-    settings: LossSettings,
+    loss: ClipCovLoss,
 ) -> Bool[Tensor, "B T"]:
     """Return which tokens have no gradient under clip_cov's bounds already. ``old``: None: ratios are 1."""
     if old is None:
         return torch.zeros_like(logprobs, dtype=torch.bool)
     ratio = (logprobs - old).clamp(max=LOG_LIMIT).exp()
-    low = 0.2 if settings.clip_low is None else settings.clip_low
-    high = 0.2 if settings.clip_high is None else settings.clip_high
-    _, falls, rises = clipped_surrogate(ratio, advantages, clip_low=low, clip_high=high)
+    _, falls, rises = clipped_surrogate(ratio, advantages, clip_low=loss.clip_low, clip_high=loss.clip_high)
     return falls | rises

@@ -30,7 +30,7 @@ from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.full_weights import FullWeights
 from grpo_dist.policy.group_logprobs import SampledGroup, group_logprobs, group_top_logprobs
 from grpo_dist.policy.lora import empty_model, untrained
-from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
+from grpo_dist.policy.loss import Objective, add_stats, batch_loss, divergence_from_teacher, finish_stats
 from grpo_dist.policy.micro_batches import MicroBatches, values_by_row
 from grpo_dist.policy.model import TokenLogprobs, attention_cost, reads_packed_rows, trainable_model
 from grpo_dist.policy.preparation import Preparation
@@ -39,7 +39,6 @@ from grpo_dist.policy.ranks import join, reduce_over_ranks
 from grpo_dist.policy.router_replay import check_routes
 from grpo_dist.policy.saved_state import SavedState
 from grpo_dist.policy.sequence_parallel import SequenceGroup
-from grpo_dist.policy.streams import divergence_from_teacher
 from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
 from grpo_dist.runtime.rendezvous import Rank
 from grpo_dist.types import EpochUpdate, PreparedBatch, TeacherLogprobs, TrainBatch
@@ -53,7 +52,7 @@ _BEFORE_ANYTHING_MOVED = ("policy/ratio_mean", "policy/ratio_max", "ref/kl")  # 
 class TrainerSettings:
     """Numbers of the optimiser updates, the same on every rank."""
 
-    loss: LossSettings
+    objective: Objective
     temperature: float  # that of the sampling distribution
     token_budget: int | None  # tokens of a micro-batch; None: what suits the device
     epochs: int  # passes over the updates of a step
@@ -78,9 +77,10 @@ class Trainer:
         model_dir: str,
         settings: TrainerSettings,
     ) -> None:
-        self.rank, self._policy, self._loss, self._epochs = rank, policy, settings.loss, settings.epochs
+        self.rank, self._policy, self._epochs = rank, policy, settings.epochs
+        self._objective = settings.objective
         self._total_updates, self._updates = settings.total_updates, 0
-        self._bonus = EntropyBonus(settings.loss)
+        self._bonus = EntropyBonus(settings.objective.algorithm.entropy)
         self.token_logprobs: dict[int, np.ndarray] = {}
         self._trust_remote_code = model.trust_remote_code
         device = device_type()
@@ -128,7 +128,7 @@ class Trainer:
         or gradient is not finite, or whose own metrics pass one of ``bounds``, is skipped.
 
         Args:
-            kl_coef: weight of the KL term in these updates; None: that of the loss settings.
+            kl_coef: weight of the KL term in these updates; None: the configured one.
             keep_logprobs: fill `token_logprobs`.
             later_epochs: updates of each epoch after the first; (): those of the first again.
 
@@ -137,24 +137,24 @@ class Trainer:
             skipped updates, and `health/refused_<key of the bound>` those that passed a bound.
             `health/bad_weights` is 1 when weights are not finite afterwards.
         """
-        if self._policy.router_replay and self._loss.objective == "policy":
+        if self._policy.router_replay and not self._objective.supervised:
             for batch in batches:
                 check_routes(batch)
-        prepare = Preparation(self.logprobs, self.device, self._reports)
+        prepare, algorithm = Preparation(self.logprobs, self.device, self._reports), self._objective.algorithm
         first = [
-            prepare.before_the_step(b, self._loss, moves=i > 0 or self._epochs > 1)
+            prepare.before_the_step(b, algorithm, moves=i > 0 or self._epochs > 1)
             for i, b in enumerate(batches)
         ]
         # Made as they come: each is a copy of its rows.
         later = (regrouped(first, own) for epoch in later_epochs for own in epoch)
         plan = chain(first, later) if later_epochs else first * self._epochs
         self.token_logprobs = {}
-        known_old = self._loss.old_policy == "trainer"
+        known_old = not algorithm.correction.bypasses
         most = min((b.value for b in bounds if b.metric == GRAD_NORM), default=math.inf)
         per_update, trained, refused = [], list[bool](), Counter[str]()
         for index, known in enumerate(plan):
             batch = prepare.before_the_update(
-                known, self._loss, number=self._updates, unmoved=known_old and index == 0
+                known, algorithm, number=self._updates, unmoved=known_old and index == 0
             )
             own = self.accumulate(batch, kl_coef, keep_logprobs=keep_logprobs)
             own |= self._bonus.observe(own)
@@ -230,8 +230,8 @@ class Trainer:
             if keep_logprobs:
                 values.append(logprobs.detach())
             loss, part_stats = batch_loss(
-                logprobs, self._micro.on_device(part), self._loss,
-                entropy=entropy, from_teacher=divergence_from_teacher(candidates, layout, self._loss),
+                logprobs, self._micro.on_device(part), self._objective, entropy=entropy,
+                from_teacher=divergence_from_teacher(candidates, layout, self._objective.distillation),
                 kl_coef=kl_coef, entropy_coef=self._bonus.weight,
             )  # fmt: skip
             # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so

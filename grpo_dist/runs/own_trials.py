@@ -21,9 +21,9 @@ from grpo_dist.environments.user_rollout import UserRollout
 from grpo_dist.loop.metrics import own_metric
 from grpo_dist.plugins.algorithm import (
     OwnCode,
-    aggregated,
     kl_estimate,
     own_advantages,
+    own_aggregation,
     own_policy_loss,
 )
 from grpo_dist.plugins.inputs import (
@@ -172,7 +172,7 @@ def _try_aggregation(name: str, own: OwnCode) -> None:
         inputs = AggregationInputs(
             losses[rows], mask[rows], float(mask.sum()), 4.0, 8, of_samples[rows], 1.0, of_prompts[rows]
         )
-        return aggregated(name, own, inputs)
+        return own_aggregation(name, own, inputs)
 
     whole = share(slice(None))
     _check_gradient(f"{AGGREGATION.title} {name}", whole, losses)

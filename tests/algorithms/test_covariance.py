@@ -12,7 +12,6 @@ from grpo_dist.algorithms.covariance import (
     token_covariances,
     up_to,
 )
-from grpo_dist.algorithms.entropy_control import EntropyControl
 from tests.support.numbers_by_hand import close, row
 
 ONES = torch.ones(1, 4, dtype=torch.bool)
@@ -72,16 +71,3 @@ def test_random_keys_depend_on_id_and_seed_alone_and_are_spread_evenly():
     assert float(keys.min()) >= 0 and float(keys.max()) < 1
     shares = torch.histc(keys.float(), bins=10, min=0, max=1) / len(ids)
     assert float((shares - 0.1).abs().max()) < 0.01
-
-
-def test_the_entropy_bonus_follows_the_documented_example():
-    control = EntropyControl(target=0.2, delta=0.005, low=0.0, high=1.0)
-    coef, last, coefs, applied = 0.01, math.inf, [], []
-    for entropy in (0.15, 0.15, 0.25, 0.18, 0.18):
-        coefs.append(coef)
-        applied.append(control.applied(coef, last))
-        coef, last = control.next_coef(coef, entropy), entropy
-    close(torch.tensor(coefs), torch.tensor([0.01, 0.015, 0.02, 0.015, 0.02]), 1e-6)
-    close(torch.tensor(applied), torch.tensor([0, 0.015, 0.02, 0, 0.02]), 1e-6)
-    assert control.next_coef(0.5, math.nan) == 0.5
-    assert control.next_coef(0.0, 9.0) == 0.0 and control.next_coef(0.999, 0.0) == 1.0

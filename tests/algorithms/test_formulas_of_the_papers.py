@@ -16,11 +16,12 @@ import torch
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
 from grpo_dist.algorithms.aggregation import MODES, aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
-from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS, SELECTION_SETTINGS
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
+from grpo_dist.config import AlgorithmConfig
 from tests.support import papers
 
+LOSSES = {name: AlgorithmConfig(loss=name).loss for name in POLICY_LOSSES}
 REGISTRIES = {
     "policy loss": (POLICY_LOSSES, papers.POLICY_LOSSES),
     "advantage": (ADVANTAGES, papers.ADVANTAGES),
@@ -84,7 +85,7 @@ def slopes(formula, new, old, advantages, settings):
 def cases():
     for name in sorted(POLICY_LOSSES):
         yield pytest.param(name, {}, id=name)
-        if own := {key: SETTINGS[key] for key in POLICY_LOSS_SETTINGS.get(name, ()) if key in SETTINGS}:
+        if own := {key: SETTINGS[key] for key in LOSSES[name].token_arguments if key in SETTINGS}:
             yield pytest.param(name, own, id=f"{name}, other settings")
 
 
@@ -96,7 +97,7 @@ def test_a_policy_loss_and_its_gradient_are_those_of_the_paper(name, settings, s
     old, advantages = (padded([own[i] for own in made])[0] for i in (1, 2))
     new.requires_grad_()
     chosen = mask & (torch.arange(mask.shape[1]) % papers.SELECTED_EVERY == 0)
-    selection = (chosen,) if name in SELECTION_SETTINGS else ()
+    selection = (chosen,) if LOSSES[name].selection else ()
     losses, _ = POLICY_LOSSES[name](new, old, advantages, mask, *selection, **settings)
     (gradient,) = torch.autograd.grad(losses.sum(), new)
     assert losses.dtype == torch.float64 and not losses[~mask].any() and not gradient[~mask].any()
@@ -137,7 +138,7 @@ def test_the_settings_are_those_that_the_formulas_know():
     for name, formula in papers.POLICY_LOSSES.items():
         own = inspect.getclosurevars(formula).nonlocals.get("each", formula)
         keywords = {p.name for p in inspect.signature(own).parameters.values() if p.kind is p.KEYWORD_ONLY}
-        assert keywords >= set(POLICY_LOSS_SETTINGS.get(name, ())), name
+        assert keywords >= set(LOSSES[name].token_arguments), name
 
 
 # --- advantages

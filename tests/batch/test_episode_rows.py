@@ -22,10 +22,11 @@ from grpo_dist.batch.shared_prefixes import shared_prefixes
 from grpo_dist.batch.token_values import by_sample, values_of_rows
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.policy.attention import BlockKernel
-from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.policy.loss import batch_loss
 from grpo_dist.policy.packing import packed
 from grpo_dist.types import FurtherRow, PreparedBatch, Rollout
 from tests.support import made_groups
+from tests.support.losses import objective
 
 
 def row_by_row(groups, advantages, reference, *, masked=()):
@@ -329,7 +330,7 @@ def test_rows_of_one_episode_weigh_as_if_they_were_one_row(mode):
         group = group_of([1, 0], first, episode(["aaaa"]))
         batch = make_batch([group], [np.array([1, -1], np.float32)], ref_logprobs=None, max_new_tokens=8)
         logprobs = torch.zeros(batch.tokens.shape, requires_grad=True)
-        loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), LossSettings(aggregation=mode))
+        loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), objective(aggregation=mode))
         loss.backward()
         return logprobs.grad[batch.loss_mask]
 

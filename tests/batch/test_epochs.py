@@ -16,11 +16,12 @@ from grpo_dist.config.files import ConfigError, load_config
 from grpo_dist.loop.groups import ScoredBatch, ScoredGroup
 from grpo_dist.loop.staging import Staging
 from grpo_dist.loop.updates import make_updates
-from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.policy.loss import batch_loss
 from grpo_dist.policy.packing import _stream_indices
 from grpo_dist.types import EpochUpdate, PreparedBatch
 from tests.support import fakes, made_groups
 from tests.support.good_inputs import CONFIG
+from tests.support.losses import objective
 from tests.support.made_groups import group_of
 
 GROUPS, UPDATES = 6, 3
@@ -74,7 +75,7 @@ def test_the_gradient_of_an_epoch_without_denominators_does_not_depend_on_who_is
     batch = made_groups.batch(groups=GROUPS, reference=False)
     noise = 0.1 * torch.randn(batch.tokens.shape, generator=generator)
     whole = PreparedBatch.of(batch, old_logprobs=batch.rollout_logprobs)
-    settings = LossSettings(policy_loss=policy_loss, aggregation="token-sum", correction_kind="tis")
+    settings = objective(loss=policy_loss, correction="tis", aggregation="token-sum")
 
     def gradient(parts):
         logprobs = (batch.rollout_logprobs + noise).requires_grad_()

@@ -68,6 +68,8 @@ def test_a_contradiction_is_refused_with_key_and_remedy(changes, words):
     [
         alone(prompt="{problem} {answer}"),
         alone() | {"demonstrations": SHOWN},
+        alone() | {"algorithm": {"entropy": {"coef": 0.01}}},
+        alone() | {"algorithm": {"entropy": {"kind": "adaptive", "target": 0.5}}},  # its weight starts at 0
         {"distillation": {"teachers": [OWN, REFERENCE], "reward_coef": 0}},
         {"distillation": {"teachers": [REFERENCE], "reward_coef": 0.1}},
         {"distillation": {"teachers": [REFERENCE | {"num_workers": 1}]}},

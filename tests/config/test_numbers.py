@@ -13,14 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from actors.workers.policy import loss_settings
 from grpo_dist.batch.rows import sampled_tokens
 from grpo_dist.config.files import load_config
 from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.updates import make_updates, signal_rule
 from grpo_dist.policy.entropy_bonus import EntropyBonus
-from grpo_dist.policy.loss import batch_loss, finish_stats
+from grpo_dist.policy.loss import Objective, batch_loss, finish_stats
 from grpo_dist.policy.preparation import Preparation
 from tests.support import made_groups
 from tests.support.documents import ROOT
@@ -174,8 +173,8 @@ def numbers(config):
     shape = sampled_tokens(made).shape
     norms = 0.5 + 0.4 * torch.sin(torch.arange(shape.numel())).view(shape)
     updates, later = make_updates(config, scored, 1, kl_coef=config.algorithm.kl.coef, score_norms=norms)
-    settings = loss_settings(config.algorithm)
-    bonus, controller = EntropyBonus(settings), KLController(config.algorithm.kl)
+    settings = Objective(config.algorithm)
+    bonus, controller = EntropyBonus(config.algorithm.entropy), KLController(config.algorithm.kl)
     moved = [0.0]
 
     def logprobs(batch):
@@ -185,11 +184,13 @@ def numbers(config):
     prepare, found = Preparation(logprobs, torch.device("cpu"), True), []
     epochs = config.batch.epochs_per_batch
     updates = [in_float64(update) for update in updates]
-    known = [prepare.before_the_step(u, settings, moves=i > 0 or epochs > 1) for i, u in enumerate(updates)]
+    known = [
+        prepare.before_the_step(u, config.algorithm, moves=i > 0 or epochs > 1) for i, u in enumerate(updates)
+    ]
     for number, update in enumerate(known * epochs):
         moved[0] = 0.2 * number
         unmoved = number == 0 and not config.algorithm.correction.bypasses
-        ready = prepare.before_the_update(update, settings, number=number, unmoved=unmoved)
+        ready = prepare.before_the_update(update, config.algorithm, number=number, unmoved=unmoved)
         now, entropy = (values.requires_grad_() for values in logprobs(update))
         loss, stats = batch_loss(now, ready, settings, entropy=entropy, entropy_coef=bonus.weight)
         gradients = torch.autograd.grad(loss, (now, entropy), allow_unused=True)

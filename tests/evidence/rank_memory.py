@@ -47,7 +47,7 @@ def rank(index, port, directory, dtype, stage):
     import torch
 
     from grpo_dist.config import ModelConfig, PolicyConfig
-    from grpo_dist.policy.loss import LossSettings
+    from grpo_dist.policy.loss import Objective
     from grpo_dist.policy.trainer import Trainer, TrainerSettings
     from grpo_dist.runtime.rendezvous import Rank
     from grpo_dist.types import PreparedBatch, TrainBatch
@@ -59,7 +59,7 @@ def rank(index, port, directory, dtype, stage):
         model=ModelConfig(path=directory, dtype=dtype),
         model_dir=directory,
         settings=TrainerSettings(
-            loss=LossSettings(), temperature=1.0, token_budget=64, epochs=1, total_updates=9, seed=0
+            objective=Objective(), temperature=1.0, token_budget=64, epochs=1, total_updates=9, seed=0
         ),
     )
     mask = torch.ones(4, 16, dtype=torch.bool)

@@ -17,7 +17,7 @@ def main(entries):
 
     from actors.transfer.transport import free_port
     from grpo_dist.config import ModelConfig, PolicyConfig
-    from grpo_dist.policy.loss import LossSettings
+    from grpo_dist.policy.loss import Objective
     from grpo_dist.policy.trainer import Trainer, TrainerSettings
     from grpo_dist.runtime.rendezvous import Rank
     from grpo_dist.types import TrainBatch
@@ -37,7 +37,7 @@ def main(entries):
             model=ModelConfig(path=directory),
             model_dir=directory,
             settings=TrainerSettings(
-                loss=LossSettings(),
+                objective=Objective(),
                 temperature=1.0,
                 token_budget=ROWS * TOKENS,
                 epochs=1,

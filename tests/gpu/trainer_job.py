@@ -13,10 +13,10 @@ from torch import Tensor
 
 from actors.transfer.transport import free_port
 from grpo_dist.batch.rows import make_batch
-from grpo_dist.config import Config, ModelConfig, PolicyConfig
+from grpo_dist.config import AlgorithmConfig, Config, ModelConfig, PolicyConfig
 from grpo_dist.demo.model import random_model
 from grpo_dist.policy.extensions import build_in_own_directory
-from grpo_dist.policy.loss import LossSettings
+from grpo_dist.policy.loss import Objective
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
 from grpo_dist.policy.weight_buckets import Checksum
 from grpo_dist.runtime.hardware import available_cpus, device_type
@@ -192,7 +192,7 @@ def model_dir_of(model: ModelConfig, seed: int) -> str:
 def trainer_sections(config: Config) -> TrainerSections:
     """Return what the trainer of a run with ``config`` is made from."""
     settings = TrainerSettings(
-        loss=LossSettings(),
+        objective=Objective(AlgorithmConfig(correction="none")),
         temperature=config.sampling.first_temperature,
         token_budget=config.batch.micro_batch_tokens,
         epochs=1,

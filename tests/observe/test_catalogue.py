@@ -11,18 +11,18 @@ from typing import ClassVar
 import pytest
 import torch
 
-from grpo_dist.algorithms.rejection import RejectionRule
 from grpo_dist.driver import run
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.health.bounds import REFUSED
 from grpo_dist.loop.metrics import OUTCOMES
 from grpo_dist.observe.catalogue import README, described, table
 from grpo_dist.observe.metric_list import METRICS
-from grpo_dist.policy.loss import LossSettings, batch_loss, finish_stats
+from grpo_dist.policy.loss import batch_loss, finish_stats
 from grpo_dist.runtime.files import refresh, replace_part
 from grpo_dist.runtime.metering import Usage, usage_metrics
 from grpo_dist.types import PreparedBatch
 from tests.support import fakes
+from tests.support.losses import objective
 
 ROOT = Path(__file__).resolve().parents[2]
 # Records of a benchmark, a plan, a submission or a pipeline are no metrics of a run.
@@ -95,9 +95,9 @@ class Everything(fakes.World):
     latest: ClassVar[dict[str, Usage]] = {}
 
     async def update(self, batches, *, kl_coef, bounds):
-        settings = LossSettings(
-            policy_loss="kl_cov", kl_coef=0.1, entropy_coef=0.1, correction_kind="tis",
-            reject=(RejectionRule("token_tv", 0.5),), off_policy_mask_threshold=0.1,
+        settings = objective(
+            loss="kl_cov", kl={"coef": 0.1}, entropy={"coef": 0.1}, off_policy_mask_threshold=0.1,
+            correction={"kind": "tis", "reject": [{"rule": "token_tv", "high": 0.5}]},
         )  # fmt: skip
         logprobs = -torch.rand(batches[0].tokens.shape)
         entropy = torch.ones(logprobs.shape)

@@ -102,7 +102,7 @@ def test_the_kl_and_the_aggregation(code):
         torch.full((2, 4), 3.0), mask, 5.0, 2.0, 8, torch.tensor([4, 1]), 1.0, torch.tensor([5, 5])
     )
     assert (
-        pieces.aggregated("my_pieces:by_root_length", pieces.OwnCode([code]), inputs).item()
+        pieces.own_aggregation("my_pieces:by_root_length", pieces.OwnCode([code]), inputs).item()
         == (12 / 2 + 3) / 2
     )
 

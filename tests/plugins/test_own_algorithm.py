@@ -17,9 +17,10 @@ from grpo_dist.batch.rows import make_batch
 from grpo_dist.loop.updates import _reads_all_rows
 from grpo_dist.plugins.algorithm import OwnCode
 from grpo_dist.plugins.user_code import call, check_signature
-from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
+from grpo_dist.policy.loss import add_stats, batch_loss, finish_stats
 from grpo_dist.types import PreparedBatch
 from tests.support import fakes
+from tests.support.losses import objective
 from tests.support.made_groups import group_of
 
 PIECES = """
@@ -102,7 +103,7 @@ LOGPROBS = torch.tensor([[0.0, -1, -2, -4]])
 
 
 def test_an_own_loss_gives_the_numbers_worked_by_hand(code):
-    settings = LossSettings(policy_loss=own("vanilla"), own=OwnCode([code], {"policy_loss": {"factor": 0.5}}))
+    settings = objective(loss={"name": own("vanilla"), "kwargs": {"factor": 0.5}}, code_paths=[code])
     loss, gradient, metrics = loss_of(row(), settings, LOGPROBS)
     # Ratios 1 and e; -0.5 (1 * 2 + e * -3) / 2 tokens.
     assert loss == pytest.approx((-2 + 3 * math.e) / 4)
@@ -111,14 +112,14 @@ def test_an_own_loss_gives_the_numbers_worked_by_hand(code):
 
 
 def test_an_own_loss_may_use_the_engines_log_probs(code):
-    loss, _, _ = loss_of(row(), LossSettings(policy_loss=own("to_engine"), own=OwnCode([code])), LOGPROBS)
+    loss, _, _ = loss_of(row(), objective(loss=own("to_engine"), code_paths=[code]), LOGPROBS)
     assert loss == pytest.approx((-2 + 3) / 2)  # both ratios 1
 
 
 def test_an_own_kl_and_aggregation_give_the_numbers_worked_by_hand(code):
-    settings = LossSettings(
-        policy_loss=own("vanilla"), kl_coef=0.1, kl_estimator=own("absolute"), aggregation=own("total"),
-        own=OwnCode([code]),
+    settings = objective(
+        loss=own("vanilla"), kl={"coef": 0.1, "estimator": own("absolute")}, aggregation=own("total"),
+        code_paths=[code],
     )  # fmt: skip
     loss, gradient, metrics = loss_of(row(), settings, LOGPROBS)
     assert loss == pytest.approx((-2 + 3 * math.e) / 4 + 0.1 * (0.5 + 1.0) / 4)
@@ -136,9 +137,9 @@ def test_own_pieces_add_up_over_any_split_of_the_rows(code):
         num_sequences=6.0,
     )  # fmt: skip
     logprobs = -torch.rand(shape)
-    settings = LossSettings(
-        policy_loss=own("vanilla"), kl_coef=0.1, kl_estimator=own("absolute"), aggregation=own("total"),
-        own=OwnCode([code]),
+    settings = objective(
+        loss=own("vanilla"), kl={"coef": 0.1, "estimator": own("absolute")}, aggregation=own("total"),
+        code_paths=[code],
     )  # fmt: skip
     whole, gradient, _ = loss_of(batch, settings, logprobs)
     parts = [([0, 1], logprobs[:2]), ([2, 3, 4, 5], logprobs[2:])]
@@ -152,15 +153,15 @@ def test_own_pieces_add_up_over_any_split_of_the_rows(code):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"policy_loss": "short"}, r"policy loss .*short returned shape \[1, 3\]; expected \[1, 4\]"),
-        ({"policy_loss": "whole"}, r"returned a tensor of torch\.int64; expected a tensor of floats"),
+        ({"loss": "short"}, r"policy loss .*short returned shape \[1, 3\]; expected \[1, 4\]"),
+        ({"loss": "whole"}, r"returned a tensor of torch\.int64; expected a tensor of floats"),
         ({"aggregation": "short"}, "missing"),
     ],
 )
 def test_a_result_of_another_shape_is_refused(code, settings, message):
     named = {key: own(name) for key, name in settings.items()}
     with pytest.raises((ValueError, TypeError), match=message):
-        loss_of(row(), LossSettings(**named, own=OwnCode([code])), LOGPROBS)
+        loss_of(row(), objective(code_paths=[code], **named), LOGPROBS)
 
 
 def test_an_own_estimator_gets_rewards_lengths_and_parts(code):

@@ -4,20 +4,39 @@ import math
 
 import pytest
 
-from grpo_dist.algorithms.entropy_control import EntropyControl
+from grpo_dist.config.algorithm import AdaptiveEntropyConfig, EntropyConfig
 from grpo_dist.policy.entropy_bonus import EntropyBonus
-from grpo_dist.policy.loss_settings import LossSettings
 
-STEERED = LossSettings(entropy_coef=0.02, entropy_control=EntropyControl(1.0, 0.01, 0.0, 0.05))
+STEERED = AdaptiveEntropyConfig(coef=0.02, target=1.0, delta=0.01, high=0.05)
 
 
 def observed(bonus, *entropies):
     return [bonus.observe({"policy/entropy": e}).get("policy/entropy_coef") for e in entropies]
 
 
-def test_a_bonus_without_a_target_is_that_of_the_settings():
-    bonus = EntropyBonus(LossSettings(entropy_coef=0.3))
-    assert bonus.weight is None and observed(bonus, 0.1) == [None] and bonus.state() == {}
+def test_a_constant_bonus_keeps_its_weight():
+    bonus = EntropyBonus(EntropyConfig(coef=0.3))
+    assert observed(bonus, 0.1) == [None] and bonus.weight == 0.3 and bonus.state() == {}
+
+
+def test_an_adaptive_bonus_follows_the_documented_example():
+    bonus = EntropyBonus(AdaptiveEntropyConfig(coef=0.01, target=0.2, delta=0.005))
+    entropies, coefs = (0.15, 0.15, 0.25, 0.18, 0.18), [bonus.state()["entropy_bonus"][0]]
+    applied = []
+    for entropy in entropies:
+        applied += observed(bonus, entropy)
+        coefs.append(bonus.state()["entropy_bonus"][0])
+    assert coefs[:-1] == pytest.approx([0.01, 0.015, 0.02, 0.015, 0.02])
+    assert applied == pytest.approx([0, 0.015, 0.02, 0, 0.02])
+
+
+@pytest.mark.parametrize(
+    ("start", "entropy", "coef"), [(0.0, 9.0, 0.0), (0.999, 0.0, 1.0), (0.5, math.nan, 0.5)]
+)
+def test_the_coefficient_stays_within_its_bounds_and_a_nan_does_not_move_it(start, entropy, coef):
+    bonus = EntropyBonus(AdaptiveEntropyConfig(coef=start, target=0.2, delta=0.005))
+    observed(bonus, entropy)
+    assert bonus.state()["entropy_bonus"][0] == coef
 
 
 def test_a_loaded_bonus_continues_as_the_saved_one():

@@ -10,7 +10,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from actors.lifecycle.calls import results
-from actors.workers.policy import loss_settings
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import LoRAConfig
 from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs
@@ -22,6 +21,7 @@ from grpo_dist.policy.lora import (
     apply_start_adapter,
     merged_weights,
 )
+from grpo_dist.policy.loss import Objective
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.types import PreparedBatch
@@ -75,7 +75,7 @@ def expected_gradients(model_dir, tensors, batch, loss_of=None):
     for name, parameter in adapter_parameters(model):
         parameter.data.copy_(tensors[name])
     module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
-    loss = loss_of_the_whole(module, batch, loss_of or loss_settings(ALGORITHM))
+    loss = loss_of_the_whole(module, batch, loss_of or Objective(ALGORITHM))
     loss.backward()
     return {name: p.grad for name, p in adapter_parameters(model)}
 

@@ -11,18 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from actors.workers.policy import loss_settings
 from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
-from grpo_dist.algorithms.rejection import RejectionRule
 from grpo_dist.batch.rows import make_batch, split_updates
 from grpo_dist.batch.sharding import micro_batches, shard
 from grpo_dist.config import AlgorithmConfig
 from grpo_dist.config.files import read_tree
 from grpo_dist.config.presets import PRESETS
-from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
+from grpo_dist.policy.loss import Objective, add_stats, batch_loss, finish_stats
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
+from tests.support.losses import choose, objective
 from tests.support.numbers_by_hand import Tiny
 
 
@@ -52,7 +51,7 @@ def loss_and_gradient(batch, settings, logprobs, entropy=None, **make_update_bou
 
 def test_first_update_has_ratio_one_and_the_plain_policy_gradient():
     batch = batch_of_one_row()
-    loss, gradient, metrics = loss_and_gradient(batch, LossSettings(), torch.tensor([[0.0, -1, -2, -3]]))
+    loss, gradient, metrics = loss_and_gradient(batch, objective(), torch.tensor([[0.0, -1, -2, -3]]))
     assert loss == -2.0
     torch.testing.assert_close(gradient, torch.tensor([[0.0, -2, -2, -2]]) / 3)
     assert metrics == {
@@ -68,7 +67,7 @@ def test_later_updates_take_the_ratio_to_the_old_logprobs():
     batch = batch_of_one_row(old_logprobs=torch.tensor([[0.0, -1, -2, -3]]))
     ratios = torch.tensor([[1.0, 1.1, 1.5, 0.5]])
     loss, gradient, metrics = loss_and_gradient(
-        batch, LossSettings(clip_high=0.2), batch.old_logprobs + ratios.log()
+        batch, objective(loss={"clip_high": 0.2}), batch.old_logprobs + ratios.log()
     )
     assert loss == pytest.approx(-2 * (1.1 + 1.2 + 0.5) / 3)
     torch.testing.assert_close(gradient, torch.tensor([[0.0, -2 * 1.1, 0, -2 * 0.5]]) / 3)
@@ -85,7 +84,7 @@ def test_scalerl_weighs_tokens_by_their_ratio_to_the_engine_up_to_five():
         rollout_logprobs=engine, old_logprobs=engine, prompt_tokens=torch.tensor([3]), num_prompts=1.0
     )
     ratios = torch.tensor([[1.0, 2, 4, 8]])
-    _, gradient, _ = loss_and_gradient(batch, loss_settings(algorithm), engine + ratios.log())
+    _, gradient, _ = loss_and_gradient(batch, Objective(algorithm), engine + ratios.log())
     torch.testing.assert_close(gradient, torch.tensor([[0.0, -2 * 2, -2 * 4, -2 * 5]]) / 3)
 
 
@@ -94,7 +93,7 @@ def test_importance_weights_multiply_the_policy_loss_and_never_the_kl_term():
     rollout = logprobs - torch.tensor([[0.0, math.log(1.5), math.log(4), math.log(0.5)]])
     reference = logprobs - torch.tensor([[0.0, 0.5, -1, 0]])
     batch = batch_of_one_row(rollout_logprobs=rollout, ref_logprobs=reference)
-    settings = LossSettings(kl_coef=0.1, correction_kind="tis", correction_high=2.0)
+    settings = objective(kl={"coef": 0.1}, correction={"kind": "tis", "high": 2.0})
     loss, gradient, metrics = loss_and_gradient(batch, settings, logprobs)
     kl = (0.1065307 + 0.7182818) / 3
     policy = -2 * (1.5 + 2.0 + 0.5) / 3
@@ -115,7 +114,7 @@ def test_importance_weights_multiply_the_policy_loss_and_never_the_kl_term():
 def test_the_mismatch_is_measured_without_a_correction_and_entropy_is_a_mean_over_trained_tokens():
     batch = batch_of_one_row(rollout_logprobs=torch.tensor([[9.0, -1, -2, -2.5]]))
     entropy = torch.tensor([[9.0, 1, 2, 6]])
-    _, _, metrics = loss_and_gradient(batch, LossSettings(), torch.tensor([[0.0, -1, -2, -3]]), entropy)
+    _, _, metrics = loss_and_gradient(batch, objective(), torch.tensor([[0.0, -1, -2, -3]]), entropy)
     assert metrics["mismatch/logprob_diff_max"] == 0.5
     assert metrics["mismatch/logprob_diff_mean"] == pytest.approx(0.5 / 3)
     assert metrics["mismatch/kl"] == pytest.approx((math.exp(-0.5) - 1 + 0.5) / 3)
@@ -128,7 +127,7 @@ def test_the_kl_term_is_aggregated_like_the_policy_loss(mode):
     batch = PreparedBatch.of(made_groups.batch())
     logprobs = torch.randn(batch.tokens.shape)
     batch = replace(batch, advantages=torch.full_like(logprobs, -1.0), ref_logprobs=logprobs - 1)
-    settings = LossSettings(kl_coef=0.25, kl_estimator="k1", aggregation=mode)
+    settings = objective(kl={"coef": 0.25, "estimator": "k1"}, aggregation=mode)
     _, _, metrics = loss_and_gradient(batch, settings, logprobs)
     assert metrics["loss/kl"] == pytest.approx(0.25 * metrics["loss/policy"], rel=1e-5)
     assert metrics["ref/kl"] == pytest.approx(1.0, rel=1e-5)
@@ -138,7 +137,7 @@ def test_the_kl_weight_of_the_update_applies_if_there_is_a_kl_term():
     logprobs = torch.tensor([[0.0, -1, -2, -3]])
     reference = logprobs - torch.tensor([[0.0, 0.5, -1, 0]])
     kl = (0.1065307 + 0.7182818) / 3
-    for how, expected in ((LossSettings(kl_coef=0.1), 0.3), (LossSettings(kl_coef=0.0), 0.0)):
+    for how, expected in ((objective(kl={"coef": 0.1}), 0.3), (objective(kl={"coef": 0.0}), 0.0)):
         batch = batch_of_one_row(ref_logprobs=reference)
         loss, _, metrics = loss_and_gradient(batch, how, logprobs, kl_coef=0.3)
         assert loss == pytest.approx(-2 + expected * kl, rel=1e-6)
@@ -148,7 +147,7 @@ def test_the_kl_weight_of_the_update_applies_if_there_is_a_kl_term():
 def test_the_entropy_bonus_is_subtracted_with_its_gradient():
     logprobs = torch.tensor([[0.0, -1, -2, -3]])
     entropy = torch.tensor([[9.0, 1, 2, 6]], requires_grad=True)
-    loss, stats = batch_loss(logprobs, batch_of_one_row(), LossSettings(entropy_coef=0.1), entropy=entropy)
+    loss, stats = batch_loss(logprobs, batch_of_one_row(), objective(entropy={"coef": 0.1}), entropy=entropy)
     loss.backward()
     assert loss.item() == pytest.approx(-2 - 0.1 * 3)
     torch.testing.assert_close(entropy.grad, torch.tensor([[0.0, -0.1, -0.1, -0.1]]) / 3)
@@ -159,7 +158,7 @@ def test_tokens_outside_the_policy_mask_lose_only_their_policy_loss():
     logprobs = torch.tensor([[0.0, -1, -2, -3]])
     kept = torch.tensor([[False, False, True, True]])
     batch = batch_of_one_row(ref_logprobs=logprobs - 1, policy_mask=kept)
-    settings = LossSettings(kl_coef=0.5, kl_estimator="k1")
+    settings = objective(kl={"coef": 0.5, "estimator": "k1"})
     loss, gradient, _ = loss_and_gradient(batch, settings, logprobs)
     assert loss == pytest.approx(-4 / 3 + 0.5)
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.5, -1.5, -1.5]]) / 3)
@@ -168,7 +167,7 @@ def test_tokens_outside_the_policy_mask_lose_only_their_policy_loss():
 def test_with_ratios_to_the_engine_the_mismatch_still_compares_with_the_trainer():
     rollout = torch.tensor([[0.0, -1, -2, -2.5]])
     batch = batch_of_one_row(rollout_logprobs=rollout, old_logprobs=rollout)
-    settings = LossSettings(old_policy="rollout")
+    settings = objective(correction="bypass")
     _, _, metrics = loss_and_gradient(batch, settings, torch.tensor([[0.0, -1, -2, -3]]))
     assert metrics["mismatch/logprob_diff_max"] == 0.5
     assert metrics["policy/ratio_mean"] == pytest.approx((2 + math.exp(-0.5)) / 3)
@@ -229,17 +228,20 @@ KL_AND_CORRECTION = [
     ("k1", "mis", "sequence"), ("k3+", "icepop", "geometric"), ("abs", "tis", "segment"),
 ]  # fmt: skip
 REJECT = {
-    "none": (RejectionRule("token_tv", 0.1), RejectionRule("seq_max_k2", 2.0)),
-    "mis": (RejectionRule("segment_mean_k3", 0.5), RejectionRule("seq_mean_k1", 1.3, 0.7)),
+    "none": [{"rule": "token_tv", "high": 0.1}, {"rule": "seq_max_k2", "high": 2.0}],
+    "mis": [{"rule": "segment_mean_k3", "high": 0.5}, {"rule": "seq_mean_k1", "high": 1.3, "low": 0.7}],
 }
 COMBINATIONS = [
-    LossSettings(
-        policy_loss=policy_loss, aggregation=mode, dual_clip=3.0 if kind == "mis" else None,
-        clip_low=0.1, clip_high=0.15, entropy_coef=0.01,
-        kl_coef=0.05, kl_estimator=estimator,
-        correction_kind=kind, correction_level=level, correction_low=0.5, correction_high=2.0,
-        correction_veto=0.2 if kind in ("tis", "none") else 0.0,
-        kl_bias_correction=estimator in ("k1", "k3"), reject=REJECT.get(kind, ()),
+    objective(
+        loss=choose(
+            "loss", policy_loss, clip_low=0.1, clip_high=0.15, dual_clip=3.0 if kind == "mis" else None
+        ),
+        aggregation=mode, entropy={"coef": 0.01},
+        kl={"coef": 0.05, "estimator": estimator, "bias_correction": estimator in ("k1", "k3")},
+        correction=choose(
+            "correction", kind, level=level, low=0.5, high=2.0,
+            veto=0.2 if kind in ("tis", "none") else 0.0, reject=REJECT.get(kind, ()),
+        ),
         off_policy_mask_threshold=0.02 if kind == "icepop" else None,
     )
     for policy_loss, mode, (estimator, kind, level) in product(POLICY_LOSSES, MODES, KL_AND_CORRECTION)
@@ -251,12 +253,15 @@ DTYPES = [torch.float64, torch.float32]
 
 def by_segment(how):
     """Given tokens are what ends a segment."""
-    by_level = how.correction_level == "segment" or how.policy_loss == "gspo_segment"
-    return by_level or any(r.rule.startswith("segment") for r in how.reject)
+    correction = how.algorithm.correction
+    by_level = getattr(correction, "level", None) == "segment" or how.algorithm.loss.name == "gspo_segment"
+    return by_level or any(r.rule.startswith("segment") for r in correction.reject)
 
 
 def named(how):
-    return how.policy_loss, how.aggregation, how.kl_estimator, how.correction_kind
+    algorithm = how.algorithm
+    parts = (algorithm.loss, algorithm.aggregation, algorithm.kl.estimator)
+    return *(part.name for part in parts), algorithm.correction.kind
 
 
 @st.composite
@@ -284,7 +289,7 @@ def test_no_split_of_the_rows_changes_gradient_or_metrics(batches, of, dtype, po
     """For every loss, with any aggregation, KL estimator and correction: relative error 1e-6 in float64, 1e-5
     in float32. Each example draws one combination, rows and dtype; `make test-all` has all of them.
     """
-    how = data.draw(st.sampled_from([c for c in COMBINATIONS if c.policy_loss == policy_loss]))
+    how = data.draw(st.sampled_from([c for c in COMBINATIONS if c.algorithm.loss.name == policy_loss]))
     check_split(batches[of], dtype, how, data.draw(splits(len(batches[of]))))
 
 
@@ -385,7 +390,7 @@ def test_for_any_shape_the_parts_of_a_batch_add_up_to_it(made, how, data):
 def test_ranks_and_micro_batches_give_the_gradient_of_the_whole(batches, of, mode, ranks, budget):
     """Split as policy workers do: rows assigned to ranks, micro-batches by token budget; some ranks idle."""
     whole = batches[of]
-    how = LossSettings(aggregation=mode, kl_coef=0.05, correction_kind="tis")
+    how = objective(kl={"coef": 0.05}, correction="tis", aggregation=mode)
     model = Tiny(torch.float64)
     expected, _ = model.gradient([whole], how)
     parts = [
@@ -401,7 +406,7 @@ def test_ranks_and_micro_batches_give_the_gradient_of_the_whole(batches, of, mod
 def test_an_unscored_row_contributes_nothing(whole, mode):
     unscored = 4 + 2
     assert not whole.loss_mask[unscored].any() and whole.num_sequences == 15
-    how = LossSettings(aggregation=mode, kl_coef=0.05, correction_kind="tis")
+    how = objective(kl={"coef": 0.05}, correction="tis", aggregation=mode)
     model = Tiny(torch.float64)
     expected, metrics = model.gradient([whole], how)
     actual, same = model.gradient([whole.select([r for r in range(16) if r != unscored])], how)
@@ -413,7 +418,9 @@ def test_an_unscored_row_contributes_nothing(whole, mode):
 def test_a_step_with_nothing_to_train_has_loss_and_gradient_zero(mode, kind):
     batch = PreparedBatch.of(made_groups.batch())
     batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), num_tokens=0.0, num_sequences=0.0)
-    settings = LossSettings(aggregation=mode, kl_coef=0.1, correction_kind=kind, correction_level="sequence")
+    settings = objective(
+        kl={"coef": 0.1}, correction=choose("correction", kind, level="sequence"), aggregation=mode
+    )
     loss, gradient, metrics = loss_and_gradient(batch, settings, torch.randn(batch.tokens.shape))
     assert loss == 0.0 and not gradient.any()
     assert metrics == {"loss/total": 0.0}  # there is nothing to take a mean of
@@ -423,7 +430,9 @@ def test_a_step_with_nothing_to_train_has_loss_and_gradient_zero(mode, kind):
 @pytest.mark.parametrize("of", ["completions", "episodes"])
 def test_garbage_outside_the_mask_reaches_neither_loss_nor_gradient_nor_metrics(batches, of, garbage):
     whole = batches[of]
-    settings = LossSettings(kl_coef=0.1, correction_kind="tis", correction_level="sequence", dual_clip=3.0)
+    settings = objective(
+        loss={"dual_clip": 3.0}, kl={"coef": 0.1}, correction={"kind": "tis", "level": "sequence"}
+    )
     mask = whole.loss_mask
     logprobs, entropy = torch.randn(mask.shape), torch.rand(mask.shape)
     clean = loss_and_gradient(whole, settings, logprobs, entropy)
@@ -444,8 +453,8 @@ def test_each_update_of_a_step_is_divided_by_its_own_size(whole):
         alone = whole.select(list(rows))
         mask = alone.loss_mask
         alone = replace(alone, num_tokens=float(mask.sum()), num_sequences=float(mask.any(1).sum()))
-        expected, metrics = model.gradient([alone], LossSettings())
-        actual, same = model.gradient([part], LossSettings())
+        expected, metrics = model.gradient([alone], objective())
+        actual, same = model.gradient([part], objective())
         assert torch.equal(actual, expected) and same == metrics
     assert [p.num_sequences for p in parts] == [7.0, 8.0]
 
@@ -456,7 +465,7 @@ def test_statistics_of_disjoint_rows_add_up_except_maxima():
     assert {k: float(v) for k, v in add_stats(a, b).items()} == {"ratio": 5.0, "ratio_max": 5.0}
 
 
-CROSS_ENTROPY = LossSettings(objective="cross_entropy")
+CROSS_ENTROPY = objective(supervised=True)
 
 
 def test_cross_entropy_is_the_mean_of_minus_log_p_and_ignores_all_that_sampling_adds():

@@ -8,17 +8,18 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
+from grpo_dist.config.algorithm import EntropyConfig
 from grpo_dist.policy import trainer
 from grpo_dist.policy.attention import NAME, BlockKernel, VarlenKernel, register
 from grpo_dist.policy.entropy_bonus import EntropyBonus
-from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.policy.loss import batch_loss, divergence_from_teacher
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs
-from grpo_dist.policy.streams import divergence_from_teacher
 from grpo_dist.policy.trainer import Trainer
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 from tests.support.kept_tensors import varlen_that_keeps
+from tests.support.losses import objective
 
 
 def test_log_probs_of_all_micro_batches_come_to_the_host_in_one_transfer(monkeypatch):
@@ -71,8 +72,8 @@ def rank_of(plan, batch, made):
         ),
         engine=engine,
         rank=SimpleNamespace(world_size=1),
-        _loss=LossSettings(),
-        _bonus=EntropyBonus(LossSettings()),
+        _objective=objective(),
+        _bonus=EntropyBonus(EntropyConfig()),
         _reports=True,
         token_logprobs={},
     )
@@ -89,10 +90,10 @@ SHAPE = {
 @pytest.mark.parametrize(
     "settings",
     [
-        {"kl_coef": 0.1, "entropy_coef": 0.1},
-        {"policy_loss": "gspo", "aggregation": "seq-mean-token-mean"},
-        {"correction_kind": "tis", "correction_veto": 1e-4, "off_policy_mask_threshold": 0.1},
-        {"kl_coef": 0.1, "teacher_coef": 1.0, "demonstration_coef": 0.1},
+        {"kl": {"coef": 0.1}, "entropy": {"coef": 0.1}},
+        {"loss": "gspo", "aggregation": "seq-mean-token-mean"},
+        {"correction": {"kind": "tis", "veto": 1e-4}, "off_policy_mask_threshold": 0.1},
+        {"kl": {"coef": 0.1}, "distillation": {"coef": 1.0}, "demonstration_coef": 0.1},
     ],
     ids=["clip", "gspo", "correction", "streams"],
 )
@@ -104,15 +105,15 @@ def test_no_micro_batch_waits_for_what_the_device_computes(kernel, settings, tem
     with meta:
         model = TokenLogprobs(Qwen2ForCausalLM(config), temperature=1.0, chunk_mib=1)
     micro = MicroBatches(1000, kernel, 1, meta)
-    made = made_groups.mixed_batch(top_k=3) if "teacher_coef" in settings else made_groups.batch(groups=2)
+    made = made_groups.mixed_batch(top_k=3) if "distillation" in settings else made_groups.batch(groups=2)
     batch = PreparedBatch.of(made)
     each = torch.linspace(0.5, 1.5, len(batch), dtype=torch.float64)
     batch = replace(batch, temperatures=each if temperatures else None)
     part = micro.part(batch, [4, 1, 0])
     layout = micro.layout(part.rows_with_candidates)
     logprobs, entropy, candidates = model(layout, with_entropy=True)
-    own, on_device = LossSettings(**settings), micro.on_device(part)
-    how = {"entropy": entropy, "from_teacher": divergence_from_teacher(candidates, layout, own)}
+    own, on_device = objective(**settings), micro.on_device(part)
+    how = {"entropy": entropy, "from_teacher": divergence_from_teacher(candidates, layout, own.distillation)}
     loss, stats = batch_loss(logprobs, on_device, own, **how)
     loss.backward()
     assert logprobs.shape == part.tokens.shape and all(value.is_meta for value in stats.values())

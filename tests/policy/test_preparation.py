@@ -11,21 +11,21 @@ import torch.distributed as dist
 from grpo_dist.algorithms.covariance import token_covariances
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.batch.sharding import shard
-from grpo_dist.policy.loss_settings import LossSettings
 from grpo_dist.policy.preparation import Preparation
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
+from tests.support.losses import objective
 from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.machine
 
-RATIOS = {"correction_kind": "tis", "correction_high": 1.5}
+RATIOS = {"kind": "tis", "high": 1.5, "normalize": True}
 HOW = {
-    "kl_cov": LossSettings(policy_loss="kl_cov", cov_share=0.1),
-    "clip_cov": LossSettings(policy_loss="clip_cov", cov_share=0.1, cov_low=-0.5, cov_high=2.0),
-    "share": LossSettings(policy_loss="clip_cov", cov_share=1.0, cov_low=0.0, cov_high=1.0),
-    "token": LossSettings(correction_normalize=True, **RATIOS),
-    "sequence": LossSettings(correction_normalize=True, correction_level="sequence", **RATIOS),
+    "kl_cov": objective(loss={"name": "kl_cov", "cov_share": 0.1}),
+    "clip_cov": objective(loss={"name": "clip_cov", "cov_share": 0.1, "cov_low": -0.5, "cov_high": 2.0}),
+    "share": objective(loss={"name": "clip_cov", "cov_share": 1.0, "cov_low": 0.0, "cov_high": 1.0}),
+    "token": objective(correction=RATIOS),
+    "sequence": objective(correction={**RATIOS, "level": "sequence"}),
 }
 
 
@@ -47,10 +47,11 @@ def prepared(rank, world, own, reports, store, results):
     preparation = Preparation(logprobs_of, torch.device("cpu"), reports)
     found = {}
     for name, how in HOW.items():
-        known = preparation.before_the_step(own, how, moves=True)
-        mean_weight = preparation.before_the_update(known, how, number=5).mean_weight
+        algorithm = how.algorithm
+        known = preparation.before_the_step(own, algorithm, moves=True)
+        mean_weight = preparation.before_the_update(known, algorithm, number=5).mean_weight
         known = replace(known, old_logprobs=own.rollout_logprobs)
-        ready = preparation.before_the_update(known, how, number=5)
+        ready = preparation.before_the_update(known, algorithm, number=5)
         rows = {} if ready.selected is None else by_row(ready)
         found[name] = mean_weight, rows
     results.put((rank, found))

@@ -13,13 +13,18 @@ from hypothesis import strategies as st
 from grpo_dist.batch.rows import make_batch, split_updates
 from grpo_dist.batch.sharding import shard
 from grpo_dist.batch.streams import batch_of, with_demonstrations
-from grpo_dist.policy.loss import LossSettings, batch_loss, finish_stats
+from grpo_dist.policy.loss import batch_loss, finish_stats
 from grpo_dist.types import PreparedBatch, TeacherLogprobs
 from tests.support import made_groups
+from tests.support.losses import objective
 from tests.support.numbers_by_hand import Tiny
 
-ALL = LossSettings(
-    kl_coef=0.05, entropy_coef=0.01, correction_kind="tis", teacher_coef=0.7, demonstration_coef=0.3
+ALL = objective(
+    kl={"coef": 0.05},
+    entropy={"coef": 0.01},
+    correction="tis",
+    distillation={"coef": 0.7},
+    demonstration_coef=0.3,
 )
 
 
@@ -56,7 +61,9 @@ def test_the_loss_of_three_streams_is_the_one_worked_by_hand():
         taught=torch.tensor([[no, yes, yes, no, no], [no] * 5, [no] * 5]), num_taught=2.0,
         demonstrated=torch.tensor([[no] * 5, [no] * 5, [no, yes, yes, yes, yes]]), num_demonstrated=4.0,
     )  # fmt: skip
-    how = LossSettings(teacher_coef=0.5, teacher_estimator="k2", demonstration_coef=0.1)
+    how = objective(
+        distillation={"coef": 0.5, "kl": {"name": "sampled", "estimator": "k2"}}, demonstration_coef=0.1
+    )
     loss, stats = batch_loss(logprobs, batch, how)
     loss.backward()
     policy, kl, nll = -(2 + 2 - 1) / 3, (0.5**2 / 2 + 1 / 2) / 2, (0.5 + 1.5 + 2.5 + 3.5) / 4
@@ -159,7 +166,7 @@ def test_the_policy_loss_and_its_metrics_are_the_same_next_to_demonstrations():
         batch_loss(
             torch.where(batch.wanted, -1.0, 0.0),
             PreparedBatch.of(batch),
-            LossSettings(demonstration_coef=0.0),
+            objective(demonstration_coef=0.0),
             entropy=torch.where(batch.wanted, 2.0, 0.0),
         )
         for batch in (plain, joined)
@@ -180,8 +187,8 @@ def test_demonstrations_alone_have_the_loss_of_supervised_training_to_the_last_d
     joined = PreparedBatch.of(with_demonstrations(idle, shown, first_row=4))
     alone = PreparedBatch.of(batch_of(shown, 12))
     tiny = Tiny(torch.float32)
-    supervised, expected = tiny.gradient([alone], LossSettings(objective="cross_entropy"))
-    mixed, metrics = tiny.gradient([joined.select(list(range(4, 10)))], LossSettings(demonstration_coef=1.0))
+    supervised, expected = tiny.gradient([alone], objective(supervised=True))
+    mixed, metrics = tiny.gradient([joined.select(list(range(4, 10)))], objective(demonstration_coef=1.0))
     assert torch.equal(mixed, supervised)
     assert metrics["loss/total"] == expected["loss/total"]
     assert metrics["demonstrations/nll"] == pytest.approx(expected["loss/total"], rel=1e-6)
@@ -224,6 +231,6 @@ def test_a_teacher_that_agrees_gives_no_gradient_and_a_divergent_one_stays_finit
     logprobs = torch.full(batch.tokens.shape, -2.0, requires_grad=True)
     for teacher, norm in ((-2.0, 0.0), (-500.0, 498.0)):
         own = replace(batch, teacher_logprobs=torch.where(batch.taught, teacher, 0.0))
-        loss, _ = batch_loss(logprobs, PreparedBatch.of(own), LossSettings(teacher_coef=1.0))
+        loss, _ = batch_loss(logprobs, PreparedBatch.of(own), objective(distillation={"coef": 1.0}))
         (gradient,) = torch.autograd.grad(loss, logprobs)
         assert float(gradient.sum()) == pytest.approx(norm, rel=1e-5) and math.isfinite(loss.item())

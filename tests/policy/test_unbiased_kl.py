@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.policy.loss import batch_loss
 from grpo_dist.types import PreparedBatch
+from tests.support.losses import objective
 
 ENGINE = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
 REFERENCE = torch.tensor([0.6, 0.1, 0.3], dtype=torch.float64)
@@ -38,8 +39,9 @@ def test_a_corrected_kl_is_unbiased_for_what_the_engine_sampled(old_policy, esti
     policy = logits.log_softmax(0)
     expected = (policy.exp() * (policy - REFERENCE.log())).sum()
     (slope,) = torch.autograd.grad(expected, logits, retain_graph=True)
-    settings = LossSettings(
-        kl_coef=1.0, kl_estimator=estimator, kl_bias_correction=True, old_policy=old_policy
+    settings = objective(
+        kl={"coef": 1.0, "estimator": estimator, "bias_correction": True},
+        correction="bypass" if old_policy == "rollout" else "none",
     )
     total = torch.zeros((), dtype=torch.float64)
     for token in range(3):
@@ -57,6 +59,6 @@ def test_a_row_whose_engine_log_prob_is_unknown_keeps_its_kl_uncorrected():
     batch, logprobs = one_sample(
         0, torch.tensor(-1.0, dtype=torch.float64, requires_grad=True), old=None, engine=unknown
     )
-    settings = LossSettings(kl_coef=1.0, kl_bias_correction=True)
+    settings = objective(kl={"coef": 1.0, "bias_correction": True})
     d = -1.0 - float(REFERENCE[0].log())
     assert batch_loss(logprobs, batch, settings)[0].item() == pytest.approx(math.exp(-d) - 1 + d)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from grpo_dist.batch.rows import make_batch
-from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.policy.loss import batch_loss
 from grpo_dist.types import PreparedBatch
+from tests.support.losses import objective
 from tests.support.made_groups import group_of
 
 OURS, ENGINE, REFERENCE = -1.0, np.array([-1.0, -0.3, 1.0], np.float32), -2.0
@@ -24,7 +25,7 @@ def gradient(**settings):
     advantages = [np.zeros(2, np.float32)]  # the KL alone moves the policy
     batch = make_batch([group], advantages, ref_logprobs=reference, max_new_tokens=3)
     logprobs = torch.full(batch.tokens.shape, OURS, requires_grad=True)
-    how = LossSettings(kl_coef=COEF, kl_estimator="k2", **settings)
+    how = objective(kl={"coef": COEF, "estimator": "k2"}, **settings)
     loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), how)
     return torch.autograd.grad(loss, logprobs)[0][:, 2:]
 
@@ -39,7 +40,7 @@ def test_the_bug_weighs_the_pull_of_the_reference():
 @pytest.mark.parametrize("kind", ["tis", "mis", "icepop"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_the_kl_of_every_token_pulls_with_its_whole_weight(kind, level):
-    how = {"correction_kind": kind, "correction_level": level, "correction_low": 0.2, "correction_high": 2.0}
+    how = {"correction": {"kind": kind, "level": level, "low": 0.2, "high": 2.0}}
     expected = torch.full((2, 3), COEF * (OURS - REFERENCE) / 6)
     torch.testing.assert_close(gradient(**how), expected)
     torch.testing.assert_close(gradient(), expected)

@@ -10,8 +10,9 @@ import torch
 
 from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.batch.rows import make_batch, split_updates
-from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.policy.loss import batch_loss
 from grpo_dist.types import PreparedBatch
+from tests.support.losses import objective
 from tests.support.made_groups import group_of
 
 LENGTHS, REASONS = [10, 5, 15], ["stop", "length", "stop"]
@@ -26,7 +27,7 @@ def made(mask_truncated):
 
 
 def loss(batch, mode="token-mean"):
-    settings = LossSettings(policy_loss="policy_gradient", aggregation=mode)
+    settings = objective(loss="policy_gradient", aggregation=mode)
     logprobs = torch.full(batch.tokens.shape, -1.0)
     return float(batch_loss(logprobs, PreparedBatch.of(batch), settings)[0])
 

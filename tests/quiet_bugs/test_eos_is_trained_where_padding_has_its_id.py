@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from grpo_dist.batch.rows import make_batch
-from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.policy.loss import batch_loss
 from grpo_dist.types import PreparedBatch
+from tests.support.losses import objective
 from tests.support.made_groups import group_of
 
 EOS = 0  # and padding: `make_batch` fills rows with 0
@@ -45,7 +46,7 @@ def test_every_sampled_token_is_trained_and_no_padding():
 def test_the_end_of_a_good_completion_becomes_likelier():
     batch = made()
     logprobs = torch.full(batch.tokens.shape, -1.0, requires_grad=True)
-    loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), LossSettings())
+    loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), objective())
     (slope,) = torch.autograd.grad(loss, logprobs)
     assert slope[0, 4] < 0 and slope[0, 4] == slope[0, 2]
     assert slope[0, 5] == 0

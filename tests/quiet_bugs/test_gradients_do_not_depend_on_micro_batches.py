@@ -9,9 +9,10 @@ import torch
 from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.algorithms.sequence_losses import gmpo
-from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.policy.loss import batch_loss
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
+from tests.support.losses import objective
 
 BATCH = made_groups.batch(groups=2, samples=4, reference=False)
 
@@ -30,7 +31,7 @@ def gradient(size, **settings):
         part = BATCH.select(rows)
         width = part.tokens.shape[1]
         prepared = PreparedBatch.of(part, old_logprobs=old[rows, :width])
-        loss, _ = batch_loss(new[rows, :width], prepared, LossSettings(**settings))
+        loss, _ = batch_loss(new[rows, :width], prepared, objective(**settings))
         loss.backward()
     return new.grad
 
@@ -55,9 +56,9 @@ def test_the_bug_is_four_times_as_large_in_four_micro_batches():
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_every_loss_has_one_gradient_under_every_aggregation(name):
     for mode in MODES:
-        whole = gradient(8, policy_loss=name, aggregation=mode)
+        whole = gradient(8, loss=name, aggregation=mode)
         assert whole.any()
         for size in (1, 2, 3):
             torch.testing.assert_close(
-                gradient(size, policy_loss=name, aggregation=mode), whole, rtol=1e-4, atol=1e-6
+                gradient(size, loss=name, aggregation=mode), whole, rtol=1e-4, atol=1e-6
             )

@@ -13,9 +13,10 @@ import torch
 from grpo_dist.algorithms.aggregation import MODES, aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
-from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.policy.loss import batch_loss
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
+from tests.support.losses import objective
 
 VALUES, MASK = torch.tensor([[1.0, math.nan, 3.0]]), torch.tensor([[True, False, True]])
 
@@ -41,18 +42,18 @@ def test_a_masked_nan_is_in_no_mode_of_aggregation(mode, expected):
 
 
 EVERY = [
-    *({"policy_loss": loss} for loss in POLICY_LOSSES),
-    *({"kl_estimator": kl} for kl in KL_ESTIMATORS),
+    *({"loss": loss} for loss in POLICY_LOSSES),
+    *({"kl": {"coef": 0.1, "estimator": kl}} for kl in KL_ESTIMATORS),
     *({"aggregation": mode} for mode in MODES),
-    {"correction_kind": "tis", "correction_level": "sequence"},
+    {"correction": {"kind": "tis", "level": "sequence"}},
 ]
 
 
-@pytest.mark.parametrize("own", EVERY, ids=lambda own: next(iter(own.values())))
+@pytest.mark.parametrize("own", EVERY, ids=lambda own: str(next(iter(own.values()))))
 def test_the_whole_loss_and_its_gradient_are_those_without_it(own):
     """NaN at every token that is not trained, in the log-probs of trainer, engine and reference."""
     batch = PreparedBatch.of(made_groups.batch(groups=2, samples=2))
-    settings = LossSettings(kl_coef=0.1, **{"aggregation": "seq-mean-token-mean"} | own)
+    settings = objective(**{"kl": {"coef": 0.1}, "aggregation": "seq-mean-token-mean"} | own)
     clean = torch.full(batch.tokens.shape, -1.0)
 
     def of(garbage):

@@ -9,9 +9,10 @@ import torch
 
 from grpo_dist.algorithms.aggregation import MODES, aggregate
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
-from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.policy.loss import batch_loss
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
+from tests.support.losses import objective
 
 MASK = torch.tensor([[True, True, False, False]])
 CLEAN, CONTAMINATED = torch.tensor([[1.0, 1, 0, 0]]), torch.tensor([[1.0, 1, 10, 10]])
@@ -46,7 +47,7 @@ def test_what_stands_at_padding_changes_neither_loss_nor_gradient(name):
 def test_a_wider_batch_has_the_same_loss(name, mode):
     """Rows alone, each as wide as itself, against all rows as wide as the longest."""
     batch = made_groups.batch(groups=3, samples=2, reference=False)
-    settings = LossSettings(policy_loss=name, aggregation=mode)
+    settings = objective(loss=name, aggregation=mode)
     generator = torch.Generator().manual_seed(1)
     old = -torch.rand(batch.tokens.shape, generator=generator)
     new = old + 1e-4 * torch.randn(batch.tokens.shape, generator=generator)

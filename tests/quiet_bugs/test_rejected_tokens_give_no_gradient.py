@@ -12,8 +12,9 @@ import torch
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages
 from grpo_dist.batch.rows import make_batch
-from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.policy.loss import batch_loss
 from grpo_dist.types import PreparedBatch
+from tests.support.losses import objective
 from tests.support.made_groups import group_of
 
 LENGTH, PROMPT = 24, 2
@@ -31,7 +32,7 @@ def made(engine_logprobs=None):
 def gradient(batch, **settings):
     """The gradient of the loss in the trainer's log-probs, which are -1 everywhere."""
     logprobs = torch.full(batch.tokens.shape, -1.0, requires_grad=True)
-    loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), LossSettings(**settings))
+    loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), objective(**settings))
     (found,) = torch.autograd.grad(loss, logprobs)
     return found[:, PROMPT:]
 
@@ -50,9 +51,7 @@ def test_a_rejected_token_has_gradient_0_under_every_loss(loss):
     """Also where a loss reads the tokens of a sample together, as GMPO's mean does."""
     engine = np.full(LENGTH, -1.0, np.float32)
     engine[-1] = 2.0
-    found = gradient(
-        made(engine), policy_loss=loss, correction_kind="mis", correction_low=0.5, correction_high=2.0
-    )
+    found = gradient(made(engine), loss=loss, correction={"kind": "mis", "low": 0.5, "high": 2.0})
     assert found[0, -1] == 0
 
 
@@ -60,7 +59,7 @@ def test_a_rejected_token_has_gradient_0_and_changes_no_other():
     """The trainer finds the token e^3 times less likely than the engine, outside [0.5, 2]."""
     engine = np.full(LENGTH, -1.0, np.float32)
     engine[-1] = 2.0
-    rejected = gradient(made(engine), correction_kind="mis", correction_low=0.5, correction_high=2.0)
+    rejected = gradient(made(engine), correction={"kind": "mis", "low": 0.5, "high": 2.0})
     everything = gradient(made())
     assert everything[0, -1] != 0 and rejected[0, -1] == 0
     assert torch.equal(rejected[0, :-1], everything[0, :-1]) and torch.equal(rejected[1], everything[1])
@@ -69,15 +68,15 @@ def test_a_rejected_token_has_gradient_0_and_changes_no_other():
 @pytest.mark.parametrize(
     "rejection",
     [
-        {"correction_kind": "mis", "correction_level": "sequence", "correction_low": 0.5},
-        {"correction_kind": "mis", "correction_level": "geometric", "correction_low": 0.95},
-        {"correction_kind": "tis", "correction_veto": 0.1},
+        {"kind": "mis", "level": "sequence", "low": 0.5},
+        {"kind": "mis", "level": "geometric", "low": 0.95},
+        {"kind": "tis", "veto": 0.1},
     ],
 )
 def test_a_rejected_sample_moves_nothing_wherever_its_reward_lies(rejection):
     engine = np.full(LENGTH, -1.0, np.float32)
     engine[-1] = 2.0
-    found = gradient(made(engine), **rejection)
+    found = gradient(made(engine), correction=rejection)
     assert not found[0].any() and torch.equal(found[1], gradient(made())[1])
 
 

@@ -8,9 +8,10 @@ import torch
 from ray._private.internal_api import memory_summary
 
 from actors.lifecycle.team import ActorSpec
-from actors.workers.policy import PolicyWorker, loss_settings
+from actors.workers.policy import PolicyWorker
 from actors.workers.policy_group import PolicyGroup, PolicySpec
-from grpo_dist.config import AlgorithmConfig, ModelConfig, PolicyConfig, TimeoutsConfig
+from grpo_dist.config import ModelConfig, PolicyConfig, TimeoutsConfig
+from grpo_dist.policy.loss import Objective
 from grpo_dist.policy.trainer import TrainerSettings
 from tests.support import made_groups
 from tests.support.patient_cluster import PatientCluster
@@ -46,7 +47,7 @@ async def session(home):
         ModelConfig(path="none"),
         "none",
         TrainerSettings(
-            loss=loss_settings(AlgorithmConfig()),
+            objective=Objective(),
             temperature=1.0,
             token_budget=None,
             epochs=1,

@@ -5,9 +5,8 @@ import math
 import torch
 
 from grpo_dist.policy.logprobs import selected_logprobs
-from grpo_dist.policy.loss import add_stats, batch_loss, finish_stats
+from grpo_dist.policy.loss import add_stats, batch_loss, divergence_from_teacher, finish_stats
 from grpo_dist.policy.packing import padded
-from grpo_dist.policy.streams import divergence_from_teacher
 
 NAN, INF = math.nan, math.inf
 
@@ -79,7 +78,7 @@ class Tiny(torch.nn.Module):
         total = None
         for part in parts:
             logprobs, entropy, candidates = self(part)
-            from_teacher = divergence_from_teacher(*candidates, settings)
+            from_teacher = divergence_from_teacher(*candidates, settings.distillation)
             loss, stats = batch_loss(logprobs, part, settings, entropy=entropy, from_teacher=from_teacher)
             loss.backward()
             total = stats if total is None else add_stats(total, stats)

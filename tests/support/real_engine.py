@@ -10,18 +10,18 @@ import torch
 from actors.lifecycle.team import ActorSpec
 from actors.weight_sync import WeightSync
 from actors.workers.engine_settings import EngineSpec
-from actors.workers.policy import PolicyWorker, loss_settings
+from actors.workers.policy import PolicyWorker
 from actors.workers.policy_group import PolicyGroup, PolicySpec
 from actors.workers.rollout import RolloutWorker
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import (
-    AlgorithmConfig,
     ModelConfig,
     PolicyConfig,
     RolloutConfig,
     TimeoutsConfig,
     WeightSyncConfig,
 )
+from grpo_dist.policy.loss import Objective
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.policy.trainer import TrainerSettings
@@ -116,7 +116,7 @@ def one_rank(
         model,
         str(model_dir),
         TrainerSettings(
-            loss=loss_settings(AlgorithmConfig()),
+            objective=Objective(),
             temperature=temperature,
             token_budget=1000,
             epochs=1,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from actors.lifecycle.team import ActorSpec
-from actors.workers.policy import PolicyWorker, loss_settings
+from actors.workers.policy import PolicyWorker
 from actors.workers.policy_group import PolicyGroup, PolicySpec
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
@@ -19,13 +19,12 @@ from grpo_dist.config import (
     PolicyConfig,
     TimeoutsConfig,
 )
-from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.policy.loss import Objective, batch_loss, divergence_from_teacher
 from grpo_dist.policy.packing import padded
-from grpo_dist.policy.streams import divergence_from_teacher
 from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import PreparedBatch
-from tests.support import made_groups
+from tests.support import losses, made_groups
 
 TEMPERATURE = 0.9
 ALGORITHM = AlgorithmConfig(
@@ -34,9 +33,9 @@ ALGORITHM = AlgorithmConfig(
     aggregation="seq-mean-token-mean",
 )
 # Of a batch of rewards, teachers and demonstrations.
-STREAMS = LossSettings(
-    kl_coef=0.05, entropy_coef=0.01, correction_kind="tis", aggregation="seq-mean-token-mean",
-    teacher_coef=0.7, demonstration_coef=0.3,
+STREAMS = losses.objective(
+    kl={"coef": 0.05}, entropy={"coef": 0.01}, correction="tis", distillation={"coef": 0.7},
+    aggregation="seq-mean-token-mean", demonstration_coef=0.3,
 )  # fmt: skip
 
 
@@ -46,7 +45,7 @@ def loss_of_the_whole(module, batch, settings):
     further = {"candidates": own.top_ids, "candidates_at_teacher": own.top_logprobs}
     layout = padded(own.tokens, own.wanted, own.temperatures, **further)
     logprobs, entropy, candidates = module(layout, with_entropy=True)
-    from_teacher = divergence_from_teacher(candidates, layout, settings)
+    from_teacher = divergence_from_teacher(candidates, layout, settings.distillation)
     return batch_loss(logprobs, own, settings, entropy=entropy, from_teacher=from_teacher)[0]
 
 
@@ -58,9 +57,9 @@ class OpenWorker(PolicyWorker):
         gradients = self._trainer.gradients()
         return gradients, metrics | self._trainer.step()
 
-    def gradients_with(self, own, loss):
-        """Return gradients and metrics of another loss. No weight moves."""
-        self._trainer._loss = loss
+    def gradients_with(self, own, objective):
+        """Return gradients and metrics of another objective. No weight moves."""
+        self._trainer._objective = objective
         metrics = self._trainer.accumulate(own)
         gradients = self._trainer.gradients()
         self._trainer.step(limit=-math.inf)
@@ -96,7 +95,7 @@ def start(
     micro_batch_tokens=10_000,
     epochs=1,
     algorithm=ALGORITHM,
-    loss=None,
+    objective=None,
     packing=True,
     shared=1,
     deepspeed=None,
@@ -121,7 +120,7 @@ def start(
         ModelConfig(path="tiny", packing=packing, dtype=dtype),
         str(model_dir),
         TrainerSettings(
-            loss=loss or loss_settings(algorithm),
+            objective=objective or Objective(algorithm),
             temperature=TEMPERATURE,
             token_budget=micro_batch_tokens,
             epochs=epochs,

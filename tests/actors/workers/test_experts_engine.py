@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from actors.workers.policy import loss_settings
 from grpo_dist.config import LoRAConfig
-from grpo_dist.policy.loss import batch_loss
+from grpo_dist.policy.loss import Objective, batch_loss
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.types import PreparedBatch
@@ -70,7 +69,7 @@ def test_ranks_train_experts_and_export_the_checkpoints_names(forked_ranks, tmp_
     logprobs = TokenLogprobs(exact, temperature=TEMPERATURE, chunk_mib=8)(
         padded(batch.tokens, batch.loss_mask)
     )[0]
-    batch_loss(logprobs, PreparedBatch.of(batch), loss_settings(ALGORITHM))[0].backward()
+    batch_loss(logprobs, PreparedBatch.of(batch), Objective(ALGORITHM))[0].backward()
     expected = flat({name: p.grad for name, p in exact.named_parameters()})
 
     async def train():

@@ -10,10 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.workers.policy import loss_settings
 from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
-from grpo_dist.algorithms.rejection import RejectionRule
 from grpo_dist.batch.sharding import COMPUTED_TOKENS, shard
 from grpo_dist.config import (
     AdaptiveEntropyConfig,
@@ -22,11 +20,12 @@ from grpo_dist.config import (
     OffloadConfig,
 )
 from grpo_dist.health.bounds import Bound
-from grpo_dist.policy.loss import LossSettings
+from grpo_dist.policy.loss import Objective
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
+from tests.support.losses import choose, objective
 from tests.support.models import architecture
 from tests.support.real_ranks import (
     ALGORITHM,
@@ -68,7 +67,7 @@ def gradient_of_the_whole(tiny_model, batch, loss_of=None):
     how = {"dtype": torch.float64, "attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(tiny_model, **how)
     module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
-    loss = loss_of_the_whole(module, batch, loss_of or loss_settings(ALGORITHM))
+    loss = loss_of_the_whole(module, batch, loss_of or Objective(ALGORITHM))
     loss.backward()
     return float(loss.detach()), flat({name: p.grad for name, p in model.named_parameters()})
 
@@ -185,12 +184,15 @@ def test_the_gradient_of_rewards_teacher_and_demonstrations_is_that_of_the_whole
 
 
 CORRECTED = [("none", "token"), ("tis", "token"), ("mis", "sequence"), ("icepop", "geometric")]
+REJECT = [{"rule": "seq_mean_k3", "high": 0.03}, {"rule": "token_tv", "high": 0.1}]
 LOSSES = [
-    LossSettings(
-        policy_loss=policy_loss, aggregation=mode, clip_low=0.1, clip_high=0.15,
-        entropy_coef=0.01, kl_coef=0.05, kl_bias_correction=i % 2 == 0, correction_kind=CORRECTED[i % 4][0],
-        correction_level=CORRECTED[i % 4][1], correction_low=0.5, correction_high=2.0,
-        reject=(RejectionRule("seq_mean_k3", 0.03), RejectionRule("token_tv", 0.1)) if i % 3 == 0 else (),
+    objective(
+        loss=choose("loss", policy_loss, clip_low=0.1, clip_high=0.15), aggregation=mode,
+        entropy={"coef": 0.01}, kl={"coef": 0.05, "bias_correction": i % 2 == 0},
+        correction=choose(
+            "correction", CORRECTED[i % 4][0], level=CORRECTED[i % 4][1], low=0.5, high=2.0,
+            reject=REJECT if i % 3 == 0 else (),
+        ),
         off_policy_mask_threshold=0.03 if i % 3 == 1 else None,
     )
     for i, (policy_loss, mode) in enumerate(one_each(POLICY_LOSSES, MODES))
@@ -487,7 +489,7 @@ def test_an_update_of_demonstrations_alone_is_made_and_counts_in_their_mean(fork
     bound = Bound("entropy_below", "policy/entropy", 0.01, above=False)
 
     async def steps():
-        group = start(tiny_model, ranks=1, stage=0, loss=STREAMS, lr=1e-9)
+        group = start(tiny_model, ranks=1, stage=0, objective=STREAMS, lr=1e-9)
         await group.ready()
         alone = [await group.update(group.stage([own]), bounds=[bound]) for own in (both, shown)]
         together = await group.update(group.stage([both, shown]), bounds=[bound])

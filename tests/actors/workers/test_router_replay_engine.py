@@ -13,7 +13,6 @@ from ray.exceptions import GetTimeoutError
 
 from actors.workers import rollout as rollout_module
 from actors.workers.engine_settings import RECORDING_WORKER, EngineSpec, engine_arguments
-from actors.workers.policy import loss_settings
 from actors.workers.rollout import RolloutWorker, stored
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import (
@@ -27,6 +26,7 @@ from grpo_dist.config import (
 )
 from grpo_dist.environments.episode import Generation
 from grpo_dist.errors import SamplesLost, UserError
+from grpo_dist.policy.loss import Objective
 from grpo_dist.types import FurtherRow, Group, HeldRoutes, PreparedBatch, Prompt, Sampling
 from tests.support.made_groups import group_of
 from tests.support.models import tied_model
@@ -54,7 +54,7 @@ def batch_of(sampled):
 
 def mismatch(world, batch):
     """Return the mean and the largest |engine - trainer|, nats, as the metrics of an update have them."""
-    settings = loss_settings(AlgorithmConfig())
+    settings = Objective(AlgorithmConfig())
     _, metrics = ray.get(world.policy.ranks[0].gradients_with.remote(PreparedBatch.of(batch), settings))
     return metrics["mismatch/logprob_diff_mean"], metrics["mismatch/logprob_diff_max"]
 

@@ -3,7 +3,6 @@
 import torch
 
 from grpo_dist.algorithms.aggregation import aggregate
-from grpo_dist.algorithms.entropy_control import EntropyControl
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.kl_control import next_kl_coef
 from grpo_dist.algorithms.moments import Moments
@@ -11,6 +10,7 @@ from grpo_dist.algorithms.normalise import whiten
 from grpo_dist.algorithms.offpolicy import correction, mean_weight_sums
 from grpo_dist.algorithms.rejection import accepted
 from grpo_dist.algorithms.segments import segment_mean
+from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.logprobs import selected_logprobs
 from grpo_dist.rewards.length import overlong_punishment, repeated_share
 from tests.algorithms.peers import ours
@@ -96,13 +96,10 @@ def kl_control(x, section, *, start, target, gain, observed):
 
 
 def entropy_control(x, section, *, observed):
-    own = ours.configured(section)
-    control = EntropyControl(*(getattr(own.entropy, k) for k in ("target", "delta", "low", "high")))
-    coef, last, applied, coefs = own.entropy.coef, float("inf"), [], []
+    bonus, applied, coefs = EntropyBonus(ours.configured(section).entropy), [], []
     for entropy in observed:
-        applied.append(control.applied(coef, last))
-        coef, last = control.next_coef(coef, entropy), entropy
-        coefs.append(coef)
+        applied.append(bonus.observe({"policy/entropy": entropy})["policy/entropy_coef"])
+        coefs.append(bonus.state()["entropy_bonus"][0])
     return {"applied": torch.tensor(applied), "coefs": torch.tensor(coefs)}
 
 

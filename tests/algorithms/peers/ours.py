@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from actors.workers.policy import loss_settings
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
 from grpo_dist.algorithms.normalise import length_weights
 from grpo_dist.algorithms.rejection import RejectionRule
@@ -15,7 +14,7 @@ from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import AlgorithmConfig, RewardsConfig
 from grpo_dist.config.base import member_called, members
 from grpo_dist.loop.updates import advantage_settings
-from grpo_dist.policy.loss import batch_loss, finish_stats
+from grpo_dist.policy.loss import Objective, batch_loss, finish_stats
 from grpo_dist.policy.preparation import Preparation
 from grpo_dist.types import Group, Prompt, Rollout, StepBatch, TrainBatch
 
@@ -49,7 +48,7 @@ def rules(section):
 def loss(x, section, *, max_tokens=None, num_tokens=None, num_sequences=None, selected=None):
     """Return loss, gradient by the log-probs, and the metrics of an update whose rows are those of ``x``."""
     algorithm, mask = configured(section), x["mask"]
-    settings, advantages = loss_settings(algorithm), x["advantages"]
+    settings, advantages = Objective(algorithm), x["advantages"]
     if algorithm.length_weights:
         advantages = advantages * length_weights(mask)
     batch = TrainBatch(
@@ -59,14 +58,14 @@ def loss(x, section, *, max_tokens=None, num_tokens=None, num_sequences=None, se
         num_tokens=float(mask.sum()) if num_tokens is None else num_tokens,
         num_sequences=float(mask.any(dim=1).sum()) if num_sequences is None else num_sequences,
     )  # fmt: skip
-    if not settings.kl_coef:
+    if not algorithm.kl.loss_coef:
         batch = replace(batch, ref_logprobs=None)
-    old = x["engine"] if settings.old_policy == "rollout" else x["old"]
+    old = x["engine"] if algorithm.correction.bypasses else x["old"]
     before = StepBatch.of(
-        batch, old_logprobs=old, old_entropies=x["entropy"] if settings.top_entropy_share < 1 else None
+        batch, old_logprobs=old, old_entropies=x["entropy"] if algorithm.top_entropy_share < 1 else None
     )
     preparation = Preparation(lambda _: (x["now"], x["entropy"]), torch.device("cpu"), reports=True)
-    prepared = preparation.before_the_update(before, settings, number=0)
+    prepared = preparation.before_the_update(before, algorithm, number=0)
     if selected is not None:
         prepared = replace(prepared, selected=selected)
     now = x["now"].detach().clone().requires_grad_()
