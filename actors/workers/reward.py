@@ -20,6 +20,7 @@ from actors.lifecycle.calls import LOST, end, fetched, kill, one_at_a_time, reas
 from actors.lifecycle.probe import Probeable
 from actors.lifecycle.team import ActorSpec, Team
 from grpo_dist.config import ModelConfig, RewardModelConfig, RewardsConfig
+from grpo_dist.config.rewards import ProcessRewardConfig
 from grpo_dist.errors import expanded
 from grpo_dist.rewards.format import is_degenerate
 from grpo_dist.rewards.functions import StepScores
@@ -263,7 +264,7 @@ class RewardPool:
 
 def scores_own_steps(settings: RewardsConfig) -> bool:
     """Return whether a function of a user rewards steps, whose ends are found with the policy's tokenizer."""
-    return any(function.kind == "process" for function in settings.all_functions)
+    return any(isinstance(function, ProcessRewardConfig) for function in settings.all_functions)
 
 
 def load_tokenizer(policy: PolicyTokenizer) -> Any:

@@ -20,7 +20,6 @@ from grpo_dist.config.data import (
     DataSourceConfig,
     DynamicSamplingConfig,
     ModelConfig,
-    PoolsConfig,
 )
 from grpo_dist.config.distillation import DemonstrationStreamConfig, DistillationConfig, TeacherConfig
 from grpo_dist.config.environments import EnvironmentsConfig, SandboxConfig
@@ -86,7 +85,6 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "PolicyConfig",
-    "PoolsConfig",
     "ProfileConfig",
     "ReferenceConfig",
     "RejectionConfig",

@@ -95,6 +95,7 @@ class Choice(Section):
     """
 
     tag: ClassVar[str] = "name"
+    bare: ClassVar[str | None] = None  # the field that a bare text sets; None: `tag`
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -142,7 +143,7 @@ class Tagged:
 
         def as_mapping(value: Any) -> Any:
             if isinstance(value, str):
-                return {tag: value}
+                value = {union[0].bare or tag: value}
             if isinstance(value, Mapping):
                 default = default_name(union)
                 return value if default is None else {tag: default, **value}

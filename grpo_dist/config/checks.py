@@ -14,7 +14,11 @@ from typing import Any
 from grpo_dist.algorithms.estimators import ESTIMATORS
 from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.base import Choice
-from grpo_dist.config.data import CompletionOrder
+from grpo_dist.config.data import (
+    CompletionOrder,
+    EpochsOrderConfig,
+    LengthOrderConfig,
+)
 from grpo_dist.config.distillation import DistillationConfig, TeacherConfig
 from grpo_dist.config.environments import check_environment_name
 from grpo_dist.config.sampling import AdaptiveTemperature
@@ -351,18 +355,6 @@ RULES = (
     ),
     # Data and environments
     Rule(
-        "data.order data.pools",
-        lambda c: c.data.order == "pools" and c.data.pools is None,
-        "needs pools, e.g. data.pools={by: source}",
-        "set it",
-    ),
-    Rule(
-        "data.order",
-        lambda c: c.data.has_own_order and c.data.pools is not None,
-        "`data.pools` divides prompts for order pools alone",
-        "remove `data.pools`",
-    ),
-    Rule(
         "sampling.stop data.environment",
         lambda c: c.sampling.stop and len(_single_completions(c)) < len(c.data.train),
         "stop texts end single completions; the actions of an episode end where their call format says",
@@ -510,12 +502,12 @@ RULES = (
     ),
     Rule(
         "data.order distillation.reward_coef",
-        lambda c: _measures_rewards_only(c) and c.data.order in ("pass_rate", "pools"),
+        lambda c: _measures_rewards_only(c) and c.data.order.name in ("pass_rate", "pools"),
         "prompts are drawn by their rewards, from which nothing is learned",
         "set `data.order` to epochs, or raise `distillation.reward_coef`",
     ),
     Rule(
-        "data.drop_solved distillation.reward_coef",
+        "data.order.drop_solved distillation.reward_coef",
         lambda c: _measures_rewards_only(c) and c.data.drop_solved is not None,
         "what the teachers would still change of solved prompts is lost",
         "remove the first, or raise the second",
@@ -595,8 +587,10 @@ def _of_estimator_and_rewards(config: Sections) -> Iterator[str]:
         f"`algorithm.advantage` = {advantage}": others is not None,
         "`algorithm.process`": a.process is not None,
         "`dynamic_sampling.enabled`": config.dynamic_sampling.enabled,
-        "`data.drop_solved`": config.data.drop_solved is not None,
-        f"`data.order` = {config.data.order}": config.data.order not in ("epochs", "length"),
+        "`data.order.drop_solved`": config.data.drop_solved is not None,
+        f"`data.order` = {config.data.order.name}": not isinstance(
+            config.data.order, EpochsOrderConfig | LengthOrderConfig
+        ),
     }
     for setting in (name for name, is_set in reads_unshuffled.items() if is_set and rewards.shuffle):
         yield (
@@ -610,7 +604,7 @@ def _of_estimator_and_rewards(config: Sections) -> Iterator[str]:
         where = f"rewards.by_source.{lacking[0]}" if lacking[0] in rewards.by_source else "rewards"
         yield (
             f"{reader} needs scores of reasoning steps or turns, but `{where}` has no "
-            f"model or function of `kind: process`, and source {lacking[0]} of `data.train` no environment; "
+            f"rewards of steps, and source {lacking[0]} of `data.train` no environment; "
             "add one of them"
         )
     sums = [r.weight for r in rewards.all_functions if r.function == "environment" and r.weight]
@@ -702,7 +696,7 @@ def _of_environments(config: Sections) -> Iterator[str]:
     for label in sorted(label for label in episodes if rewards.of(label).scores_steps):
         key = f"rewards.by_source.{label}" if label in rewards.by_source else "rewards"
         yield (
-            f"`{key}` has a model or function of `kind: process`, which scores the steps of a single "
+            f"`{key}` has a reward of steps, which scores the steps of a single "
             f"completion, but the environment of source {label} makes episodes; remove it "
             "(`algorithm.advantage` = process then takes the rewards of turns) or the environment, or give "
             f"the source rewards without it in `rewards.by_source.{label}`"
@@ -726,10 +720,10 @@ def _of_sources(config: Sections) -> Iterator[str]:
             f"`data.train`: source {weighted[0]} has a `weight` and {lacking} has none; give each one, or "
             "none"
         )
-    if weighted and data.order != "epochs":
+    if weighted and not isinstance(data.order, EpochsOrderConfig):
         yield (
-            f"`data.order` = {data.order} chooses the sources itself, so `weight` of {weighted[0]} has no "
-            "effect; remove it, or set `data.order` to epochs"
+            f"`data.order` = {data.order.name} chooses the sources itself, so `weight` of {weighted[0]} has "
+            "no effect; remove it, or set `data.order` to epochs"
         )
     steered = isinstance(temperature, AdaptiveTemperature)
     if steered and data.temperatures:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import regex
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
-from grpo_dist.config.base import Choice, Section, Tagged, Temperature, choices
+from grpo_dist.config.base import Choice, Section, Tagged, Temperature
 from grpo_dist.errors import expanded
 from grpo_dist.plugins.user_code import ORDER, SOURCE, OwnOrder, OwnPiece, registered
 
@@ -225,13 +225,50 @@ class DataSourceConfig(Section):
             yield f"answer_pattern {self.answer_pattern!r} has no group; put ( ) around the answer"
 
 
-class PoolsConfig(Section):
-    """Pools of prompts, which `data.order: pools` draws from where the policy can learn now."""
+DropSolved = Annotated[
+    Annotated[float, Field(gt=0, le=1)] | None,
+    Field(
+        description="share of right samples in a prompt's group from which all later epochs leave the prompt "
+        "out (ScaleRL: 0.9); null: none is"
+    ),
+]
 
-    by: str = Field("source", description="what divides prompts into pools: `source`, or a column")
-    half_life: Annotated[float, Field(gt=0)] = Field(
+
+class EpochsOrderConfig(Choice):
+    """Shuffled epochs."""
+
+    name: Literal["epochs"] = "epochs"
+    drop_solved: DropSolved = None
+
+
+class LengthOrderConfig(Choice):
+    """Epochs in which prompts with long answers share steps."""
+
+    name: Literal["length"] = "length"
+    window: PositiveInt = Field(8, description="steps of an epoch that are sorted by expected length")
+    drop_solved: DropSolved = None
+
+
+class PassRateOrderConfig(Choice):
+    """Prompts with an intermediate pass rate are drawn more often."""
+
+    name: Literal["pass_rate"] = "pass_rate"
+
+
+class PoolsOrderConfig(Choice):
+    """Prompts are drawn where the policy can learn now, by Thompson sampling of pools and prompts."""
+
+    name: Literal["pools"] = "pools"
+    half_life: PositiveFloat = Field(
         10.0, description="steps after which an outcome counts half: the policy moves"
     )
+
+
+class UserOrderConfig(Choice):
+    """A function of yours."""
+
+    name: OwnOrder
+    kwargs: dict[str, Any] = Field({}, description="arguments of the function")
 
 
 class DataConfig(Section):
@@ -257,23 +294,14 @@ class DataConfig(Section):
     )
     max_prompt_tokens: PositiveInt = Field(512, description="longest prompt, including the chat template")
     overlong: Literal["refuse", "drop"] = Field("refuse", description="what to do with longer prompts")
-    order: Literal["epochs", "length", "pass_rate", "pools"] | OwnOrder = Field(
-        "epochs",
-        description="length: epochs in which prompts with long answers share steps; pass_rate: draw prompts "
-        "with an intermediate pass rate more often; pools: draw from the pools and prompts that the policy "
-        "can learn from now, by Thompson sampling; or your own function",
-    )
-    length_window: PositiveInt | None = Field(
-        None, description="order length: steps of an epoch that are sorted by expected length; null: 8"
-    )
-    order_kwargs: dict[str, Any] = Field({}, description="arguments of your own order")
-    drop_solved: Annotated[float, Field(gt=0, le=1)] | None = Field(
+    order: Annotated[
+        EpochsOrderConfig | LengthOrderConfig | PassRateOrderConfig | PoolsOrderConfig | UserOrderConfig,
+        Tagged(),
+    ] = Field(EpochsOrderConfig(), description="order of the training prompts")
+    pools: str | None = Field(
         None,
-        description="with order epochs or length: share of right samples in a prompt's group from which all "
-        "later epochs leave the prompt out (ScaleRL: 0.9); null: none is",
-    )
-    pools: PoolsConfig | None = Field(
-        None, description="pools of `order`; with any order, the metrics of each pool (`pool/...`)"
+        description="what divides prompts into pools, for `pool/...` metrics and the order pools: `source` "
+        "or a column; null: no such metrics, and `source` for that order",
     )
     deduplicate: bool = Field(
         False,
@@ -305,37 +333,27 @@ class DataConfig(Section):
         """The data sources and the order that are not built in."""
         sources = [s for s in (*self.train, *self.eval) if s.is_own]
         pieces = [OwnPiece(SOURCE, str(s.path), SOURCE.key, s.kwargs) for s in sources]
-        if self.has_own_order:
-            pieces.append(OwnPiece(ORDER, self.order, ORDER.key, self.order_kwargs))
+        if isinstance(self.order, UserOrderConfig):
+            pieces.append(OwnPiece(ORDER, self.order.name, ORDER.key, self.order.kwargs))
         return tuple(pieces)
 
     @property
-    def has_own_order(self) -> bool:
-        """Whether `order` is not built in."""
-        return self.order not in choices(DataConfig, "order")
+    def drop_solved(self) -> float | None:
+        """The share of right samples from which later epochs leave a prompt out; None: none is."""
+        has_epochs = isinstance(self.order, EpochsOrderConfig | LengthOrderConfig)
+        return self.order.drop_solved if has_epochs else None
+
+    @property
+    def pools_by(self) -> str | None:
+        """What divides prompts into pools; None: nothing reads it."""
+        return self.pools or ("source" if isinstance(self.order, PoolsOrderConfig) else None)
 
     def _contradictions(self) -> Iterator[str]:
         yield from self._settings_of_the_run()
-        if self.length_window is not None and self.order != "length":
-            yield (
-                f"length_window = {self.length_window} is of order length, but order = {self.order}; remove "
-                "it, or set order to length"
-            )
-        if self.drop_solved is not None and self.order not in ("epochs", "length"):
-            yield (
-                f"drop_solved = {self.drop_solved:g} leaves prompts out of later epochs, but order = "
-                f"{self.order} draws by its own rule, without epochs; set order to epochs or length, or "
-                "remove drop_solved"
-            )
         if self.drop_solved is not None and self.weights:
             yield (
-                f"drop_solved = {self.drop_solved:g} leaves prompts out, so that sources with a `weight` "
-                "could not give their shares; remove drop_solved, or the weights"
-            )
-        if self.order_kwargs and not self.has_own_order:
-            yield (
-                f"order_kwargs = {self.order_kwargs} are arguments of your own order, but order = "
-                f"{self.order} is built in; remove them"
+                f"order.drop_solved = {self.drop_solved:g} leaves prompts out, so that sources with a "
+                "`weight` could not give their shares; remove it, or the weights"
             )
 
     def _settings_of_the_run(self) -> Iterator[str]:

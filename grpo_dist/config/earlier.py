@@ -49,12 +49,57 @@ def translate(old: Mapping[str, Any]) -> dict[str, Any]:
             of_all = {key: section[key] for key in ("examples", "noise") if key in section}
             kept = {key: value for key, value in section.items() if key not in of_all}
             new[name] = kept | {"data": [_with_defaults(source, of_all) for source in section["data"]]}
+    if isinstance(data := new.get("data"), dict) and "order_kwargs" in data:
+        new["data"] = _translate_order(data)
+    if isinstance(rewards := new.get("rewards"), dict):
+        new["rewards"] = _translate_rewards(rewards)
     if isinstance(sampling := new.get("sampling"), dict):
         new["sampling"] = {key: _translate_schedule(value) for key, value in sampling.items()}
     tracking = new.get("tracking")
     if isinstance(tracking, dict) and isinstance(wandb := tracking.get("wandb"), dict):
         new["tracking"] = tracking | {"wandb": wandb["project"] if wandb.get("enabled") else None}
     return new
+
+
+def _translate_order(old: Mapping[str, Any]) -> dict[str, Any]:
+    """Return section `data` with the settings of its order in it."""
+    pools = old.get("pools") or {}
+    settings = {
+        "epochs": {"drop_solved": old.get("drop_solved")},
+        "length": {"drop_solved": old.get("drop_solved"), "window": old.get("length_window") or 8},
+        "pass_rate": {},
+        "pools": {"half_life": pools.get("half_life", 10.0)},
+    }.get(old["order"], {"kwargs": old["order_kwargs"]})
+    kept = {k: v for k, v in old.items() if k not in ("length_window", "order_kwargs", "drop_solved")}
+    return kept | {"order": {"name": old["order"]} | settings, "pools": pools.get("by")}
+
+
+_MARKED = ("classifier", "qwen", "skywork", "math_shepherd")
+
+
+def _translate_rewards(old: Mapping[str, Any]) -> dict[str, Any]:
+    """Return section `rewards` with the kind of each reward, which has its own settings alone."""
+
+    def translate_model(model: Mapping[str, Any]) -> dict[str, Any]:
+        if "format" not in model:
+            return dict(model)
+        kind = model["format"] if model["kind"] == "process" else "outcome"
+        unused = ["format"]
+        unused += ["reduce", "step_separator"] if kind == "outcome" else []
+        unused += ["step_mark"] if kind not in _MARKED else []
+        unused += ["verdict_tokens"] if kind not in ("math_shepherd", "rlhflow") else []
+        return {key: value for key, value in model.items() if key not in unused} | {"kind": kind}
+
+    def translate_function(function: Mapping[str, Any]) -> dict[str, Any]:
+        unused = () if function.get("kind") == "process" else ("reduce", "step_separator")
+        return {key: value for key, value in function.items() if key not in unused}
+
+    def translate_functions(rewards: Mapping[str, Any]) -> dict[str, Any]:
+        return {**rewards, "functions": [translate_function(each) for each in rewards.get("functions", ())]}
+
+    by_source = {source: translate_functions(each) for source, each in old.get("by_source", {}).items()}
+    models = [translate_model(each) for each in old.get("models", ())]
+    return translate_functions(old) | {"models": models, "by_source": by_source}
 
 
 def _translate_schedule(value: Any) -> Any:

@@ -212,6 +212,8 @@ def _fit(base: Any, over: Any, path: Sequence[str], union: Sequence[type[Choice]
 def _by_name(before: Any, after: Any, union: Sequence[type[Choice]]) -> tuple[Any, Any]:
     """Return a tagged section of both trees as mappings, the first empty if the second has another name."""
     tag = union[0].tag
+    if _is_name(after) and union[0].bare is not None:
+        return {}, {union[0].bare: after}
     before, after = ({tag: value} if _is_name(value) else value for value in (before, after))
     if not (isinstance(before, dict) and isinstance(after, dict)):
         return before, after

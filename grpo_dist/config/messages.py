@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from grpo_dist.config import Config
 from grpo_dist.config.base import PLAIN, Choice, member_called, members
-from grpo_dist.config.peers import hint, is_section
+from grpo_dist.config.peers import answer, hint, is_section
 from grpo_dist.config.secrets import shown_value
 
 _SHOULD_BE = "Input should be "
@@ -160,6 +160,8 @@ def explain(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> str:
                 continue
             for key, advice in _advise(item["place"], root, item["input"]):
                 unknown.setdefault(advice, []).append(f"`{key}`")
+        elif moved := _earlier_keys(item["loc"], item["input"]):
+            lines += moved
         elif item["type"] == "missing":
             lines.append(f"`{where}` is missing: {description(item['loc'], root) or 'it has no default'}")
         elif item["type"] == "value_error":
@@ -174,6 +176,12 @@ def explain(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> str:
     return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} things to correct:", *lines])
 
 
+def _earlier_keys(location: Sequence[Any], value: Any) -> list[str]:
+    """Return what to write instead of keys of an earlier version that a refused mapping has."""
+    keys = [".".join(map(str, (*location, key))) for key in value] if isinstance(value, Mapping) else []
+    return [f"`{key}`: {now}" for key in keys if (now := answer(key))]
+
+
 def _of_another_member(place: KeyPlace) -> str | None:
     """Return why a key does not belong to the chosen member of a tagged union; None if it is misspelt, or in
     no union.
@@ -183,11 +191,14 @@ def _of_another_member(place: KeyPlace) -> str | None:
     key, chosen = str(place.keys[-1]), place.section
     own = [name for name in chosen.model_fields if name != place.union[0].tag]
     others = [name for member in place.union if key in member.model_fields for name in member.names()]
+    if not others and (_takes_arguments(chosen) or answer(".".join(map(str, place.keys)))):
+        return None
     if not others and difflib.get_close_matches(key, own, n=1, cutoff=0.5):
         return None
     takes = f"it takes {', '.join(own)}" if own else "it takes none"
     has = f"; {', '.join(others)} {'has' if len(others) == 1 else 'have'} it" if others else ""
-    return f"{place.keys[-2]} {place.label} has no such setting; {takes}{has}"
+    what = next(part for part in reversed(place.keys[:-1]) if isinstance(part, str))
+    return f"{what} {place.label} has no such setting; {takes}{has}"
 
 
 def _advise(place: KeyPlace, root: type[BaseModel], value: Any) -> Iterator[tuple[str, str]]:
@@ -211,14 +222,19 @@ def _advice(place: KeyPlace, root: type[BaseModel]) -> str:
     if place.keys == ("defaults",):
         return "it names base files in a file; on the command line set the values themselves"
     elsewhere = [key for key in known if key.rpartition(".")[2] == name]
-    # If another section has the same key, only the full path identifies the framework it is from.
-    if root is Config and (of_peer := hint(".".join((*path, name)), ends=not elsewhere)):
+    takes_arguments = place.section is not None and _takes_arguments(place.section)
+    # If another section has the same key, only the full path identifies the framework it is from. So it does
+    # where any name may be an argument.
+    by_end = not elsewhere and not takes_arguments
+    if root is Config and (of_peer := hint(".".join((*path, name)), ends=by_end)):
         return of_peer
     near = "problem_column" if name in _PROBLEM and "problem_column" in fields else _near(name, fields)
     if near:
         return f"did you mean `{'.'.join((*path, near))}`?"
     if "kwargs" in fields:
         return f"an argument of the function is `{'.'.join((*path, 'kwargs', name))}`"
+    if path and "_" not in name:  # `url` or `path` of another section is of something else
+        elsewhere = [key for key in elsewhere if key.split(".")[0] == path[0]]
     below = [key for key in elsewhere if key.startswith(_without_indices(path) + ".")]
     if (places := below or elsewhere) and len(places) <= _MOST_PLACES:
         return f"did you mean {' or '.join(f'`{key}`' for key in places)}?"
@@ -226,6 +242,11 @@ def _advice(place: KeyPlace, root: type[BaseModel]) -> str:
     if path and (near := _near(name, list(inside))):
         return f"did you mean `{inside[near]}`?"
     return f"known here: {', '.join(fields)}" if path and fields else ""
+
+
+def _takes_arguments(section: type[BaseModel]) -> bool:
+    """Return whether ``section`` names a function and its arguments."""
+    return "kwargs" in section.model_fields and "path" not in section.model_fields
 
 
 def _near(name: str, fields: Sequence[str]) -> str | None:

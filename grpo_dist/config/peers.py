@@ -297,6 +297,11 @@ EARLIER_KEYS = {
     "batch.oversample": "`batch.order: {name: completion, oversample: 1.25}`",
     "batch.min_samples": "nothing: a group needs half of `batch.samples_per_prompt`",
     "cluster.timeouts.room_s": "`cluster.timeouts.placement_timeout_s`",
+    "data.drop_solved": "`data.order: {drop_solved: 0.9}`",
+    "data.length_window": "`data.order: {name: length, window: 8}`",
+    "data.order_kwargs": "`data.order: {name: my_module:f, kwargs: {...}}`",
+    "data.pools.by": "`data.pools: source`, or a column",
+    "data.pools.half_life": "`data.order: {name: pools, half_life: ...}`",
     "demonstrations.examples": "`examples` of a source: `demonstrations.data: [{path: ..., examples: 100}]`",
     "demonstrations.noise": "`noise` of a source: `demonstrations.data: [{path: ..., noise: 0.1}]`",
     "distillation.divergence": "`distillation.kl: {name: top_k, divergence: ...}`",
@@ -311,9 +316,17 @@ EARLIER_KEYS = {
     "profile.memory": "nothing",
     "profile.shapes": "nothing: shapes are always recorded",
     "profile.stacks": "nothing",
+    "rewards.models.format": "the format as kind: `rewards.models: [{kind: qwen, ...}]`",
     "sft.examples": "`examples` of a source: `sft.data: [{path: ..., examples: 100}]`",
     "sft.noise": "`noise` of a source: `sft.data: [{path: ..., noise: 0.1}]`",
 }
+# What is looked for where it is not, without indices, and what to write.
+_SERVED = "a model behind an address is `rewards.functions: [{function: remote, kwargs: {url: ...}}]`"
+GUESSES = {
+    "rewards.url": _SERVED, "rewards.models.url": _SERVED, "rewards.models.base_url": _SERVED,
+    **{f"data.{name}.url": f"a file, directory or hub id is `data.{name}.0.path`"
+       for name in ("train", "eval")},
+}  # fmt: skip
 _MOST_MEANINGS = 2
 # A last word that many settings share identifies none of them.
 _GENERIC = (
@@ -345,12 +358,19 @@ def hint(key: str, *, ends: bool = True) -> str | None:
 
         num_generations -> did you mean `batch.samples_per_prompt`? (TRL's `num_generations`)
     """
-    if (now := EARLIER_KEYS.get(".".join(part for part in key.split(".") if not part.isdigit()))) is not None:
-        return f"an earlier version had it; write {now}"
+    if now := answer(key):
+        return now
     by_row: dict[tuple[str, ...], list[PeerSetting]] = {}
     for setting in lookup(key, ends=ends):
         by_row.setdefault(setting.row.ours, []).append(setting)
     return " ".join(map(_describe, by_row.values())) or None
+
+
+def answer(key: str) -> str | None:
+    """Return what to write instead of ``key``, which an earlier version had, or which is often guessed."""
+    name = ".".join(part for part in key.split(".") if not part.isdigit())
+    now = EARLIER_KEYS.get(name)
+    return GUESSES.get(name) if now is None else f"an earlier version had it; write {now}"
 
 
 def lookup(key: str, *, ends: bool = True) -> list[PeerSetting]:

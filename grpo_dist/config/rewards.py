@@ -8,13 +8,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
-from grpo_dist.config.base import CodePaths, Section, repeated
+from grpo_dist.config.base import Choice, CodePaths, Section, Tagged, repeated
 
 StepReduction = Annotated[
     Literal["min", "mean", "last"],
-    Field(description="process: how the step scores become the reward of the completion"),
+    Field(description="how the step scores become the reward of the completion"),
 ]
-StepSeparator = Annotated[str, Field(min_length=1, description="process: text between two steps")]
+StepSeparator = Annotated[str, Field(min_length=1, description="text between two steps")]
+StepMark = Annotated[
+    str | None,
+    Field(
+        description="text appended to each step, at whose last token its score is read; null: <extra_0> of "
+        "qwen, ки of math_shepherd, a line break of skywork, step_separator of a classifier"
+    ),
+]
+VerdictTokens = Annotated[
+    tuple[str, str] | None, Field(description="tokens of a good and a bad step; null: + and -")
+]
 
 
 class GatedConfig(Section):
@@ -30,59 +40,53 @@ class GatedConfig(Section):
     gate_above: float = Field(0.0, description="threshold of the gate")
 
 
-class RewardConfig(GatedConfig):
+class FunctionConfig(GatedConfig, Choice):
     """A reward computed by a function of the completion."""
 
+    tag = "kind"
+    bare = "function"
+    kind: str
     name: str = Field("", description="label in metrics; empty: the function's name")
-    kind: Literal["outcome", "process"] = Field(
-        "outcome",
-        description="outcome: a number for each completion; process: a function of yours that returns one "
-        "for each of `steps`",
-    )
-    reduce: StepReduction = "min"
-    step_separator: StepSeparator = "\n\n"
     function: str = Field(
         description="a built-in reward (grpo_dist/rewards/README.md lists them), or `module:function`"
     )
     kwargs: dict[str, Any] = Field({}, description="keyword arguments of the function")
 
+    @property
+    def label(self) -> str:
+        """The name in metrics."""
+        return self.name or self.function
+
+
+class RewardConfig(FunctionConfig):
+    """A number for each completion."""
+
+    kind: Literal["outcome"] = "outcome"
+
+
+class ProcessRewardConfig(FunctionConfig):
+    """A function of yours that returns a number for each of `steps`."""
+
+    kind: Literal["process"] = "process"
+    reduce: StepReduction = "min"
+    step_separator: StepSeparator = "\n\n"
+
     def _contradictions(self) -> Iterator[str]:
-        foreign = [n for n in ("reduce", "step_separator") if getattr(self, n) != _default(self, n)]
-        if self.kind == "outcome" and foreign:
-            yield f"{', '.join(foreign)}: settings of kind process; remove them or set kind: process"
-        if self.kind == "process" and ":" not in self.function:
+        if ":" not in self.function:
             yield (
                 f"kind = process: built-in reward {self.function} scores no steps; name a function of yours, "
                 "`module:function`"
             )
 
 
-class RewardModelConfig(GatedConfig):
+class RewardModelConfig(GatedConfig, Choice):
     """A reward computed by a classifier model."""
 
+    tag = "kind"
+    kind: str
     name: str = Field(min_length=1, description="label in metrics")
     path: str = Field(description="local directory or hub id of a sequence or token classifier")
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
-    kind: Literal["outcome", "process"] = Field(
-        "outcome", description="outcome: one score per completion; process: one per reasoning step"
-    )
-    format: Literal["classifier", "qwen", "math_shepherd", "rlhflow", "skywork", "prefixes"] = Field(
-        "classifier",
-        description="process: how steps are shown and scored. classifier: a token classifier, at "
-        "`step_mark`; qwen: Qwen2.5-Math-PRM, at <extra_0>; math_shepherd, rlhflow: a causal model, by its "
-        "verdict tokens; skywork: Skywork-o1-Open-PRM, by its value head; prefixes: a sequence classifier, "
-        "on the solution up to each step",
-    )
-    reduce: StepReduction = "min"
-    step_separator: StepSeparator = "\n\n"
-    step_mark: str | None = Field(
-        None,
-        description="process: text appended to each step; the score is read at its last token; null: that of "
-        "the format, or for classifier step_separator",
-    )
-    verdict_tokens: tuple[str, str] | None = Field(
-        None, description="math_shepherd, rlhflow: tokens of a good and a bad step; null: + and -"
-    )
     num_workers: PositiveInt = Field(
         1, description="copies of the model, each an actor; colocated: one on each of the policy's GPUs"
     )
@@ -121,23 +125,55 @@ class RewardModelConfig(GatedConfig):
                 f"tensor_parallel_size = {size}: the model's own code (`trust_remote_code`) has no plan for "
                 "splitting it; set one of them to its default"
             )
-        of_process = ("format", "reduce", "step_mark", "step_separator", "verdict_tokens")
-        foreign = [n for n in of_process if getattr(self, n) != _default(self, n)]
-        if self.kind == "outcome" and foreign:
-            yield (
-                f"{', '.join(foreign)}: settings of kind process, but `kind` is outcome; remove them "
-                "or set kind: process"
-            )
-        unused = {"step_mark": ("rlhflow", "prefixes")} | {
-            "verdict_tokens": ("classifier", "qwen", "skywork", "prefixes")
-        }
-        for name, formats in unused.items():
-            if self.kind == "process" and self.format in formats and getattr(self, name) is not None:
-                yield f"{name}: format {self.format} has none; remove it or use another format"
 
 
-def _default(section: Section, name: str) -> Any:
-    return type(section).model_fields[name].default
+class OutcomeModelConfig(RewardModelConfig):
+    """A sequence classifier: one score per completion."""
+
+    kind: Literal["outcome"] = "outcome"
+
+
+class ProcessModelConfig(RewardModelConfig):
+    """A model that scores the steps of a completion."""
+
+    reduce: StepReduction = "min"
+    step_separator: StepSeparator = "\n\n"
+
+
+class MarkedStepsConfig(ProcessModelConfig):
+    """classifier: a token classifier, which scores a step at its mark; qwen: Qwen2.5-Math-PRM; skywork:
+    Skywork-o1-Open-PRM, by its value head.
+    """
+
+    kind: Literal["classifier", "qwen", "skywork"] = "classifier"
+    step_mark: StepMark = None
+
+
+class MathShepherdConfig(ProcessModelConfig):
+    """A causal model, by its verdict tokens, at the marks of steps."""
+
+    kind: Literal["math_shepherd"] = "math_shepherd"
+    step_mark: StepMark = None
+    verdict_tokens: VerdictTokens = None
+
+
+class RLHFlowConfig(ProcessModelConfig):
+    """A causal model, by its verdict tokens, one turn of the conversation per step."""
+
+    kind: Literal["rlhflow"] = "rlhflow"
+    verdict_tokens: VerdictTokens = None
+
+
+class PrefixesConfig(ProcessModelConfig):
+    """A sequence classifier, on the solution up to each step."""
+
+    kind: Literal["prefixes"] = "prefixes"
+
+
+FunctionReward = Annotated[RewardConfig | ProcessRewardConfig, Tagged()]
+RewardModel = Annotated[
+    OutcomeModelConfig | MarkedStepsConfig | MathShepherdConfig | RLHFlowConfig | PrefixesConfig, Tagged()
+]
 
 
 class OverlongBufferConfig(Section):
@@ -169,10 +205,10 @@ class OverlongBufferConfig(Section):
         if not self.penalty:
             return ()
         if self.tokens is None:
-            own = RewardConfig(function="overlong_share", kwargs={"share": self.share})
+            function, kwargs = "overlong_share", {"share": self.share}
         else:
-            own = RewardConfig(function="overlong", kwargs={"buffer_tokens": self.tokens})
-        return (own.model_copy(update={"name": "overlong", "weight": self.penalty}),)
+            function, kwargs = "overlong", {"buffer_tokens": self.tokens}
+        return (RewardConfig(name="overlong", function=function, kwargs=kwargs, weight=self.penalty),)
 
 
 class RewardTrialConfig(Section):
@@ -185,7 +221,7 @@ class RewardTrialConfig(Section):
 class SourceRewardsConfig(Section):
     """The rewards of one source, in place of those of `rewards`."""
 
-    functions: tuple[RewardConfig, ...] = ()
+    functions: tuple[FunctionReward, ...] = ()
     models: tuple[str, ...] = Field((), description="names of those of rewards.models that score this source")
     trial: RewardTrialConfig | None = None
 
@@ -193,8 +229,8 @@ class SourceRewardsConfig(Section):
 class RewardsConfig(Section):
     """The total reward: the sum of weight * reward over functions and models."""
 
-    functions: tuple[RewardConfig, ...] = (RewardConfig(function="math"),)
-    models: tuple[RewardModelConfig, ...] = Field((), description="reward models, each with its own workers")
+    functions: tuple[FunctionReward, ...] = (RewardConfig(function="math"),)
+    models: tuple[RewardModel, ...] = Field((), description="reward models, each with its own workers")
     by_source: dict[str, SourceRewardsConfig] = Field(
         {},
         description="rewards of single sources, by the name of the source, in place of the two keys above, "
@@ -245,21 +281,21 @@ class RewardsConfig(Section):
 
     def _of_names_and_kinds(self) -> Iterator[str]:
         functions = (*self.functions, *self.overlong_buffer.functions)
-        names = [r.name or r.function for r in functions] + [m.name for m in self.models]
+        names = [r.label for r in functions] + [m.name for m in self.models]
         if repeated(names):
             yield f"two rewards share a name: {names}; set `name` on each"
         if not (self.functions or self.models or self.by_source):
             yield "no functions and no models; configure at least one reward"
-        if [m.kind for m in self.models].count("process") + self._own_steps > 1:
-            yield "two models or functions of kind process, but a sample has a single list of steps; keep one"
+        if self._process_rewards > 1:
+            yield "two rewards of steps, but a sample has a single list of steps; keep one"
         if self.shuffle and self.scores_steps:
             yield (
-                "shuffle = true shuffles total rewards only, but a reward of kind process also gives step "
+                "shuffle = true shuffles total rewards only, but a reward of steps also gives step "
                 "rewards, which would stay unshuffled; remove one of them"
             )
 
     def _of_gates(self) -> Iterator[str]:
-        gates = {r.name or r.function: r.gate for r in self.functions} | {m.name: m.gate for m in self.models}
+        gates = {r.label: r.gate for r in self.functions} | {m.name: m.gate for m in self.models}
         for name in gates:
             path = [name]
             while (gate := gates[path[-1]]) is not None:
@@ -273,7 +309,7 @@ class RewardsConfig(Section):
                 path.append(gate)
 
     def _of_sources(self) -> Iterator[str]:
-        known, defined = {model.name for model in self.models}, dict[str, RewardConfig]()
+        known, defined = {model.name for model in self.models}, dict[str, FunctionConfig]()
         for source, own in self.by_source.items():
             if unknown := [name for name in own.models if name not in known]:
                 yield (
@@ -285,21 +321,22 @@ class RewardsConfig(Section):
             except ValidationError as error:
                 yield f"by_source.{source}: {error.errors()[0]['msg']}"
         for one in self.all_functions:
-            other = defined.setdefault(one.name or one.function, one)
+            other = defined.setdefault(one.label, one)
             if (one.function, one.kwargs) != (other.function, other.kwargs):
                 yield (
-                    f"by_source: reward {one.name or one.function} is not the same in all sources, but it is "
+                    f"by_source: reward {one.label} is not the same in all sources, but it is "
                     "one metric; set `name` on each"
                 )
 
     @property
     def scores_steps(self) -> bool:
         """Whether a model or a function rewards the steps of a completion."""
-        return self._own_steps > 0 or any(model.kind == "process" for model in self.models)
+        return self._process_rewards > 0
 
     @property
-    def _own_steps(self) -> int:
-        return sum(function.kind == "process" for function in self.functions)
+    def _process_rewards(self) -> int:
+        rewards = (*self.functions, *self.models)
+        return sum(isinstance(reward, ProcessRewardConfig | ProcessModelConfig) for reward in rewards)
 
     def of(self, source: str) -> RewardsConfig:
         """Return the rewards of the prompts of a source, with the overlong buffer as one of them."""
@@ -317,18 +354,18 @@ class RewardsConfig(Section):
         return {source: self.of(source) for source in ("", *self.by_source)}
 
     @property
-    def all_functions(self) -> tuple[RewardConfig, ...]:
+    def all_functions(self) -> tuple[FunctionConfig, ...]:
         """The functions of all sources."""
         return tuple(function for own in self.variants.values() for function in own.functions)
 
     @property
     def names(self) -> list[str]:
         """The names of all rewards, each once."""
-        functions = [function.name or function.function for function in self.all_functions]
+        functions = [function.label for function in self.all_functions]
         return list(dict.fromkeys([*functions, *(model.name for model in self.models)]))
 
     @property
     def weights(self) -> dict[str, float]:
         """The weight of each reward; of one that sources weigh differently, the last."""
-        functions = {f.name or f.function: f.weight for f in self.all_functions}
+        functions = {f.label: f.weight for f in self.all_functions}
         return functions | {model.name: model.weight for model in self.models}

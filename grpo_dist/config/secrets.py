@@ -54,7 +54,7 @@ _NOT_BEFORE = {
         "dropped end eos extra generated generation hidden image in input keep kv logprob lookahead max mean "
         "min ms n new num number of out output pad padded per prefill prompt queued reasoning response row "
         "sampled seq special speculative start step stop target text think thinking total train trained "
-        "truncated unexpected used valid vocab"
+        "truncated unexpected used valid verdict vocab"
     ),
     "pass": _set("backward each first forward last multi one per second single two"),
 }

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.config import DataConfig
+from grpo_dist.config.data import UserOrderConfig
 from grpo_dist.data.order import OrderState
 from grpo_dist.plugins.inputs import OrderInputs
 from grpo_dist.plugins.user_code import ORDER, call, call_in_time, load
@@ -78,7 +78,7 @@ class OwnOrder(Curriculum):
         self,
         prompts: Sequence[Prompt],
         per_batch: int,
-        data: DataConfig,
+        order: UserOrderConfig,
         code_paths: Sequence[str],
         *,
         seed: int,
@@ -89,7 +89,7 @@ class OwnOrder(Curriculum):
         the deadline of a call.
         """
         super().__init__([p.uid for p in prompts], per_batch, seed=seed, rates=rates)
-        self._prompts, self._name, self._kwargs = prompts, data.order, data.order_kwargs
+        self._prompts, self._name, self._kwargs = prompts, order.name, order.kwargs
         self._code_paths, self._limit_s = code_paths, limit_s
 
     def take(self, batch: int) -> list[int]:

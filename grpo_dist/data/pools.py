@@ -34,7 +34,7 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from grpo_dist.config import DataConfig, PoolsConfig
+from grpo_dist.config import DataConfig
 from grpo_dist.data.order import OrderState
 from grpo_dist.types import Group, Prompt, correctness
 
@@ -52,7 +52,8 @@ class PoolOrder:
         self,
         prompts: Sequence[Prompt],
         per_batch: int,
-        settings: PoolsConfig,
+        by: str,
+        half_life: float,
         *,
         seed: int,
         state: OrderState,
@@ -65,7 +66,7 @@ class PoolOrder:
             raise ValueError(
                 f"{per_batch} prompts a batch cannot be drawn from {len(prompts)} without repetition"
             )
-        pool_names = [pool_of(prompt, settings.by) for prompt in prompts]
+        pool_names = [pool_of(prompt, by) for prompt in prompts]
         self._names = sorted(set(pool_names))
         self._members = [np.flatnonzero(np.array(pool_names) == name) for name in self._names]
         self._pool = {
@@ -73,8 +74,8 @@ class PoolOrder:
         }
         self._index = {prompt.uid: i for i, prompt in enumerate(prompts)}
         self._uids = [prompt.uid for prompt in prompts]
-        self._per_batch, self._settings, self._seed = per_batch, settings, seed
-        self._keep = 0.5 ** (1.0 / settings.half_life)
+        self._per_batch, self._seed = per_batch, seed
+        self._keep = 0.5 ** (1.0 / half_life)
         # a row per pool: useful, useless; a row per prompt: right, wrong
         self._pools = np.array([state.pools.get(name, (0.0, 0.0)) for name in self._names], np.float64)
         self._prompts = np.zeros((len(prompts), 2))
@@ -211,17 +212,18 @@ def check_pools(data: DataConfig, prompts: Sequence[Prompt], names: Sequence[str
     Raises ValueError where a prompt has no pool, where sources share a pool by their name alone, and where
     `data.order: pools` has a single pool.
     """
-    if data.pools is None:
+    by = data.pools_by
+    if by is None:
         return
-    sizes = pool_sizes(prompts, data.pools.by)
-    if data.pools.by == "source" and (twice := [name for name, times in Counter(names).items() if times > 1]):
+    sizes = pool_sizes(prompts, by)
+    if by == "source" and (twice := [name for name, times in Counter(names).items() if times > 1]):
         raise ValueError(
             f"data.train: several sources have the name {twice[0]}, so they would be one pool of "
-            "`data.pools.by` = source; give each its own `name`"
+            "`data.pools` = source; give each its own `name`"
         )
-    if data.order == "pools" and len(sizes) < 2:
+    if data.order.name == "pools" and len(sizes) < 2:
         raise ValueError(
-            f"data.pools.by = {data.pools.by}: all {len(prompts)} prompts are in the pool "
+            f"data.pools = {by}: all {len(prompts)} prompts are in the pool "
             f"{next(iter(sizes))}, but `data.order` = pools chooses among two or more; divide them by "
             "another column, or into sources of different `name`, or set data.order to epochs"
         )
@@ -237,8 +239,8 @@ def pool_of(prompt: Prompt, by: str) -> str:
     if by not in prompt.columns:
         has = ", ".join(prompt.columns) or "none"
         raise ValueError(
-            f"data.pools.by = {by}: a prompt of source {prompt.source} has no such column; it has: {has}. "
-            "Add the column to `columns` of every source in `data.train`, or set data.pools.by to source"
+            f"data.pools = {by}: a prompt of source {prompt.source} has no such column; it has: {has}. "
+            "Add the column to `columns` of every source in `data.train`, or set data.pools to source"
         )
     return str(prompt.columns[by]).replace("/", "_")
 

@@ -6,8 +6,8 @@ launched, and returns those it did not sample when it is trained on:
     launched   takes 4 prompts and 12 spare ones: returned ones first, oldest first, then from the stream
     trained    returns the spare prompts that it did not sample
 
-Every prompt of an epoch is sampled once, but for those that `data.drop_solved` leaves out: their turns are
-passed over. With several batches in flight at the end of an epoch, one may start
+Every prompt of an epoch is sampled once, but for those that `data.order.drop_solved` leaves out: their turns
+are passed over. With several batches in flight at the end of an epoch, one may start
 the next epoch before another has returned prompts of this one. An order index is a position in the epochs.
 
 # Mixtures
@@ -23,7 +23,7 @@ each a permutation drawn from the seed.
 
 # Solved prompts
 
-Prompts that the policy solves are left out of all later epochs: `data.drop_solved`.
+Prompts that the policy solves are left out of all later epochs: `data.order.drop_solved`.
 
     drop_solved 0.9, 4 samples of each prompt; right samples of its group
     epoch 0    a 4   b 3   c 1   d 0
@@ -44,7 +44,7 @@ Tail batching: prompts with long answers share steps, so that few steps wait for
 
 The answers of a prompt have been about so long before: the expectation is the exponential mean over its
 groups, and the mean of the known prompts where it was not sampled yet. Every prompt of an epoch is drawn
-once. A window is `data.length_window` steps of the epoch's random permutation. So no prompt leaves its
+once. A window is `data.order.window` steps of the epoch's random permutation. So no prompt leaves its
 window, whatever its length, and over each window the mean length is that of random steps. Which step of the
 window gets the long prompts is drawn from the seed. Within a step the longest come first, so that none begins
 when the others end. Lengths are those of steps that are trained, so the order is a function of seed
@@ -204,9 +204,9 @@ class SolvedPrompts:
             return
         self._has_warned = True
         logger.warning(
-            "data.drop_solved = %g: %d of %d prompts are solved and left out; the other %d stay, solved or "
-            "not, since the steps in flight hold %d. The run continues with them; end it, or start one "
-            "with further prompts",
+            "data.order.drop_solved = %g: %d of %d prompts are solved and left out; the other %d stay, "
+            "solved or not, since the steps in flight hold %d. The run continues with them; end it, or "
+            "start one with further prompts",
             self._share, len(self._passed), len(self._prompts), len(self._prompts) - len(self._passed),
             self._keep,
         )  # fmt: skip

@@ -17,7 +17,7 @@ import numpy as np
 
 from grpo_dist.batch.rows import have_logprobs, sampled_logprobs
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
-from grpo_dist.config import MetricConfig, PoolsConfig, RewardsConfig
+from grpo_dist.config import MetricConfig, RewardsConfig
 from grpo_dist.config.environments import BudgetOutcome
 from grpo_dist.data.pools import pool_metrics
 from grpo_dist.loop.groups import ScoredGroup
@@ -32,7 +32,7 @@ ENDS = ("stop", *get_args(BudgetOutcome), "error")  # of an episode
 def rollout_metrics(
     groups: list[Group],
     version: int,
-    pools: PoolsConfig | None = None,
+    pools: str | None = None,
     settings: RewardsConfig | None = None,
 ) -> dict[str, float]:
     """Compute rewards, lengths, outcomes and staleness of the groups that a step sampled.
@@ -87,7 +87,7 @@ def rollout_metrics(
     if any(outcomes):
         metrics |= {f"outcome/{o}": float(outcomes[o]) for o in OUTCOMES}
     if pools is not None:
-        metrics |= pool_metrics(groups, pools.by)
+        metrics |= pool_metrics(groups, pools)
     return metrics | episode_metrics([r for r in rollouts if r.turns])
 
 

@@ -25,6 +25,7 @@ from functools import partial
 
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.config import Config, ReferenceConfig
+from grpo_dist.config.data import LengthOrderConfig, PassRateOrderConfig, PoolsOrderConfig, UserOrderConfig
 from grpo_dist.data.curriculum import Curriculum, OwnOrder
 from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
 from grpo_dist.data.pools import PoolOrder
@@ -291,20 +292,23 @@ def build_order(
         keep=admission.drawn,
         samples=config.batch.samples_per_prompt,
     )
-    if data.order == "length":
-        window = data.length_window or 8
+    if isinstance(data.order, LengthOrderConfig):
+        window = data.order.window
         return LengthOrder(
             prompts, taken, per_step=per_step, window=window, seed=seed, state=state, solved=solved
         )
-    if data.order == "pass_rate":
+    if isinstance(data.order, PassRateOrderConfig):
         return Curriculum([p.uid for p in prompts], admission.per_draw, seed=seed, rates=state.pass_rates)
-    if data.has_own_order:
-        user_order, limit_s = (data, config.code_paths), config.cluster.timeouts.own_code_s
+    if isinstance(data.order, UserOrderConfig):
+        user_order, limit_s = (data.order, config.code_paths), config.cluster.timeouts.own_code_s
         return OwnOrder(
             prompts, admission.per_draw, *user_order, seed=seed, rates=state.pass_rates, limit_s=limit_s
         )
-    if data.order == "pools" and data.pools is not None:
-        return PoolOrder(prompts, admission.per_draw, data.pools, seed=seed, state=state)
+    if isinstance(data.order, PoolsOrderConfig):
+        assert data.pools_by is not None
+        return PoolOrder(
+            prompts, admission.per_draw, data.pools_by, data.order.half_life, seed=seed, state=state
+        )
     if by_group or config.dynamic_sampling.enabled or data.weights or data.drop_solved is not None:
         return PromptStream(prompts, taken, seed=seed, state=state, weights=data.weights, solved=solved)
     return EpochOrder(len(prompts), per_step, seed=seed)

@@ -137,7 +137,7 @@ class Staging:
         with_signal = frozenset(chain.from_iterable(map(_groups_with_signal, updates)))
         tokens_recorded = tracking.samples and is_due(step + 1, tracking.token_values_every)
         values = values_of_rows(updates, tokens=tokens_recorded) if tracking.samples else None
-        metrics = rollout_metrics(batch.sampled, step, config.data.pools, config.rewards)
+        metrics = rollout_metrics(batch.sampled, step, config.data.pools_by, config.rewards)
         metrics |= distillation_metrics(batch.scored, with_signal)
         metrics |= sampling_cost(batch.groups, batch.discarded, with_signal)
         return Staged(

@@ -58,7 +58,7 @@ METRICS = (
            "groups whose rewards are all equal; with teachers: groups of which nothing is learned",
            "below 0.5; near 1: problems too easy or too hard (`data.order`, `dynamic_sampling`, other "
            "data)"),
-    Metric("data/left_out", "prompts", "count", "solved: later epochs leave them out (`data.drop_solved`)",
+    Metric("data/left_out", "prompts", "count", "solved: later epochs leave them out",
            "rises with the reward; a warning comes when the steps need the rest"),
     Metric("pool/<name>/share", "share", "of the groups", "groups of the step from this pool (`data.pools`)",
            "moves to pools with a pass rate near one half"),

@@ -45,7 +45,13 @@ from torch import Tensor, nn
 
 from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.chat.template import encode
-from grpo_dist.config import RewardModelConfig
+from grpo_dist.config.rewards import (
+    MarkedStepsConfig,
+    MathShepherdConfig,
+    ProcessModelConfig,
+    RewardModelConfig,
+    RLHFlowConfig,
+)
 from grpo_dist.errors import expanded
 from grpo_dist.rewards.group import ModelScores
 from grpo_dist.rewards.steps import REDUCE, decoded_length, split_steps, token_ends
@@ -83,20 +89,20 @@ def conversation(tokenizer: Any, problem: str, completion: str) -> ModelInput:
 
 
 def process_inputs(
-    settings: RewardModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+    settings: ProcessModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
-    """Return the rows that score ``steps`` of ``completion``, in `settings.format`.
+    """Return the rows that score ``steps`` of ``completion``, as `settings.kind` has it.
 
     All rows together have one score for each step, in order: one row with S positions, or S rows with none.
 
     Raises:
         ValueError: the tokenizer does not fit the format.
     """
-    return _FORMATS[settings.format](settings, tokenizer, problem, completion, steps)
+    return _INPUTS[settings.kind](settings, tokenizer, problem, completion, steps)
 
 
 def _classifier(
-    settings: RewardModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+    settings: MarkedStepsConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
     """Join the steps with marks.
 
@@ -114,7 +120,7 @@ def _classifier(
 
 
 def _qwen(
-    settings: RewardModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+    settings: MarkedStepsConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
     mark = _mark(settings)
     # A completion that writes the mark itself would have more scores than steps.
@@ -130,7 +136,7 @@ def _qwen(
 
 
 def _math_shepherd(
-    settings: RewardModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+    settings: MathShepherdConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
     """Number the steps, as in the model's training data, and read at our marks alone: ки is also a part of
     Russian words.
@@ -145,7 +151,7 @@ def _math_shepherd(
 
 
 def _rlhflow(
-    settings: RewardModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+    settings: ProcessModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
     """Render the whole conversation once: a causal model's score of a step does not see what follows, so it
     is that of the conversation up to the step.
@@ -167,7 +173,7 @@ def _rlhflow(
 
 
 def _skywork(
-    settings: RewardModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+    settings: MarkedStepsConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
     ids = encode(f"{tokenizer.bos_token or ''}{problem}\n", tokenizer)
     mark = encode(_mark(settings), tokenizer)[-1:]
@@ -175,14 +181,14 @@ def _skywork(
 
 
 def _prefixes(
-    settings: RewardModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+    settings: ProcessModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
     """The last prefix is the whole completion, so its score is that of `kind: outcome`."""
     prefixes = [completion[:end].rstrip() for _, end in steps[:-1]]
     return [conversation(tokenizer, problem, text) for text in (*prefixes, completion)]
 
 
-_FORMATS: dict[str, Callable[[RewardModelConfig, Any, str, str, Steps], list[ModelInput]]] = {
+_INPUTS: dict[str, Callable[[Any, Any, str, str, Steps], list[ModelInput]]] = {
     "classifier": _classifier,
     "qwen": _qwen,
     "math_shepherd": _math_shepherd,
@@ -192,11 +198,12 @@ _FORMATS: dict[str, Callable[[RewardModelConfig, Any, str, str, Steps], list[Mod
 }
 
 
-def check_inputs(settings: RewardModelConfig, tokenizer: Any) -> None:
-    """Raise ValueError where ``tokenizer`` cannot write the format of a process model."""
-    if settings.format == "qwen" and len(encode(_mark(settings), tokenizer)) != 1:
+def check_inputs(settings: ProcessModelConfig, tokenizer: Any) -> None:
+    """Raise ValueError where ``tokenizer`` cannot write the inputs of a process model."""
+    is_qwen = isinstance(settings, MarkedStepsConfig) and settings.kind == "qwen"
+    if is_qwen and len(encode(_mark(settings), tokenizer)) != 1:
         raise ValueError(f"its tokenizer has no single token {_mark(settings)!r}; set step_mark to its own")
-    if settings.format in ("qwen", "rlhflow") and not getattr(tokenizer, "chat_template", None):
+    if settings.kind in ("qwen", "rlhflow") and not getattr(tokenizer, "chat_template", None):
         raise ValueError("its tokenizer has no chat template; use the model's own tokenizer")
     steps = [("a", 3), ("b", 4)]
     rows = process_inputs(settings, tokenizer, "1+1", "a\n\nb", steps)
@@ -204,8 +211,8 @@ def check_inputs(settings: RewardModelConfig, tokenizer: Any) -> None:
         raise ValueError("its tokenizer does not keep the marks of steps apart; set step_mark")
 
 
-def _mark(settings: RewardModelConfig) -> str:
-    return STEP_MARKS[settings.format] if settings.step_mark is None else settings.step_mark
+def _mark(settings: MarkedStepsConfig | MathShepherdConfig) -> str:
+    return STEP_MARKS[settings.kind] if settings.step_mark is None else settings.step_mark
 
 
 def _joined(head: list[int], steps: Sequence[list[int]], mark: list[int]) -> ModelInput:
@@ -242,16 +249,19 @@ class StepHead(nn.Module):
 
 
 def load_with_head(
-    settings: RewardModelConfig, source: str, tokenizer: Any, dtype: torch.dtype
+    settings: MarkedStepsConfig | MathShepherdConfig | RLHFlowConfig,
+    source: str,
+    tokenizer: Any,
+    dtype: torch.dtype,
 ) -> tuple[Any, StepHead]:
-    """Return the decoder, whose output has ``last_hidden_state``, and the head of `settings.format`.
+    """Return the decoder, whose output has ``last_hidden_state``, and the head of `settings.kind`.
 
     Raises:
         ValueError: weights of the decoder or the head are missing or of another shape.
     """
     from transformers import AutoModel, AutoModelForCausalLM  # heavy: only for runs with reward models
 
-    of_verdicts = settings.format in ("math_shepherd", "rlhflow")
+    of_verdicts = settings.kind in ("math_shepherd", "rlhflow")
     auto = AutoModelForCausalLM if of_verdicts else AutoModel
     # Never the code that ships with the model: its decoder is the plain one, and the head is made here.
     model, info = auto.from_pretrained(
@@ -261,7 +271,7 @@ def load_with_head(
         raise ValueError(
             f"rewards.models {settings.name}: path = {settings.path} has no weights for "
             f"{', '.join(sorted(info['missing_keys'])[:3])}; expected a trained model of format "
-            f"{settings.format}"
+            f"{settings.kind}"
         )
     if not of_verdicts:
         return model, _own_head(settings, source, model.config.get_text_config().hidden_size)
@@ -280,7 +290,7 @@ def load_with_head(
     return model.base_model, StepHead(layers, good=0, transform=verdict_transform(model.config))
 
 
-def verdict_ids(settings: RewardModelConfig, tokenizer: Any) -> list[int]:
+def verdict_ids(settings: MathShepherdConfig | RLHFlowConfig, tokenizer: Any) -> list[int]:
     """Return the token ids of the good and the bad verdict.
 
     Raises ValueError where they are not two known tokens.
@@ -333,20 +343,20 @@ def verdict_transform(config: Any) -> LogitTransform:
 
 def _own_head(settings: RewardModelConfig, source: str, hidden: int) -> StepHead:
     layers: nn.Module = nn.Linear(hidden, 1)
-    if settings.format == "qwen":
+    if settings.kind == "qwen":
         layers = nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 2))
-    prefix = _PREFIXES[settings.format]
+    prefix = _PREFIXES[settings.kind]
     wanted = list(layers.state_dict())
     tensors = _tensors(settings, source, [prefix + name for name in wanted])
     try:
         layers.load_state_dict({name: tensors[prefix + name].float() for name in wanted})
     except (KeyError, RuntimeError) as error:
         raise ValueError(
-            f"rewards.models {settings.name}: path = {settings.path} has no head of format {settings.format} "
+            f"rewards.models {settings.name}: path = {settings.path} has no head of kind {settings.kind} "
             f"({error}); expected weights {', '.join(prefix + name for name in wanted)} for hidden size "
-            f"{hidden}; use another model or format"
+            f"{hidden}; use another model or kind"
         ) from error
-    return StepHead(layers, good=1 if settings.format == "qwen" else None)
+    return StepHead(layers, good=1 if settings.kind == "qwen" else None)
 
 
 def _tensors(settings: RewardModelConfig, source: str, names: Sequence[str]) -> dict[str, Tensor]:
@@ -402,7 +412,7 @@ class Classifier:
         self._tokenizer = _load_tokenizer(settings)
         dtype = resolve_dtype(settings.dtype, device)
         self._head: StepHead | None = None
-        if settings.kind == "process" and settings.format in _OWN_HEADS:
+        if settings.kind in _OWN_HEADS:
             model, head = load_with_head(settings, _source(settings), self._tokenizer, dtype)
             self._head = head.to(self._device).eval().requires_grad_(False)
         else:
@@ -437,7 +447,7 @@ class Classifier:
             completions: G texts.
             token_ids: of each, by ``policy_tokenizer``; used by process models only.
         """
-        if self._settings.kind == "outcome":
+        if not isinstance(self._settings, ProcessModelConfig):
             scores = self.scores([conversation(self._tokenizer, problem, text) for text in completions])
             return ModelScores(np.array([s[0] for s in scores], dtype=np.float32))
         steps = [split_steps(text, self._settings.step_separator) for text in completions]
@@ -544,23 +554,21 @@ def check_model(settings: RewardModelConfig) -> None:
 
 
 def _check_format(settings: RewardModelConfig, config: Any, tokenizer: Any) -> None:
-    """Raise ValueError for a model that is not of `settings.kind` and `settings.format`."""
-    process = settings.kind == "process"
+    """Raise ValueError for a model that is not of `settings.kind`."""
     check_split(config, settings.tensor_parallel_size)
-    if process:
+    if isinstance(settings, ProcessModelConfig):
         check_inputs(settings, tokenizer)
-    if process and settings.format in ("math_shepherd", "rlhflow"):
+    if isinstance(settings, MathShepherdConfig | RLHFlowConfig):
         verdict_transform(config)
         verdict_ids(settings, tokenizer)
-    head = _HEADS[settings.format if process else "outcome"]
+    head = _HEADS[settings.kind]
     if head is None:
         return  # the architecture's name is the model's own; its head is looked for when it is loaded
     architectures = config.architectures or []
     if not settings.trust_remote_code and not any(name.endswith(head) for name in architectures):
         raise ValueError(
-            f"its architecture is {', '.join(architectures) or 'unknown'}, but kind {settings.kind}"
-            f"{f' of format {settings.format}' if process else ''} needs one of ...{head}; use another "
-            "model, kind or format"
+            f"its architecture is {', '.join(architectures) or 'unknown'}, but kind {settings.kind} "
+            f"needs one of ...{head}; use another model or kind"
         )
     if head != "ForCausalLM" and config.num_labels not in (1, 2):
         raise ValueError(
@@ -572,7 +580,7 @@ def _load_model(settings: RewardModelConfig, dtype: torch.dtype) -> Any:
     # heavy, as in `check_model`
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-    of_rows = settings.kind == "outcome" or settings.format == "prefixes"
+    of_rows = settings.kind in ("outcome", "prefixes")
     auto = AutoModelForSequenceClassification if of_rows else AutoModelForTokenClassification
     model, info = auto.from_pretrained(
         _source(settings), revision=settings.revision, dtype=dtype,

@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_dist.config import GatedConfig, RewardConfig, RewardsConfig
+from grpo_dist.config import GatedConfig, RewardsConfig
+from grpo_dist.config.rewards import FunctionConfig, ProcessRewardConfig
 from grpo_dist.config.secrets import masked_text, shown_value
 from grpo_dist.errors import expanded
 from grpo_dist.plugins.user_code import REWARD, OwnPiece, code_files, registered, resolve_target
@@ -77,10 +78,10 @@ def reward_specs(settings: RewardsConfig) -> list[RewardSpec]:
     """Read `rewards.functions` of the configuration, and what `rewards.overlong_buffer` adds to them."""
     return [
         RewardSpec(
-            make_term(r.name or r.function, r),
+            make_term(r.label, r),
             _target(r.function),
             r.kwargs,
-            StepSettings(r.step_separator, r.reduce) if r.kind == "process" else None,
+            StepSettings(r.step_separator, r.reduce) if isinstance(r, ProcessRewardConfig) else None,
         )
         for r in settings.of("").functions
     ]
@@ -118,7 +119,7 @@ def placed(settings: RewardsConfig) -> RewardsConfig:
     return settings.model_copy(update={"functions": functions, "by_source": by_source})
 
 
-def _placed(reward: RewardConfig) -> RewardConfig:
+def _placed(reward: FunctionConfig) -> FunctionConfig:
     if reward.function != "judge" or not isinstance(path := reward.kwargs.get("cache_path"), str):
         return reward
     kwargs = reward.kwargs | {"cache_path": str(expanded(path).absolute())}

@@ -59,7 +59,7 @@ _KWARGS = {
     ADVANTAGE: "algorithm.advantage.kwargs", LOSS: "algorithm.loss.kwargs",
     KL: "algorithm.kl.estimator.kwargs", AGGREGATION: "algorithm.aggregation.kwargs",
     METRIC: "tracking.metrics.N.kwargs",
-    SINK: "tracking.sinks.N.kwargs", ORDER: "data.order_kwargs", ROLLOUT: "rollout.function_kwargs",
+    SINK: "tracking.sinks.N.kwargs", ORDER: "data.order.kwargs", ROLLOUT: "rollout.function_kwargs",
 }  # fmt: skip
 _INPUTS: dict[Kind, type[Any]] = {
     ADVANTAGE: AdvantageInputs, LOSS: PolicyLossInputs, KL: KLInputs, AGGREGATION: AggregationInputs,

@@ -101,9 +101,9 @@ def _find_error(run: Run) -> str | None:
     drops = config.data.drop_solved is not None
     drawn_singly = config.dynamic_sampling.enabled or config.batch.order.name == "completion"
     of_a_stream = drawn_singly or config.data.weights or drops
-    if config.data.order == "length" or (config.data.order == "epochs" and of_a_stream):
+    if config.data.order.name == "length" or (config.data.order.name == "epochs" and of_a_stream):
         expected_counts = _expected_counts(run)
-    elif config.data.order == "epochs":
+    elif config.data.order.name == "epochs":
         expected_uids = partial(
             _expected_uids, [prompt.uid for prompt in run.inputs.prompts], config.batch, config.seed
         )

@@ -108,8 +108,8 @@ def check_prompts(start: Start) -> str:
         raise CheckSkipped(f"the {'data' if start.rows is None else 'model'} cannot be read")
     config = start.config
     found = start.inputs = build_inputs(config, start.model_dir, *start.rows, start.say)
-    if (pools := config.data.pools) is not None:
-        sizes = pool_sizes(found.prompts, pools.by)
+    if (by := config.data.pools_by) is not None:
+        sizes = pool_sizes(found.prompts, by)
         start.say("pools: " + ", ".join(f"{name} {size}" for name, size in sizes.items()))
     first = found.prompts[0]
     text = load_tokenizer(found.model_dir, config.model.trust_remote_code).decode(first.token_ids)

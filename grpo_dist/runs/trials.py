@@ -238,7 +238,7 @@ def try_rewards(
     """
     # Functions that a reward model or the environment gates are scored without their gate.
     absent = [model.name for model in rewards.models]
-    absent += [f.name or f.function for f in rewards.functions if f.function == ENVIRONMENT]
+    absent += [f.label for f in rewards.functions if f.function == ENVIRONMENT]
     functions = tuple(
         f.model_copy(update={"gate": None}) if f.gate in absent else f
         for f in rewards.functions

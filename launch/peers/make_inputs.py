@@ -56,10 +56,10 @@ def main() -> None:
 
 def _check_order(data: DataConfig) -> None:
     """Raise ValueError for an order of prompts that depends on what was sampled, or on the sources."""
-    if data.order != "epochs":
+    if data.order.name != "epochs":
         raise ValueError(
-            f"data.order = {data.order}: the peer takes the prompts of each step as written, before anything "
-            "is sampled; use epochs"
+            f"data.order = {data.order.name}: the peer takes the prompts of each step as written, before "
+            "anything is sampled; use epochs"
         )
     if weighted := next((source for source in data.train if source.weight is not None), None):
         raise ValueError(

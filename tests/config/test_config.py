@@ -252,7 +252,7 @@ def test_a_dotted_key_of_a_file_is_refused_with_the_nested_form(base):
     ("overrides", "words"),
     [
         (
-            ["rewards.models=[{name: steps, path: m, kind: process}]"],
+            ["rewards.models=[{name: steps, path: m, kind: classifier}]"],
             ["steps of a single completion", "remove it"],
         ),
         (

@@ -8,7 +8,7 @@ from tests.support import fakes
 OWN, REFERENCE = {"name": "large", "model": "/elsewhere"}, {"name": "self", "model": "reference"}
 WITHOUT_REWARDS = {"teachers": [OWN], "reward_coef": 0}
 WHITENED = {"advantage": "reinforce_pp", "kl": {"coef": 0.1, "in_reward": True}}
-POOLS = {"train": [{"path": "demo:add3"}], "order": "pools", "pools": {"by": "source"}}
+POOLS = {"train": [{"path": "demo:add3"}], "order": "pools"}
 SHOWN = {"data": "shown.jsonl", "rows_per_step": 4}
 
 

@@ -1,9 +1,10 @@
 """Configuration errors name keys and allowed values of the file, never the validator's notation."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from grpo_dist.config import Config
-from grpo_dist.config.files import ConfigError, checked
+from grpo_dist.config.files import ConfigError, checked, set_from_text, validated
 
 GOOD = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "x"}]}}
 
@@ -65,3 +66,42 @@ def test_all_contradictions_are_in_one_message():
     for key in ("batch.prompts_per_step", "algorithm.advantage.k", "bench.lengths.tokens"):
         assert text.count(f"`{key}` ") == 1
     assert "`model.path` = sft, `sft` = null: needs an `sft` section" in text
+
+
+TWO = {"rewards": {"functions": [{"function": "math"}, {"function": "judge"}]}}
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        # An argument of a function, written beside it
+        ("rewards.functions.1.url", "an argument of the function is `rewards.functions.1.kwargs.url`"),
+        ("rewards.functions.1.model", "`rewards.functions.1.kwargs.model`"),
+        ("rewards.functions.1.path", "`rewards.functions.1.kwargs.path`"),
+        ("rewards.functions.1.model_path", "`rewards.functions.1.kwargs.model_path`"),
+        ("rewards.functions.1.timeout_s", "`rewards.functions.1.kwargs.timeout_s`"),
+        ("rewards.functions.0.tokens", "`rewards.functions.0.kwargs.tokens`"),
+        ("tracking.sinks=[{function: 'a:f', url: 1}]", "`tracking.sinks.0.kwargs.url`"),
+        ("data.order={name: 'a:f', level: 1}", "`data.order.kwargs.level`"),
+        ("algorithm.loss={name: 'a:f', shift: 1}", "`algorithm.loss.kwargs.shift`"),
+        # A misspelt key, and a key of another member
+        ("rewards.functions.1.wieght", "did you mean `rewards.functions.1.weight`?"),
+        ("rewards.functions.1.reduce", "functions outcome has no such setting; it takes weight, gate,"),
+        ("data.order.half_life", "order epochs has no such setting; it takes drop_solved; pools has it"),
+        # A thing of another section
+        ("rewards.url", "`rewards.functions: [{function: remote, kwargs: {url: ...}}]`"),
+        ("rewards.models=[{name: m, path: p, url: 1}]", "`rewards.models.0.url`; a model behind an address"),
+        ("data.train.0.url", "a file, directory or hub id is `data.train.0.path`"),
+        # A word that many sections have
+        ("rollout.path", "known here: num_workers, max_workers,"),
+        ("tracking.url", "known here: console, tensorboard,"),
+        ("evaluation.name", "known here: every, before,"),
+        ("policy.lr", "did you mean `policy.optimizer.lr`?"),
+    ],
+)
+def test_a_wrong_guess_is_answered_with_the_right_key_or_those_of_its_section(override, answer):
+    tree = OmegaConf.create(GOOD | TWO)
+    set_from_text(tree, override if "=" in override else f"{override}=1")
+    with pytest.raises(ConfigError) as refusal:
+        validated(tree, "run.yaml", Config)
+    assert answer in str(refusal.value)

@@ -115,6 +115,7 @@ def test_no_framework_has_one_name_in_two_rows():
         ("ref.num_nodes=2", ["did you mean `reference.num_workers`?"]),
         ("rewards.functions=[{function: math, url: u}]", ["`rewards.functions.0.kwargs.url`"]),
         ("health.garbage_above=0.5", ["an earlier version had it; write `health.degenerate_above`"]),
+        ("data.drop_solved=0.9", ["an earlier version had it; write `data.order: {drop_solved: 0.9}`"]),
         ("sampling.stop_strings=[a]", ["did you mean `sampling.stop`?"]),
         # A misspelt key of ours is still answered by its spelling.
         ("algorithm.clip_hihg=0.3", ["did you mean `algorithm.loss.clip_high`?"]),

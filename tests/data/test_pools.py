@@ -10,8 +10,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from grpo_dist.config import DataConfig, PoolsConfig
-from grpo_dist.config.files import ConfigError, load_config
+from grpo_dist.config import DataConfig
 from grpo_dist.data.order import OrderState
 from grpo_dist.data.pools import PoolOrder, RewardScale, check_pools, pool_metrics, pool_of, pool_sizes
 from grpo_dist.data.readers import source_name
@@ -29,8 +28,7 @@ def prompts(count=60, names=tuple(RATES)):
 
 
 def order(own, per_batch=6, *, half_life=10.0, seed=0, state=None, by="source"):
-    settings = PoolsConfig(by=by, half_life=half_life)
-    return PoolOrder(own, per_batch, settings, seed=seed, state=state or OrderState())
+    return PoolOrder(own, per_batch, by, half_life, seed=seed, state=state or OrderState())
 
 
 def outcome(prompt, right, scored=8):
@@ -150,9 +148,9 @@ def test_the_state_of_an_older_checkpoint_with_one_range_for_all_sources_is_read
 @pytest.mark.parametrize(
     ("train", "settings", "said"),
     [
-        ([{"path": "reasoning_gym:chain_sum", "kwargs": {"max_terms": n}} for n in (2, 6)], {},
+        ([{"path": "reasoning_gym:chain_sum", "kwargs": {"max_terms": n}} for n in (2, 6)], None,
          "several sources have the name chain_sum"),
-        ([{"path": "demo:add3"}], {}, r"all 4 prompts are in the pool math, .*different `name`"),
+        ([{"path": "demo:add3"}], None, r"all 4 prompts are in the pool math, .*different `name`"),
     ],
 )  # fmt: skip
 def test_a_single_pool_is_refused_and_so_are_sources_that_would_share_one(train, settings, said):
@@ -226,7 +224,7 @@ def test_a_draw_repeats_has_no_prompt_twice_and_survives_the_files_of_a_checkpoi
 def test_pools_by_a_column():
     own = [replace(p, columns={"difficulty": i % 2}) for i, p in enumerate(fakes.prompts(5))]
     assert pool_sizes(own, "difficulty") == {"0": 3, "1": 2}
-    with pytest.raises(ValueError, match=r"data.pools.by = level: .* it has: difficulty. Add the column"):
+    with pytest.raises(ValueError, match=r"data.pools = level: .* it has: difficulty. Add the column"):
         pool_of(own[0], "level")
 
 
@@ -238,13 +236,6 @@ def test_metrics_of_each_pool():
     assert found["pool/easy/tokens"] == 8.0
 
 
-def test_pools_without_their_section_are_refused(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text('{model: {path: "demo:tiny"}, data: {train: [{path: "demo:add3"}], order: pools}}')
-    with pytest.raises(ConfigError, match=r"`data.order` = pools, `data.pools` = null: needs pools"):
-        load_config(str(path), [])
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_the_loop_draws_by_pools_alike_with_any_timing_and_across_a_resume(staleness, dynamic):
@@ -254,7 +245,7 @@ def test_the_loop_draws_by_pools_alike_with_any_timing_and_across_a_resume(stale
         max_staleness=staleness,
         checkpoint={"every": 6},
         batch={"prompts_per_step": 4, "samples_per_prompt": 4},
-        data={"train": [{"path": "demo:add3"}], "order": "pools", "pools": {"by": "source"}},
+        data={"train": [{"path": "demo:add3"}], "order": "pools"},
         **({"dynamic_sampling": {"enabled": True, "max_extra_prompts": 8}} if dynamic else {}),
     )
     worlds = []

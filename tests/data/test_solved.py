@@ -86,9 +86,9 @@ def test_as_many_stay_as_the_steps_on_their_way_hold_and_one_warning_names_them(
     own.observe([of(i, 4) for i in range(2, 5)])
     assert own.passed == {"p0": 0, "p1": 0}
     assert [record.getMessage() for record in caplog.records if record.name == "grpo_dist"] == [
-        "data.drop_solved = 0.9: 2 of 5 prompts are solved and left out; the other 3 stay, solved or not, "
-        "since the steps in flight hold 3. The run continues with them; end it, or start one with further "
-        "prompts"
+        "data.order.drop_solved = 0.9: 2 of 5 prompts are solved and left out; the other 3 stay, solved or "
+        "not, since the steps in flight hold 3. The run continues with them; end it, or start one with "
+        "further prompts"
     ]  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def test_a_run_draws_what_is_solved_no_more_counts_it_and_resumes_the_same(order
     """16 prompts, 4 a step: after two epochs, 8 steps, the 8 even ones are solved; the others stay."""
     config = fakes.config(
         steps=16, max_staleness=staleness, checkpoint={"every": 4},
-        data={"train": DEMO, "order": order, "drop_solved": 0.9},
+        data={"train": DEMO, "order": {"name": order, "drop_solved": 0.9}},
     )  # fmt: skip
     whole = Learner()
     train(whole, config)
@@ -227,7 +227,7 @@ def test_a_run_draws_what_is_solved_no_more_counts_it_and_resumes_the_same(order
 )
 def test_groups_done_first_and_replaced_ones_leave_their_prompts_out_too(settings):
     config = fakes.config(
-        steps=24, checkpoint={"every": 24}, data={"train": DEMO, "drop_solved": 0.9}, **settings
+        steps=24, checkpoint={"every": 24}, data={"train": DEMO, "order": {"drop_solved": 0.9}}, **settings
     )
     world = Learner()
     train(world, config, count=40)
@@ -241,11 +241,11 @@ def test_groups_done_first_and_replaced_ones_leave_their_prompts_out_too(setting
 
 
 def test_a_run_whose_prompts_are_all_solved_continues_with_as_many_as_its_steps_need(caplog):
-    config = fakes.config(steps=12, max_staleness=1, data={"train": DEMO, "drop_solved": 0.1})
+    config = fakes.config(steps=12, max_staleness=1, data={"train": DEMO, "order": {"drop_solved": 0.1}})
     train(fakes_all_right := fakes.World(), config, count=20)
     assert len(fakes_all_right.updates) == 12
     assert fakes_all_right.logged[12]["data/left_out"] == 12  # 8 of 20 are on their way
-    assert sum("data.drop_solved = 0.1: 12 of 20" in record.getMessage() for record in caplog.records) == 1
+    assert caplog.text.count("data.order.drop_solved = 0.1: 12 of 20") == 1
 
 
 # --- settings
@@ -254,24 +254,24 @@ def test_a_run_whose_prompts_are_all_solved_continues_with_as_many_as_its_steps_
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"order": "pass_rate"}, "order = pass_rate draws by its own rule, without epochs"),
+        ({"order": {"name": "pass_rate", "drop_solved": 0.9}}, "order.pass_rate.drop_solved"),
         ({"train": [{"path": "demo:add3", "weight": 2.0}]}, "could not give their shares"),
-        ({"drop_solved": 0.0}, "drop_solved"),
-        ({"drop_solved": 1.5}, "drop_solved"),
+        ({"order": {"drop_solved": 0.0}}, "drop_solved"),
+        ({"order": {"drop_solved": 1.5}}, "drop_solved"),
     ],
 )
 def test_settings_without_epochs_and_impossible_shares_are_refused(data, message):
-    base = {"train": DEMO, "drop_solved": 0.9}
+    base = {"train": DEMO, "order": {"drop_solved": 0.9}}
     with pytest.raises(ValidationError, match=message):
         Config.model_validate({"model": {"path": "m"}, "data": base | data})
 
 
 def test_a_control_with_shuffled_rewards_is_refused():
-    config = fakes.config(data={"train": DEMO, "drop_solved": 0.9})
+    config = fakes.config(data={"train": DEMO, "order": {"drop_solved": 0.9}})
     shuffled_rewards = config.model_copy(
         update={"rewards": config.rewards.model_copy(update={"shuffle": True})}
     )
-    assert [m for m in contradictions(shuffled_rewards) if "`data.drop_solved`" in m]
+    assert [m for m in contradictions(shuffled_rewards) if "`data.order.drop_solved`" in m]
     assert not [m for m in contradictions(config) if "drop_solved" in m]
 
 
@@ -382,7 +382,7 @@ def test_a_state_continues_the_same_order_and_returned_prompts_come_next():
 def test_a_run_by_length_depends_neither_on_timing_nor_on_a_restart(staleness):
     config = fakes.config(
         steps=20, max_staleness=staleness, checkpoint={"every": 10},
-        data={"train": DEMO, "order": "length", "length_window": 3},
+        data={"train": DEMO, "order": {"name": "length", "window": 3}},
     )  # fmt: skip
     worlds = []
     for jitter, start in ((True, 0), (False, 0), (True, 10)):
@@ -399,9 +399,3 @@ def test_a_run_by_length_depends_neither_on_timing_nor_on_a_restart(staleness):
     trained = 20 * config.batch.prompts_per_step
     assert sum(counts.values()) == trained and max(counts.values()) - min(counts.values()) <= 1
     assert set(worlds[0].saved[20].pipeline.order.lengths) == set(counts)
-
-
-def test_a_window_without_the_order_is_refused():
-    base = {"model": {"path": "m"}}
-    with pytest.raises(ValidationError, match="length_window = 4 is of order length, but order = epochs"):
-        Config.model_validate(base | {"data": {"train": DEMO, "length_window": 4}})

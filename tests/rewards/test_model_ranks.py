@@ -11,7 +11,6 @@ import numpy as np
 import psutil
 import pytest
 
-from grpo_dist.config import RewardModelConfig
 from grpo_dist.rewards.models import Classifier, check_model
 from tests.support import reward_models
 from tests.support.patience import HANG_S
@@ -24,12 +23,12 @@ _SPLIT = """
 import json, sys
 import numpy as np
 from torch.distributed import destroy_process_group
-from grpo_dist.config import RewardModelConfig
 from grpo_dist.rewards.model_ranks import load_classifier
 from tests.rewards.test_model_ranks import scored
+from tests.support.reward_models import model_settings
 
 for line in sys.stdin:
-    model = load_classifier(RewardModelConfig(tensor_parallel_size=2, **json.loads(line)))
+    model = load_classifier(model_settings(tensor_parallel_size=2, **json.loads(line)))
     for _ in range(2):  # ranks take more than one call
         found = scored(model)
     print(json.dumps(found), flush=True)
@@ -92,12 +91,12 @@ def start(*arguments):
 
 
 def settings_of_all(directory):
-    for kind in ("outcome", "process"):
+    for kind in ("outcome", "classifier"):
         path = reward_models.random(directory / kind, kind)
         yield {"name": kind, "path": path, "kind": kind}
     for name, make in MADE.items():
         make(directory / name)
-        yield {"name": name, "path": str(directory / name), "kind": "process", "format": name}
+        yield {"name": name, "path": str(directory / name), "kind": name}
 
 
 @pytest.mark.machine
@@ -109,8 +108,8 @@ def test_two_processes_score_as_one_in_every_format(tmp_path):
     answers, _ = process.communicate("".join(json.dumps(own) + "\n" for own in every), timeout=HANG_S)
     assert process.returncode == 0
     for own, line in zip(every, answers.splitlines(), strict=True):
-        check_model(RewardModelConfig(tensor_parallel_size=2, **own))
-        rewards, steps = scored(Classifier(RewardModelConfig(**own)))
+        check_model(reward_models.model_settings(tensor_parallel_size=2, **own))
+        rewards, steps = scored(Classifier(reward_models.model_settings(**own)))
         ours, our_steps = json.loads(line)
         np.testing.assert_allclose(ours, rewards, rtol=0, atol=1e-5, err_msg=own["name"])
         assert len(set(np.round(rewards, 4))) == len(TEXTS)  # the samples differ by far more
@@ -153,7 +152,7 @@ def test_a_model_that_cannot_be_split_is_refused_before_a_run(tmp_path, changes,
         plain = BertConfig(architectures=["BertForSequenceClassification"], num_labels=1)
         plain.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
-        check_model(RewardModelConfig(name="m", path=path, **changes))
+        check_model(reward_models.model_settings(path, **changes))
 
 
 @pytest.mark.parametrize(
@@ -165,4 +164,4 @@ def test_a_model_that_cannot_be_split_is_refused_before_a_run(tmp_path, changes,
 )
 def test_settings_that_contradict_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        RewardModelConfig(name="m", path="p", **changes)
+        reward_models.model_settings("p", **changes)

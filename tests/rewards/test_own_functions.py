@@ -8,7 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from actors.workers.reward import PolicyTokenizer, RewardWorker
-from grpo_dist.config import RewardConfig, RewardsConfig
+from grpo_dist.config import RewardsConfig
+from grpo_dist.config.rewards import ProcessRewardConfig
 from grpo_dist.rewards import child
 from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.rewards.functions import StepSettings
@@ -275,18 +276,14 @@ def test_the_configuration_selects_which_function_scores_steps(code):
     assert settings.scores_steps
     assert [s.steps for s in reward_specs(settings)] == [StepSettings("\n\n", "last")]
     check_rewards(settings, max_new_tokens=10)
-    wrong = settings.model_copy(
-        update={"functions": (RewardConfig(function="own_rewards:nosy", kind="process"),)}
-    )
+    wrong = settings.model_copy(update={"functions": (ProcessRewardConfig(function="own_rewards:nosy"),)})
     with pytest.raises(ValueError, match=r"expected a parameter `steps`.*it has completion, finish_reason"):
         check_rewards(wrong, max_new_tokens=10)
     with pytest.raises(ValueError, match="built-in reward math scores no steps"):
-        RewardConfig(function="math", kind="process")
-    with pytest.raises(ValueError, match="reduce: settings of kind process"):
-        RewardConfig(function="a:b", reduce="mean")
-    with pytest.raises(ValueError, match="two models or functions of kind process"):
+        ProcessRewardConfig(function="math")
+    with pytest.raises(ValueError, match="two rewards of steps"):
         RewardsConfig.model_validate(
-            {"functions": [function], "models": [{"name": "m", "path": "p", "kind": "process"}]}
+            {"functions": [function], "models": [{"name": "m", "path": "p", "kind": "classifier"}]}
         )
 
 

@@ -5,10 +5,12 @@ a plain forward pass in the layout of the model's card, one row at a time.
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
-from grpo_dist.config import RewardModelConfig
+from grpo_dist.config import Config
+from grpo_dist.config.files import ConfigError, checked
 from grpo_dist.demo.tokenizer import END
 from grpo_dist.rewards.models import QWEN_SYSTEM_PROMPT, Classifier, check_model, process_inputs
 from tests.support import reward_models
@@ -29,7 +31,7 @@ STEPS = [["one", "two", "so 2"], ["2"], ["a", "b"]]
 
 
 def settings(path, of_format, **more):
-    return RewardModelConfig(name="steps", path=str(path), kind="process", format=of_format, **more)
+    return reward_models.model_settings(path, of_format, name="steps", **more)
 
 
 def scored(path, of_format, texts=TEXTS, **more):
@@ -126,7 +128,7 @@ def test_a_sequence_classifier_scores_the_solution_up_to_each_step(tmp_path):
     scores = scored(path, "prefixes")
     agrees(scores, expected)
     ids = [np.arange(len(text) + 1, dtype=np.int32) for text in TEXTS]
-    whole = Classifier(RewardModelConfig(name="m", path=path)).score(PROBLEM, TEXTS, ids, TOKENIZER)
+    whole = Classifier(reward_models.model_settings(path)).score(PROBLEM, TEXTS, ids, TOKENIZER)
     np.testing.assert_allclose([own[-1] for own in scores.step_rewards], whole.rewards, rtol=0, atol=1e-6)
 
 
@@ -161,7 +163,7 @@ def test_models_of_another_format_are_refused_without_loading(tmp_path):
     message = refused(tmp_path / "qwen", "math_shepherd")
     assert (
         "Qwen2ForProcessRewardModel" in message
-        and "of format math_shepherd needs one of ...ForCausalLM" in message
+        and "kind math_shepherd needs one of ...ForCausalLM" in message
     )
     assert "no single token '<extra_0>'" in refused(outcome, "qwen")
     message = refused(tmp_path / "shepherd", "math_shepherd", verdict_tokens=("+", "+"))
@@ -173,14 +175,21 @@ def test_a_model_without_the_head_of_its_format_is_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     weights = {name: value for name, value in load_file(file).items() if name != "v_head.summary.bias"}
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"no head of format skywork .*v_head\.summary\.bias"):
+    with pytest.raises(ValueError, match=r"no head of kind skywork .*v_head\.summary\.bias"):
         Classifier(settings(tmp_path, "skywork"))
 
 
-def test_settings_of_another_format_are_refused():
-    with pytest.raises(ValueError, match="verdict_tokens: format qwen has none"):
-        settings("p", "qwen", verdict_tokens=("a", "b"))
-    with pytest.raises(ValueError, match="step_mark: format rlhflow has none"):
-        settings("p", "rlhflow", step_mark="x")
-    with pytest.raises(ValueError, match="format: settings of kind process"):
-        RewardModelConfig(name="m", path="p", format="qwen")
+@pytest.mark.parametrize(
+    ("kind", "setting", "said"),
+    [
+        ("qwen", "verdict_tokens: [a, b]", "verdict_tokens`: models qwen has no such setting"),
+        ("rlhflow", "step_mark: x", "step_mark`: models rlhflow has no such setting"),
+        ("outcome", "reduce: mean", "reduce`: models outcome has no such setting"),
+        ("process", "reduce: mean", "'math_shepherd', 'rlhflow' or 'prefixes'"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(kind, setting, said):
+    rewards = {"models": [{"name": "m", "path": "p", "kind": kind} | yaml.safe_load(f"{{{setting}}}")]}
+    with pytest.raises(ConfigError) as refusal:
+        checked({"model": {"path": "m"}, "data": {"train": [{"path": "p"}]}, "rewards": rewards}, "c", Config)
+    assert said in str(refusal.value)

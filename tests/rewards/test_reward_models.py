@@ -5,10 +5,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from grpo_dist.config import RewardModelConfig, RewardsConfig
+from grpo_dist.config import RewardsConfig
 from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.rewards.models import Classifier, check_model
-from tests.support.reward_models import by_hand, random
+from tests.support.reward_models import by_hand, model_settings, random
 
 TOKENIZER = character_tokenizer()
 TEXTS = ["1\n\n2", "3", "x\n\n3\n\n1", ""]
@@ -20,7 +20,7 @@ def token_ids(texts):
 
 
 def score(path, kind, texts=TEXTS, **settings):
-    model = Classifier(RewardModelConfig(name="m", path=path, kind=kind, **settings))
+    model = Classifier(model_settings(path, kind, **settings))
     return model.score("1+1", texts, token_ids(texts), TOKENIZER)
 
 
@@ -41,10 +41,10 @@ def test_without_a_chat_template_problem_and_completion_are_plain_text(tmp_path)
     assert scores.rewards == pytest.approx([-1.0, 2.0, 0.5, 3.0])
 
 
-@pytest.mark.parametrize("kind", ["outcome", "process"])
+@pytest.mark.parametrize("kind", ["outcome", "classifier"])
 def test_no_keys_and_values_are_cached(tmp_path, kind):
     """By default transformers would keep those of all layers for the whole batch."""
-    model, kept = Classifier(RewardModelConfig(name="m", path=by_hand(tmp_path, kind), kind=kind)), []
+    model, kept = Classifier(model_settings(by_hand(tmp_path, kind), kind)), []
     decoder = model._model.base_model
     decoder.register_forward_hook(lambda _, __, output: kept.append(output.get("past_key_values")))
     model.score("1+1", TEXTS, token_ids(TEXTS), TOKENIZER)
@@ -62,7 +62,7 @@ def test_two_labels_give_the_probability_of_the_second(tmp_path):
 )
 def test_a_process_model_scores_each_step(tmp_path, reduce, expected):
     """With an empty mark, each step is scored at its own last character."""
-    scores = score(by_hand(tmp_path, "process"), "process", TEXTS[:3], reduce=reduce, step_mark="")
+    scores = score(by_hand(tmp_path, "classifier"), "classifier", TEXTS[:3], reduce=reduce, step_mark="")
     assert [own.tolist() for own in scores.step_rewards] == [
         pytest.approx([0.5, -1.0]), pytest.approx([2.0]), pytest.approx([0.0, 2.0, 0.5])
     ]  # fmt: skip
@@ -73,16 +73,16 @@ def test_a_process_model_scores_each_step(tmp_path, reduce, expected):
 
 
 def test_the_mark_is_the_separator_unless_another_is_set(tmp_path):
-    path = by_hand(tmp_path, "process", labels=2)
-    assert score(path, "process").rewards == pytest.approx([sigmoid(3.0)] * 4)
-    assert score(path, "process", step_mark="a2").rewards == pytest.approx([sigmoid(-1.0)] * 4)
-    lines = score(path, "process", ["1\n2\n\n3"], step_separator="\n", step_mark="")
+    path = by_hand(tmp_path, "classifier", labels=2)
+    assert score(path, "classifier").rewards == pytest.approx([sigmoid(3.0)] * 4)
+    assert score(path, "classifier", step_mark="a2").rewards == pytest.approx([sigmoid(-1.0)] * 4)
+    lines = score(path, "classifier", ["1\n2\n\n3"], step_separator="\n", step_mark="")
     assert lines.step_rewards[0] == pytest.approx(sigmoid(np.array([0.5, -1.0, 2.0])))
     assert lines.step_ends[0].tolist() == [1, 4, 6]
 
 
 def test_an_empty_completion_is_one_step(tmp_path):
-    scores = score(by_hand(tmp_path, "process"), "process", [""])
+    scores = score(by_hand(tmp_path, "classifier"), "classifier", [""])
     assert scores.step_rewards[0] == pytest.approx([3.0]) and scores.step_ends[0].tolist() == [0]
 
 
@@ -91,7 +91,7 @@ def test_a_pair_too_long_for_the_model_is_not_scored(tmp_path, caplog):
     scores = score(by_hand(tmp_path / "o", "outcome"), "outcome", ["3" * 58, "3" * 59])
     np.testing.assert_allclose(scores.rewards, [4.0, np.nan], rtol=1e-6)
     assert "65 tokens, but the model takes at most 64" in caplog.text
-    scores = score(by_hand(tmp_path / "p", "process"), "process", ["1\n\n" + "3" * 60, "1"])
+    scores = score(by_hand(tmp_path / "p", "classifier"), "classifier", ["1\n\n" + "3" * 60, "1"])
     np.testing.assert_allclose(scores.rewards, [np.nan, 3.0], rtol=1e-6)
     assert np.isnan(scores.step_rewards[0]).tolist() == [True, True] and scores.step_ends[0].tolist() == [
         2,
@@ -99,7 +99,7 @@ def test_a_pair_too_long_for_the_model_is_not_scored(tmp_path, caplog):
     ]
 
 
-@pytest.mark.parametrize("kind", ["outcome", "process"])
+@pytest.mark.parametrize("kind", ["outcome", "classifier"])
 def test_batches_do_not_change_scores(tmp_path, kind):
     texts = ["12+3\n\n=15", "a", "long " * 20, "x\n\ny\n\nz", END, f"{END}{END}"]
     path = random(tmp_path, kind)
@@ -122,15 +122,15 @@ def test_scores_are_those_of_the_plain_model(tmp_path):
 
 def refusal(path, **settings):
     with pytest.raises(ValueError) as error:
-        check_model(RewardModelConfig(name="quality", path=str(path), **settings))
+        check_model(model_settings(path, name="quality", **settings))
     assert "rewards.models quality" in str(error.value)
     return str(error.value)
 
 
 def test_models_of_another_kind_are_refused_without_loading(tmp_path, tiny_model):
     outcome, three = by_hand(tmp_path / "o", "outcome"), random(tmp_path / "3", "outcome", labels=3)
-    check_model(RewardModelConfig(name="quality", path=outcome))
-    message = refusal(outcome, kind="process")
+    check_model(model_settings(outcome))
+    message = refusal(outcome, kind="classifier")
     assert "Qwen2ForSequenceClassification" in message and "...ForTokenClassification" in message
     assert "Qwen2ForCausalLM" in refusal(tiny_model)
     assert "3 labels" in refusal(three)
@@ -143,17 +143,12 @@ def test_a_classifier_without_a_head_is_rejected(tmp_path, tiny_model):
     AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"no weights for score\.weight"):
-        Classifier(RewardModelConfig(name="quality", path=str(tmp_path)))
+        Classifier(model_settings(tmp_path))
 
 
 def test_conflicting_process_models_are_rejected():
-    steps = [{"name": name, "path": "p", "kind": "process"} for name in "ab"]
-    with pytest.raises(ValueError, match="two models or functions of kind process"):
+    steps = [{"name": name, "path": "p", "kind": "classifier"} for name in "ab"]
+    with pytest.raises(ValueError, match="two rewards of steps"):
         RewardsConfig.model_validate({"models": steps})
     with pytest.raises(ValueError, match="shuffle = true"):
         RewardsConfig.model_validate({"models": steps[:1], "shuffle": True})
-
-
-def test_step_settings_are_rejected_for_an_outcome_model():
-    with pytest.raises(ValueError, match="reduce, step_mark: settings of kind process"):
-        RewardModelConfig(name="m", path="p", step_mark="", reduce="mean")

@@ -37,7 +37,7 @@ SETTINGS = RewardsConfig.model_validate({
 def test_each_source_has_its_own_rewards_and_the_others_those_of_all():
     def names(source):
         own = SETTINGS.of(source)
-        return [f.name or f.function for f in own.functions], [m.name for m in own.models]
+        return [f.label for f in own.functions], [m.name for m in own.models]
 
     assert names("words") == (["exact", "half"], [])
     assert names("chat") == ([], ["helpful"])
@@ -63,7 +63,7 @@ def test_what_cannot_be_meant_is_refused(by_source, said):
 
 EXACT = {"functions": [{"function": "exact"}]}
 OWN_STEPS = {"functions": [{"function": "my_rewards:steps", "kind": "process"}]}
-STEPS = [{"name": "steps", "path": "p", "kind": "process"}]
+STEPS = [{"name": "steps", "path": "p", "kind": "classifier"}]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ STEPS = [{"name": "steps", "path": "p", "kind": "process"}]
                 "rewards": {"by_source": {"a": {"functions": [{"function": "math"}]}}, "models": STEPS},
                 "algorithm": {"advantage": "process"},
             },
-            r"`rewards\.by_source\.a` has no model or function of `kind: process`",
+            r"`rewards\.by_source\.a` has no rewards of steps",
         ),
         (
             {
@@ -97,7 +97,7 @@ STEPS = [{"name": "steps", "path": "p", "kind": "process"}]
                 "data": {"train": [{"path": "a.jsonl", "environment": "calculator"}]},
                 "algorithm": {"advantage": "process"},
             },
-            r"`rewards\.by_source\.a` has a model or function of `kind: process`.*source a makes episodes",
+            r"`rewards\.by_source\.a` has a reward of steps.*source a makes episodes",
         ),
         (
             {
@@ -105,7 +105,7 @@ STEPS = [{"name": "steps", "path": "p", "kind": "process"}]
                 "data": {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]},
                 "algorithm": {"advantage": "process"},
             },
-            "no model or function of `kind: process`, and source b of",
+            "no rewards of steps, and source b of",
         ),
     ],
 )

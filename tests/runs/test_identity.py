@@ -238,6 +238,17 @@ def test_a_checkpoint_of_an_earlier_version_has_the_settings_that_it_says(was, n
     assert translate(set_now.model_dump(mode="json")) == set_now.model_dump(mode="json")
 
 
+# As versions before the tagged unions wrote these sections.
+REWARD_MODEL = MODEL | {
+    "kind": "outcome", "format": "classifier", "reduce": "min", "step_separator": "\n\n", "step_mark": None,
+    "verdict_tokens": None,
+}  # fmt: skip
+REWARD_FUNCTION = {"function": "a:f", "kind": "outcome", "reduce": "min", "step_separator": "\n\n"}
+DATA = {
+    "order": "epochs", "length_window": None, "order_kwargs": {}, "drop_solved": None, "pools": None,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("key", "was", "now"),
     [
@@ -251,13 +262,54 @@ def test_a_checkpoint_of_an_earlier_version_has_the_settings_that_it_says(was, n
             {"schedule": None, "start": 8, "largest": 16, "factor": 2.0, "patience": 4},
             {"sampling": {"max_new_tokens": {"kind": "adaptive", "start": 8, "largest": 16, "patience": 4}}},
         ),
+        *(
+            ("data", DATA | was, {"data": {"train": [{"path": "demo:add3"}]} | now})
+            for was, now in (
+                ({}, {}),
+                ({"drop_solved": 0.9}, {"order": {"drop_solved": 0.9}}),
+                ({"order": "length", "length_window": 4}, {"order": {"name": "length", "window": 4}}),
+                ({"order": "length"}, {"order": "length"}),
+                ({"pools": {"by": "level", "half_life": 10.0}}, {"pools": "level"}),
+                (
+                    {"order": "pools", "pools": {"by": "source", "half_life": 5.0}},
+                    {"order": {"name": "pools", "half_life": 5.0}, "pools": "source"},
+                ),
+                (
+                    {"order": "a:f", "order_kwargs": {"b": 1}},
+                    {"order": {"name": "a:f", "kwargs": {"b": 1}}},
+                ),
+            )
+        ),
+        *(
+            ("rewards.models", [REWARD_MODEL | was], {"rewards": {"models": [MODEL | now]}})
+            for was, now in (
+                ({}, {}),
+                ({"kind": "process"}, {"kind": "classifier"}),
+                (
+                    {"kind": "process", "format": "rlhflow", "reduce": "mean", "verdict_tokens": ["a", "b"]},
+                    {"kind": "rlhflow", "reduce": "mean", "verdict_tokens": ["a", "b"]},
+                ),
+                (
+                    {"kind": "process", "format": "qwen", "step_mark": "x"},
+                    {"kind": "qwen", "step_mark": "x"},
+                ),
+            )
+        ),
+        *(
+            ("rewards.functions", [REWARD_FUNCTION | was], {"rewards": {"functions": [now]}})
+            for was, now in (
+                ({}, {"function": "a:f"}),
+                ({"kind": "process"}, {"function": "a:f", "kind": "process"}),
+            )
+        ),
     ],
 )
 def test_a_value_that_an_earlier_version_wrote_means_what_it_meant(key, was, now):
     set_now = config(**now)
     written = set_now.model_dump(mode="json")
     *path, last = key.split(".")
-    reduce(dict.__getitem__, path, written)[last] = was
+    section = reduce(dict.__getitem__, path, written)
+    section[last] = section[last] | was if isinstance(section[last], dict) and was == DATA | was else was
     assert changes(yaml.safe_dump(written), set_now) == []
 
 

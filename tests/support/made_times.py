@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from grpo_dist.config import RewardModelConfig
+from grpo_dist.config.rewards import OutcomeModelConfig
 from grpo_dist.tools.plan.models import FrozenModel
 from grpo_dist.tools.plan.rates import Reached
 
@@ -53,5 +53,5 @@ class Times:
 
 def judges(**workers):
     """Return reward models with so many workers each; `Times` has their durations."""
-    made = [RewardModelConfig(name=name, path="-", num_workers=count) for name, count in workers.items()]
+    made = [OutcomeModelConfig(name=name, path="-", num_workers=count) for name, count in workers.items()]
     return {"frozen": tuple(FrozenModel(None, settings) for settings in made)}

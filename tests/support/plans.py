@@ -41,6 +41,6 @@ def model_of(config: Config) -> models.ModelShape:
 # Overrides that a preset needs in addition to its own section.
 
 PRESET_NEEDS = {
-    "process": ["rewards.models=[{name: steps, path: /a/model, kind: process}]"],
+    "process": ["rewards.models=[{name: steps, path: /a/model, kind: classifier}]"],
     "turn": ["data.environment=calculator"],
 }

@@ -23,13 +23,14 @@ from transformers import (
     Qwen2PreTrainedModel,
 )
 
+from grpo_dist.config import RewardsConfig
 from grpo_dist.demo.tokenizer import END, character_tokenizer
 
 # Small classifiers for tests: one whose scores can be worked by hand, and random ones.
 
 # Score of the hand-made classifier at a token; 0 at others. The end of a turn is an ordinary token.
 BY_HAND = {"1": 0.5, "2": -1.0, "3": 2.0, "\n": 3.0, END: 4.0}
-_KINDS = {"outcome": Qwen2ForSequenceClassification, "process": Qwen2ForTokenClassification}
+_KINDS = {"outcome": Qwen2ForSequenceClassification, "classifier": Qwen2ForTokenClassification}
 
 
 def config(labels: int, **changes) -> Qwen2Config:
@@ -90,6 +91,12 @@ def _save(model, tokenizer, directory: Path) -> str:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return str(directory)
+
+
+def model_settings(path, kind="outcome", **settings):
+    """Return the section of one model of `rewards.models`."""
+    entry = {"name": "m", "path": str(path), "kind": kind, **settings}
+    return RewardsConfig.model_validate({"models": [entry]}).models[0]
 
 
 # Small random process reward models with the architectures, heads and weight names of published ones.

@@ -240,7 +240,7 @@ def _check_sources(rewards: RewardsConfig, completions: Sequence[Completions], c
         for reward in settings.functions:
             if reward.gate in models:
                 raise ValueError(
-                    f"reward {reward.name or reward.function}: its gate {reward.gate} is a reward model, "
+                    f"reward {reward.label}: its gate {reward.gate} is a reward model, "
                     "which is not run; remove the gate, or the reward"
                 )
 

@@ -88,7 +88,7 @@ def head_lines(plan: Plan) -> list[str]:
             f"upper bound: `sampling.max_new_tokens` begins with {plan.sampling.lengths[0]:,} tokens, but "
             f"every step is planned with its longest, {workload.cap:,}"
         )
-    if config.data.order == "length":
+    if config.data.order.name == "length":
         lines.append(
             "assumed: the length of every prompt is known from an epoch before; in the first epoch steps "
             "take as long as with `data.order`=epochs"

@@ -31,6 +31,7 @@ from grpo_dist import driver
 from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.config import Config, DemonstrationStreamConfig, HealthConfig
 from grpo_dist.config.algorithm import NormalisedAdvantage
+from grpo_dist.config.data import EpochsOrderConfig, LengthOrderConfig
 from grpo_dist.config.distillation import SampledKL
 from grpo_dist.data.order import OrderState
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
@@ -204,9 +205,9 @@ async def _run(scenario: Scenario, config: Config) -> tuple[SimulatedCluster, St
     # Dynamic sampling discards prompts, and slow groups keep theirs: enough for all that are in flight.
     spare = config.dynamic_sampling.enabled or config.batch.order.name == "completion"
     batches = max(4 * (config.max_staleness + 1) if spare else 1, scenario.epoch_steps)
-    progress, by_length = None, config.data.order == "length"
-    if by_length:
-        batches = max(batches, config.data.length_window or 8)
+    progress, by_length = None, isinstance(config.data.order, LengthOrderConfig)
+    if isinstance(config.data.order, LengthOrderConfig):
+        batches = max(batches, config.data.order.window)
     prompts = _prompts(batches * config.batch.prompts_per_step, scenario.workload.prompt_tokens)
     if by_length:  # an epoch before has shown the lengths
         known = scenario.workload.known_lengths([p.uid for p in prompts], config.batch.samples_per_prompt)
@@ -234,6 +235,7 @@ def as_planned(scenario: Scenario) -> Config:
     distillation = config.distillation
     kl = SampledKL() if distillation.top_k else distillation.kl
     teachers = tuple(t.model_copy(update={"sources": ()}) for t in distillation.teachers)
+    order = config.data.order if isinstance(config.data.order, LengthOrderConfig) else EpochsOrderConfig()
     sources = tuple(s.model_copy(update={"weight": None, "temperature": None}) for s in config.data.train)
     parts = {
         "steps": scenario.warmup_steps + scenario.steps + 2 * config.max_staleness,
@@ -245,7 +247,7 @@ def as_planned(scenario: Scenario) -> Config:
         **section("reference", refresh_every=0),
         **section("rewards", models=(), shuffle=False),
         **section("distillation", teachers=teachers, kl=kl),
-        **section("data", order="length" if config.data.order == "length" else "epochs", train=sources),
+        **section("data", order=order, train=sources),
         **section("tracking", samples=False),
     }
     if "baselines" not in config.algorithm.advantage.traits.inputs:  # one more answer of each prompt

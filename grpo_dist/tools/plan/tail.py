@@ -36,9 +36,9 @@ _STEPS = 2 * _WINDOW  # simulated, so that every step of a window counts alike
 _POOL = 20  # steps' prompts to draw from: the same for every way
 SYNCHRONOUS = {
     "max_staleness": 0, "batch.order": "launched", "data.order": "epochs",
-    "data.length_window": None, "cluster.placement": "separate",
+    "cluster.placement": "separate",
 }  # fmt: skip
-_BY_LENGTH = {"data.order": "length", "data.length_window": _WINDOW}
+_BY_LENGTH = {"data.order": {"name": "length", "window": _WINDOW}}
 _CARRIED = {
     "max_staleness": 1, "weight_sync.mode": "keep", "batch.order": {"name": "completion", "oversample": 1.25}
 }  # fmt: skip

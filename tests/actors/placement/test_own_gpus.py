@@ -19,7 +19,8 @@ from actors.workers.policy import PolicyWorker
 from actors.workers.reference import ReferenceWorker
 from actors.workers.reward import RewardModelWorker
 from actors.workers.rollout import RolloutWorker
-from grpo_dist.config import ModelConfig, ReferenceConfig, RewardModelConfig
+from grpo_dist.config import ModelConfig, ReferenceConfig
+from grpo_dist.config.rewards import OutcomeModelConfig
 from grpo_dist.errors import UserError, as_user_errors
 from tests.support.patience import HANG_S
 
@@ -100,7 +101,7 @@ def start_of(kind):
     if kind == "reference":
         settings = {"model": model, "model_dir": "none", "temperature": 1.0, "chunk_mib": None}
         return ReferenceWorker(ReferenceConfig(), **settings).ready
-    return RewardModelWorker(RewardModelConfig(name="m", path="none"), policy=model, policy_dir="none").ready
+    return RewardModelWorker(OutcomeModelConfig(name="m", path="none"), policy=model, policy_dir="none").ready
 
 
 @pytest.mark.parametrize("kind", ["rank", "engine", "reference", "reward model"])

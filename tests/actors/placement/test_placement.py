@@ -20,7 +20,7 @@ from actors.placement.demands import (
 )
 from actors.placement.fitting import Node, bundles
 from grpo_dist.config.files import changed
-from grpo_dist.config.rewards import RewardModelConfig
+from grpo_dist.config.rewards import OutcomeModelConfig
 from grpo_dist.errors import UserError
 from tests.support.plans import config, shape
 
@@ -122,12 +122,12 @@ def test_shares_are_packed_with_the_largest_first():
 def test_as_many_copies_as_fill_a_gpu_fit_it_as_ray_counts():
     """Ray rounds each share to 1e-4; a share that it can count is taken as it is."""
     for copies in (3, 6, 7, 9, 11, 13, 10_000):
-        gpus = RewardModelConfig(name="m", path="x", gpu_share=1 / copies).gpus
+        gpus = OutcomeModelConfig(name="m", path="x", gpu_share=1 / copies).gpus
         assert copies * round(gpus * 10_000) <= 10_000 and 0 <= 1 / copies - gpus < 1e-4
     for count in range(1, 10_001):
-        assert RewardModelConfig(name="m", path="x", gpu_share=count / 10_000).gpus == count / 10_000
+        assert OutcomeModelConfig(name="m", path="x", gpu_share=count / 10_000).gpus == count / 10_000
     with pytest.raises(ValueError, match="gpu_share"):
-        RewardModelConfig(name="m", path="x", gpu_share=0.00005)
+        OutcomeModelConfig(name="m", path="x", gpu_share=0.00005)
 
 
 SHARES = [

@@ -9,7 +9,8 @@ from actors.workers.policy import PolicyWorker
 from actors.workers.reference import ReferenceWorker
 from actors.workers.reward import PolicyTokenizer, RewardModelWorker, load_tokenizer
 from actors.workers.rollout import RolloutWorker
-from grpo_dist.config import ModelConfig, ReferenceConfig, RewardModelConfig
+from grpo_dist.config import ModelConfig, ReferenceConfig
+from grpo_dist.config.rewards import OutcomeModelConfig
 from grpo_dist.runtime.model_files import check_on_node
 from tests.support.engine_arguments import spec
 
@@ -24,7 +25,7 @@ def reference(directory):
 
 
 def reward_model(path, policy_dir):
-    settings = RewardModelConfig(name="judge", path=path)
+    settings = OutcomeModelConfig(name="judge", path=path)
     RewardModelWorker(settings, policy=POLICY, policy_dir=policy_dir).ready()
 
 

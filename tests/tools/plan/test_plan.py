@@ -679,10 +679,9 @@ def printed(made):
 
 
 def test_a_plan_of_a_steered_length_shows_that_it_is_an_upper_bound():
-    lengths = ("sampling.max_new_tokens={start: 128, largest: 256}", "sampling.max_new_tokens=256")
     texts = []
-    for own in lengths:
-        loaded = load_config(GPU, ["batch.prompts_per_step=16", own])
+    for length in ("{kind: adaptive, start: 128, largest: 256}", "256"):
+        loaded = load_config(GPU, ["batch.prompts_per_step=16", f"sampling.max_new_tokens={length}"])
         texts.append(printed(make_plan(loaded, "1x8xH100", splits=False)))
     words = "upper bound: `sampling.max_new_tokens` begins with 128 tokens"
     assert words in " ".join(texts[0].split()) and "upper bound" not in texts[1]
