@@ -48,7 +48,8 @@ class FunctionConfig(GatedConfig, Choice):
     kind: str
     name: str = Field("", description="label in metrics; empty: the function's name")
     function: str = Field(
-        description="a built-in reward (grpo_dist/rewards/README.md lists them), or `module:function`"
+        pattern=r"^\w[\w.:-]*$",
+        description="a built-in reward (grpo_dist/rewards/README.md lists them), or `module:function`",
     )
     kwargs: dict[str, Any] = Field({}, description="keyword arguments of the function")
 
