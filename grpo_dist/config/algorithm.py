@@ -323,8 +323,7 @@ class KLConfig(Section):
     coef: NonNegative = Field(0.0, description="weight of the KL term; 0: no reference worker is created")
     estimator: Annotated[KLEstimatorConfig | UserKL, Tagged()] = Field(
         KLEstimatorConfig(),
-        description="k1+, k3+: value of k1 or k3 with the gradient of k2; abs: the absolute log-ratio; or "
-        "your own",
+        description="k1+, k3+: value of k1 or k3, gradient of k2; abs: absolute log-ratio; or your own",
     )
     in_reward: bool = Field(
         False, description="subtract the KL from the rewards instead of adding it to the loss"
@@ -335,8 +334,8 @@ class KLConfig(Section):
     gain: Fraction = Field(0.1, description="largest relative change of `coef` per step, as a share of 0.2")
     bias_correction: bool = Field(
         False,
-        description="multiply a token's KL by its ratio to the engine that sampled it: unbiased also for "
-        "samples of older weights (DeepSeek-V3.2); for k1 and k3 in the loss",
+        description="multiply a token's KL by its ratio to the engine that sampled it "
+        "(DeepSeek-V3.2): unbiased also for older weights; k1 and k3 in the loss",
     )
 
     @property
@@ -466,8 +465,8 @@ class AdaptiveEntropyConfig(Choice):
     kind: Literal["adaptive"] = "adaptive"
     coef: NonNegative = Field(0.0, description="first weight of the entropy bonus")
     target: PositiveFloat = Field(
-        description="entropy to hold, nats per token: below it the coefficient rises by `delta` with each "
-        "update, above it falls and is not applied"
+        description="entropy to hold, nats per token: below it the coefficient rises by `delta` with "
+        "each update; above, it falls and is not applied"
     )
     delta: PositiveFloat = Field(0.005, description="change of the coefficient with each update")
     low: NonNegative = Field(0.0, description="lower bound of the coefficient")
@@ -518,8 +517,8 @@ class AlgorithmConfig(Section):
 
     preset: str | None = Field(
         None,
-        description="name of the preset that these settings come from; set by `+algorithm=NAME` and "
-        "`defaults: [algorithms/NAME.yaml]`. A name alone sets nothing: run and report add what differs",
+        description="name of the preset, set by `+algorithm=NAME`. A name alone sets nothing: run and"
+        " report add what differs",
     )
     reward_clip: PositiveFloat | None = Field(None, description="clip rewards to +- this; null: off")
     reward_norm: RewardNorm = Field(NoRewardNorm(), description="normalise rewards before the estimator")
@@ -532,21 +531,21 @@ class AlgorithmConfig(Section):
     advantage_clip: PositiveFloat | None = Field(None, description="clip advantages to +- this; null: off")
     length_weights: bool = Field(
         False,
-        description="multiply advantages by 1.5 for the shortest sample of the step down to 0.5 for the "
-        "longest, divided by their mean (ROLL)",
+        description="multiply advantages by 1.5 (shortest sample of the step) to 0.5 (longest), "
+        "divided by their mean (ROLL)",
     )
     loss: Loss = Field(PPOClipLoss(), description="loss of a token, and how it bounds the policy's change")
     aggregation: Annotated[AggregationConfig | UserAggregation, Tagged()] = Field(
         AggregationConfig(),
-        description="how token losses are reduced: over all tokens, or per sequence first; token-sum: not "
-        "divided at all; prompt-mean-token-mean: per prompt first, over all tokens of its samples; "
-        "seq-mean-token-sum-norm divides each sum by the sampling.max_new_tokens of its step",
+        description="token-sum: not divided; seq-mean...: per sequence first, ...-norm by the "
+        "sampling.max_new_tokens of its step; prompt-mean...: per prompt first, over all "
+        "tokens of its samples",
     )
     kl: KLConfig = KLConfig()
     correction: Correction = Field(
         WeightedCorrection(),
-        description="correction for engine-trainer mismatch and samples of older weights; bypass: the "
-        "engine's log-probs are the denominator of ratios, without a forward pass of the trainer",
+        description="correction for engine-trainer mismatch and samples of older weights; bypass: "
+        "ratios are to the engine's log-probs, without a forward pass of the trainer",
     )
     entropy: Entropy = Field(EntropyConfig(), description="the entropy bonus")
     top_entropy_share: Share = Field(
@@ -554,14 +553,14 @@ class AlgorithmConfig(Section):
     )
     off_policy_mask_threshold: PositiveFloat | None = Field(
         None,
-        description="drop tokens with negative advantage of sequences whose mean log-prob fell by more than "
-        "this, nats per token (DeepSeek-V3.2); null: off",
+        description="drop tokens with negative advantage of sequences whose mean log-prob fell by "
+        "more than this, nats (DeepSeek-V3.2); null: off",
     )
     mask_truncated: bool = Field(False, description="do not train on completions truncated at max_new_tokens")
     zero_variance_filter: bool = Field(
         False,
-        description="leave groups without a signal, e.g. of equal rewards, out of the loss and of its "
-        "denominators (ScaleRL); `dynamic_sampling` replaces them instead",
+        description="leave zero-variance groups out of the loss and of its denominators (ScaleRL); "
+        "`dynamic_sampling` replaces them instead",
     )
     skip_idle_rows: bool = Field(True, description="skip samples that add nothing to the gradient")
 

@@ -44,8 +44,8 @@ class RestartsConfig(Section):
     health_s: PositiveFloat = Field(3.0, description="interval between health checks of an actor")
     hang_s: PositiveFloat | None = Field(
         None,
-        description="an actor that neither answers nor makes progress for this long is replaced; null: 60 on "
-        "GPUs, where a step may compile a kernel, 13 elsewhere",
+        description="an actor without answer or progress for this long is replaced; null: 60 on GPUs,"
+        " where a step may compile a kernel, 13 elsewhere",
     )
 
     def hangs_after(self, *, on_gpu: bool) -> float:
@@ -83,9 +83,8 @@ class ClusterConfig(Section):
     )
     grows_to: AutoscalingConfig | None = Field(
         None,
-        description="size to which an autoscaler grows the cluster when actors request resources. The run "
-        "counts these nodes as present and waits for them, `timeouts.placement_timeout_s` at most; null: "
-        "fixed size",
+        description="size to which an autoscaler grows the cluster; the run waits for these nodes, "
+        "`timeouts.placement_timeout_s` at most; null: fixed size",
     )
     timeouts: TimeoutsConfig = TimeoutsConfig()
     restarts: RestartsConfig = RestartsConfig()

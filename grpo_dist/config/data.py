@@ -52,14 +52,14 @@ class ModelConfig(Section):
     """The trained model and its format."""
 
     path: str = Field(
-        description="local directory, hub id, GGUF file, `demo:<name>` for a demo model of this project, or "
-        "`random:<config.json>` for random weights with that configuration"
+        description="local directory, hub id, GGUF file, `demo:<name>`, or `random:<config.json>` for"
+        " random weights"
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
     adapter: str | None = Field(
         None,
-        description="directory or hub id of a LoRA adapter of the model, as peft writes it, to start from: "
-        "with `policy.lora` it is trained on, else it is merged and all weights are trained",
+        description="directory or hub id of a LoRA adapter, as peft writes it, to start from: trained"
+        " on with `policy.lora`, else merged",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the accelerator supports it, else float32"
@@ -69,14 +69,14 @@ class ModelConfig(Section):
     )
     kernels: Literal["auto", "torch", "liger"] = Field(
         "auto",
-        description="norms, rotary positions and gated activations of policy, reference and teachers; liger: "
-        "Triton kernels of liger-kernel, on GPUs; auto: these for the models that they are tested with, but "
-        "not where `policy.compile` compiles the policy",
+        description="norms, rotary positions and gated activations of trainer, reference and "
+        "teachers; liger: Triton kernels of liger-kernel, on GPUs; auto: these for models"
+        " that they are tested with, unless `policy.compile`",
     )
     packing: bool = Field(
         True,
-        description="rows are packed without padding, what prompts begin with is computed once (reference: "
-        "a group's prompt), unless the model needs padded rows (linear attention, Mamba); false: padded rows",
+        description="rows are packed without padding and shared prompts computed once, unless the "
+        "model needs padded rows (linear attention, Mamba); false: padded rows",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     trust_remote_code: bool = Field(False, description="run Python code that ships with the model")
@@ -92,9 +92,9 @@ class DataSourceConfig(Section):
 
     path: str | None = Field(
         None,
-        description="file (.jsonl, .json, .csv, .tsv, also .gz; .parquet, .arrow), directory of these, data "
-        "set of `save_to_disk`, hub id, `demo:<name>`, `reasoning_gym:<task>`, or your own source "
-        "`my_module:rows`; null: the environment brings the problems",
+        description="data file, directory of these, data set of `save_to_disk`, hub id, "
+        "`demo:<name>`, `reasoning_gym:<task>`, or your own source `my_module:rows`; "
+        "null: the environment brings the problems",
     )
     split: str = Field(
         "train",
@@ -108,8 +108,8 @@ class DataSourceConfig(Section):
     subset: str | None = Field(None, description="configuration name of a hub data set or data set directory")
     problem_column: str = Field(
         "problem",
-        description="column with the problem: text, or chat messages, whose system prompt and earlier turns "
-        "are kept; dots lead into nested columns: `extra_info.question`, `messages.0.content`",
+        description="column with the problem: text, or chat messages, whose system prompt and earlier"
+        " turns are kept; dots lead into nested columns: `messages.0.content`",
     )
     problem_template: str | None = Field(
         None,
@@ -124,8 +124,8 @@ class DataSourceConfig(Section):
     )
     answer_column: str = Field(
         "answer",
-        description="column with the answer, or text that ends with it: `reward_model.ground_truth`; of "
-        "several answers in a list any is right, see multiple_answers",
+        description="column with the answer, or text that ends with it; of several answers in a list "
+        "any is right, see multiple_answers",
     )
     answer_pattern: str | None = Field(None, description="regular expression; its group 1 is the answer")
     multiple_answers: Literal["any", "all"] = Field(
@@ -133,13 +133,13 @@ class DataSourceConfig(Section):
     )
     columns: tuple[str, ...] = Field(
         (),
-        description="further columns passed to rewards, of any kind; a nested one, `extra_info.index`, "
-        "is the argument `index` of a function",
+        description="further columns passed to rewards; a nested one, `extra_info.index`, is the "
+        "argument `index`",
     )
     weight: PositiveFloat | None = Field(
         None,
-        description="training: share of the prompts drawn from this source, relative to the weights of the "
-        "others; null: in proportion to its number of prompts",
+        description="training: share of the prompts drawn from this source, relative to other "
+        "weights; null: by its number of prompts",
     )
     temperature: Temperature | None = Field(
         None, description="training: sampling temperature of this source; null: sampling.temperature"
@@ -289,8 +289,8 @@ class DataConfig(Section):
     template_kwargs: dict[str, Any] = Field({}, description="further arguments of the chat template")
     template_date: Annotated[str, AfterValidator(_check_date)] | None = Field(
         None,
-        description="what a chat template that writes today's date (`strftime_now`) writes, as 2026-07-31; "
-        "null: the day on which the run, evaluation or pipeline began, kept where it resumes",
+        description="date that a chat template with `strftime_now` writes, as 2026-07-31; null: the "
+        "day on which the run, evaluation or pipeline began",
     )
     max_prompt_tokens: PositiveInt = Field(512, description="longest prompt, including the chat template")
     overlong: Literal["refuse", "drop"] = Field("refuse", description="what to do with longer prompts")
@@ -305,8 +305,7 @@ class DataConfig(Section):
     )
     deduplicate: bool = Field(
         False,
-        description="keep the first of the rows with the same problem: of all training sources, and of each "
-        "evaluation set",
+        description="keep the first of rows with the same problem, of training and of each evaluation set",
     )
     overlap: Literal["refuse", "warn"] = Field(
         "warn", description="what to do with evaluation problems found in the training set"
@@ -383,8 +382,8 @@ class CompletionOrder(Choice):
     name: Literal["completion"] = "completion"
     oversample: Annotated[float, Field(ge=1)] | None = Field(
         None,
-        description="groups in flight for each that a step takes, at most 1 + max_staleness; null: 1 + "
-        "max_staleness / 2",
+        description="groups in flight for each that a step takes; null: 1 + max_staleness / 2, at "
+        "most 1 + max_staleness",
     )
 
 
@@ -394,8 +393,7 @@ class BatchConfig(Section):
     prompts_per_step: PositiveInt = Field(16, description="prompts, each with a group of samples")
     samples_per_prompt: PositiveInt = Field(
         8,
-        description="samples per prompt: the group size G; 1: for reinforce_pp, remax and process, whose "
-        "baseline is not the group's",
+        description="group size G; 1: for reinforce_pp, remax and process",
     )
     order: Annotated[LaunchOrder | CompletionOrder, Tagged()] = Field(
         LaunchOrder(), description="which groups a step takes"
@@ -404,8 +402,7 @@ class BatchConfig(Section):
     epochs_per_batch: PositiveInt = Field(1, description="passes over the samples of a step")
     shuffle_epochs: bool = Field(
         False,
-        description="deal the groups of a step to its updates again in every epoch after the first; false: "
-        "each epoch has the same updates",
+        description="deal the groups of a step to its updates again in every later epoch",
     )
     micro_batch_tokens: PositiveInt | None = Field(
         None, description="tokens of a rank in one forward pass; null: 16384 on a GPU, 4096 elsewhere"
@@ -422,21 +419,19 @@ class BatchConfig(Section):
 class DynamicSamplingConfig(Section):
     """DAPO: replace groups without a signal by groups of extra prompts, the next of the epoch."""
 
-    enabled: bool = Field(
-        False, description="replace each group without a signal as soon as it is found, e.g. of equal rewards"
-    )
+    enabled: bool = Field(False, description="replace each zero-variance group as soon as it is found")
     metric: str | None = Field(
         None,
-        description="value that must differ within a group: the name of a reward, or `accuracy` (right or "
-        "wrong, as in evaluations); null: the values that algorithm.advantage uses, mostly the total reward",
+        description="what must differ within a group: the name of a reward, or `accuracy`; null: what"
+        " algorithm.advantage uses, mostly the total reward",
     )
     max_extra_prompts: PositiveInt | None = Field(
         None,
-        description="most extra prompts per step; null: three times batch.prompts_per_step. Fewer with small "
-        "data: all batches in flight take at most one epoch, and of weighted sources no prompt twice",
+        description="most extra prompts per step; null: three times batch.prompts_per_step, less with"
+        " small data",
     )
     oversample: Annotated[float, Field(ge=1)] = Field(
         1.0,
-        description="extra prompts launched per group still missing once the groups of the step's own "
-        "prompts are known; 1: one for each group without a signal",
+        description="extra prompts launched per group still missing once the groups of the step's own"
+        " prompts are known",
     )

@@ -54,7 +54,7 @@ class EnvironmentsConfig(Section):
     python: str | None = Field(
         None,
         description="interpreter of the environments' processes, for packages that exclude this "
-        "installation's; it needs numpy, pydantic and omegaconf; null: this one",
+        "installation's; null: this one",
     )
     timeout_s: PositiveFloat = Field(60.0, description="deadline of a step of the environment itself")
     memory_mb: PositiveInt = Field(
@@ -70,8 +70,9 @@ class EnvironmentsConfig(Section):
     max_tool_tokens: PositiveInt = Field(256, description="longest tool result, tokens; longer ones are cut")
     call_format: str = Field(
         "auto",
-        description="how tool calls are written. code: a fenced code block, answered in place; or a tool "
-        "parser of vLLM, e.g. hermes, qwen3_xml, llama3_json; auto: by the chat template",
+        description="how tool calls are written: `code` (a fenced code block, answered in place) or a"
+        " tool parser of vLLM, e.g. hermes, qwen3_xml, llama3_json; auto: by the chat "
+        "template",
     )
     mask_outcomes: tuple[BudgetOutcome, ...] = Field(
         (), description="do not train on episodes that ended so; their rewards still count in their group"

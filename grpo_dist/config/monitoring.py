@@ -30,8 +30,8 @@ class EvaluationConfig(Section):
     )
     num_workers: Count = Field(
         0,
-        description="engines for evaluation alone, which runs on them while training continues, each with "
-        "rollout.tensor_parallel_size GPUs or a CPU thread; 0: training waits, and lends its engines",
+        description="engines for evaluation alone, while training continues; 0: training waits, and "
+        "lends its engines",
     )
 
     def _contradictions(self) -> Iterator[str]:
@@ -49,31 +49,31 @@ class HealthConfig(Section):
 
     action: Literal["skip", "warn", "stop", "rollback"] = Field(
         "skip",
-        description="action when a step exceeds a bound; the run always keeps the batch. skip: do not train "
-        "on it, and stop after too many in a row; warn: train on it; stop: end with exit code 3; rollback: "
-        "resume from the last checkpoint without that batch",
+        description="what a step that exceeds a bound does; its batch is kept. skip: no update, and "
+        "the end after too many in a row; warn: trained on; stop: exit code 3; rollback: "
+        "resume from the last checkpoint without it",
     )
     max_rollbacks: PositiveInt = Field(3, description="most rollbacks of a run; then it stops")
     min_signal_groups: Count = Field(
         1,
-        description="skip a step with fewer groups of unequal rewards; 0: never. Ignored by estimators that "
-        "learn from equal rewards (remax, gdpo, process, turn, reinforce_pp, your own), and with "
-        "`distillation.teachers` or `demonstrations`",
+        description="skip a step with fewer groups of unequal rewards; 0: never. Ignored where equal "
+        "rewards teach something (remax, gdpo, process, turn, reinforce_pp, your own "
+        "estimators, teachers, demonstrations)",
     )
     skipped_steps_above: PositiveInt | None = Field(
         10,
-        description="most consecutive steps with a skipped update: a loss or gradient was not finite, or the "
-        "step exceeded a bound; above it the run ends",
+        description="most consecutive steps without an update (not finite, or beyond a bound); above "
+        "it the run ends",
     )
     idle_steps_above: PositiveInt | None = Field(
         50,
-        description="most consecutive steps that trained on no token; above it the run ends for every "
-        "action. Rewards were equal in all groups, or all samples were truncated and masked",
+        description="most consecutive steps that trained on no token (equal rewards, or all truncated"
+        " and masked); above it the run ends for every action",
     )
     unscored_steps_above: Count | None = Field(
         0,
-        description="most consecutive steps in which no sample could be scored; above it the run ends for "
-        "every action, with the reason",
+        description="most consecutive steps without a scored sample; above it the run ends for every "
+        "action, with the reason",
     )
     reward_below_share: Fraction | None = Field(
         None, description="mean reward as a share of the run's best (if that is above 0), e.g. 0.5"
@@ -82,8 +82,8 @@ class HealthConfig(Section):
     truncated_above: Fraction | None = Field(None, description="share of truncated completions")
     degenerate_above: Fraction | None = Field(
         None,
-        description="share of degenerate completions, which end in a loop or are unreadable, e.g. 0.5. Not "
-        "for models with random weights, which produce only such text",
+        description="share of completions that end in a loop or are unreadable, e.g. 0.5. Not for "
+        "random weights",
     )
     mismatch_above: PositiveFloat | None = Field(
         1.0, description="mean difference of log-probs between engine and trainer, nats"
@@ -157,8 +157,7 @@ class TrackingConfig(Section):
     tensorboard: bool = Field(True, description="write `tensorboard/` in the run directory")
     wandb: Annotated[str, Field(min_length=1)] | None = Field(
         None,
-        description="project at Weights & Biases, offline where no API key is set; WANDB_ENTITY has the user "
-        "or team, WANDB_MODE the mode; null: not used",
+        description="project at Weights & Biases, offline without an API key; null: not used",
     )
     metrics: tuple[MetricConfig, ...] = Field((), description="metrics of your own")
     sinks: tuple[SinkConfig, ...] = Field((), description="sinks of your own")
@@ -167,8 +166,8 @@ class TrackingConfig(Section):
     )
     token_values_every: Count = Field(
         10,
-        description="steps between samples that also have, per token, its advantage and its log-probs under "
-        "policy and reference; 0: none have",
+        description="steps between samples that also have each token's advantage and its log-probs "
+        "under policy and reference; 0: none",
     )
 
     def _contradictions(self) -> Iterator[str]:

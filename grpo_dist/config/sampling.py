@@ -90,8 +90,8 @@ class SamplingConfig(Section):
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (),
-        description='texts that end a completion, of evaluations as well, e.g. ["\\n"]; the token that '
-        "completes one belongs to the completion. The end-of-sequence token ends it, too",
+        description='texts that end a completion, as the end-of-sequence token does, e.g. ["\\n"]; the'
+        " token that completes one belongs to the completion",
     )
 
     @property

@@ -70,8 +70,8 @@ class Sections(Section):
     )
     code_paths: tuple[str, ...] = Field(
         (),
-        description="directories of your own code, for every key that takes `my_module:name`; searched "
-        "before installed packages; relative ones are of the directory in which the command is run",
+        description="directories of your own code, for every key that takes `my_module:name`; "
+        "searched before installed packages",
     )
     model: ModelConfig
     data: DataConfig

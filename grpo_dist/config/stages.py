@@ -79,9 +79,7 @@ class SFTConfig(Section):
 
     section: ClassVar[str] = "sft"
 
-    model: str = Field(
-        description="local directory, hub id, GGUF file, or `demo:<name>` for a demo model of this project"
-    )
+    model: str = Field(description="local directory, hub id, GGUF file, or `demo:<name>`")
     data: Annotated[tuple[DemonstrationsConfig, ...], Field(min_length=1), BeforeValidator(as_sources)] = (
         Field(description="a path as in `sft.data.0.path`, or a list of sources to mix")
     )
@@ -107,8 +105,8 @@ class SFTConfig(Section):
     )
     validation_share: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
-        description="share of the demonstrations, drawn by seed, that is held out; its loss is "
-        "`validation/loss`. Not in a cold start (`model.path: sft`)",
+        description="share of the demonstrations held out for `validation/loss`. Not in a cold start "
+        "(`model.path: sft`)",
     )
     validate_every: Count = Field(
         100, description="steps between validation losses; 0: only before the first step and after the last"

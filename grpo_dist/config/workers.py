@@ -40,9 +40,9 @@ class RolloutConfig(Section):
     )
     max_workers: PositiveInt | None = Field(
         None,
-        description="engines beyond `num_workers` join up to this number while the cluster has room, and "
-        "leave when their node is drained or a lower number is written to the file `engines` in the run's "
-        "directory; null: none",
+        description="engines beyond `num_workers` join up to this number while the cluster has room, "
+        "and leave with their node or when the file `engines` in the run's directory has "
+        "a lower number; null: none",
     )
     tensor_parallel_size: PositiveInt = Field(1, description="GPUs per engine")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
@@ -50,7 +50,7 @@ class RolloutConfig(Section):
     )
     kv_cache_gib: PositiveFloat | None = Field(
         None,
-        description="key-value cache of an engine without a GPU, GiB; null: enough for max_num_seqs "
+        description="key-value cache of an engine without a GPU, GiB; null: for max_num_seqs "
         "sequences of full length, at most a quarter of the free memory over all engines",
     )
     max_num_seqs: PositiveInt | None = Field(
@@ -59,13 +59,13 @@ class RolloutConfig(Section):
     )
     threads: Count = Field(
         0,
-        description="CPU threads of an engine, with a GPU only while it loads its weights; 0: its share of "
-        "the available threads",
+        description="CPU threads of an engine, with a GPU only while it loads; 0: its share of the "
+        "available threads",
     )
     quantization: Literal["none", "fp8"] = Field(
         "none",
-        description="fp8: linear layers and experts in 8 bits, quantised again at every weight sync; needs "
-        "GPUs, a correction (`algorithm.correction`) and bfloat16; none: the trainer's weights unchanged",
+        description="fp8: linear layers and experts in 8 bits, quantised again at every weight sync; "
+        "needs GPUs, bfloat16 and a correction; none: the trainer's weights",
     )
     enforce_eager: bool = Field(
         False, description="skip compilation and CUDA graphs: faster start, slower decoding"
@@ -208,8 +208,8 @@ class PolicyConfig(Section):
     )
     router_replay: bool = Field(
         False,
-        description="mixtures of experts: train each token with the experts that it took in the engine "
-        "(arXiv:2510.11370); for mixtral, qwen2_moe, qwen3_moe",
+        description="mixtures of experts: train each token with the experts that it took in the "
+        "engine (arXiv:2510.11370)",
     )
     threads: Count = Field(0, description="CPU threads of a rank; 0: its share of the available threads")
     optimizer: OptimizerConfig = OptimizerConfig()
