@@ -219,7 +219,12 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, BaseModel):
         return "its defaults"
     if isinstance(value, tuple):
-        value = [v.model_dump(exclude_unset=True) if isinstance(v, BaseModel) else v for v in value]
+        value = [
+            {key: inner for key, inner in v.model_dump().items() if key in v.model_fields_set}
+            if isinstance(v, BaseModel)
+            else v
+            for v in value
+        ]
     text = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
     return f"`{_cell(text)}`"
 
