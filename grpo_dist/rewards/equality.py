@@ -159,9 +159,13 @@ def _same_statement(ours: Formula, theirs: Formula) -> bool | None:
         return _same_collection(ours, theirs)
     if _is_statement(ours) or _is_statement(theirs):
         return False
+    if any(a.kind in _OF_SETS and b.kind in _OF_NUMBERS for a, b in ((ours, theirs), (theirs, ours))):
+        return False
     return _same_value(ours, theirs)
 
 
+_OF_SETS = ("union", "intersection", "difference")
+_OF_NUMBERS = ("number", "add", "multiply", "divide", "power", "negative")
 _COLLECTIONS = ("list", "set", "tuple", "interval", "matrix", "or", "and")
 
 
@@ -467,11 +471,15 @@ def _matrix_and_tuple(ours: Formula, theirs: Formula) -> bool | None:
     """Compare a column with a tuple; a matrix is never a number, and a set of several elements no tuple."""
     kinds = {ours.kind, theirs.kind}
     matrix, other = (ours, theirs) if ours.kind == "matrix" else (theirs, ours)
+    if any(_is_compound(part) for part in other.parts):
+        return None
     if kinds == {"matrix", "tuple"}:
         column = [row.parts[0] for row in matrix.parts if len(row.parts) == 1]
-        return (
-            _all_same(column, other.parts) if len(column) == len(matrix.parts) == len(other.parts) else None
-        )
+        if len(column) == len(matrix.parts) == len(other.parts):
+            return _all_same(column, other.parts)
+        return None if sum(len(row.parts) for row in matrix.parts) == len(other.parts) else False
+    if "list" in kinds and "matrix" not in kinds and len(ours.parts) != len(theirs.parts):
+        return False
     if kinds in ({"set", "tuple"}, {"set", "interval"}) and all(
         len(node.parts) > 1 for node in (ours, theirs)
     ):

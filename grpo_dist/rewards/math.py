@@ -69,6 +69,7 @@ _FORMULA = re.compile(r"\$([^$]+)\$")
 _UNIT_BEHIND = re.compile(
     r"(.*\S)\s*\\(?:text|mbox|mathrm)\s*\{[A-Za-z .]+\}(?:\s*\^\s*\{?[23]\}?)?", re.DOTALL
 )
+_MONEY = re.compile(r"\\?\$\s*([^$]+)")
 _WORDS_ALONE = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[A-Za-z ,()]{2,}\}")
 _RATIO = re.compile(r"(\d{1,9})\s*:\s*(\d{1,9})")
 _DECIMAL_COMMA = re.compile(r"-?\d+,(?!\d{3}$)\d+|-?0,\d+")
@@ -276,11 +277,13 @@ def _same_spellings(gold: str, answer: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _formulas_of(answer: str) -> tuple[str, ...]:
-    """Return the spellings, a ratio as a quotient, and without a unit in text behind a formula:
+    """Return the spellings, a ratio as a quotient, and without a unit: ``\\$3.50``,
     ``12\\sqrt{13}\\text{ feet}``.
     """
     texts = []
     for spelling in spellings(answer):
+        if (money := _MONEY.fullmatch(spelling)) and is_formula(money[1]):
+            spelling = money[1]
         text = _RATIO.sub(r"\1/\2", spelling) if _RATIO.fullmatch(spelling) else spelling
         measured = None if is_formula(text) else _UNIT_BEHIND.fullmatch(text)
         texts.append(measured[1] if measured and is_formula(measured[1]) else text)
@@ -288,10 +291,10 @@ def _formulas_of(answer: str) -> tuple[str, ...]:
 
 
 def _is_word_for_number(ours: str, theirs: str) -> bool:
-    """Return whether one is words alone, ``\\text{odd}``, and the other a number: they are never equal."""
+    """Return whether one is words alone, ``\\text{odd}``, and the other has numbers: they are never equal."""
     return any(
-        _WORDS_ALONE.fullmatch(words) and value(number) is not None
-        for words, number in ((ours, theirs), (theirs, ours))
+        _WORDS_ALONE.fullmatch(words) and is_formula(formula) and re.search(r"\d", formula)
+        for words, formula in ((ours, theirs), (theirs, ours))
     )
 
 

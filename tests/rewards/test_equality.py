@@ -164,6 +164,45 @@ def graded(answer: str, gold: str) -> str:
     return grade(f"So the answer is $\\boxed{{{answer}}}$.", gold).outcome
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1, 2, 3)"),
+        (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "(1, 2)"),
+        ("1, 2, 3", "(1, 2)"),
+        ("x^2 + 3", r"(-\infty, 2) \cup (3, \infty)"),
+    ],
+)
+def test_other_kinds_of_values_are_told_apart_without_math_verify(gold: str, answer: str) -> None:
+    assert same(gold, answer) is False
+    assert same(answer, gold) is False
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        (r"\begin{pmatrix} 1 & 2 \end{pmatrix}", "(1, 2)"),
+        ("1, 2", "(1, 2)"),
+        ("(1, 2)", "(1, 2), (3, 4)"),
+    ],
+)
+def test_what_conventions_tell_apart_is_left_to_math_verify(gold: str, answer: str) -> None:
+    assert same(gold, answer) is None
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "outcome"),
+    [
+        (r"\$3.50", "3.5", "correct"),
+        (r"\$1,657", "$1657$", "correct"),
+        (r"\$5", r"\$6", "wrong"),
+        (r"\text{two thirds}", "(1, 2)", "wrong"),
+    ],
+)
+def test_money_is_a_number_and_words_are_none(gold: str, answer: str, outcome: str) -> None:
+    assert grade(f"\\boxed{{{answer}}}", gold).outcome == outcome
+
+
 @pytest.mark.parametrize(("gold", "answer"), RIGHT)
 def test_other_notation_of_the_same_formula_is_correct(gold: str, answer: str) -> None:
     assert graded(answer, gold) == "correct"
