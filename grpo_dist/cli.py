@@ -1,6 +1,6 @@
 """The command line: ``grpo-dist train|sft|sample|check|bench|plan|submit CONFIG [key=value ...]``,
 ``grpo-dist eval MODEL DATA``, ``grpo-dist score COMPLETIONS``, ``grpo-dist pipeline FILE``, ``grpo-dist
-status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Heavy imports are
+status|logs|stop RUN``, ``grpo-dist report RUN [RUN ...]`` and ``grpo-dist export RUN``. Heavy imports are
 inside the commands.
 """
 
@@ -21,6 +21,7 @@ from grpo_dist.runtime.processes import libraries_loaded
 from grpo_dist.runtime.stage_log import print_line, stages_logged, unread_output_dropped
 from grpo_dist.tools.arguments import add_command, add_inputs, parse
 from grpo_dist.tools.evaluate.command import add_commands as add_evaluation
+from grpo_dist.tools.export.arguments import add_export
 from grpo_dist.tools.report.arguments import add_report
 from grpo_dist.tools.submit.arguments import add_commands as add_submission
 
@@ -197,6 +198,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add_recipes(commands)
     add_evaluation(commands)
     add_report(commands)
+    add_export(commands)
     add_submission(commands)
     parser.set_defaults(command=None)
     return parser

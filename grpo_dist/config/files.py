@@ -112,14 +112,14 @@ def checked(plain: Any, where: str | Path, section: type[S]) -> S:
         raise ConfigError(masked_text(f"{where}: {explain(error.errors(), section)}", plain)) from error
 
 
-def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+def changed(config: S, changes: Mapping[str, Any]) -> S:
     """Return ``config`` with dotted keys set, validated again. Raises ValueError if it is invalid."""
     plain: dict[str, Any] = config.model_dump()
     for key, value in changes.items():
         *path, last = key.split(".")
-        section = plain
+        section: Any = plain
         for part in path:
-            section = section[part]
+            section = section[part if isinstance(section, dict) else int(part)]
         section[last] = value
     return type(config).model_validate(plain)
 

@@ -7,6 +7,7 @@ same directory knows what it may delete, whatever files the tokenizer and the ow
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,10 +22,11 @@ from grpo_dist.policy.checkpoint_format import CheckpointFormat, owners
 from grpo_dist.policy.lora import adapter_parameters, adapters, base_weights, find_base_model, write_adapter
 from grpo_dist.policy.text_model import find_wrapper, restore_wrapper
 from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
-from grpo_dist.runtime.files import clear, keep_backup, publish, read_json
+from grpo_dist.runtime.files import clear, keep_backup, publish, read_json, write_text
 
 _ADAPTER = "adapter"
 _LIST = ".export.json"
+_SHARD = "5GB"  # of a file: the memory that reads it maps a whole one
 # In exports without a list. A model's own code may have other names, but so may a user's scripts.
 _FOLDERS = (_ADAPTER, "additional_chat_templates")
 _FILES = (
@@ -47,27 +49,67 @@ def write_model(
     `adapter`, and the list of all files. The directory appears only when it is complete. It replaces an
     earlier export; anything else there is kept under another name, see `keep_backup`.
     """
-    from transformers import AutoTokenizer
-
     partial = directory.with_name(f".{directory.name}.partial")
     clear(partial)
     model.config.use_cache = True  # off while training
     save_pretrained(model, partial, weights)
     model.config.use_cache = False
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=trust_remote_code)
-    tokenizer.save_pretrained(partial)
+    tokenizer = _write_tokenizer(partial, tokenizer_dir, trust_remote_code)
     if getattr(tokenizer, "chat_template", None):
         _name_ends(partial, sample_ends(tokenizer, templated=True).ids)
     restore_wrapper(Path(tokenizer_dir), partial)
     if low_rank:
-        base, decoder = find_wrapper(Path(tokenizer_dir)) or (find_base_model(Path(tokenizer_dir)), "")
-        write_adapter(model, low_rank, partial / _ADAPTER, base_model=base, decoder=decoder)
-    files = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if not path.is_dir())
-    (partial / _LIST).write_text(json.dumps({"files": files}, indent=1))
+        _write_low_rank(model, low_rank, partial / _ADAPTER, Path(tokenizer_dir))
+    _list_files(partial)
     if why_no_export(directory):  # also files that came during this export, which takes minutes
         keep_backup(directory)
     clear(directory)
     publish(partial, directory)
+
+
+def write_adapter_alone(
+    model: Any, low_rank: dict[str, Tensor], directory: Path, tokenizer_dir: str, trust_remote_code: bool
+) -> None:
+    """Write the ``low_rank`` adapters of ``model`` alone, as peft reads them, with the tokenizer and the list
+    of all files to ``directory``, which is new.
+    """
+    _write_low_rank(model, low_rank, directory, Path(tokenizer_dir))
+    _write_tokenizer(directory, tokenizer_dir, trust_remote_code)
+    _list_files(directory)
+
+
+def _write_tokenizer(directory: Path, tokenizer_dir: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer  # slow to import
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=trust_remote_code)
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def _write_low_rank(model: Any, low_rank: dict[str, Tensor], directory: Path, model_dir: Path) -> None:
+    base, decoder = find_wrapper(model_dir) or (find_base_model(model_dir), "")
+    write_adapter(model, low_rank, directory, base_model=_name_on_hub(base), decoder=decoder)
+
+
+def _name_on_hub(model_dir: str) -> str:
+    """Return the hub id of a directory in the hub's cache, which other machines know; else the directory.
+
+    .../models--Qwen--Qwen3-4B/snapshots/1cfa9a7 -> Qwen/Qwen3-4B
+    """
+    found = re.search(r"/models--([^/]+)/snapshots/[^/]+$", model_dir)
+    return found[1].replace("--", "/") if found else model_dir
+
+
+def _list_files(directory: Path) -> None:
+    files = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir())
+    (directory / _LIST).write_text(json.dumps({"files": files}, indent=1))
+
+
+def add_file(directory: Path, name: str, text: str) -> None:
+    """Write the file ``name`` into the export in ``directory``, as one of its own."""
+    write_text(directory / name, text)
+    files = {*read_json(directory / _LIST)["files"], name}
+    write_text(directory / _LIST, json.dumps({"files": sorted(files)}, indent=1))
 
 
 def _name_ends(directory: Path, ids: Collection[int]) -> None:
@@ -142,7 +184,9 @@ def save_pretrained(model: Any, directory: Path, weights: dict[str, Tensor] | No
     try:
         if own is not None:
             model.generation_config = GenerationConfig()
-        model.save_pretrained(directory, state_dict=weights, safe_serialization=True)
+        model.save_pretrained(
+            directory, state_dict=weights, safe_serialization=True, max_shard_size=_SHARD
+        )
     finally:
         if own is not None:
             model.generation_config = own

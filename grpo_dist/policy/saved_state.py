@@ -175,6 +175,12 @@ class SavedPolicy:
         return str(self._directory)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The type in which the ranks computed."""
+        is_half = self._model["ds_config"].get("bf16", {}).get("enabled", False)
+        return torch.bfloat16 if is_half else torch.float32
+
+    @property
     def client_state(self) -> Mapping[str, Any]:
         """The counters that the trainer saved with it, of the first rank."""
         return self._model

@@ -263,7 +263,7 @@ class Checkpoints:
         (partial / "config.yaml").write_text(dump_config(self._config))
         write_manifest(partial)
         flush(partial)  # before the checkpoint it replaces is removed
-        unharmed = final.exists() and _damage(final) is None
+        unharmed = final.exists() and checkpoint_damage(final) is None
         if abandoned.is_set():  # the run has gone back to the checkpoint before, and makes the steps again
             return
         if unharmed:
@@ -307,7 +307,7 @@ def newest_whole(directory: Path, say: Callable[[str], None]) -> Path | None:
     found = list_checkpoints(directory)
     damages = []
     for checkpoint in reversed(found):
-        damage = _damage(checkpoint)
+        damage = checkpoint_damage(checkpoint)
         if damage is None:
             return checkpoint
         damages.append(f"{checkpoint}: {damage}")
@@ -320,7 +320,7 @@ def newest_whole(directory: Path, say: Callable[[str], None]) -> Path | None:
     return None
 
 
-def _damage(checkpoint: Path) -> str | None:
+def checkpoint_damage(checkpoint: Path) -> str | None:
     """Describe the first damage found in ``checkpoint``; None where there is none."""
     return find_damage(checkpoint, must_have=(STATE,))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,19 @@ def resolve_model(
     return made
 
 
+def starting_model(config: Config, run_dir: Path, say: Callable[[str], None]) -> Path:
+    """Return the directory of the model with which the run of ``config`` in ``run_dir`` began. Trains none
+    that a checkpoint of the run holds as a whole.
+    """
+    if config.sft is not None and is_supervised_run(run_dir):
+        return sft_model(config.sft, say)
+    adapts = config.policy.lora is not None  # to weights that the checkpoint does not hold
+    return resolve_model(
+        config.model, config.sft, config.seed, say,
+        train_first=adapts, trains_adapter=adapts, day=config.data.day,
+    )  # fmt: skip
+
+
 def sft_model(sft: SFTConfig, say: Callable[[str], None]) -> Path:
     """Return the directory of `sft.model`, which supervised training starts from."""
     return _named_model(ModelConfig(path=sft.model), sft.seed, say, trains=True, key="sft.model")
@@ -276,17 +290,7 @@ def _named_model(
         return usable_model(directory, where, say, trust_remote_code=trusted, trains=trains)
 
     if is_checkpoint(path):
-
-        def starting_model(config: Config, run_dir: Path) -> Path:
-            if config.sft is not None and is_supervised_run(run_dir):
-                return sft_model(config.sft, say)
-            adapts = config.policy.lora is not None  # to weights that the checkpoint does not hold
-            return resolve_model(
-                config.model, config.sft, config.seed, say,
-                train_first=adapts, trains_adapter=adapts, day=config.data.day,
-            )  # fmt: skip
-
-        return usable(checkpoint_model(path, say, starting_model=starting_model))
+        return usable(checkpoint_model(path, say, starting_model=partial(starting_model, say=say)))
     if made := made_model(path, key, say, seed=seed):
         return made
     if path.startswith("random:"):

@@ -23,6 +23,7 @@ import torch
 import yaml
 
 from grpo_dist.config import CheckpointConfig, Config
+from grpo_dist.config.differences import flat
 from grpo_dist.config.secrets import masked_command
 from grpo_dist.errors import RunEnded, expanded
 from grpo_dist.runtime.files import write_text
@@ -100,15 +101,18 @@ def set_template_date(config: C, earlier: str | None = None) -> C:
 
 def read_template_date(run_dir: Path) -> str | None:
     """Return the date that the run in ``run_dir`` writes; None where it has none, or none is readable."""
-    return recorded_setting(run_dir, "data", "template_date")
+    recorded = recorded_settings(run_dir).get("data.template_date")
+    return str(recorded) if recorded else None
 
 
 def keep_require_box(config: C, run_dir: Path) -> C:
     """Return ``config``; where the prompt asks for a box and the run in ``run_dir`` did not require one, as
     runs did before there was `rewards.require_box`, with that.
     """
-    recorded = _recorded(run_dir, "rewards")
-    return config if recorded is None else keep_recorded_box(config, recorded)
+    recorded = recorded_settings(run_dir)
+    if not any(key.partition(".")[0] == "rewards" for key in recorded):
+        return config
+    return keep_recorded_box(config, {"require_box": recorded.get("rewards.require_box")})
 
 
 def keep_recorded_box(config: C, recorded: Mapping[str, Any]) -> C:
@@ -120,18 +124,12 @@ def keep_recorded_box(config: C, recorded: Mapping[str, Any]) -> C:
     return config.model_copy(update={"rewards": config.rewards.model_copy(update={"require_box": False})})
 
 
-def recorded_setting(run_dir: Path, section: str, key: str) -> str | None:
-    """Return what the run in ``run_dir`` has for a key; None where it has nothing, or it is not readable."""
-    return str((_recorded(run_dir, section) or {}).get(key) or "") or None
-
-
-def _recorded(run_dir: Path, section: str) -> Mapping[str, Any] | None:
-    """Return a section of the configuration of the run in ``run_dir``; None where it is not readable."""
+def recorded_settings(run_dir: Path) -> dict[str, Any]:
+    """Return the settings of the run in ``run_dir`` by dotted key; {}: missing or unreadable."""
     try:
-        recorded = yaml.safe_load((run_dir / "config.yaml").read_text())[section]
-    except (OSError, ValueError, RecursionError, TypeError, LookupError, yaml.YAMLError):
-        return None
-    return recorded if isinstance(recorded, Mapping) else None
+        return flat(yaml.safe_load((run_dir / "config.yaml").read_text()))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
 
 
 ENVIRONMENT = "environment.json"

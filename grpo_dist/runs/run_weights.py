@@ -8,26 +8,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from grpo_dist.config import Config
-from grpo_dist.config.files import load_config
+from grpo_dist.config import Config, PolicyConfig
+from grpo_dist.config.differences import flat
+from grpo_dist.config.files import changed, load_config
 from grpo_dist.errors import expanded
-from grpo_dist.policy.full_weights import FullWeights, write_model
+from grpo_dist.policy.full_weights import FullWeights, write_adapter_alone, write_model
 from grpo_dist.policy.model import TokenLogprobs, trainable_model
 from grpo_dist.policy.saved_state import WEIGHTS, PolicyFiles, SavedPolicy, state_directory
-from grpo_dist.runs.checkpoint import CHECKPOINTS, MANIFEST, list_checkpoints, newest_whole, step_of
-from grpo_dist.runs.run_directory import recorded_setting
+from grpo_dist.runs.checkpoint import (
+    CHECKPOINTS,
+    MANIFEST,
+    checkpoint_damage,
+    list_checkpoints,
+    newest_whole,
+    step_of,
+)
+from grpo_dist.runs.run_directory import recorded_settings
 from grpo_dist.runtime.files import read_json
-from grpo_dist.runtime.hardware import resolve_dtype
 from grpo_dist.runtime.model_files import cached, fingerprint
 
 C = TypeVar("C", bound=Config)
+_BUCKET = 1 << 28  # bytes
 _REFERENCE = re.compile(r"(?P<run>.+)@(?P<step>latest|\d+)")
-_VERSION = 1  # of the files this module writes; raise it when they change
+_MODELS = ("model.path", "sft.model", "distillation.teachers.*.model")  # keys that may name a checkpoint
+_VERSION = 2  # of the files this module writes; raise it when they change
 
 
 def is_checkpoint(path: str) -> bool:
@@ -50,29 +61,37 @@ def is_supervised_run(run: Path) -> bool:
         return False
 
 
-def pinned(config: C, run_dir: Path) -> C:
-    """Return ``config`` with the step of a `model.path` RUN@latest: the one that the run in ``run_dir`` began
-    with, which it resumes with, else that of the newest checkpoint.
+def pinned(config: C, run_dir: Path | None = None) -> C:
+    """Return ``config`` with the step of each model named RUN@latest: that with which the run in ``run_dir``
+    began, and resumes; else that of the newest checkpoint. Raises ValueError where there is none.
     """
-    path = config.model.path
-    if not path.endswith("@latest"):
-        return config
-    recorded = recorded_setting(run_dir, "model", "path") or ""
-    run = path.removesuffix("latest")
-    if not (is_checkpoint(recorded) and recorded.startswith(run)):
-        recorded = f"{run}{step_of(find_checkpoint(path, lambda _: None))}"
-    model = config.model.model_copy(update={"path": recorded})
-    return config.model_copy(update={"model": model})
+    latest = {
+        key: path
+        for key, path in flat(config.model_dump(mode="json")).items()
+        if any(fnmatchcase(key, model) for model in _MODELS) and str(path).endswith("@latest")
+    }
+    recorded = recorded_settings(run_dir) if run_dir and latest else {}
+    steps = {}
+    for key, path in latest.items():
+        run, before = path.removesuffix("latest"), str(recorded.get(key) or "")
+        is_same = is_checkpoint(before) and before.startswith(run)
+        steps[key] = before if is_same else f"{run}{step_of(find_checkpoint(path, lambda _: None))}"
+    # A run prints what the file itself sets of the algorithm, which the copy would not tell from defaults.
+    return changed(config, steps).model_copy(update={"algorithm": config.algorithm}) if steps else config
 
 
 def find_checkpoint(path: str, say: Callable[[str], None]) -> Path:
-    """Return the directory of the checkpoint that ``path`` names. Raises ValueError where it is missing."""
+    """Return the directory of the checkpoint that ``path`` names. Raises ValueError where it is missing or
+    damaged.
+    """
     run, step = split_reference(path)
     checkpoints = list_checkpoints(run / CHECKPOINTS)
     if step == "latest":
         if newest := newest_whole(run / CHECKPOINTS, say):
             return newest
     elif matching := [c for c in checkpoints if step_of(c) == int(step)]:
+        if damage := checkpoint_damage(matching[0]):
+            raise ValueError(f"{path}: damaged checkpoint {matching[0]}: {damage}; use another step")
         return matching[0]
     steps = ", ".join(str(step_of(c)) for c in checkpoints)
     raise ValueError(f"{path}: no such checkpoint in {run / CHECKPOINTS}; it has {steps or 'none'}")
@@ -102,20 +121,42 @@ def checkpoint_model(
 
 
 def write_weights(config: Config, base: Path, checkpoint: Path, directory: Path) -> None:
-    """Write the weights in ``checkpoint`` of a run that began with the model in ``base``."""
-    plain = config.policy.model_copy(update={"router_replay": False, "compile": False, "zero_stage": 0})
-    model = trainable_model(str(base), resolve_dtype(config.model.dtype), config.model, plain, config.seed)
+    """Write the model of ``checkpoint``, see `load_weights`, as the run exports it."""
+    write_loaded(load_weights(config, base, checkpoint), config, base, directory)
+
+
+def load_weights(config: Config, base: Path, checkpoint: Path, dtype: torch.dtype | None = None) -> Any:
+    """Return the transformers model, with adapters, of ``checkpoint`` of a run that began with the model in
+    ``base``. On the host, whatever trained it. ``dtype``: of its weights; None: as they were trained.
+    """
+    saved = SavedPolicy(state_directory(checkpoint / "policy"), PolicyFiles().mapped)
+    plain = {"attention": "auto", "packing": False, "kernels": "torch", "gradient_checkpointing": False}
+    section = config.model.model_copy(update=plain)
+    model = trainable_model(str(base), dtype or saved.dtype, section, _undivided(config), config.seed)
     # DeepSpeed's names are those of this wrapper.
     names = TokenLogprobs(model, temperature=1.0, chunk_mib=1).named_parameters()
     trained = {name: parameter for name, parameter in names if parameter.requires_grad}
-    saved = SavedPolicy(state_directory(checkpoint / "policy"), PolicyFiles().mapped)
     saved.open([*trained])
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(saved.whole(name, WEIGHTS).view_as(parameter))
-    weights = FullWeights(model, plain)
-    whole, low_rank = (
-        {name: t.detach().clone() for bucket in weights.buckets(1 << 28, **how) for name, t in bucket}
-        for how in ({"as_held": True}, {"adapters_only": True})
-    )
-    write_model(model, whole, low_rank, directory, str(base), config.model.trust_remote_code)
+    return model.eval()
+
+
+def write_loaded(
+    model: Any, config: Config, base: Path, directory: Path, *, adapter_alone: bool = False
+) -> None:
+    """Write what `load_weights` returned: adapters merged, and also in `adapter`; or the adapter alone."""
+    weights, trusted = FullWeights(model, _undivided(config)), config.model.trust_remote_code
+    # One process holds all parameters, so each stays valid after its bucket.
+    low_rank = dict(chain.from_iterable(weights.buckets(_BUCKET, adapters_only=True)))
+    if adapter_alone:
+        write_adapter_alone(model, low_rank, directory, str(base), trusted)
+        return
+    whole = dict(chain.from_iterable(weights.buckets(_BUCKET, as_held=True)))
+    write_model(model, whole, low_rank, directory, str(base), trusted)
+
+
+def _undivided(config: Config) -> PolicyConfig:
+    """Return the section `policy` of a model in one process, which is not trained."""
+    return config.policy.model_copy(update={"router_replay": False, "compile": False, "zero_stage": 0})

@@ -25,10 +25,11 @@ from grpo_dist.loop.ledger import DROPPED
 from grpo_dist.observe import LEDGER, Tracker
 from grpo_dist.observe.console import print_before_after
 from grpo_dist.observe.trackers import check_trackers
-from grpo_dist.policy.full_weights import why_no_export
+from grpo_dist.policy.full_weights import add_file, why_no_export
 from grpo_dist.policy.text_model import usable_model
 from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, list_checkpoints, remove_partial
 from grpo_dist.runs.identity import digest_run_code
+from grpo_dist.runs.model_card import CARD, model_card
 from grpo_dist.runs.preemption import Interruption
 from grpo_dist.runs.prepare import RunInputs
 from grpo_dist.runs.prepare_supervised import SupervisedInputs, load_supervised_inputs
@@ -165,10 +166,15 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
             # Before the run is marked done: nothing may build on a wrong ledger.
             with stage("ledger", quiet=True):
                 totals = None if config.is_supervised else audit(run)
+            tracker.flush()
+            if config.checkpoint.export:
+                add_file(run_dir / MODEL, CARD, model_card(config, run_dir, config.steps))
         mark_finished(run)
         _print_result(run_dir, final)
         if totals:
             print_line(totals)
+        for line in next_commands(run_dir):
+            print_line(line)
         return run_dir
 
 
@@ -317,6 +323,16 @@ async def _evaluate_export(run: Run, cluster: Cluster) -> dict[str, float]:
         )
     run.tracker.log(config.steps, final)
     return final
+
+
+def next_commands(run_dir: Path) -> list[str]:
+    """Return lines that name the model of the finished run in ``run_dir`` and what can be done next."""
+    lines = [f"next: grpo-dist report {run_dir}"]
+    if (model := run_dir / MODEL).is_dir():
+        lines = [f"model: {model}", *lines, f"      grpo-dist eval {run_dir} DATA"]
+    if list_checkpoints(run_dir / CHECKPOINTS):
+        lines.append(f"      grpo-dist export {run_dir} [--step N] [--push USER/REPO]")
+    return lines
 
 
 def _print_result(run_dir: Path, final: dict[str, float]) -> None:

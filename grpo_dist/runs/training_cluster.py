@@ -41,6 +41,7 @@ from grpo_dist.loop.sync_probe import SyncProbe
 from grpo_dist.policy.full_weights import why_no_export
 from grpo_dist.runs.prepare import RunInputs
 from grpo_dist.runs.run_directory import set_template_date
+from grpo_dist.runs.run_weights import pinned
 from grpo_dist.runs.start import load_inputs
 from grpo_dist.runtime.concurrency import deadline, gather, sample_until_enough
 from grpo_dist.runtime.metering import Stopwatch
@@ -533,8 +534,8 @@ class TrainingCluster:
         with stage("actors", "their code is loaded"):
             from actors.cluster import Cluster  # Ray takes seconds to import
             from actors.connection import fit
-        self._config = set_template_date(self._config)
         with as_user_errors():
+            self._config = pinned(set_template_date(self._config))
             has = fit(self._config)
             inputs = load_inputs(self._config, print_line, device="cuda" if has.gpus else "cpu")
         for warning in inputs.warnings:

@@ -332,8 +332,8 @@ def _of_a_run(directory: Path, here: list[str], key: str) -> str:
     if (model := runs[0] / "model").joinpath("config.json").is_file():
         return f"it is {what}, and the model of that run is in `model`; set `{key}` to {model}"
     return (
-        f"it is {what}, and that run has not written its model yet; run it to its end, or resume it with "
-        f"`steps` set to the step of its last checkpoint, and set `{key}` to {model}"
+        f"it is {what}, and that run has not written its model yet; set `{key}` to {runs[0]}@latest or "
+        f"{runs[0]}@STEP for a checkpoint, or run it to its end and set it to {model}"
     )
 
 

@@ -66,9 +66,14 @@ def test_an_export_is_recognised_as_one_also_with_an_adapter(tiny_model, tmp_pat
         {n: t.clone() for bucket in weights.buckets(1 << 20, **how) for n, t in bucket}
         for how in ({"as_held": True}, {"adapters_only": True})
     )
-    for _ in range(2):
-        write_model(model, whole, low_rank, out, str(tiny_model), trust_remote_code=False)
+    downloaded = tmp_path / "models--me--tiny/snapshots/1cfa"
+    downloaded.parent.mkdir(parents=True)
+    downloaded.symlink_to(tiny_model)
+    for base, name in ((tiny_model, str(tiny_model)), (downloaded, "me/tiny")):
+        write_model(model, whole, low_rank, out, str(base), trust_remote_code=False)
         assert (out / "adapter" / "adapter_model.safetensors").is_file() and why_no_export(out) == ""
+        settings = json.loads((out / "adapter/adapter_config.json").read_text())
+        assert settings["base_model_name_or_path"] == name
 
 
 class OwnTokenizer:

@@ -234,7 +234,8 @@ def with_overrides(block: Block) -> str:
 
 TUTORIAL = "grpo_dist/guides/tutorial.md"
 EXTENDING = "grpo_dist/guides/extending.md"  # test_extending.py runs its blocks in a copy of the package
-ALONE = [b for b in BLOCKS if b.mode == "run" and b.document not in (TUTORIAL, EXTENDING)]
+AFTER = "grpo_dist/guides/after_training.md"  # test_after_training.py runs its blocks on runs that it makes
+ALONE = [b for b in BLOCKS if b.mode == "run" and b.document not in (TUTORIAL, EXTENDING, AFTER)]
 
 
 @pytest.mark.parametrize("block", slow_after([(b,) for b in ALONE], len(ALONE) // 2), ids=str)

@@ -14,7 +14,9 @@ from grpo_dist.runs.checkpoint import write_manifest
 from grpo_dist.runs.prepare import resolve_model
 from grpo_dist.runs.run_weights import find_checkpoint, pinned
 from grpo_dist.tools.evaluate.target import configuration
+from grpo_dist.tools.plan.models import model_of
 from tests.support import fakes, made_groups
+from tests.support.made_weights import write_run
 from tests.support.real_ranks import start
 
 
@@ -73,24 +75,34 @@ def test_a_run_keeps_the_checkpoint_that_it_began_with(run, tmp_path):
     (new / "config.yaml").write_text("model: {path: 'runs/other@2'}\n")
     assert pinned(config, new).model.path == "runs/mine@4"
     assert pinned(fakes.config(), new) == fakes.config()
+    assert pinned(config).model.path == "runs/mine@4"  # a loop of your own has no directory
+
+
+def test_teachers_are_pinned_too(run, tmp_path):
+    teachers = [{"name": "a", "model": "runs/mine@latest"}, {"name": "b", "model": "demo:tiny"}]
+    config = fakes.config(distillation={"teachers": teachers})
+    assert [t.model for t in pinned(config).distillation.teachers] == ["runs/mine@4", "demo:tiny"]
+    (tmp_path / "config.yaml").write_text("distillation: {teachers: [{name: a, model: 'runs/mine@2'}]}\n")
+    assert pinned(config, tmp_path).distillation.teachers[0].model == "runs/mine@2"
+
+
+def test_a_plan_of_a_checkpoint_has_the_sizes_of_the_model_that_its_run_began_with(run):
+    (run / "checkpoints/step_000002/config.yaml").write_text(dump_config(fakes.config()))
+    write_manifest(run / "checkpoints/step_000002")
+    planned = model_of(ModelConfig(path="runs/mine@2"), None, 0)
+    assert planned.parameters == model_of(ModelConfig(path="demo:tiny"), None, 0).parameters
+    with pytest.raises(UserError, match="no such checkpoint"):
+        model_of(ModelConfig(path="runs/mine@3"), None, 0)
 
 
 def test_the_model_has_the_weights_of_the_checkpoint(tiny_model, tmp_path, monkeypatch):
     """Of ZeRO stage 0, whose file has every parameter under DeepSpeed's name."""
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / "cache"))
-    checkpoint = tmp_path / "run/checkpoints/step_000001"
-    (checkpoint / "policy/state").mkdir(parents=True)
-    trained = {name: tensor + 0.5 for name, tensor in load_file(tiny_model / "model.safetensors").items()}
-    state = {
-        "module": {f"model.{name}": tensor for name, tensor in trained.items()},
-        "optimizer": {"state": {}},
-        "dp_world_size": 1,
-        "ds_config": {"zero_optimization": {"stage": 0}},
-    }
-    torch.save(state, checkpoint / "policy/state/mp_rank_00_model_states.pt")
-    directory = exported(checkpoint, fakes.config(model={"path": str(tiny_model), "dtype": "float32"}))
+    config = fakes.config(model={"path": str(tiny_model), "dtype": "float32"})
+    trained = write_run(tmp_path / "run", config, tiny_model).state_dict()
+    directory = resolve_model(ModelConfig(path=f"{tmp_path / 'run'}@latest"), None, 0, quiet)
     written = load_file(directory / "model.safetensors")
-    assert written.keys() == trained.keys() and all(torch.equal(written[n], trained[n]) for n in trained)
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in written.items())
     tokens = (directory / "tokenizer.json").read_bytes()
     assert tokens == (tiny_model / "tokenizer.json").read_bytes()
 

@@ -110,8 +110,8 @@ def _run_settings(path: Path) -> DictConfig:
     model, settings = path / "model", path / "config.yaml"
     if not (model / "config.json").is_file():
         raise UserError(
-            f"{path}: a run directory without an exported model (no {model / 'config.json'}); finish the "
-            "run with checkpoint.export=true, or name a model directory"
+            f"{path}: a run directory without an exported model (no {model / 'config.json'}); name "
+            f"{path}@latest or {path}@STEP for a checkpoint, or finish the run with checkpoint.export=true"
         )
     tree = read_tree(settings) if settings.is_file() else OmegaConf.create(_MODEL)
     set_key(tree, "model.path", str(model), str(path))

@@ -14,9 +14,11 @@ from typing import Any
 
 from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.config import Config, ModelConfig, RewardModelConfig, SFTConfig, TeacherConfig
-from grpo_dist.errors import UserError, expanded
+from grpo_dist.config.files import load_config
+from grpo_dist.errors import UserError, as_user_errors, expanded
 from grpo_dist.policy.attention import attention_layers
 from grpo_dist.policy.gguf_model import gguf_config, is_gguf
+from grpo_dist.runs.run_weights import find_checkpoint, is_checkpoint, is_supervised_run
 from grpo_dist.runtime.files import read_json
 from grpo_dist.runtime.model_config import heads_of_layers, keep_attention_cap, position_limit
 from grpo_dist.runtime.model_files import cached
@@ -332,12 +334,15 @@ def published(hub_id: str) -> ModelShape | None:
 
 
 def model_of(model: ModelConfig, sft: SFTConfig | None, seed: int) -> ModelShape:
-    """Return the sizes of ``model``: a directory, `demo:`, `random:`, the model of the cold start ``sft``, or
-    a hub id in the local cache or the table here; nothing is fetched. ``seed``: of models of the demo.
+    """Return the sizes of ``model``: a directory, a checkpoint of a run, `demo:`, `random:`, the model of the
+    cold start ``sft``, or a hub id in the local cache or the table here; nothing is fetched. ``seed``: of
+    models of the demo.
 
     Raises UserError where the sizes are unknown.
     """
     path = model.path
+    if is_checkpoint(path):
+        return _of_run(path)
     if path == "sft":
         assert sft is not None  # the configuration was checked
         path = sft.model
@@ -364,6 +369,17 @@ def model_of(model: ModelConfig, sft: SFTConfig | None, seed: int) -> ModelShape
         f"{_policy(path)}: {_NOWHERE} ({', '.join(_PUBLISHED)}); fetch its config.json and plan with "
         "model.path=random:config.json"
     )
+
+
+def _of_run(path: str) -> ModelShape:
+    """Return the sizes of a run's checkpoint: those of the model with which the run began."""
+    with as_user_errors():
+        checkpoint = find_checkpoint(path, lambda _: None)
+        config = load_config(checkpoint / "config.yaml")
+    model, sft = config.model, config.sft
+    if sft is not None and is_supervised_run(checkpoint.parents[1]):
+        model = model.model_copy(update={"path": "sft"})
+    return model_of(model, sft, config.seed)
 
 
 @dataclass(frozen=True, slots=True)

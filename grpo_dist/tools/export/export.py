@@ -1,0 +1,188 @@
+"""A checkpoint as a directory of transformers: written beside its place, read back, compared, then renamed.
+
+The log-probs of a fixed text, which the files give in transformers, are compared with those of the model that
+the checkpoint was read into, on the host:
+
+    float32, and trained in it     max |difference| <= 1e-3 nats. The same weights give the same numbers;
+                                   merged adapters add the same products in another order.
+    bfloat16                       mean |difference| <= 0.1 nats. Merging, and another type than that of the
+                                   run, round each weight to 8 significant bits, which moves log-probs by
+                                   hundredths of a nat; a wrong or missing weight moves them by nats.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_dist.config import Config
+from grpo_dist.config.files import load_config
+from grpo_dist.errors import RunEnded, UserError, as_user_errors, expanded
+from grpo_dist.policy.full_weights import add_file
+from grpo_dist.policy.lora import find_base_model
+from grpo_dist.policy.model import load_causal_lm
+from grpo_dist.policy.text_model import find_wrapper, read_wrapper_type
+from grpo_dist.runs.checkpoint import CHECKPOINTS, list_checkpoints, step_of
+from grpo_dist.runs.model_card import CARD, model_card
+from grpo_dist.runs.prepare import load_tokenizer, starting_model
+from grpo_dist.runs.run import MODEL
+from grpo_dist.runs.run_weights import (
+    find_checkpoint,
+    is_checkpoint,
+    load_weights,
+    split_reference,
+    write_loaded,
+)
+from grpo_dist.runtime.files import publish
+from grpo_dist.runtime.stage_log import stage
+from grpo_dist.tools.export.hub import check_push, upload
+
+_TEXT = "The sum of 127 and 385 is 512, because 7 + 5 = 12 carries 1, and 1 + 2 + 8 = 11 carries 1 again."
+_FLOAT32_MAX, _BFLOAT16_MEAN = 1e-3, 0.1  # nats
+
+
+def export(
+    run: str,
+    say: Callable[[str], None],
+    *,
+    step: int | None = None,
+    out: Path | None = None,
+    dtype: str | None = None,
+    adapter: bool = False,
+    push: str | None = None,
+) -> Path:
+    """Write a checkpoint of ``run`` (a directory, or RUN@STEP) to ``out`` and return that directory.
+
+    Args:
+        step: None: the newest undamaged one.
+        out: None: `export/step_N` in the run's directory.
+        dtype: None: as the weights were trained.
+        adapter: write the LoRA adapter alone; else it is merged.
+        push: repository of the hub to upload to.
+
+    Raises:
+        UserError: input that cannot be used, before anything is written; or the upload fails.
+        RunEnded: the files do not give the log-probs of the checkpoint. Nothing is left.
+    """
+    with as_user_errors():
+        if push:
+            check_push(push)
+        checkpoint = _find(run, step, say)
+        run_dir, step = checkpoint.parents[1], step_of(checkpoint)
+        config = load_config(checkpoint / "config.yaml")
+        if adapter and config.policy.lora is None:
+            raise UserError(f"--adapter: {run_dir} trained all weights (no `policy.lora`); leave it out")
+        name = f"step_{step}" + ("_adapter" if adapter else "") + (f"_{dtype}" if dtype else "")
+        out = out or run_dir / "export" / name
+        _check_free(out)
+        with stage("model", "with which the run began"):
+            base = starting_model(config, run_dir, say)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
+            made = Path(folder) / "model"
+            try:
+                measured = _write(config, base, checkpoint, made, dtype, adapter=adapter)
+            except OSError as error:
+                if checkpoint.is_dir():
+                    raise
+                raise UserError(
+                    f"{checkpoint}: the run deleted it meanwhile (`checkpoint.keep`); export a newer step"
+                ) from error
+            add_file(made, CARD, model_card(config, run_dir, step, adapter=adapter))
+            publish(made, out)
+    say(f"{out}: step {step} of {run_dir}; {measured}")
+    if push:
+        with stage("upload", f"to {push}"):
+            say(upload(out, push, f"Step {step} of {config.name}"))
+    return out
+
+
+def _find(run: str, step: int | None, say: Callable[[str], None]) -> Path:
+    """Return the checkpoint. Raises ValueError."""
+    if is_checkpoint(run) and step is not None:
+        raise ValueError(f"--step {step}: {run} names a step already; leave out one of the two")
+    run_dir, named = split_reference(run) if is_checkpoint(run) else (expanded(run), str(step or "latest"))
+    if step is not None and step < 1:
+        raise ValueError(f"--step {step}: expected a step of the run, 1 or more")
+    if not (run_dir / "config.yaml").is_file() and not (run_dir / CHECKPOINTS).is_dir():
+        raise ValueError(f"{run_dir}: no run directory (no config.yaml); expected one such as runs/demo")
+    if not list_checkpoints(run_dir / CHECKPOINTS):
+        has_model = (run_dir / MODEL / "config.json").is_file()
+        hint = f"; its trained model is in {run_dir / MODEL}" if has_model else "; train on, and it saves one"
+        raise ValueError(f"{run_dir}: no checkpoint in {run_dir / CHECKPOINTS}{hint}")
+    return find_checkpoint(f"{run_dir}@{named}", say)
+
+
+def _check_free(out: Path) -> None:
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise UserError(f"{out}: a file or link; name a new directory with --out")
+    if out.is_dir() and any(out.iterdir()):
+        raise UserError(f"{out}: the directory is not empty; name a new one with --out, or remove it")
+
+
+def _write(
+    config: Config, base: Path, checkpoint: Path, directory: Path, dtype: str | None, *, adapter: bool
+) -> str:
+    """Write the files and return how their log-probs compare. Raises RunEnded where they differ."""
+    trusted = config.model.trust_remote_code
+    ids = torch.tensor([load_tokenizer(base, trusted)(_TEXT, add_special_tokens=False).input_ids])
+    with stage("checkpoint", f"{checkpoint} is read"):
+        model = load_weights(config, base, checkpoint)
+        trained = model.dtype
+        expected = text_logprobs(model, ids)
+    if dtype is not None and (wanted := getattr(torch, dtype)) != trained:
+        del model
+        with stage("checkpoint", f"is read as {dtype}"):
+            model = load_weights(config, base, checkpoint, wanted)
+    with stage("export", "the model is written"):
+        write_loaded(model, config, base, directory, adapter_alone=adapter)
+    written = model.dtype
+    del model
+    with stage("log-probs", "of the written files are compared with those of the checkpoint"):
+        loaded = _load(directory, base, written, trusted, adapter=adapter)
+        difference = (text_logprobs(loaded, ids) - expected).abs()
+    return _compared(difference, exact={trained, written} == {torch.float32})
+
+
+def _load(directory: Path, base: Path, dtype: torch.dtype, trusted: bool, *, adapter: bool) -> Any:
+    """Return the model in ``directory`` as transformers reads it, and peft its adapter."""
+    wrapper = find_wrapper(base)
+    whole = Path(wrapper[0] if wrapper else find_base_model(base)) if adapter else directory
+    if read_wrapper_type(base):
+        from transformers import AutoModelForImageTextToText  # slow to import
+
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(whole, dtype=dtype)
+    else:
+        loaded = load_causal_lm(str(whole), dtype=dtype, attention="auto", trust_remote_code=trusted)
+    if adapter:
+        from peft import PeftModel  # slow to import
+
+        loaded = PeftModel.from_pretrained(loaded, str(directory))
+    return loaded.eval()
+
+
+def text_logprobs(model: Any, ids: Tensor) -> Float[Tensor, " T-1"]:
+    """Return the log-probs that ``model`` gives the tokens ``ids``, int64 [1, T], but the first."""
+    with torch.inference_mode():
+        logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+    return logprobs.gather(-1, ids[0, 1:, None])[:, 0]
+
+
+def _compared(difference: Tensor, *, exact: bool) -> str:
+    """Describe the ``difference`` of log-probs in nats. Raises RunEnded where it is above the bound."""
+    value, bound = (
+        (float(difference.max()), _FLOAT32_MAX) if exact else (float(difference.mean()), _BFLOAT16_MEAN)
+    )
+    what = f"{'largest' if exact else 'mean'} difference of log-probs from the checkpoint {value:.2g} nats"
+    if not value <= bound:
+        raise RunEnded(
+            f"export: {what} on {len(difference)} tokens, above {bound:g}: the files are not the model of "
+            "the checkpoint, and are removed. Please report this with the model's name"
+        )
+    return f"{what} (bound {bound:g})"

@@ -1,0 +1,237 @@
+"""`grpo-dist export`: the files are the model of the checkpoint; what is refused; the upload."""
+
+import json
+import shutil
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import huggingface_hub
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_dist.cli import main
+from grpo_dist.policy.full_weights import why_no_export
+from grpo_dist.runs.model_card import model_card
+from grpo_dist.tools.export import export as exporting
+from tests.support import fakes
+from tests.support.made_weights import write_run, write_scores
+
+IDS = torch.arange(11, 43)[None]
+
+
+@pytest.fixture(scope="module")
+def made(tiny_model, tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("made") / "mine", tiny_model)
+
+
+@pytest.fixture
+def run(made, tmp_path, monkeypatch):
+    """A run of four steps with checkpoints of 2 and 3, of which only 2 was evaluated."""
+    monkeypatch.chdir(tmp_path)
+    run_dir, model = made
+    return Path(shutil.copytree(run_dir, tmp_path / "runs/mine")), model
+
+
+def make_run(run_dir, base, dtype=torch.float32, **changes):
+    name = str(dtype).removeprefix("torch.")
+    config = fakes.config(model={"path": str(base), "dtype": name}, name="mine", steps=4, **changes)
+    for step in (2, 3):
+        model = write_run(run_dir, config, base, step, dtype)
+    write_scores(run_dir, {0: (0.25, 0.03), 1: (0.3, 0.03), 2: (0.5, 0.04), 3: (None, None)})
+    return run_dir, model
+
+
+def card_of(directory):
+    """Return the metadata and the text of a model card."""
+    _, metadata, text = (directory / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(metadata), text
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def test_the_newest_checkpoint_becomes_a_directory_of_transformers(run, tiny_model, capsys):
+    run_dir, trained = run
+    assert main(["export", str(run_dir)]) == 0
+    out = run_dir / "export/step_3"
+    assert f"{out}: step 3" in capsys.readouterr().out
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.dtype == torch.float32 and torch.equal(logits(loaded), logits(trained))
+    theirs, ours = (AutoTokenizer.from_pretrained(path) for path in (tiny_model, out))
+    assert ours.chat_template == theirs.chat_template is not None
+    assert (out / "generation_config.json").is_file() and why_no_export(out) == ""
+    assert [path.name for path in out.parent.iterdir()] == ["step_3"]  # nothing half-written
+
+
+def test_the_card_names_model_data_settings_and_accuracy(run):
+    run_dir, _ = run
+    assert main(["export", f"{run_dir}@2", "--out", "out"]) == 0
+    metadata, text = card_of(run_dir.parents[1] / "out")
+    assert metadata["library_name"] == "transformers" and "base_model" not in metadata
+    assert "2 of 4 steps of reinforcement learning (GRPO)" in text
+    assert "| held | pass@1 | 25.0% ± 3.0% | 50.0% ± 4.0% |" in text
+    assert "| data | add3 (demo:add3) |" in text and "| rewards | math × 1 |" in text
+    assert "4 prompts × 2 samples" in text and str(run_dir.parent) not in text
+
+
+@pytest.mark.parametrize(("path", "base"), [("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"), ("/secret/model", None)])
+def test_the_card_names_a_model_and_data_of_the_hub_but_no_path_of_the_machine(tmp_path, path, base):
+    data = {"train": [{"path": "openai/gsm8k"}, {"path": "/secret/rows.jsonl"}]}
+    card = model_card(fakes.config(model={"path": path}, data=data), tmp_path, 3)
+    metadata = yaml.safe_load(card.split("---\n")[1])
+    assert metadata.get("base_model") == base and metadata["datasets"] == ["openai/gsm8k"]
+    assert "/secret" not in card and "It was not measured." in card
+
+
+def test_the_card_of_a_supervised_stage_names_its_demonstrations(tmp_path):
+    (tmp_path / "stage.json").write_text(json.dumps({"kind": "sft"}))
+    sft = {"model": "Qwen/Qwen3-4B", "data": ["/secret/right.jsonl"]}
+    config = fakes.config(model={"path": "sft"}, sft=sft)
+    card = model_card(config, tmp_path, 3)
+    assert "steps of supervised training" in card and "| data | right.jsonl |" in card
+    assert "rewards" not in card and "base_model: Qwen/Qwen3-4B" in card
+
+
+def test_a_step_without_an_evaluation_shows_the_newest_before_it(run):
+    run_dir, _ = run
+    write_scores(run_dir, {0: (0.25, 0.03), 2: (0.5, 0.04)})
+    assert main(["export", str(run_dir), "--step", "3"]) == 0
+    assert "The newest evaluation is that of step 2." in card_of(run_dir / "export/step_3")[1]
+
+
+def test_weights_are_written_in_another_type(run):
+    run_dir, trained = run
+    assert main(["export", str(run_dir), "--dtype", "bfloat16"]) == 0
+    written = load_file(run_dir / "export/step_3_bfloat16/model.safetensors")
+    weights = trained.state_dict()
+    assert all(torch.equal(tensor, weights[name].bfloat16()) for name, tensor in written.items())
+
+
+def test_a_run_in_bfloat16_is_exported_in_it_on_any_machine(tiny_model, tmp_path):
+    run_dir, trained = make_run(tmp_path / "run", tiny_model, torch.bfloat16)
+    assert main(["export", str(run_dir)]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(run_dir / "export/step_3")
+    assert loaded.dtype == torch.bfloat16 and torch.equal(logits(loaded), logits(trained))
+
+
+def test_an_adapter_is_merged_or_written_alone(tiny_model, tmp_path):
+    run_dir, trained = make_run(tmp_path / "run", tiny_model, policy={"lora": {"rank": 4}})
+    assert main(["export", str(run_dir)]) == main(["export", str(run_dir), "--adapter"]) == 0
+    merged, alone = run_dir / "export/step_3", run_dir / "export/step_3_adapter"
+    expected = logits(trained)
+    assert (expected - logits(AutoModelForCausalLM.from_pretrained(tiny_model))).abs().max() > 0.01
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, atol=1e-5)
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), alone)
+    assert torch.allclose(logits(adapted.eval()), expected, atol=1e-5)
+    assert not (alone / "model.safetensors").exists() and (alone / "tokenizer.json").is_file()
+    metadata, text = card_of(alone)
+    assert metadata["library_name"] == "peft" and "--enable-lora" in text and "| LoRA | rank 4" in text
+
+
+def test_files_that_are_not_the_checkpoint_are_removed(run, monkeypatch, capsys):
+    run_dir, _ = run
+    written = exporting.write_loaded
+
+    def spoiled(model, *rest, **how):
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(1.5)
+        written(model, *rest, **how)
+
+    monkeypatch.setattr(exporting, "write_loaded", spoiled)
+    assert main(["export", str(run_dir)]) == 1
+    assert "difference of log-probs from the checkpoint" in capsys.readouterr().err
+    assert list((run_dir / "export").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["runs/none"], "runs/none: no run directory"),
+        (["runs/mine", "--step", "7"], "no such checkpoint in runs/mine/checkpoints; it has 2, 3"),
+        (["runs/mine", "--step", "0"], "--step 0: expected a step"),
+        (["runs/mine@2", "--step", "2"], "runs/mine@2 names a step already"),
+        (["runs/mine", "--adapter"], "--adapter: runs/mine trained all weights"),
+        (["runs/mine", "--out", "runs"], "runs: the directory is not empty"),
+        (["runs/mine", "--out", "runs/mine/config.yaml"], "config.yaml: a file or link"),
+        (["runs/mine", "--push", "x"], "--push x: no repository's name; expected USER/REPO"),
+        (["runs/mine", "--push", "me/x"], "--push me/x: no token for the hub; set HF_TOKEN"),
+        (["runs/mine", "steps=3"], "steps=3: export takes one run directory and no settings"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(
+    run, monkeypatch, capsys, arguments, words
+):
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    assert main(["export", *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert not (run[0] / "export").exists()
+
+
+def test_a_run_without_checkpoints_leads_to_its_model(run, capsys):
+    run_dir, _ = run
+    for step in ("2", "3"):
+        (run_dir / f"checkpoints/step_00000{step}").rename(run_dir / f"gone{step}")
+    assert main(["export", str(run_dir)]) == 2
+    assert "no checkpoint in" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_named(run, capsys):
+    run_dir, _ = run
+    (run_dir / "checkpoints/step_000002/state.json").write_text("damaged")
+    assert main(["export", str(run_dir), "--step", "2"]) == 2
+    assert "damaged checkpoint" in capsys.readouterr().err
+
+
+class Hub:
+    """What `HfApi` was asked for."""
+
+    endpoint, calls = "https://hub", []
+
+    def create_repo(self, repository, **how):
+        self.calls.append(("create", repository, how))
+
+    def upload_folder(self, **how):
+        self.calls.append(("upload", how["repo_id"], sorted(p.name for p in how["folder_path"].iterdir())))
+
+
+def test_an_export_is_uploaded_to_a_repository_that_is_private_if_it_is_new(run, monkeypatch, capsys):
+    run_dir, _ = run
+    monkeypatch.setenv("HF_TOKEN", "hf_made_for_a_test")
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    assert main(["export", str(run_dir), "--push", "me/mine"]) == 0
+    created, uploaded = Hub.calls
+    assert created == ("create", "me/mine", {"private": True, "exist_ok": True})
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= {*uploaded[2]}
+    assert "https://hub/me/mine" in capsys.readouterr().out
+
+
+def test_a_refused_upload_keeps_the_files_and_says_how_to_go_on(run, monkeypatch, capsys):
+    """The real client of the hub, and a server that takes no token."""
+    run_dir, _ = run
+
+    class Refuse(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(401)
+            self.end_headers()
+            self.wfile.write(json.dumps({"error": "Invalid username or password."}).encode())
+
+        def log_message(self, *_):
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuse) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_TOKEN", "hf_made_for_a_test")
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert main(["export", str(run_dir), "--push", "me/mine"]) == 2
+        server.shutdown()
+    message = capsys.readouterr().err
+    assert "--push me/mine: the hub did not take the files" in message and "401" in message
+    assert "hf upload me/mine" in message and "hf_made_for_a_test" not in message
+    assert (run_dir / "export/step_3/model.safetensors").is_file()
