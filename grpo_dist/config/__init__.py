@@ -12,7 +12,7 @@ from grpo_dist.config.algorithm import (
     KLConfig,
 )
 from grpo_dist.config.base import Count, Fraction, NonNegative, Section
-from grpo_dist.config.bench import BenchConfig, LengthsConfig
+from grpo_dist.config.bench import BenchConfig, FixedLengths, LengthsConfig, LognormalLengths, NaturalLengths
 from grpo_dist.config.cluster import AutoscalingConfig, ClusterConfig, RestartsConfig, TimeoutsConfig
 from grpo_dist.config.data import (
     BatchConfig,
@@ -73,14 +73,17 @@ __all__ = [
     "DynamicSamplingConfig",
     "EnvironmentsConfig",
     "EvaluationConfig",
+    "FixedLengths",
     "Fraction",
     "GatedConfig",
     "HealthConfig",
     "KLConfig",
     "LengthsConfig",
     "LoRAConfig",
+    "LognormalLengths",
     "MetricConfig",
     "ModelConfig",
+    "NaturalLengths",
     "NonNegative",
     "OffloadConfig",
     "OptimizerConfig",

@@ -26,7 +26,7 @@ NonNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 DirectoryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-CodePaths = Annotated[tuple[str, ...], Field(description="the same list as `code_paths` at the top level")]
+CodePaths = Annotated[tuple[str, ...], Field(exclude=True)]  # `code_paths` of the run, for its actors
 # vLLM raises lower temperatures to this one; the trainer would compute log-probs at another temperature.
 LOWEST_TEMPERATURE = 0.01
 Temperature = Annotated[float, Field(ge=LOWEST_TEMPERATURE)]
@@ -99,8 +99,8 @@ class Choice(Section):
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Return the names that choose this member; () for user-supplied code."""
-        return tuple(_literals(cls.model_fields[cls.tag].annotation))
+        """Return the names that choose this member, as a file has them; () for user-supplied code."""
+        return tuple(map(_name, _literals(cls.model_fields[cls.tag].annotation)))
 
     @model_serializer(mode="wrap")
     def _with_its_name(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -139,14 +139,15 @@ class Tagged:
             if plain and not isinstance(value, str | Mapping | Choice):
                 return PLAIN
             name = value.get(tag) if isinstance(value, Mapping) else getattr(value, tag, None)
+            name = _name(name) if isinstance(name, bool) else name
             return name if name in labels or USER_SUPPLIED not in labels else USER_SUPPLIED
 
         def as_mapping(value: Any) -> Any:
-            if isinstance(value, str):
+            if is_bare(value, union):
                 value = {union[0].bare or tag: value}
             if isinstance(value, Mapping):
-                default = default_name(union)
-                return value if default is None else {tag: default, **value}
+                field = union[0].model_fields[tag]
+                return value if field.is_required() else {tag: field.default, **value}
             if not isinstance(value, union) and not plain:
                 raise PydanticCustomError("tagged_type", "Input should be a name or a mapping")
             return value
@@ -174,10 +175,11 @@ def _is_choice(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Choice)
 
 
-def default_name(union: Sequence[type[Choice]]) -> str | None:
-    """Return the name of a mapping of a tagged union that has none; None: it must have one."""
-    field = union[0].model_fields[union[0].tag]
-    return None if field.is_required() else str(field.default)
+def is_bare(value: Any, union: Sequence[type[Choice]]) -> bool:
+    """Return whether ``value`` is short for a mapping: a name, or true or false of a switch."""
+    if isinstance(value, bool):
+        return any(value is choice for member in union for choice in choices(member, member.tag))
+    return isinstance(value, str)
 
 
 def member_called(union: Sequence[type[Choice]], name: str) -> type[Choice] | None:
@@ -225,6 +227,10 @@ def choices(section: type[BaseModel], field: str) -> tuple[Any, ...]:
 def repeated(names: Sequence[str]) -> list[str]:
     """Return the names that stand more than once, in order."""
     return [name for name, count in Counter(names).items() if count > 1]
+
+
+def _name(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _items(value: Any) -> Iterator[Any]:

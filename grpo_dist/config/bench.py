@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from grpo_dist.config.base import Fraction, Section
+from grpo_dist.config.base import Choice, Fraction, Section, Tagged
 
 
-class LengthsConfig(Section):
-    """Lengths of completions, tokens; none is above `sampling.max_new_tokens`."""
+class NaturalLengths(Choice):
+    """The model ends its completions."""
 
-    kind: Literal["natural", "fixed", "lognormal"] = Field(
-        "natural",
-        description="natural: the model ends its completions; otherwise lengths are set, in episodes of each "
-        "action",
-    )
-    tokens: PositiveInt | None = Field(
-        None, description="kind fixed: the length; null: sampling.max_new_tokens"
-    )
-    mean: PositiveFloat | None = Field(None, description="kind lognormal: mean before truncation")
-    sigma: PositiveFloat | None = Field(None, description="kind lognormal: deviation of the log; null: 1")
+    tag = "kind"
+    kind: Literal["natural"] = "natural"
+
+
+class FixedLengths(Choice):
+    """One length of all completions, in episodes of each action."""
+
+    tag = "kind"
+    kind: Literal["fixed"] = "fixed"
+    tokens: PositiveInt | None = Field(None, description="the length; null: sampling.max_new_tokens")
+
+
+class LognormalLengths(Choice):
+    """Log-normal lengths, cut off at `sampling.max_new_tokens`, in episodes of each action."""
+
+    tag = "kind"
+    kind: Literal["lognormal"] = "lognormal"
+    mean: PositiveFloat = Field(description="mean before truncation, e.g. 32")
+    sigma: PositiveFloat = Field(1.0, description="deviation of the log")
     prompt_share: Fraction | None = Field(
-        None,
-        description="kind lognormal: share of the log's variance that the samples of a prompt have in "
-        "common; null: 0",
+        None, description="share of the log's variance that the samples of a prompt have in common; null: 0"
     )
 
-    def _contradictions(self) -> Iterator[str]:
-        own = {"fixed": ("tokens",), "lognormal": ("mean", "sigma", "prompt_share")}.get(self.kind, ())
-        for name in sorted({"tokens", "mean", "sigma", "prompt_share"} - set(own)):
-            if getattr(self, name) is not None:
-                value = getattr(self, name)
-                yield f"{name} = {value} is not a setting of kind {self.kind}; remove it"
-        if self.kind == "lognormal" and self.mean is None:
-            yield "kind lognormal needs a mean, e.g. mean: 32"
+
+LengthsConfig = NaturalLengths | FixedLengths | LognormalLengths
 
 
 class BenchConfig(Section):
@@ -44,5 +44,7 @@ class BenchConfig(Section):
 
     warmup_steps: PositiveInt = Field(2, description="untimed steps before the measurement")
     steps: PositiveInt = Field(5, description="timed steps")
-    lengths: LengthsConfig = LengthsConfig()
+    lengths: Annotated[LengthsConfig, Tagged()] = Field(
+        NaturalLengths(), description="lengths of completions, tokens"
+    )
     limits: bool = Field(True, description="also measure the limits of the machine")

@@ -16,6 +16,7 @@ from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.base import Choice
 from grpo_dist.config.data import (
     CompletionOrder,
+    DynamicSamplingConfig,
     EpochsOrderConfig,
     LengthOrderConfig,
 )
@@ -143,7 +144,7 @@ RULES = (
     # Batches and lengths
     Rule(
         "bench.lengths.tokens sampling.max_new_tokens",
-        lambda c: (c.bench.lengths.tokens or 0) > c.sampling.longest,
+        lambda c: (getattr(c.bench.lengths, "tokens", None) or 0) > c.sampling.longest,
         "a completion would be longer than the longest",
         "lower the first or raise the second",
     ),
@@ -164,19 +165,13 @@ RULES = (
     ),
     Rule(
         "dynamic_sampling.oversample batch.order.name",
-        lambda c: c.batch.order.name == "completion" and c.dynamic_sampling.oversample != 1.0,
+        lambda c: (
+            c.batch.order.name == "completion"
+            and isinstance(c.dynamic_sampling, DynamicSamplingConfig)
+            and c.dynamic_sampling.oversample != 1.0
+        ),
         "the first has no effect, as each group is replaced by one",
         "use `batch.order.oversample`",
-    ),
-    *(
-        _unread(f"dynamic_sampling.{key}", breaks, "dynamic_sampling.enabled=true")
-        for key, breaks in {
-            "metric": lambda c: c.dynamic_sampling.metric and not c.dynamic_sampling.enabled,
-            "max_extra_prompts": lambda c: (
-                c.dynamic_sampling.max_extra_prompts and not c.dynamic_sampling.enabled
-            ),
-            "oversample": lambda c: c.dynamic_sampling.oversample != 1.0 and not c.dynamic_sampling.enabled,
-        }.items()
     ),
     Rule(
         "health.min_signal_groups batch.prompts_per_step",
@@ -742,7 +737,8 @@ def _of_sources(config: Sections) -> Iterator[str]:
 
 def _of_source_rewards(config: Sections) -> Iterator[str]:
     """Look at the rewards of single sources, and at the names of rewards in other sections."""
-    rewards, metric, advantage = config.rewards, config.dynamic_sampling.metric, config.algorithm.advantage
+    rewards, advantage, dynamic = config.rewards, config.algorithm.advantage, config.dynamic_sampling
+    metric = dynamic.metric if isinstance(dynamic, DynamicSamplingConfig) else None
     labels = dict.fromkeys(source.label for source in (*config.data.train, *config.data.eval))
     if unknown := [name for name in rewards.by_source if name not in labels]:
         yield (

@@ -35,9 +35,8 @@ class RestartsConfig(Section):
     """Restarts of failed actors: of one actor alone, or of all policy ranks if their state is lost."""
 
     max_per_worker: Count = Field(
-        3, description="restarts of one actor within window_s; 0: its failure ends the run"
+        3, description="restarts of one actor within an hour; 0: its failure ends the run"
     )
-    window_s: PositiveFloat = Field(3600.0, description="restarts older than this do not count")
     backoff_s: PositiveFloat = Field(
         1.0, description="wait before the first restart; doubles with each further restart, up to 60"
     )

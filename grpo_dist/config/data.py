@@ -416,10 +416,20 @@ class BatchConfig(Section):
         return min(self.samples_per_prompt, max(2, -(-self.samples_per_prompt // 2)))
 
 
-class DynamicSamplingConfig(Section):
-    """DAPO: replace groups without a signal by groups of extra prompts, the next of the epoch."""
+class NoDynamicSampling(Choice):
+    """Zero-variance groups stay in their step."""
 
-    enabled: bool = Field(False, description="replace each zero-variance group as soon as it is found")
+    tag = "enabled"
+    enabled: Literal[False] = False
+
+
+class DynamicSamplingConfig(Choice):
+    """DAPO: each zero-variance group is replaced by one of an extra prompt, the next of the epoch, as soon
+    as it is found.
+    """
+
+    tag = "enabled"
+    enabled: Literal[True] = True
     metric: str | None = Field(
         None,
         description="what must differ within a group: the name of a reward, or `accuracy`; null: what"
@@ -435,3 +445,6 @@ class DynamicSamplingConfig(Section):
         description="extra prompts launched per group still missing once the groups of the step's own"
         " prompts are known",
     )
+
+
+DynamicSampling = Annotated[NoDynamicSampling | DynamicSamplingConfig, Tagged()]

@@ -15,6 +15,7 @@ _ADVANTAGE = {
 }  # fmt: skip
 # Keys that no longer exist, and decided nothing in a run.
 _GONE = (
+    "rewards.code_paths", "environments.code_paths", "cluster.restarts.window_s",
     "distillation.teachers.*.threads", "environments.sandbox.backend", "evaluation.threads",
     "profile.memory", "profile.shapes", "profile.stacks",
 )  # fmt: skip
@@ -51,6 +52,11 @@ def translate(old: Mapping[str, Any]) -> dict[str, Any]:
             new[name] = kept | {"data": [_with_defaults(source, of_all) for source in section["data"]]}
     if isinstance(data := new.get("data"), dict) and "order_kwargs" in data:
         new["data"] = _translate_order(data)
+    if new.get("dynamic_sampling", {}).get("enabled") is False:
+        new["dynamic_sampling"] = {"enabled": False}
+    if isinstance(bench := new.get("bench"), dict) and isinstance(lengths := bench.get("lengths"), dict):
+        # null was the default, or what another kind had
+        new["bench"] = bench | {"lengths": {key: item for key, item in lengths.items() if item is not None}}
     if isinstance(rewards := new.get("rewards"), dict):
         new["rewards"] = _translate_rewards(rewards)
     if isinstance(sampling := new.get("sampling"), dict):

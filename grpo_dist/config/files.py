@@ -34,7 +34,7 @@ from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
 from grpo_dist.config import Config
-from grpo_dist.config.base import Choice, default_name, tagged_unions
+from grpo_dist.config.base import Choice, is_bare, tagged_unions
 from grpo_dist.config.messages import explain
 from grpo_dist.config.presets import PRESETS
 from grpo_dist.config.secrets import masked, masked_setting, masked_text
@@ -212,12 +212,12 @@ def _fit(base: Any, over: Any, path: Sequence[str], union: Sequence[type[Choice]
 def _by_name(before: Any, after: Any, union: Sequence[type[Choice]]) -> tuple[Any, Any]:
     """Return a tagged section of both trees as mappings, the first empty if the second has another name."""
     tag = union[0].tag
-    if _is_name(after) and union[0].bare is not None:
+    if _is_name(after, union) and union[0].bare is not None:
         return {}, {union[0].bare: after}
-    before, after = ({tag: value} if _is_name(value) else value for value in (before, after))
+    before, after = ({tag: value} if _is_name(value, union) else value for value in (before, after))
     if not (isinstance(before, dict) and isinstance(after, dict)):
         return before, after
-    name = before.get(tag, default_name(union))
+    name = before.get(tag, union[0].model_fields[tag].get_default())
     return before if after.get(tag, name) == name else {}, after
 
 
@@ -225,8 +225,8 @@ def _is_index(items: Any, at: Any) -> bool:
     return isinstance(items, list) and isinstance(at, int) and at < len(items)
 
 
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and "${" not in value
+def _is_name(value: Any, union: Sequence[type[Choice]]) -> bool:
+    return is_bare(value, union) and "${" not in str(value)
 
 
 def _base_file(path: Path, base: str) -> Path:

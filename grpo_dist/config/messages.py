@@ -156,7 +156,7 @@ def explain(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> str:
         where = ".".join(map(str, item["loc"]))
         if item["type"] == "extra_forbidden":
             if reason := _of_another_member(item["place"]):
-                lines.append(f"`{where}`: {reason}")
+                lines.append(f"`{where}` is {reason}")
                 continue
             for key, advice in _advise(item["place"], root, item["input"]):
                 unknown.setdefault(advice, []).append(f"`{key}`")
@@ -198,7 +198,7 @@ def _of_another_member(place: KeyPlace) -> str | None:
     takes = f"it takes {', '.join(own)}" if own else "it takes none"
     has = f"; {', '.join(others)} {'has' if len(others) == 1 else 'have'} it" if others else ""
     what = next(part for part in reversed(place.keys[:-1]) if isinstance(part, str))
-    return f"{what} {place.label} has no such setting; {takes}{has}"
+    return f"no setting of {what} {place.label}; {takes}{has}"
 
 
 def _advise(place: KeyPlace, root: type[BaseModel], value: Any) -> Iterator[tuple[str, str]]:
@@ -306,6 +306,8 @@ def keys_called(name: str) -> list[str]:
 def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     keys: dict[str, None] = {}  # members of a tagged union share some
     for name, field in section.model_fields.items():
+        if field.exclude:
+            continue
         keys[prefix + name] = None
         for inner in _sections_in(field.annotation):
             keys |= dict.fromkeys(_all_keys(inner, f"{prefix}{name}."))

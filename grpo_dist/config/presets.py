@@ -10,9 +10,10 @@ from typing import Any
 
 import yaml
 
-from grpo_dist.config import AlgorithmConfig, BatchConfig, Config, DynamicSamplingConfig, RewardsConfig
+from grpo_dist.config import AlgorithmConfig, BatchConfig, Config, RewardsConfig
 from grpo_dist.config.algorithm import PPOClipLoss
-from grpo_dist.config.base import tagged_unions
+from grpo_dist.config.base import member_called, tagged_unions
+from grpo_dist.config.data import NoDynamicSampling
 from grpo_dist.config.differences import flat, listed
 
 PRESETS = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
@@ -20,7 +21,7 @@ KEY = "algorithm.preset"
 _DEFAULTS = {
     "algorithm": AlgorithmConfig().model_dump(mode="json"),
     "batch": BatchConfig().model_dump(mode="json"),
-    "dynamic_sampling": DynamicSamplingConfig().model_dump(mode="json"),
+    "dynamic_sampling": NoDynamicSampling().model_dump(mode="json"),
     "rewards": RewardsConfig().model_dump(mode="json"),
 }
 
@@ -77,13 +78,25 @@ def changed(name: str, now: Mapping[str, Any]) -> list[str]:
     wanted = own | {key: value for key, value in _elsewhere().items() if key not in own}
     different = [key for key in wanted if key != KEY and key in now and now[key] != wanted[key]]
     renamed = tuple(f"{section}." for key in different if (section := _tagged(key)) != key)
-    different += [key for key in now if key.startswith(renamed) and key not in wanted] if renamed else []
+    if renamed:
+        others = [key for key in now if key.startswith(renamed) and key not in wanted]
+        different += [key for key in others if not _is_default(key, now)]
     return [f"{_tagged(key)}={_word(now[key])}" for key in different]
 
 
 def _tagged(key: str) -> str:
     """Return the key of a tagged section for that of its name: algorithm.loss.name -> algorithm.loss"""
     return key.rpartition(".")[0] if key in _tags() else key
+
+
+def _is_default(key: str, now: Mapping[str, Any]) -> bool:
+    """Return whether a setting of a tagged section has the default of the member that ``now`` names."""
+    section, _, name = key.rpartition(".")
+    for path, union in tagged_unions(Config):
+        if ".".join(path) == section:
+            member = member_called(union, str(now[f"{section}.{union[0].tag}"]).lower())
+            return member is not None and member.model_fields[name].get_default() == now[key]
+    return False
 
 
 @cache
@@ -112,7 +125,7 @@ def described(config: Config) -> str:
         more = f" with {listed(chosen)} set in the configuration" if chosen else ""
         return f"algorithm: no preset, the defaults{more}"
     now = flat(config.model_dump(mode="json"))
-    others = [f"{k}={_word(v)}" for k, v in settings(name).items()
+    others = [f"{_tagged(k)}={_word(v)}" for k, v in settings(name).items()
               if not k.startswith("algorithm.") and now.get(k) == v]  # fmt: skip
     also = f", which also sets {', '.join(others)}" if others else ""
     own = "" if settings(name) else " (not one of this project's)"

@@ -4,7 +4,7 @@ which reads this class; `root.Config` runs them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from pydantic import Field, PositiveInt, model_validator
@@ -13,7 +13,7 @@ from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.base import Count, DirectoryName, Section, Seed
 from grpo_dist.config.bench import BenchConfig
 from grpo_dist.config.cluster import ClusterConfig
-from grpo_dist.config.data import BatchConfig, DataConfig, DynamicSamplingConfig, ModelConfig
+from grpo_dist.config.data import BatchConfig, DataConfig, DynamicSampling, ModelConfig, NoDynamicSampling
 from grpo_dist.config.distillation import DemonstrationStreamConfig, DistillationConfig
 from grpo_dist.config.environments import EnvironmentsConfig
 from grpo_dist.config.monitoring import (
@@ -33,13 +33,7 @@ from grpo_dist.plugins.user_code import OwnPiece
 _WITH_CODE = ("rewards", "environments")  # sections that have code paths of their own
 
 
-def _code_paths(section: Any) -> Any:
-    if isinstance(section, Mapping):
-        return section.get("code_paths", ())
-    return getattr(section, "code_paths", ())
-
-
-def _with_code_paths(section: Any, paths: list[str]) -> Any:
+def _with_code_paths(section: Any, paths: Sequence[str]) -> Any:
     if isinstance(section, Section):
         return section.model_copy(update={"code_paths": tuple(paths)})
     if section is None:
@@ -76,7 +70,9 @@ class Sections(Section):
     model: ModelConfig
     data: DataConfig
     batch: BatchConfig = BatchConfig()
-    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    dynamic_sampling: DynamicSampling = Field(
+        NoDynamicSampling(), description="replace groups without a signal, as DAPO does"
+    )
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     distillation: DistillationConfig = DistillationConfig()
@@ -105,42 +101,26 @@ class Sections(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_list_of_code_paths(cls, given: Any) -> Any:
-        """Make one list of `code_paths`, `rewards.code_paths` and `environments.code_paths`, and give it to
-        all three: one directory may hold pieces of several kinds.
-        """
-        if not isinstance(given, Mapping):
-            return given
-        lists = [given.get("code_paths", ()), *(_code_paths(given.get(name)) for name in _WITH_CODE)]
-        if not all(isinstance(own, list | tuple) for own in lists):
-            return given  # the fields' own validators refuse it
-        paths = list(dict.fromkeys(path for own in lists for path in own if isinstance(path, str)))
-        if not paths or any(not isinstance(path, str) for own in lists for path in own):
-            return given
-        sections = {name: _with_code_paths(given.get(name), paths) for name in _WITH_CODE}
-        return {**given, **sections, "code_paths": paths}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _require_a_box_that_is_asked_for(cls, given: Any) -> Any:
-        """Set `rewards.require_box` where it is not set and the prompt asks for a box."""
-        if not isinstance(given, Mapping):
-            return given
-        data, rewards = given.get("data"), given.get("rewards")
-        data = data.model_dump() if isinstance(data, Section) else data
-        if not isinstance(data, Mapping) or not _asks_for_box(data):
-            return given
-        if isinstance(rewards, Section) and "require_box" not in rewards.model_fields_set:
-            return {**given, "rewards": rewards.model_copy(update={"require_box": True})}
-        if rewards is None or (isinstance(rewards, Mapping) and "require_box" not in rewards):
-            return {**given, "rewards": {**(rewards or {}), "require_box": True}}
-        return given
+    def _share_code_paths(cls, values: Any) -> Any:
+        """Give `code_paths` to the sections whose actors load user-supplied code."""
+        if not isinstance(values, Mapping):
+            return values
+        for name in _WITH_CODE:
+            if isinstance(section := values.get(name), Mapping) and "code_paths" in section:
+                raise ValueError(
+                    f"unknown key `{name}.code_paths`; an earlier version had it; write `code_paths`, one "
+                    "list for the whole run"
+                )
+        paths = values.get("code_paths", ())
+        if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
+            return values  # the field's own validator refuses it
+        return {**values, **{name: _with_code_paths(values.get(name), paths) for name in _WITH_CODE}}
 
     def with_absolute_code(self) -> Self:
         """Return it for other processes: relative `code_paths` are of this process's working directory."""
-        own = {"code_paths": tuple(str(expanded(path).absolute()) for path in self.code_paths)}
-        sections = {name: getattr(self, name).model_copy(update=own) for name in _WITH_CODE}
-        return self.model_copy(update=own | sections)
+        paths = {"code_paths": tuple(str(expanded(path).absolute()) for path in self.code_paths)}
+        sections = {name: getattr(self, name).model_copy(update=paths) for name in _WITH_CODE}
+        return self.model_copy(update=paths | sections)
 
     @property
     def own_pieces(self) -> tuple[OwnPiece, ...]:

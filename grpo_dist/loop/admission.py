@@ -29,7 +29,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, DynamicSamplingConfig
 from grpo_dist.config.data import CompletionOrder
 from grpo_dist.data.stream import most_at_once
 from grpo_dist.types import Prompt
@@ -55,7 +55,7 @@ class Admission:
     def from_config(cls, config: Config, prompts: Sequence[Prompt]) -> Admission:
         batch, dynamic, staleness = config.batch, config.dynamic_sampling, config.max_staleness
         n, available = batch.prompts_per_step, most_at_once(config.data.weights, prompts)
-        further = (dynamic.max_extra_prompts or 3 * n) if dynamic.enabled else 0
+        further = (dynamic.max_extra_prompts or 3 * n) if isinstance(dynamic, DynamicSamplingConfig) else 0
         share = available // (staleness + 1)
         replacements = max(0, min(further, share - n))
         oversample = batch.order.oversample if isinstance(batch.order, CompletionOrder) else None

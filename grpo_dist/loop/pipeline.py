@@ -24,7 +24,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 from grpo_dist.algorithms.schedules import is_due
-from grpo_dist.config import Config, ReferenceConfig
+from grpo_dist.config import Config, DynamicSamplingConfig, ReferenceConfig
 from grpo_dist.config.data import LengthOrderConfig, PassRateOrderConfig, PoolsOrderConfig, UserOrderConfig
 from grpo_dist.data.curriculum import Curriculum, OwnOrder
 from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
@@ -116,8 +116,11 @@ class Pipeline:
     ) -> None:
         self._prompts, self._where_stuck = prompts, workers.where_stuck
         self._batch_config, self._max_staleness = config.batch, config.max_staleness
-        self._dynamic, self._per_step = config.dynamic_sampling, config.batch.prompts_per_step
-        self._has_signal = signal_rule(config.algorithm, config.rewards, config.dynamic_sampling.metric)
+        dynamic = config.dynamic_sampling
+        self._dynamic = dynamic if isinstance(dynamic, DynamicSamplingConfig) else None
+        metric = self._dynamic.metric if self._dynamic else None
+        self._has_signal = signal_rule(config.algorithm, config.rewards, metric)
+        self._per_step = config.batch.prompts_per_step
         self._drains = config.weight_sync.mode == "drain"
         self._sample_s = config.cluster.timeouts.sample_s
         self._schedule = SamplingSchedule(config.sampling, state.schedule)
@@ -270,7 +273,7 @@ class Pipeline:
         if batch in self._restored:
             return await self._scorer.with_reference(self._restored[batch])
         prompts = [self._prompts[self._order.prompt(index)] for index in self._order_indices[batch]]
-        if not self._dynamic.enabled:
+        if self._dynamic is None:
             return ScoredBatch(await gather(self._scorer.sample_and_score(p, batch) for p in prompts))
         sample, oversample = partial(self._scorer.sample_and_grade, batch=batch), self._dynamic.oversample
         refill = Refill(sample, self._has_signal, prompts, wanted=self._per_step, oversample=oversample)

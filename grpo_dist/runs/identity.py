@@ -60,13 +60,12 @@ from grpo_dist.types import Prompt
 # Sections and keys that may change.
 _FREE = (
     "name", "output_dir", "steps", "evaluation", "rejection", "checkpoint", "tracking", "profile", "cluster",
-    "bench", "code_paths",
+    "bench",
+    "code_paths",  # what the files there hold is compared (`CheckpointState.code`), wherever they are
 )  # fmt: skip
 _FREE_KEYS = (
     "data.overlap", "algorithm.preset", "weight_sync.probe_every", "weight_sync.probe_above",
     "data.template_date",  # where a chat template writes it, the prompts' tokens are compared
-    # What the files there hold is compared (`CheckpointState.code`), wherever they are.
-    "rewards.code_paths", "environments.code_paths",
     "rewards.trial", "rewards.by_source.*.trial",
 )  # fmt: skip
 # Keys that may change on resume although they determine numbers: an event has each change.

@@ -191,6 +191,9 @@ class Background:
             raise self._failure
 
 
+WINDOW_S = 3600.0  # older restarts do not count: what fails once an hour is not broken
+
+
 class Budget:
     """The restarts of one actor, or of a whole role. With ``settings`` None there are none."""
 
@@ -206,7 +209,7 @@ class Budget:
         if self._settings is None:
             return None
         now = self._clock()
-        while self._recent and now - self._recent[0] > self._settings.window_s:
+        while self._recent and now - self._recent[0] > WINDOW_S:
             self._recent.popleft()
         if len(self._recent) >= self._settings.max_per_worker:
             return None
@@ -226,7 +229,7 @@ class Budget:
         if self._settings is None or not self._recent:
             return ""
         return (
-            f" after {len(self._recent)} restart(s) within {self._settings.window_s:g} s, all of "
+            f" after {len(self._recent)} restart(s) within an hour, all of "
             "`cluster.restarts.max_per_worker`"
         )
 

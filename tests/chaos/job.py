@@ -80,7 +80,7 @@ class Job:
     def launch(self) -> None:
         command = [sys.executable, "-m", "grpo_dist.cli", "train", str(CONFIG), f"output_dir={self.disk}"]
         own = _ROOT / "tests/support"
-        command += [f"rewards.code_paths=[{own}]", f"environments.code_paths=[{own}]", *self._overrides]
+        command += [f"code_paths=[{own}]", *self._overrides]
         self._process = subprocess.Popen(
             command,
             cwd=self._temporary,

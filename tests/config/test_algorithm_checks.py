@@ -62,14 +62,14 @@ def test_maxrl_takes_a_binary_reward_next_to_others_that_are_only_reported(base)
 def test_a_loss_refuses_the_settings_of_another(base, loss, setting, others):
     message = refusal(base, f"algorithm.loss={loss}", f"algorithm.loss.{setting}")
     key = setting.partition("=")[0]
-    assert f"`algorithm.loss.{key}`: loss {loss} has no such setting; " in message and others in message
+    assert f"`algorithm.loss.{key}` is no setting of loss {loss}; " in message and others in message
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["correction={kind: none, normalize: true}"], "correction none has no such setting"),
-        (["correction={kind: bypass, high: 3}"], "bypass has no such setting; it takes veto, reject"),
+        (["correction={kind: none, normalize: true}"], "no setting of correction none"),
+        (["correction={kind: bypass, high: 3}"], "no setting of correction bypass; it takes veto, reject"),
         (["correction=tas"], "`algorithm.correction` = 'tas': input should be 'tis', 'mis', "),
         (
             ["correction.reject=[{rule: token_k2, high: 1}, {rule: token_k2, high: 2}]"],
@@ -92,11 +92,11 @@ def test_a_loss_refuses_the_settings_of_another(base, loss, setting, others):
         (["loss=kl_cov"], "set `batch.updates_per_step` to 2 or more"),
         (["loss={name: clip_cov, cov_low: 7}"], "cov_low = 7 must be below cov_high = 5"),
         (["advantage=otb", "correction=bypass"], "a forward pass that bypass saves"),
-        (["advantage={name: rloo, std: group}"], "rloo has no such setting; it takes whiten; grpo, gdpo"),
-        (["advantage.gamma=0.9"], "advantage grpo has no such setting"),
+        (["advantage={name: rloo, std: group}"], "no setting of advantage rloo; it takes whiten; grpo, gdpo"),
+        (["advantage.gamma=0.9"], "no setting of advantage grpo"),
         (["reward_norm={name: batch, shift: false, scale: false}"], "use reward_norm: none"),
-        (["reward_norm.shift=false"], "reward_norm none has no such setting; it takes none; group, batch"),
-        (["entropy.delta=0.1"], "entropy constant has no such setting; it takes coef; adaptive has it"),
+        (["reward_norm.shift=false"], "no setting of reward_norm none; it takes none; group, batch"),
+        (["entropy.delta=0.1"], "no setting of entropy constant; it takes coef; adaptive has it"),
         (["entropy={kind: adaptive, target: 1, high: 0.1, coef: 0.5}"], "must be between"),
         (["entropy.kind=adaptive"], "`algorithm.entropy.target` is missing: entropy to hold"),
         (["process.outcome_coef=0"], "`algorithm.process.outcome_coef` = 0: input should be greater than 0"),

@@ -86,8 +86,8 @@ TWO = {"rewards": {"functions": [{"function": "math"}, {"function": "judge"}]}}
         ("algorithm.loss={name: 'a:f', shift: 1}", "`algorithm.loss.kwargs.shift`"),
         # A misspelt key, and a key of another member
         ("rewards.functions.1.wieght", "did you mean `rewards.functions.1.weight`?"),
-        ("rewards.functions.1.reduce", "functions outcome has no such setting; it takes weight, gate,"),
-        ("data.order.half_life", "order epochs has no such setting; it takes drop_solved; pools has it"),
+        ("rewards.functions.1.reduce", "no setting of functions outcome; it takes weight, gate,"),
+        ("data.order.half_life", "no setting of order epochs; it takes drop_solved; pools has it"),
         # A thing of another section
         ("rewards.url", "`rewards.functions: [{function: remote, kwargs: {url: ...}}]`"),
         ("rewards.models=[{name: m, path: p, url: 1}]", "`rewards.models.0.url`; a model behind an address"),

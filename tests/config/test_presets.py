@@ -77,7 +77,7 @@ def test_another_preset_takes_the_place_of_all_that_the_first_one_set(base):
 
 def test_what_other_sections_have_in_place_of_the_presets_defaults_is_reported(base):
     config = load_config(base, ["+algorithm=grpo", "dynamic_sampling.enabled=true"])
-    assert label_of(config) == "grpo, changed: dynamic_sampling.enabled=true"
+    assert label_of(config) == "grpo, changed: dynamic_sampling=true"
     assert label_of(load_config(base, ["+algorithm=olmo3", "dynamic_sampling.enabled=true"])) == "olmo3"
 
 
@@ -105,7 +105,7 @@ def test_a_run_prints_its_preset_and_what_differs_from_it(base):
         "algorithm: no preset, the defaults with loss set in the configuration"
     )
     assert printed("+algorithm=dapo") == (
-        "algorithm: preset dapo, which also sets dynamic_sampling.enabled=true, "
+        "algorithm: preset dapo, which also sets dynamic_sampling=true, "
         "rewards.overlong_buffer.share=0.2, rewards.overlong_buffer.penalty=1.0"
     )
     assert printed("+algorithm=grpo", "algorithm.kl.coef=0.1") == (
@@ -115,7 +115,7 @@ def test_a_run_prints_its_preset_and_what_differs_from_it(base):
 
 def test_the_name_alone_is_reported_with_every_setting_that_differs(base):
     config = load_config(base, ["algorithm.preset=dapo"])
-    differ = "algorithm.loss.clip_high=0.2, dynamic_sampling.enabled=false, "
+    differ = "algorithm.loss.clip_high=0.2, dynamic_sampling=false, "
     differ += "rewards.overlong_buffer.penalty=0.0"
     also = ", which also sets rewards.overlong_buffer.share=0.2"
     assert presets.described(config) == f"algorithm: preset dapo{also}; changed from it: {differ}"

@@ -134,9 +134,9 @@ def test_overrides_merge_by_the_name_in_the_place_that_they_name(base, overrides
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("loss: {tau: 1}", "`loss.tau`: loss clip has no such setting; it takes low, high; soft has it"),
-        ("loss: {name: soft, low: 1}", "loss soft has no such setting; it takes tau, high; clip,"),
-        ("loss: {name: plain, other: 1}", "`loss.other`: loss plain has no such setting; it takes none"),
+        ("loss: {tau: 1}", "`loss.tau` is no setting of loss clip; it takes low, high; soft has it"),
+        ("loss: {name: soft, low: 1}", "no setting of loss soft; it takes tau, high; clip,"),
+        ("loss: {name: plain, other: 1}", "`loss.other` is no setting of loss plain; it takes none"),
         ("loss: {hihg: 1}", "unknown key `loss.hihg`; did you mean `loss.high`?"),
         ("more: hard", "`more` = 'hard': input should be 'clip', 'clip2' or 'soft'"),
         ("more: {name: hard}", "`more` = 'hard': input should be 'clip', 'clip2' or 'soft'"),

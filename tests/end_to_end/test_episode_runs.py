@@ -17,7 +17,8 @@ EPISODES = (
     f'{{path: "demo:products", max_rows: 16, {_OWN}}},'
     f'{{path: "demo:add2", name: two, max_rows: 8, {_OWN}, environment_kwargs: {{turns: 2}}}},'
     '{path: "demo:add4", name: called, max_rows: 8, environment: calculator}]',
-    "environments={code_paths: [SUPPORT], max_turn_tokens: 8, num_workers: 2}",
+    "code_paths=[SUPPORT]",
+    "environments={max_turn_tokens: 8, num_workers: 2}",
     "sampling.max_new_tokens=64",
     "environments.timeout_s=1200",
 )

@@ -21,7 +21,7 @@ def train(directory, package, line, *overrides):
     own = (
         f"data={{train: [{line}], eval: [], max_prompt_tokens: 512}}",
         f"environments.python={interpreter_with(package)}",
-        f"environments.code_paths=[{directory}]",
+        f"code_paths=[{directory}]",
         "environments.timeout_s=1200",
         "environments.max_turn_tokens=12",
         "sampling.max_new_tokens=64",

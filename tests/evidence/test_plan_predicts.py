@@ -31,11 +31,11 @@ MEASURED = ROOT / "configs/bench/cpu_13m_lognormal.yaml"
 SHORT = ["bench.steps=4", "bench.warmup_steps=1"]
 CALIBRATION = ["batch.prompts_per_step=8"]
 OTHERS = {
-    "even": ["bench.lengths={kind: fixed, tokens: 64, mean: null}", "batch.prompts_per_step=8"],
+    "even": ["bench.lengths={kind: fixed, tokens: 64}", "batch.prompts_per_step=8"],
     "longer": ["bench.lengths={kind: lognormal, mean: 64, sigma: 0.5}", "batch.samples_per_prompt=16",
                "batch.prompts_per_step=4"],
-    "larger": ["bench.lengths={kind: fixed, tokens: 96, mean: null}", "batch.prompts_per_step=16"],
-    "ahead": ["bench.lengths={kind: fixed, tokens: 64, mean: null}", "batch.prompts_per_step=8",
+    "larger": ["bench.lengths={kind: fixed, tokens: 96}", "batch.prompts_per_step=16"],
+    "ahead": ["bench.lengths={kind: fixed, tokens: 64}", "batch.prompts_per_step=8",
               "max_staleness=1"],
 }  # fmt: skip
 

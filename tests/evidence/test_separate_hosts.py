@@ -101,7 +101,7 @@ def steps_of(run_dir):
 
 def training(directory):
     overrides = [
-        f"output_dir={directory}", f"rewards.code_paths=[{ROOT / 'tests/support'}]", f"steps={STEPS}",
+        f"output_dir={directory}", f"code_paths=[{ROOT / 'tests/support'}]", f"steps={STEPS}",
         "cluster.placement=separate", "max_staleness=1", "rollout.num_workers=1", "policy.num_workers=1",
         "algorithm.kl.coef=0",
     ]  # fmt: skip

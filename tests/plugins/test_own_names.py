@@ -142,17 +142,13 @@ def test_the_configuration_refuses_what_no_piece_can_be_called(tmp_path, name):
 
 
 def test_code_paths_are_one_list_for_the_whole_configuration():
-    given = {
-        "code_paths": ["top"],
-        "rewards": {"functions": [{"function": "mine:f"}], "code_paths": ["r", "top"]},
-        "environments": {"code_paths": ["e"]},
-    }
-    config = Config.model_validate(PLAIN | given)
-    paths = ("top", "r", "e")
-    assert (config.code_paths, config.rewards.code_paths, config.environments.code_paths) == (paths,) * 3
-    assert config.rewards.functions[0].function == "mine:f"
+    config = Config.model_validate(PLAIN | {"code_paths": ["a", "b"], "rewards": {"timeout_s": 1}})
+    assert config.rewards.code_paths == config.environments.code_paths == config.code_paths == ("a", "b")
+    assert config.rewards.timeout_s == 1 and "code_paths" not in config.model_dump()["rewards"]
     assert Config.model_validate(config.model_dump()) == config
-    assert Config.model_validate(PLAIN).code_paths == ()
+    for name in ("rewards", "environments"):
+        with pytest.raises(ValueError, match=f"unknown key `{name}.code_paths`; .* write `code_paths`"):
+            Config.model_validate(PLAIN | {name: {"code_paths": ["a"]}})
 
 
 def test_arguments_need_a_piece_of_ones_own():

@@ -182,9 +182,9 @@ def test_a_model_without_the_head_of_its_format_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "setting", "said"),
     [
-        ("qwen", "verdict_tokens: [a, b]", "verdict_tokens`: models qwen has no such setting"),
-        ("rlhflow", "step_mark: x", "step_mark`: models rlhflow has no such setting"),
-        ("outcome", "reduce: mean", "reduce`: models outcome has no such setting"),
+        ("qwen", "verdict_tokens: [a, b]", "verdict_tokens` is no setting of models qwen"),
+        ("rlhflow", "step_mark: x", "step_mark` is no setting of models rlhflow"),
+        ("outcome", "reduce: mean", "reduce` is no setting of models outcome"),
         ("process", "reduce: mean", "'math_shepherd', 'rlhflow' or 'prefixes'"),
     ],
 )

@@ -280,6 +280,16 @@ DATA = {
                 ),
             )
         ),
+        (
+            "dynamic_sampling",
+            {"enabled": False, "metric": None, "max_extra_prompts": None, "oversample": 1.0},
+            {},
+        ),
+        (
+            "bench.lengths",
+            {"kind": "fixed", "tokens": 4, "mean": None, "sigma": None, "prompt_share": None},
+            {"bench": {"lengths": {"kind": "fixed", "tokens": 4}}},
+        ),
         *(
             ("rewards.models", [REWARD_MODEL | was], {"rewards": {"models": [MODEL | now]}})
             for was, now in (

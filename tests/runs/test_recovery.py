@@ -26,7 +26,7 @@ from grpo_dist.runs.resume import ResumePoint, load_progress
 from grpo_dist.runs.run import Run
 from grpo_dist.runs.run_directory import add_resume_settings
 from grpo_dist.runs.session import audit
-from grpo_dist.runtime.concurrency import Budget
+from grpo_dist.runtime.concurrency import WINDOW_S, Budget
 from grpo_dist.runtime.files import StepLines
 from tests.support import fakes, made_checkpoints
 from tests.support.patience import HANG_S, wait_until
@@ -186,7 +186,7 @@ def test_repeated_failures_end_the_run_with_their_reason():
         job.train()
     assert job.starts == 3 and list(job.ledger_entries) == [1, 2]
     assert job.warnings[-1] == (
-        "policy-1 is lost in step 3 after 3 restart(s) within 3600 s, all of "
+        "policy-1 is lost in step 3 after 3 restart(s) within an hour, all of "
         "`cluster.restarts.max_per_worker`: ending; rerun the same command to resume from the last checkpoint"
     )
 
@@ -260,9 +260,9 @@ def test_a_bug_is_not_treated_as_a_lost_worker():
 
 def test_old_restarts_do_not_count():
     now = [0.0]
-    budget = Budget(RestartsConfig(max_per_worker=2, backoff_s=1, window_s=100), clock=lambda: now[0])
+    budget = Budget(RestartsConfig(max_per_worker=2, backoff_s=1), clock=lambda: now[0])
     assert (budget.take(), budget.take(), budget.take()) == (1.0, 2.0, None)
-    now[0] = 101.0
+    now[0] = WINDOW_S + 1
     assert budget.take() == 1.0 and budget.used == 3
     assert Budget(None).take() is None and Budget(None).spent == ""
     assert Budget(RestartsConfig(max_per_worker=0)).take() is None

@@ -53,9 +53,9 @@ code = code_directory(trial_rewards=CODE)
 def tried(code, function, trial=None, columns=None, **more):
     """Return what the check says, and its warnings."""
     own = [{"function": f"trial_rewards:{function}"}]
-    rewards = {"functions": own, "trial": trial, "code_paths": [code]} | more
+    rewards = {"functions": own, "trial": trial} | more
     rows = [DataRow("1 + 0 = ?", "1", "sums", "sums.jsonl:1", columns or {})]
-    start = Start(fakes.config(rewards=rewards), lambda message: None)
+    start = Start(fakes.config(code_paths=[code], rewards=rewards), lambda message: None)
     start.rows = ([(start.config.data.train[0], rows)], [])
     return check_reward(start), start.warnings
 
@@ -105,10 +105,10 @@ def test_with_a_right_and_a_wrong_completion_the_trial_is_decisive(code):
 
 def test_each_source_has_a_trial_of_its_own(code):
     """That of `rewards` is not for a source with rewards of its own."""
-    rewards = {"functions": [{"function": "trial_rewards:right"}], "code_paths": [code]}
+    rewards = {"functions": [{"function": "trial_rewards:right"}]}
     own = {"functions": [{"function": "trial_rewards:solution"}]}
     rewards |= {"trial": {"right": "1", "wrong": "2"}, "by_source": {"add3": own}}
-    assert fakes.config(rewards=rewards).rewards.of("other").trial.right == "1"
+    assert fakes.config(code_paths=[code], rewards=rewards).rewards.of("other").trial.right == "1"
     assert fakes.config(rewards=rewards).rewards.of("add3").trial is None
 
 

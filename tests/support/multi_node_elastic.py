@@ -19,7 +19,7 @@ SETTINGS = (
     f"steps={STEPS}", "rollout.threads=1", "policy.num_workers=1",
     "policy.threads=1",
     "algorithm.kl.coef=0", "cluster.restarts.hang_s=60",
-    f"rewards.code_paths=[{ROOT / 'tests/support'}]",
+    f"code_paths=[{ROOT / 'tests/support'}]",
 )  # fmt: skip
 NOTICE_S = 120
 

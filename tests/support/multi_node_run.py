@@ -89,7 +89,7 @@ def main(directory):
     tenant = Tenant.remote()
     assert ray.get(tenant.count.remote()) == 1
     overrides = [
-        f"output_dir={directory}", f"rewards.code_paths=[{ROOT / 'tests/support'}]",
+        f"output_dir={directory}", f"code_paths=[{ROOT / 'tests/support'}]",
         f"cluster.address={cluster.address}",
         f"steps={STEPS}", "max_staleness=1", "cluster.placement=separate", "rollout.num_workers=1",
         "policy.num_workers=1", "algorithm.kl.coef=0", "cluster.restarts.hang_s=13",

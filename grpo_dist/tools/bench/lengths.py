@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo_dist.config import LengthsConfig
+from grpo_dist.config import FixedLengths, LengthsConfig, NaturalLengths
 from grpo_dist.types import Prompt, Sampling
 from grpo_dist.workers import RolloutHandle, RolloutsRef
 
@@ -20,12 +20,11 @@ def length_of(seed: int, lengths: LengthsConfig, *, cap: int, uid: str = "") -> 
     A log-normal of mean m and deviation s of its logarithm is exp(N(ln m - s^2 / 2, s)). A share r of the
     variance is the prompt's: N = ln m - s^2 / 2 + s (sqrt(r) z_prompt + sqrt(1 - r) z_request).
     """
-    if lengths.kind == "natural":
+    if isinstance(lengths, NaturalLengths):
         return None
-    if lengths.kind == "fixed":
+    if isinstance(lengths, FixedLengths):
         return lengths.tokens or cap
-    assert lengths.mean is not None  # the configuration checks it
-    sigma = lengths.sigma or 1.0
+    sigma = lengths.sigma
     middle, share = math.log(lengths.mean) - sigma**2 / 2, lengths.prompt_share or 0.0
     if share:
         middle += math.sqrt(share) * random.Random(f"length of {uid}").gauss(0.0, sigma)

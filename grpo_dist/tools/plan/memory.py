@@ -22,7 +22,7 @@ from grpo_dist.batch.sharding import ATTENDED
 from grpo_dist.config import (
     BatchConfig,
     Config,
-    LengthsConfig,
+    FixedLengths,
     ModelConfig,
     PolicyConfig,
     RewardModelConfig,
@@ -147,7 +147,7 @@ def supervised_rank(config: SupervisedConfig, model: ModelShape, sizes: Sizes) -
     longest = config.model.model_copy(update={"max_length": sft.max_length})
     rows = -(-sft.batch_size // config.policy.replicas)  # a rank has in one step and so in a micro-batch
     sizes = replace(sizes, micro_batch=min(sizes.micro_batch, rows * sft.max_length))
-    whole_rows = LengthsConfig(kind="fixed", tokens=sft.max_length)
+    whole_rows = FixedLengths(tokens=sft.max_length)
     config = config.model_copy(update={"model": longest})
     return policy_rank(config, model, sizes, Workload(0, whole_rows, sft.max_length))
 

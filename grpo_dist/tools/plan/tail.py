@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from grpo_dist.config import Config, LengthsConfig
+from grpo_dist.config import Config, LengthsConfig, LognormalLengths
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.tables import print_lines, print_rows
 from grpo_dist.tools.bench.table import written
@@ -68,9 +68,9 @@ class TailRow:
 def tail_setting(lengths: LengthsConfig, setting: Setting) -> tuple[Setting, str]:
     """Return ``setting`` with log-normal lengths, and what of them is assumed."""
     assumed = ""
-    if lengths.kind != "lognormal":
+    if not isinstance(lengths, LognormalLengths):
         mean = setting.workload.mean
-        lengths = LengthsConfig(kind="lognormal", mean=mean, sigma=_SIGMA)
+        lengths = LognormalLengths(mean=mean, sigma=_SIGMA)
         assumed = f"assumed: completions log-normal with a mean of {mean:.0f} tokens before the cap, sigma 1"
     if lengths.prompt_share is None:
         lengths = lengths.model_copy(update={"prompt_share": _PROMPT_SHARE})

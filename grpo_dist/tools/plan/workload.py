@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from grpo_dist.config import Config, LengthsConfig
+from grpo_dist.config import Config, FixedLengths, LengthsConfig, LognormalLengths, NaturalLengths
 from grpo_dist.tools.bench.lengths import length_of
 
 # Assumed without `bench.lengths` or a benchmark: what instructed models write on mathematics.
@@ -63,7 +63,7 @@ class Workload:
 
 @lru_cache
 def _drawn(workload: Workload) -> list[int]:
-    if workload.lengths.kind == "fixed":
+    if isinstance(workload.lengths, FixedLengths):
         return [workload.length(0, "")]
     return [workload.length(seed, str(seed)) for seed in range(len(workload.measured) or _DRAWN)]
 
@@ -87,8 +87,8 @@ def workload_of(
         assumed.append(
             f"prompts of {prompt_tokens} tokens, a quarter of data.max_prompt_tokens (--prompt-tokens)"
         )
-    if lengths.kind == "natural" and not measured:
-        lengths = LengthsConfig(kind="lognormal", mean=max(1.0, cap * _SHARE_OF_CAP), sigma=_SIGMA)
+    if isinstance(lengths, NaturalLengths) and not measured:
+        lengths = LognormalLengths(mean=max(1.0, cap * _SHARE_OF_CAP), sigma=_SIGMA)
         assumed.append(
             f"completions log-normal with a mean of {lengths.mean:.0f} tokens, a third of "
             "sampling.max_new_tokens (bench.lengths)"
@@ -108,6 +108,8 @@ def workload_of(
 
 def _of_whole_episodes(lengths: LengthsConfig, turns: int) -> LengthsConfig:
     """Return lengths of whole episodes; ``lengths`` are per action."""
-    key = "tokens" if lengths.kind == "fixed" else "mean"
-    value = getattr(lengths, key)
-    return lengths if value is None else lengths.model_copy(update={key: value * turns})
+    if isinstance(lengths, FixedLengths) and lengths.tokens is not None:
+        return lengths.model_copy(update={"tokens": lengths.tokens * turns})
+    if isinstance(lengths, LognormalLengths):
+        return lengths.model_copy(update={"mean": lengths.mean * turns})
+    return lengths

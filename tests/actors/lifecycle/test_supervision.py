@@ -245,7 +245,7 @@ def test_without_restarts_left_every_waiting_caller_learns_which_engine_failed(r
         assert isinstance(error, WorkerLost) and str(error).startswith("rollout-0 is lost (")
     for error in asyncio.run(session(QUICK.model_copy(update={"max_per_worker": 1}), 2)):
         assert isinstance(error, WorkerLost)
-        assert "after 1 restart(s) within 3600 s, all of `cluster.restarts.max_per_worker`" in str(error)
+        assert "after 1 restart(s) within an hour, all of `cluster.restarts.max_per_worker`" in str(error)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from grpo_dist import driver
 from grpo_dist.cli import main
-from grpo_dist.config import Config, LengthsConfig
+from grpo_dist.config import Config, FixedLengths, LognormalLengths, NaturalLengths
 from grpo_dist.runtime.metering import Span, Usage
 from grpo_dist.tools.bench import limits
 from grpo_dist.tools.bench.figures import StageLimits, covered_s, figures, shares
@@ -34,18 +34,18 @@ SHAPE = Shape(hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=
 
 
 def test_log_normal_lengths_have_their_mean_and_stay_within_bounds():
-    lengths = LengthsConfig(kind="lognormal", mean=32.0, sigma=0.5)
+    lengths = LognormalLengths(mean=32.0, sigma=0.5)
     drawn = [length_of(seed, lengths, cap=100_000) for seed in range(20_000)]
     assert statistics.mean(drawn) == pytest.approx(32, rel=0.01)
     assert statistics.stdev(map(math.log, drawn)) == pytest.approx(0.5, rel=0.03)
-    capped = [length_of(seed, LengthsConfig(kind="lognormal", mean=32.0), cap=128) for seed in range(5_000)]
+    capped = [length_of(seed, LognormalLengths(mean=32.0), cap=128) for seed in range(5_000)]
     assert min(capped) >= 1 and max(capped) == 128
 
 
 def test_fixed_lengths_are_the_cap_unless_set():
-    assert length_of(7, LengthsConfig(kind="fixed"), cap=128) == 128
-    assert length_of(7, LengthsConfig(kind="fixed", tokens=5), cap=128) == 5
-    assert length_of(7, LengthsConfig(), cap=128) is None
+    assert length_of(7, FixedLengths(), cap=128) == 128
+    assert length_of(7, FixedLengths(tokens=5), cap=128) == 5
+    assert length_of(7, NaturalLengths(), cap=128) is None
 
 
 class Asked:
@@ -63,11 +63,11 @@ def test_the_length_of_a_request_does_not_depend_on_its_batch():
 
     sampling, prompt = Sampling(max_new_tokens=64), prompts(1)[0]
     alone, together, natural = Asked(), Asked(), Asked()
-    lengths = LengthsConfig(kind="lognormal", mean=20.0)
+    lengths = LognormalLengths(mean=20.0)
     for seed in (3, 1, 2):
         asyncio.run(ForcedLengths(alone, lengths).sample(prompt, seeds=[seed], sampling=sampling))
     asyncio.run(ForcedLengths(together, lengths).sample(prompt, seeds=[1, 2, 3], sampling=sampling))
-    asyncio.run(ForcedLengths(natural, LengthsConfig()).sample(prompt, seeds=[1], sampling=sampling))
+    asyncio.run(ForcedLengths(natural, NaturalLengths()).sample(prompt, seeds=[1], sampling=sampling))
     assert alone.lengths == together.lengths and len(set(together.lengths.values())) > 1
     assert natural.lengths == {1: None}
 
@@ -441,9 +441,9 @@ def test_bench_needs_a_configuration_or_two_results(tmp_path, capsys):
 @pytest.mark.parametrize(
     "bench, words",
     [
-        ({"lengths": {"kind": "lognormal"}}, "needs a mean"),
-        ({"lengths": {"kind": "fixed", "mean": 3.0}}, "mean = 3.0 is not a setting of kind fixed"),
-        ({"lengths": {"kind": "natural", "tokens": 3}}, "tokens = 3 is not a setting of kind natural"),
+        ({"lengths": {"kind": "lognormal"}}, "bench.lengths.lognormal.mean"),
+        ({"lengths": {"kind": "fixed", "mean": 3.0}}, "bench.lengths.fixed.mean"),
+        ({"lengths": {"kind": "natural", "tokens": 3}}, "bench.lengths.natural.tokens"),
         ({"lengths": {"kind": "fixed", "tokens": 5}}, "`bench.lengths.tokens` = 5, "),
         ({"warmup_steps": 0}, "greater than 0"),
     ],

@@ -185,7 +185,7 @@ def test_the_memory_of_a_login_node_is_not_that_of_its_cluster(here, monkeypatch
 def test_a_reward_that_raises_and_one_that_prefers_wrong_answers_are_found(here):
     (here / "mine.py").write_text("def broken(completion, answer):\n    return 1 / 0\n")
     found = results(
-        "rewards.functions=[{function: math}, {function: 'mine:broken'}]", f"rewards.code_paths=[{here}]"
+        "rewards.functions=[{function: math}, {function: 'mine:broken'}]", f"code_paths=[{here}]"
     )
     said = wrong(found)["reward"]
     assert f"not scored: reward mine:broken: ZeroDivisionError: division by zero ({here}/mine.py:2 in" in said
@@ -221,7 +221,7 @@ def test_a_reward_may_expect_answers_of_another_form(here, form):
     (here / "mine.py").write_text(
         f"def mine(completion, answer):\n    return float({form!r}.format(answer) in completion)\n"
     )
-    own = "rewards.functions=[{function: 'mine:mine'}]", f"rewards.code_paths=[{here}]"
+    own = "rewards.functions=[{function: 'mine:mine'}]", f"code_paths=[{here}]"
     found = results(*own)
     assert form.format("1") in found["reward"].detail and not wrong(found)
 
@@ -242,7 +242,7 @@ def test_every_source_with_wrong_rewards_is_reported_with_those_only_evaluated(h
         "data.train=[{path: train.jsonl}, {path: other.jsonl}]",
         "data.eval=[{path: held.jsonl}]",
         f"rewards.by_source={{train: {wrong_one}, held: {wrong_one}}}",
-        f"rewards.code_paths=[{here}]",
+        f"code_paths=[{here}]",
     )
     said = wrong(of_two)["reward"]
     assert "source train: " in said and "source held: " in said and "source other" not in said
@@ -413,7 +413,7 @@ def test_a_custom_reward_may_accept_only_one_form_of_answer(here, monkeypatch):
         "    except ValueError:\n"
         "        return None\n"
     )
-    found = results("rewards.functions=[{function: 'own:near'}]", "rewards.code_paths=[.]")["reward"]
+    found = results("rewards.functions=[{function: 'own:near'}]", "code_paths=[.]")["reward"]
     assert not found.problem and "get own:near 1 and 0" in found.detail, found
 
 

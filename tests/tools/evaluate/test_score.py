@@ -137,7 +137,7 @@ def test_graders_are_compared_with_a_label_and_disagreements_are_marked(here, ca
 def test_values_that_are_no_verdicts_are_not_compared(here, capsys):
     own = "def length(completion):\n    return len(completion) / 10\n"
     Path("mine.py").write_text(own)
-    arguments = ["--reward", "math", "--reward", "mine:length", "--label", "right", "rewards.code_paths=[.]"]
+    arguments = ["--reward", "math", "--reward", "mine:length", "--label", "right", "code_paths=[.]"]
     assert main(["score", "c.jsonl", *arguments]) == 0
     out = capsys.readouterr().out
     assert "not compared, as their values are not all 0 or 1: mine:length" in out
@@ -147,7 +147,7 @@ def test_values_that_are_no_verdicts_are_not_compared(here, capsys):
 @pytest.mark.slow
 def test_custom_rewards_get_the_reference_answer_as_text_as_in_a_run(here):
     Path("mine.py").write_text("def same(completion, answer):\n    return answer.strip() in completion\n")
-    own = ["--reward", "mine:same", "rewards.code_paths=[.]"]
+    own = ["--reward", "mine:same", "code_paths=[.]"]
     assert main(["score", "c.jsonl", *own]) == 0  # 2 and 4.0, not "2" and "4"
     assert [row["score"]["reward"] for row in lines("c.scored.jsonl")] == [1, 0, 0, 0, 1]
     write("d.jsonl", [{"gold": "7", "answer": "8", "completion": "it is 7"}])  # `answer`: somebody's guess
@@ -168,7 +168,7 @@ def test_episodes_are_scored_by_their_last_action_their_turns_and_their_rewards(
     two = [turns, [{"action": "\\boxed{7}"}]]
     write("d.jsonl", [{"answer": "12", "turns": turns}, {"answer": "12", "turns": two}])
     names = ["--reward", "math", "--reward", "environment", "--reward", "mine:calls"]
-    assert main(["score", "d.jsonl", *names, "rewards.code_paths=[.]"]) == 0
+    assert main(["score", "d.jsonl", *names, "code_paths=[.]"]) == 0
     rows = lines("d.scored.jsonl")
     assert [row["completion"] for row in rows] == ["\\boxed{12}", "\\boxed{12}", "\\boxed{7}"]
     called = {"math": 1, "environment": 0.75, "mine:calls": 1}
@@ -185,13 +185,13 @@ def test_samples_of_a_run_or_an_evaluation_are_scored_as_they_were_written(here,
     group = episodes()
     write_groups(Path("step_000001.parquet"), [group])
     names = ["--reward", "math", "--reward", "environment", "--reward", "mine:calls"]
-    assert main(["score", "step_000001.parquet", *names, "rewards.code_paths=[.]"]) == 0
+    assert main(["score", "step_000001.parquet", *names, "code_paths=[.]"]) == 0
     rows = lines("step_000001.scored.jsonl")
     parts = {name: [row["score"]["parts"][name] for row in rows] for name in rows[0]["score"]["parts"]}
     assert parts["math"] == group.rewards.tolist()
     assert parts["mine:calls"] == [1, 0, 0, 1] and parts["environment"] == [None, None, 1.0, None]
     assert rows[2]["turns"][0]["observation"] == "lower"
-    assert main(["score", "step_000001.scored.jsonl", *names, "rewards.code_paths=[.]"]) == 0
+    assert main(["score", "step_000001.scored.jsonl", *names, "code_paths=[.]"]) == 0
     again = lines("step_000001.scored.scored.jsonl")
     assert [row["score"]["parts"] for row in again] == [row["score"]["parts"] for row in rows]
     Path("broken.parquet").write_text("no table")
@@ -218,7 +218,7 @@ def test_samples_of_one_prompt_are_scored_together_wherever_their_rows_are(here)
         ("p", "sums", "1+1", "2", 0, "c", "stop"),
         ("p", "sums", "1+1", "2", 2, "a", "stop"),
     )
-    names = ["--reward", "mine:among", "--reward", "mine:cut", "rewards.code_paths=[.]"]
+    names = ["--reward", "mine:among", "--reward", "mine:cut", "code_paths=[.]"]
     assert main(["score", "t.parquet", *names]) == 0
     scored = lines("t.scored.jsonl")
     assert [row["completion"] for row in scored] == ["c", "b", "a", "x"]
@@ -261,7 +261,7 @@ def test_a_table_that_lacks_the_columns_of_a_reward_is_refused(here, capsys):
     assert "reward unit_tests reads column `tests`, but t.parquet:1 has only answer, problem" in error
     assert "score a JSON Lines file that has it" in error and "give source code other rewards" in error
     Path("mine.py").write_text("def easy(completion, level, most=3):\n    return level < most\n")
-    own = ("--reward", "mine:easy", "rewards.code_paths=[.]")
+    own = ("--reward", "mine:easy", "code_paths=[.]")
     assert "reward mine:easy reads column `level`, but t.parquet:1" in refusal(capsys, "t.parquet", *own)
     assert "but c.jsonl:1 has only answer, problem, right: add it to the file" in refusal(
         capsys, "c.jsonl", *own
@@ -297,7 +297,7 @@ def test_unscored_rows_are_null_with_a_reason(here, capsys):
         "    if 'idea' in completion:\n        raise KeyError('no idea')\n"
         "    if 'of' in completion:\n        time.sleep(60)\n    return 1\n"
     )
-    arguments = ["--reward", "mine:picky", "rewards.code_paths=[.]", "rewards.timeout_s=3"]
+    arguments = ["--reward", "mine:picky", "code_paths=[.]", "rewards.timeout_s=3"]
     assert main(["score", "c.jsonl", *arguments]) == 0
     assert [row["score"]["reward"] for row in lines("c.scored.jsonl")] == [1, 1, 1, None, None]
     out = capsys.readouterr().out

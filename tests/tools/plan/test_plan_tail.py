@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from grpo_dist import cli
-from grpo_dist.config import LengthsConfig
+from grpo_dist.config import LognormalLengths
 from grpo_dist.config.files import changed
 from grpo_dist.tools.bench.lengths import length_of
 from grpo_dist.tools.plan.simulation import Scenario, simulate
@@ -13,7 +13,7 @@ from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config
 from tests.support.made_times import Times
 
-LENGTHS = LengthsConfig(kind="lognormal", mean=100, sigma=1.0, prompt_share=0.5)
+LENGTHS = LognormalLengths(mean=100, sigma=1.0, prompt_share=0.5)
 
 
 def test_a_share_of_the_lengths_variance_is_the_prompts_and_none_of_it_without_the_setting():
@@ -22,7 +22,7 @@ def test_a_share_of_the_lengths_variance_is_the_prompts_and_none_of_it_without_t
     )
     within = logs.var(axis=1, ddof=1).mean()
     assert within == pytest.approx(0.5, rel=0.05) and logs.var() == pytest.approx(1.0, rel=0.08)
-    plain = LengthsConfig(kind="lognormal", mean=100, sigma=1.0)
+    plain = LognormalLengths(mean=100, sigma=1.0)
     assert [length_of(seed, plain, cap=1600, uid="p") for seed in range(5)] == [
         length_of(seed, plain, cap=1600) for seed in range(5)
     ]

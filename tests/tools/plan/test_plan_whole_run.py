@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from grpo_dist.config import LengthsConfig
+from grpo_dist.config import FixedLengths
 from grpo_dist.tools.bench.flops import Shape
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.command import make_plan
@@ -40,7 +40,7 @@ def wide(**changes):
 
 
 def option(c, cluster="1x4xH100"):
-    lengths = Workload(100, LengthsConfig(kind="fixed", tokens=200), 256)
+    lengths = Workload(100, FixedLengths(tokens=200), 256)
     return option_of(c, Setting(parse_cluster(cluster), published("Qwen/Qwen2.5-1.5B"), lengths, None))
 
 

@@ -239,7 +239,7 @@ def test_one_of_two_concurrent_submissions_is_refused(kube, tmp_path, capsys):
         (("steps.api_key=k-1", "steps=3"), "override steps.api_key=*** looks like a secret"),
         (("output_dir=/elsewhere",), "`output_dir` = /elsewhere is not below /data"),
         (("output_dir=runs",), "`output_dir` = runs is relative"),
-        (("rewards.code_paths=[.]",), "no code travels to a pod"),
+        (("code_paths=[.]",), "no code travels to a pod"),
         (("--env", "PATH"), "--env PATH: its value would be in the manifest"),
         (("--nodes", "1", "policy.num_workers=4", "rollout.num_workers=8"), "12 GPUs are needed"),
         (("--address", "x"), "--address is not an option of --to kuberay"),

@@ -107,7 +107,7 @@ def outside(tmp_path_factory):
 def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, monkeypatch, outside):
     monkeypatch.setenv("MY_VARIABLE", "of-mine-alone")
     path, run = config_in(project), project / "runs/tiny"
-    submit = ("submit", path, "--to", "ray", "--env", "MY_VARIABLE", "rewards.code_paths=[rewards]")
+    submit = ("submit", path, "--to", "ray", "--env", "MY_VARIABLE", "code_paths=[rewards]")
     with ray_head(project) as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -205,7 +205,7 @@ def test_logs_of_a_server_that_no_longer_knows_the_job_are_refused_in_one_messag
 
 def test_the_code_is_uploaded_and_loads_as_the_same_configuration(project):
     path = config_in(project)
-    config = load_config(path, ["rewards.code_paths=[rewards]", "cluster.address=10.0.0.1:6379"])
+    config = load_config(path, ["code_paths=[rewards]", "cluster.address=10.0.0.1:6379"])
     into = project / "carried"
     into.mkdir()
     carried = code.gather(config, into, ray_jobs.runtime_env()["excludes"])
@@ -245,7 +245,7 @@ def test_the_top_alone_is_excluded_where_it_is_marked(project):
         (project / place).mkdir(parents=True)
         (project / place / "words.py").write_text("")
     (project / "carried").mkdir()
-    config = load_config(config_in(project), ["rewards.code_paths=[.]"])
+    config = load_config(config_in(project), ["code_paths=[.]"])
     carried = code.gather(config, project / "carried", ray_jobs.runtime_env()["excludes"])
     assert "lib/data/words.py" in carried.files and "data/words.py" not in carried.files
 
@@ -266,7 +266,7 @@ def test_an_upload_that_is_too_large_is_refused_before_it_starts(project, capsys
     (project / "rewards/big.txt").write_bytes(b"")
     os.truncate(project / "rewards/big.txt", 101 * 2**20)
     status, said = command(
-        capsys, "submit", config_in(project), "--to", "ray", "--dry-run", "rewards.code_paths=[rewards]"
+        capsys, "submit", config_in(project), "--to", "ray", "--dry-run", "code_paths=[rewards]"
     )
     assert status == 2
     assert "MiB would travel with the job" in said and "rewards/big.txt (101.0 MiB)" in said
@@ -275,11 +275,11 @@ def test_an_upload_that_is_too_large_is_refused_before_it_starts(project, capsys
 def test_code_of_environments_travels_as_that_of_rewards(project, tmp_path):
     (project / "games").mkdir()
     (project / "games/guess.py").write_text("")
-    paths = ["rewards.code_paths=[rewards]", "environments.code_paths=[games,rewards]"]
+    paths = ["code_paths=[rewards]", "code_paths=[games,rewards]"]
     carried = code.gather(load_config(config_in(project), paths), tmp_path / "carried", ())
     assert "games/guess.py" in carried.files
     for wrong, words in (("..", "outside of the current directory"), ("nowhere", "no such directory here")):
-        config = load_config(config_in(project), [f"environments.code_paths=[{wrong}]"])
+        config = load_config(config_in(project), [f"code_paths=[{wrong}]"])
         with pytest.raises(UserError, match=f"`code_paths`: {wrong}.*{words}"):
             code.gather(config, tmp_path / f"{len(wrong)}", ())
 
@@ -290,7 +290,7 @@ def test_an_upload_that_is_too_large_is_not_copied_first(project, capsys, monkey
     for name in "abc":
         (project / f"rewards/{name}.txt").touch()
         os.truncate(project / f"rewards/{name}.txt", 60 * 2**20)
-    arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[rewards]")
+    arguments = ("--to", "ray", "--dry-run", "code_paths=[rewards]")
     status, said = command(capsys, "submit", config_in(project), *arguments)
     assert status == 2 and said.count("(60.0 MiB)") == 3
     assert len([file for file in copied if file.startswith("rewards/") and file.endswith(".txt")]) == 1
@@ -312,13 +312,13 @@ def test_neither_keys_nor_targets_of_outside_links_are_uploaded(project, capsys)
     os.mkfifo(rewards / "pipe")
     (rewards / "same.py").symlink_to("driver.py")
     (rewards / "credentials.py").write_text("")  # a module
-    config = load_config(config_in(project), ["rewards.code_paths=[rewards]"])
+    config = load_config(config_in(project), ["code_paths=[rewards]"])
     (project / "carried").mkdir()
     carried = code.gather(config, project / "carried", ray_jobs.runtime_env()["excludes"])
     own = {name for name in carried.files if name.startswith("rewards/")}
     assert own == {"rewards/driver.py", "rewards/same.py", "rewards/credentials.py"}
     assert not [p for p in (project / "carried").rglob("*") if p.is_file() and b"SESAME" in p.read_bytes()]
-    arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[rewards]")
+    arguments = ("--to", "ray", "--dry-run", "code_paths=[rewards]")
     status, said = command(capsys, "submit", config_in(project), *arguments)
     assert status == 0
     for line in (
@@ -333,7 +333,7 @@ def test_neither_keys_nor_targets_of_outside_links_are_uploaded(project, capsys)
 def test_a_code_directory_that_links_outside_is_refused(project, capsys, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     (project / "linked").symlink_to(other)
-    arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[linked]")
+    arguments = ("--to", "ray", "--dry-run", "code_paths=[linked]")
     status, said = command(capsys, "submit", config_in(project), *arguments)
     assert status == 2 and "linked is outside of the current directory" in said
 
@@ -346,7 +346,7 @@ def test_by_hand_keys_are_not_uploaded_either():
 @pytest.mark.slow
 def test_dangling_links_are_not_uploaded(project, capsys):
     (project / "rewards/old.py").symlink_to("nowhere.py")
-    arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[rewards]")
+    arguments = ("--to", "ray", "--dry-run", "code_paths=[rewards]")
     assert command(capsys, "submit", config_in(project), *arguments)[0] == 0
 
 
@@ -364,8 +364,8 @@ def test_dangling_links_are_not_uploaded(project, capsys):
             "`demonstrations.data.0.path` = here.jsonl is on this machine",
         ),
         (("environments.python=rewards",), "`environments.python` = rewards is on this machine"),
-        (("rewards.code_paths=[../elsewhere]",), "is outside of the current directory"),
-        (("rewards.code_paths=[nowhere]",), "nowhere: no such directory here"),
+        (("code_paths=[../elsewhere]",), "is outside of the current directory"),
+        (("code_paths=[nowhere]",), "nowhere: no such directory here"),
         (("checkpoint.resume=never",), "`checkpoint.resume` = never"),
         (("steps=none",), "steps"),
         (("rewards.functions=[{function: maths}]",), "`rewards.functions.0.function` = maths: expected"),
