@@ -291,7 +291,7 @@ def with_steps(group: Group, modelled: Mapping[str, ModelScores]) -> Group:
 
 def not_scored(prompt: Prompt, rollouts: Sequence[Rollout], settings: RewardsConfig) -> Group:
     """Return a group whose samples have no reward: NaN, and outcome "error" if math or a judge has one."""
-    settings = settings.of(prompt.source)
+    settings = settings.for_source(prompt.source)
     specs = reward_specs(settings)
     nothing = np.full(len(rollouts), np.nan, np.float32)
     names = [spec.name for spec in specs] + [term.name for term in model_terms(settings)]

@@ -79,14 +79,14 @@ def corrects(algorithm: AlgorithmConfig) -> bool:
 def contradictions(config: Sections) -> Iterator[str]:
     """Yield a message for settings that contradict each other, and for settings that a run would ignore."""
     yield from (rule.message(config) for rule in RULES if rule.breaks(config))
-    yield from _of_sizes(config)
-    yield from _of_estimator_and_rewards(config)
-    yield from _of_single_rewards(config)
-    yield from _of_right_and_wrong(config)
-    yield from _of_environments(config)
-    yield from _of_sources(config)
-    yield from _of_source_rewards(config)
-    yield from _of_teachers(config)
+    yield from _check_sizes(config)
+    yield from _check_estimator(config)
+    yield from _check_single_rewards(config)
+    yield from _check_binary_rewards(config)
+    yield from _check_environments(config)
+    yield from _check_sources(config)
+    yield from _check_source_rewards(config)
+    yield from _check_teachers(config)
 
 
 def _lora_sync(config: Sections) -> str:
@@ -529,7 +529,7 @@ RULES = (
 )  # fmt: skip
 
 
-def _of_sizes(config: Sections) -> Iterator[str]:
+def _check_sizes(config: Sections) -> Iterator[str]:
     b, ranks = config.batch, config.policy.replicas
     needed = config.data.max_prompt_tokens + config.longest_completion
     if config.max_length < needed:
@@ -563,7 +563,7 @@ def _divisors_near(total: int, wanted: int) -> str:
     return " or ".join(str(d) for d in below[-1:] + above[:1])
 
 
-def _of_estimator_and_rewards(config: Sections) -> Iterator[str]:
+def _check_estimator(config: Sections) -> Iterator[str]:
     """Look at what the estimator reads in place of total rewards."""
     a, rewards = config.algorithm, config.rewards
     advantage, estimator = a.advantage.name, a.advantage.traits
@@ -593,7 +593,7 @@ def _of_estimator_and_rewards(config: Sections) -> Iterator[str]:
             "rewards, which stay unshuffled, so the run is no control; remove one of the two"
         )
     single = _single_completions(config)
-    lacking = [label for label in single if not rewards.of(label).scores_steps]
+    lacking = [label for label in single if not rewards.for_source(label).scores_steps]
     if (a.process or advantage == "process") and lacking:
         reader = "`algorithm.process`" if a.process else "`algorithm.advantage` = process"
         where = f"rewards.by_source.{lacking[0]}" if lacking[0] in rewards.by_source else "rewards"
@@ -618,7 +618,7 @@ def _of_estimator_and_rewards(config: Sections) -> Iterator[str]:
         )
 
 
-def _of_single_rewards(config: Sections) -> Iterator[str]:
+def _check_single_rewards(config: Sections) -> Iterator[str]:
     """Look at what keeps an estimator from taking each reward on its own."""
     advantage, rewards = config.algorithm.advantage, config.rewards
     if "parts" not in advantage.traits.inputs:
@@ -636,7 +636,7 @@ def _of_single_rewards(config: Sections) -> Iterator[str]:
         )
 
 
-def _of_right_and_wrong(config: Sections) -> Iterator[str]:
+def _check_binary_rewards(config: Sections) -> Iterator[str]:
     """Look at what keeps total rewards from being 0 or 1, where the estimator needs that. Before a run
     `rewards.registry.graded_problems` adds which built-in reward has other values.
     """
@@ -644,10 +644,10 @@ def _of_right_and_wrong(config: Sections) -> Iterator[str]:
     if not a.advantage.traits.only_right_and_wrong:
         return
     needs = f"`algorithm.advantage` = {a.advantage.name} needs a reward of 0 and 1, but"
-    for source, own in rewards.variants.items():
-        weighted = [r for r in (*own.functions, *own.models) if r.weight]
+    for source, settings in rewards.variants.items():
+        weighted = [r for r in (*settings.functions, *settings.models) if r.weight]
         at = f"rewards.by_source.{source}" if source else "rewards"
-        if (own.functions or own.models) and (len(weighted) != 1 or weighted[0].weight != 1):
+        if (settings.functions or settings.models) and (len(weighted) != 1 or weighted[0].weight != 1):
             yield f"{needs} `{at}` sums {len(weighted)} with their weights; keep one, with `weight` = 1"
     for name in (model.name for model in rewards.models if model.weight):
         yield (
@@ -662,7 +662,7 @@ def _of_right_and_wrong(config: Sections) -> Iterator[str]:
             yield (f"{needs} `algorithm.{key}` = {value} gives others; remove it, or use another advantage")
 
 
-def _of_environments(config: Sections) -> Iterator[str]:
+def _check_environments(config: Sections) -> Iterator[str]:
     data, rewards = config.data, config.rewards
     named = [("data.environment", data.environment)] if data.environment != "none" else []
     for key, sources in (("train", data.train), ("eval", data.eval)):
@@ -688,7 +688,7 @@ def _of_environments(config: Sections) -> Iterator[str]:
         except ValueError as error:
             yield f"`{key}`: {error}"
     episodes = {source.label for source in data.train if data.environment_of(source) is not None}
-    for label in sorted(label for label in episodes if rewards.of(label).scores_steps):
+    for label in sorted(label for label in episodes if rewards.for_source(label).scores_steps):
         key = f"rewards.by_source.{label}" if label in rewards.by_source else "rewards"
         yield (
             f"`{key}` has a reward of steps, which scores the steps of a single "
@@ -698,7 +698,7 @@ def _of_environments(config: Sections) -> Iterator[str]:
         )
 
 
-def _of_sources(config: Sections) -> Iterator[str]:
+def _check_sources(config: Sections) -> Iterator[str]:
     """Look at weights and temperatures of single sources."""
     data, temperature = config.data, config.sampling.temperature
     labels = [source.label for source in data.train]
@@ -735,7 +735,7 @@ def _of_sources(config: Sections) -> Iterator[str]:
                 )
 
 
-def _of_source_rewards(config: Sections) -> Iterator[str]:
+def _check_source_rewards(config: Sections) -> Iterator[str]:
     """Look at the rewards of single sources, and at the names of rewards in other sections."""
     rewards, advantage, dynamic = config.rewards, config.algorithm.advantage, config.dynamic_sampling
     metric = dynamic.metric if isinstance(dynamic, DynamicSamplingConfig) else None
@@ -753,7 +753,7 @@ def _of_source_rewards(config: Sections) -> Iterator[str]:
             )
     if "parts" in advantage.traits.inputs:
         for name in rewards.names:
-            weights = {own.weights[name] for own in rewards.variants.values() if name in own.weights}
+            weights = {each.weights[name] for each in rewards.variants.values() if name in each.weights}
             if len(weights) > 1:
                 yield (
                     f"`algorithm.advantage` = {advantage.name} weighs reward {name} alike in all sources, "
@@ -766,7 +766,7 @@ def _of_source_rewards(config: Sections) -> Iterator[str]:
         )
 
 
-def _of_teachers(config: Sections) -> Iterator[str]:
+def _check_teachers(config: Sections) -> Iterator[str]:
     teachers, fields = config.distillation.teachers, TeacherConfig.model_fields
     for i, teacher in enumerate(teachers):
         where = f"`distillation.teachers` {teacher.name}"

@@ -130,11 +130,11 @@ def engine_problems(
 
 def _nested_problems(engine: Mapping[str, Any]) -> Iterator[str]:
     for name, refused in _NESTED.items():
-        own = engine.get(name)
-        if not isinstance(own, Mapping):
+        argument = engine.get(name)
+        if not isinstance(argument, Mapping):
             continue
-        for key in (key for key in refused if key in own):
-            setting = f"`rollout.engine.{name}.{key}` = {shown_setting(key, own[key])}"
+        for key in (key for key in refused if key in argument):
+            setting = f"`rollout.engine.{name}.{key}` = {shown_setting(key, argument[key])}"
             yield f"{setting}: {refused[key]}; remove it"
 
 

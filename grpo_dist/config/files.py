@@ -160,10 +160,10 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
         raise ConfigError(f"{path}: expected a mapping of keys to values, found {type(loaded).__name__}")
     if path.parent.name == PRESETS.name:
         loaded = _with_preset_name(loaded, path.stem)
-    bases, own = _split_bases(loaded, path)
+    bases, settings = _split_bases(loaded, path)
     parts = [read_tree(_base_file(path, base), (*seen, resolved)) for base in bases]
     try:
-        return reduce(_merged, [*parts, own])
+        return reduce(_merged, [*parts, settings])
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be merged with its `defaults`: {parser_reason(error)}") from error
 
@@ -234,7 +234,7 @@ def _base_file(path: Path, base: str) -> Path:
     file = expanded(base)
     near = path.parent / file
     try:
-        return next((found for found in (near, PRESETS.parent / file) if found.is_file()), near)
+        return next((each for each in (near, PRESETS.parent / file) if each.is_file()), near)
     except (OSError, ValueError):  # no file name: refused where it is read
         return near
 
@@ -249,10 +249,10 @@ def _with_preset_name(tree: DictConfig, name: str) -> DictConfig:
 
 def _split_bases(loaded: DictConfig, path: Path) -> tuple[list[str], DictConfig]:
     """Return the files of `defaults`, and ``loaded`` without that key."""
-    own = deepcopy(loaded)
+    settings = deepcopy(loaded)
     try:
-        found = own.pop("defaults", None)
-        bases = list(found) if isinstance(found, ListConfig) else [] if found is None else [found]
+        defaults = settings.pop("defaults", None)
+        bases = list(defaults) if isinstance(defaults, ListConfig) else [] if defaults is None else [defaults]
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: `defaults`: {parser_reason(error)}") from error
     wrong = [base for base in bases if not isinstance(base, str) or not base]
@@ -261,7 +261,7 @@ def _split_bases(loaded: DictConfig, path: Path) -> tuple[list[str], DictConfig]
             f"{path}: `defaults`: {wrong[0]!r} is not a file name; expected a file or a list of files, e.g. "
             "[base.yaml]"
         )
-    return bases, own
+    return bases, settings
 
 
 def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:

@@ -20,10 +20,10 @@ def input_paths(config: Config) -> Iterator[tuple[str, str, bool]]:
         yield "model.adapter", config.model.adapter, True
     yield from ((f"rewards.models.{i}.path", m.path, True) for i, m in enumerate(config.rewards.models))
     for name, sources in (("train", config.data.train), ("eval", config.data.eval)):
-        own = (
+        paths = (
             (f"data.{name}.{i}.path", source.path) for i, source in enumerate(sources) if not source.is_own
         )
-        yield from ((key, path, False) for key, path in own if path is not None)
+        yield from ((key, path, False) for key, path in paths if path is not None)
     if config.sft is not None:
         yield "sft.model", config.sft.model, True
         yield from ((f"sft.data.{i}.path", source.path, False) for i, source in enumerate(config.sft.data))

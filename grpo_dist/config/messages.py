@@ -189,13 +189,13 @@ def _of_another_member(place: KeyPlace) -> str | None:
     if not place.union or place.section is None:
         return None
     key, chosen = str(place.keys[-1]), place.section
-    own = [name for name in chosen.model_fields if name != place.union[0].tag]
+    settings = [name for name in chosen.model_fields if name != place.union[0].tag]
     others = [name for member in place.union if key in member.model_fields for name in member.names()]
     if not others and (_takes_arguments(chosen) or answer(".".join(map(str, place.keys)))):
         return None
-    if not others and difflib.get_close_matches(key, own, n=1, cutoff=0.5):
+    if not others and difflib.get_close_matches(key, settings, n=1, cutoff=0.5):
         return None
-    takes = f"it takes {', '.join(own)}" if own else "it takes none"
+    takes = f"it takes {', '.join(settings)}" if settings else "it takes none"
     has = f"; {', '.join(others)} {'has' if len(others) == 1 else 'have'} it" if others else ""
     what = next(part for part in reversed(place.keys[:-1]) if isinstance(part, str))
     return f"no setting of {what} {place.label}; {takes}{has}"

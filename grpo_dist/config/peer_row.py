@@ -24,4 +24,4 @@ def row(
     """Build a row from names separated by spaces; ``@`` abbreviates ``actor_rollout_ref.``."""
     texts = dict(zip(FRAMEWORKS, (verl, trl, openrlhf, roll), strict=True))
     names = {name: tuple(text.replace("@", "actor_rollout_ref.").split()) for name, text in texts.items()}
-    return Row(tuple(ours.split()), note, {name: own for name, own in names.items() if own})
+    return Row(tuple(ours.split()), note, {name: settings for name, settings in names.items() if settings})

@@ -400,13 +400,13 @@ def is_section(key: str) -> bool:
 
 
 def _describe(settings: list[PeerSetting]) -> str:
-    """Describe a row, with the settings that found it."""
-    found = settings[0].row
+    """Describe a row, with the settings that named it."""
+    match = settings[0].row
     names = ", ".join(f"{setting.framework}'s `{setting.name}`" for setting in settings)
-    if not found.ours:
-        return f"{names} has no counterpart: {found.note}"
-    keys = " and ".join(f"`{key}`" for key in found.ours)
-    return f"did you mean {keys}? ({names}{f'; {found.note}' if found.note else ''})"
+    if not match.ours:
+        return f"{names} has no counterpart: {match.note}"
+    keys = " and ".join(f"`{key}`" for key in match.ours)
+    return f"did you mean {keys}? ({names}{f'; {match.note}' if match.note else ''})"
 
 
 def _few(names: Mapping[str, list[PeerSetting]], wanted: str) -> list[PeerSetting]:

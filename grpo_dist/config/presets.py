@@ -74,8 +74,8 @@ def changed(name: str, now: Mapping[str, Any]) -> list[str]:
     """
     if not settings(name):
         return []
-    own = flat(_tree(name) | {"algorithm": _algorithm(name).model_dump(mode="json")})
-    wanted = own | {key: value for key, value in _elsewhere().items() if key not in own}
+    preset = flat(_tree(name) | {"algorithm": _algorithm(name).model_dump(mode="json")})
+    wanted = preset | {key: value for key, value in _elsewhere().items() if key not in preset}
     different = [key for key in wanted if key != KEY and key in now and now[key] != wanted[key]]
     renamed = tuple(f"{section}." for key in different if (section := _tagged(key)) != key)
     if renamed:
@@ -128,10 +128,10 @@ def described(config: Config) -> str:
     others = [f"{_tagged(k)}={_word(v)}" for k, v in settings(name).items()
               if not k.startswith("algorithm.") and now.get(k) == v]  # fmt: skip
     also = f", which also sets {', '.join(others)}" if others else ""
-    own = "" if settings(name) else " (not one of this project's)"
+    origin = "" if settings(name) else " (not one of this project's)"
     different = changed(name, now)
     then = f"; changed from it: {listed(different)}" if different else ""
-    return f"algorithm: preset {name}{own}{also}{then}"
+    return f"algorithm: preset {name}{origin}{also}{then}"
 
 
 def table() -> str:
@@ -144,11 +144,11 @@ def table() -> str:
     )
     rows = [f"| none (the default) | | {default} |"]
     for name in names():
-        own = [
+        cells = [
             f"`{_tagged(key).removeprefix('algorithm.')}` {_word(v)}" for key, v in differences(name).items()
         ]
         papers = re.findall(r"arXiv:([\d.]+\d)", (PRESETS / f"{name}.yaml").read_text())
-        rows.append(f"| `{name}` | {', '.join(papers)} | {', '.join(own) or 'nothing'} |")
+        rows.append(f"| `{name}` | {', '.join(papers)} | {', '.join(cells) or 'nothing'} |")
     return "\n".join(["| preset | arXiv | differences from the default |", "|---|---|---|", *rows])
 
 

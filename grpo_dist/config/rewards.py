@@ -276,11 +276,11 @@ class RewardsConfig(Section):
                     f"thought_tags = {list(self.thought_tags)}: expected two different tags that are not "
                     "empty, e.g. [<think>, </think>]"
                 )
-        yield from self._of_names_and_kinds()
-        yield from self._of_gates()
-        yield from self._of_sources()
+        yield from self._check_names()
+        yield from self._check_gates()
+        yield from self._check_sources()
 
-    def _of_names_and_kinds(self) -> Iterator[str]:
+    def _check_names(self) -> Iterator[str]:
         functions = (*self.functions, *self.overlong_buffer.functions)
         names = [r.label for r in functions] + [m.name for m in self.models]
         if repeated(names):
@@ -295,7 +295,7 @@ class RewardsConfig(Section):
                 "rewards, which would stay unshuffled; remove one of them"
             )
 
-    def _of_gates(self) -> Iterator[str]:
+    def _check_gates(self) -> Iterator[str]:
         gates = {r.label: r.gate for r in self.functions} | {m.name: m.gate for m in self.models}
         for name in gates:
             path = [name]
@@ -309,16 +309,16 @@ class RewardsConfig(Section):
                     yield f"gates form a cycle: {' -> '.join([*path, gate])}; remove one"
                 path.append(gate)
 
-    def _of_sources(self) -> Iterator[str]:
+    def _check_sources(self) -> Iterator[str]:
         known, defined = {model.name for model in self.models}, dict[str, FunctionConfig]()
-        for source, own in self.by_source.items():
-            if unknown := [name for name in own.models if name not in known]:
+        for source, settings in self.by_source.items():
+            if unknown := [name for name in settings.models if name not in known]:
                 yield (
                     f"by_source.{source}.models = {unknown[0]}: no such model; `rewards.models` has: "
                     f"{', '.join(sorted(known)) or 'none'}"
                 )
             try:
-                type(self).model_validate(self.of(source).model_dump())
+                type(self).model_validate(self.for_source(source).model_dump())
             except ValidationError as error:
                 yield f"by_source.{source}: {error.errors()[0]['msg']}"
         for one in self.all_functions:
@@ -339,25 +339,28 @@ class RewardsConfig(Section):
         rewards = (*self.functions, *self.models)
         return sum(isinstance(reward, ProcessRewardConfig | ProcessModelConfig) for reward in rewards)
 
-    def of(self, source: str) -> RewardsConfig:
+    def for_source(self, source: str) -> RewardsConfig:
         """Return the rewards of the prompts of a source, with the overlong buffer as one of them."""
-        own, alone = self.by_source.get(source), {"by_source": {}, "overlong_buffer": OverlongBufferConfig()}
-        if own is None:
+        settings = self.by_source.get(source)
+        alone = {"by_source": {}, "overlong_buffer": OverlongBufferConfig()}
+        if settings is None:
             functions = (*self.functions, *self.overlong_buffer.functions)
             return self.model_copy(update=alone | {"functions": functions})
-        models = tuple(model for model in self.models if model.name in own.models)
-        functions = (*own.functions, *self.overlong_buffer.functions)
-        return self.model_copy(update=alone | {"functions": functions, "models": models, "trial": own.trial})
+        models = tuple(model for model in self.models if model.name in settings.models)
+        functions = (*settings.functions, *self.overlong_buffer.functions)
+        return self.model_copy(
+            update=alone | {"functions": functions, "models": models, "trial": settings.trial}
+        )
 
     @property
     def variants(self) -> dict[str, RewardsConfig]:
         """The rewards of each source with its own by name, and those of all others by ""."""
-        return {source: self.of(source) for source in ("", *self.by_source)}
+        return {source: self.for_source(source) for source in ("", *self.by_source)}
 
     @property
     def all_functions(self) -> tuple[FunctionConfig, ...]:
         """The functions of all sources."""
-        return tuple(function for own in self.variants.values() for function in own.functions)
+        return tuple(function for rewards in self.variants.values() for function in rewards.functions)
 
     @property
     def names(self) -> list[str]:

@@ -14,7 +14,7 @@ class SupervisedConfig(Config):
     """A run without engines, rewards and reference: `sft` gives its data, steps and optimiser."""
 
     @classmethod
-    def of(cls, config: Config, *, steps: int | None = None) -> SupervisedConfig:
+    def from_config(cls, config: Config, *, steps: int | None = None) -> SupervisedConfig:
         """Return the supervised training that ``config`` describes. ``steps``: as `SFTConfig.steps_for` has
         it; None: `sft.steps`. Raises ConfigError for settings that contradict each other.
         """

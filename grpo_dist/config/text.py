@@ -25,14 +25,14 @@ def escaped(plain: Any) -> Any:
     r"""Return a copy of plain mappings and lists whose texts OmegaConf reads as they are: ${x} -> \${x},
     \${x} -> \\\${x}
     """
-    return _changed(plain, lambda text: _INTERPOLATION.sub(lambda found: found[1] * 2 + r"\${", text))
+    return _changed(plain, lambda text: _INTERPOLATION.sub(lambda match: match[1] * 2 + r"\${", text))
 
 
 def unescaped(plain: Any) -> Any:
     """Return a copy of plain mappings and lists, read from YAML without OmegaConf, with the texts meant by
     `escaped` ones.
     """
-    return _changed(plain, lambda text: _ESCAPED.sub(lambda found: found[1][::2] + "${", text))
+    return _changed(plain, lambda text: _ESCAPED.sub(lambda match: match[1][::2] + "${", text))
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:

@@ -87,15 +87,15 @@ class RolloutConfig(Section):
     @classmethod
     def _range_of_workers(cls, values: Any) -> Any:
         """Accept `num_workers: {min: 1, max: 8}` for the two keys."""
-        given = values.get("num_workers") if isinstance(values, dict) else None
-        if not isinstance(given, dict):
+        workers = values.get("num_workers") if isinstance(values, dict) else None
+        if not isinstance(workers, dict):
             return values
-        if set(given) != {"min", "max"} or values.get("max_workers") is not None:
+        if set(workers) != {"min", "max"} or values.get("max_workers") is not None:
             raise ValueError(
-                f"num_workers = {given}: expected a whole number, or min and max alone, as in "
+                f"num_workers = {workers}: expected a whole number, or min and max alone, as in "
                 "`{min: 1, max: 8}`, without `max_workers`"
             )
-        return values | {"num_workers": given["min"], "max_workers": given["max"]}
+        return values | {"num_workers": workers["min"], "max_workers": workers["max"]}
 
     def _contradictions(self) -> Iterator[str]:
         if self.max_workers is not None and self.max_workers < self.num_workers:

@@ -116,7 +116,7 @@ def column_problems(settings: RewardsConfig, rows: Sequence[HasColumns], remedy:
     """
     if not rows:
         return
-    for spec in reward_specs(settings.of(rows[0].source)):
+    for spec in reward_specs(settings.for_source(rows[0].source)):
         if spec.function in REWARDS and (reward := make(spec)).data_columns:
             yield from _problems(spec.name, reward, rows, remedy)
 
@@ -128,7 +128,7 @@ def user_column_problems(
 
     Loads the functions in ``pool``. Arguments as of `column_problems`.
     """
-    for spec in reward_specs(settings.of(rows[0].source)) if rows else ():
+    for spec in reward_specs(settings.for_source(rows[0].source)) if rows else ():
         if spec.function not in REWARDS:
             yield from _missing(spec.name, load_user_function(spec, pool).data_columns, rows, remedy)
 

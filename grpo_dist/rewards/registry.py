@@ -83,7 +83,7 @@ def reward_specs(settings: RewardsConfig) -> list[RewardSpec]:
             r.kwargs,
             StepSettings(r.step_separator, r.reduce) if isinstance(r, ProcessRewardConfig) else None,
         )
-        for r in settings.of("").functions
+        for r in settings.for_source("").functions
     ]
 
 

@@ -41,7 +41,9 @@ def supervised(config: Config, symbolic: Config) -> tuple[SupervisedConfig, Supe
     if sft.epochs is not None:
         rows = count_rows(sft)
         steps = sft.steps_for(rows - count_held_out(sft, rows))
-    return SupervisedConfig.of(config, steps=steps), SupervisedConfig.of(symbolic, steps=steps)
+    return SupervisedConfig.from_config(config, steps=steps), SupervisedConfig.from_config(
+        symbolic, steps=steps
+    )
 
 
 def load_supervised_inputs(

@@ -164,7 +164,7 @@ def _check_all(start: Start, pool: GraderPool) -> str:
     said, failed, skipped = [], [], []
     for source, prompt in first.items():
         try:
-            said.append(f"source {source}: {_check_source(start, rewards.of(source), prompt, pool)}")
+            said.append(f"source {source}: {_check_source(start, rewards.for_source(source), prompt, pool)}")
         except CheckFailed as error:
             failed.append(f"source {source}: {error}")
         except CheckSkipped as reason:

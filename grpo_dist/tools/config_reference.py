@@ -48,8 +48,11 @@ def keys(section: type[BaseModel], prefix: str = "") -> list[Key]:
     ``N`` in a path is a position in a list.
     """
     tag = section.tag if issubclass(section, Choice) else None
-    return [_key(prefix + name, field) for name, field in section.model_fields.items()
-            if name != tag and not field.exclude]
+    return [
+        _key(prefix + name, field)
+        for name, field in section.model_fields.items()
+        if name != tag and not field.exclude
+    ]
 
 
 def sections(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:

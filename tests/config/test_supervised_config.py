@@ -16,7 +16,7 @@ def config(**more):
 
 def test_steps_seed_and_optimiser_are_those_of_sft_and_ranks_those_of_policy():
     policy = {"num_workers": 2, "zero_stage": 3, "lora": {}, "optimizer": {"lr": 1e-6, "eps": 1e-7}}
-    found = SupervisedConfig.of(
+    found = SupervisedConfig.from_config(
         config(
             policy=policy,
             batch={
@@ -53,13 +53,13 @@ def test_steps_seed_and_optimiser_are_those_of_sft_and_ranks_those_of_policy():
 def test_what_reinforcement_sets_contradicts_nothing_in_the_supervised_stage(reinforcement):
     batch = {"prompts_per_step": 4, "samples_per_prompt": 2} | reinforcement["batch"]
     whole = config(policy={"num_workers": 2}, **(reinforcement | {"batch": batch}))
-    found = SupervisedConfig.of(whole)
+    found = SupervisedConfig.from_config(whole)
     assert (found.steps, found.policy.num_workers, found.max_staleness) == (30, 2, 0)
 
 
 def test_it_is_written_as_a_configuration_that_loads(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text(dump_config(SupervisedConfig.of(config())))
+    path.write_text(dump_config(SupervisedConfig.from_config(config())))
     assert load_config(path).steps == 30
 
 
@@ -67,7 +67,7 @@ def test_contradictions_are_refused_by_key():
     with pytest.raises(
         ConfigError, match=r"supervised training: .*`profile.steps` = \[6\], `steps` = 5: the run ends before"
     ):
-        SupervisedConfig.of(config(profile={"steps": [6]}), steps=5)
+        SupervisedConfig.from_config(config(profile={"steps": [6]}), steps=5)
 
 
 @pytest.mark.parametrize(("demonstrations", "steps"), [(8, 4), (9, 5), (1, 1)])
@@ -89,7 +89,7 @@ def test_epochs_give_the_steps(demonstrations, steps):
     ],
 )
 def test_only_what_changes_the_numbers_makes_it_another_training(change, same):
-    before, after = (SupervisedConfig.of(c) for c in (config(), changed(config(), change)))
+    before, after = (SupervisedConfig.from_config(c) for c in (config(), changed(config(), change)))
     assert (fingerprint(before) == fingerprint(after)) == same
     decisive = [c for c in changes(dump_config(before), after) if not c.is_layout and c.decides(after)]
     assert (decisive == []) == same

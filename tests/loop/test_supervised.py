@@ -35,7 +35,7 @@ def demonstrations(count, start=0):
 def config(steps=6, batch_size=4, **changes):
     sft = {"model": "demo:tiny", "data": "demo:add3", "steps": steps, "batch_size": batch_size}
     sft |= {"max_length": 16, "validate_every": 2, **changes.pop("sft", {})}
-    return SupervisedConfig.of(fakes.config(model={"path": "sft"}, sft=sft, **changes))
+    return SupervisedConfig.from_config(fakes.config(model={"path": "sft"}, sft=sft, **changes))
 
 
 class Job(fakes.World):

@@ -129,7 +129,7 @@ def _as_stage(config: Config, cluster: ClusterShape) -> list[str]:
     if config.sft is None:
         return []
     try:
-        settings = SupervisedConfig.of(config)
+        settings = SupervisedConfig.from_config(config)
         model = model_of(config.model.model_copy(update={"path": "sft"}), config.sft, config.seed)
     except UserError as error:  # of that stage alone
         return [f"as an sft stage of a pipeline: {error}"]

@@ -170,7 +170,7 @@ def score_completions(
     rewards = placed(rewards)
     used = {c.source if c.source in rewards.by_source else "" for c in completions}
     # No reward models here.
-    variants = {source: rewards.of(source).model_copy(update={"models": ()}) for source in used}
+    variants = {source: rewards.for_source(source).model_copy(update={"models": ()}) for source in used}
     with ExitStack() as stack:
         pool = stack.enter_context(GraderPool.from_config(rewards, processes))
         scorers = scorers_by_source(variants, pool, workers=1)
@@ -230,7 +230,7 @@ def _check_sources(rewards: RewardsConfig, completions: Sequence[Completions], c
                 "those of rewards.functions"
             )
     for source in sorted({item.source for item in completions}):
-        settings = rewards.of(source)
+        settings = rewards.for_source(source)
         models = [model.name for model in settings.models]
         if not settings.functions:
             key = f"rewards.by_source.{source}" if source in rewards.by_source else "rewards"

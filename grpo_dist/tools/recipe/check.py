@@ -61,7 +61,7 @@ def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
             config = stage.config.model_copy(
                 update={"model": _model(stage, ancestors[stage.name]), **_other_streams(stage, ancestors)}
             )
-            ranks = SupervisedConfig.of(config) if stage.kind == "sft" else None
+            ranks = SupervisedConfig.from_config(config) if stage.kind == "sft" else None
             # The driver may be on a head without GPUs: the workers are where the cluster has some.
             has = fit(ranks or config, training=stage.kind != "sample")
             device: DeviceType = "cuda" if has.gpus else "cpu"

@@ -143,7 +143,7 @@ def resumed_with(record: StageRecord, stage: ResolvedStage) -> StageRecord:
     if record.kind == "sample":
         rejection = {k: v for k, v in record.settings["rejection"].items() if k not in _CHOICE}
         return replace(record, settings=record.settings | {"rejection": rejection})
-    identity = SupervisedConfig.of(stage.symbolic) if stage.kind == "sft" else stage.symbolic
+    identity = SupervisedConfig.from_config(stage.symbolic) if stage.kind == "sft" else stage.symbolic
     return _only(record, lambda change: change.decides(identity) and not change.is_recorded)
 
 

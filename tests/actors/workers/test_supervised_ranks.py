@@ -62,7 +62,7 @@ def reference(tiny_model, demonstrations):
 
 
 def config(*, ranks, stage, tokens=10_000, shared=1, packing=True, dtype="float32", **policy):
-    return SupervisedConfig.of(
+    return SupervisedConfig.from_config(
         fakes.config(
             model={"path": "sft", "dtype": dtype, "packing": packing},
             policy={"num_workers": ranks, "zero_stage": stage, "sequence_parallel": shared, **policy},

@@ -26,7 +26,7 @@ def config(ranks=8, stage=3, sft=(), **changes):
         "steps": 100,
     }
     batch = {"prompts_per_step": 16, "samples_per_prompt": 8, "micro_batch_tokens": 8192}
-    return SupervisedConfig.of(
+    return SupervisedConfig.from_config(
         fakes.config(
             model={"path": "sft", "gradient_checkpointing": True, **changes.pop("model", {})},
             sft=own | dict(sft),
@@ -72,7 +72,7 @@ def test_every_supervised_stage_of_the_shipped_recipe_at_7b_fits_its_two_nodes()
     for stage in load_pipeline(ROOT / "configs/pipelines/r1_qwen2.5_7b.yaml").stages:
         if stage.kind != "sft":
             continue
-        settings = SupervisedConfig.of(stage.config)
+        settings = SupervisedConfig.from_config(stage.config)
         model = published(settings.sft.model)
         assert model is not None
         need = supervised_rank(settings, model, Sizes.of(settings, gpu=True))
