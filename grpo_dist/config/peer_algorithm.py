@@ -245,8 +245,8 @@ ALGORITHM_ROWS = (
         roll="force_disable_old_logprobs_recompute enable_old_logprobs_recompute",
     ),
     row(
-        "dynamic_sampling.enabled",
-        "verl's metric is `dynamic_sampling.metric`: acc is accuracy, the others null",
+        "dynamic_sampling",
+        "true, or its settings; verl's metric is `dynamic_sampling.metric`: acc is accuracy, the others null",
         verl="algorithm.filter_groups.enable algorithm.filter_groups.metric",
         openrlhf="algo.dynamic_filtering_enable dynamic_filtering algo.dynamic_filtering_range "
         "dynamic_filtering_reward_range",

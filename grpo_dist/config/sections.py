@@ -43,9 +43,12 @@ def _with_code_paths(section: Any, paths: Sequence[str]) -> Any:
 
 def _asks_for_box(data: Mapping[str, Any]) -> bool:
     """Return whether section `data` asks for an answer in a box."""
-    lists = [own for key in ("train", "eval") if isinstance(own := data.get(key), list | tuple)]
+    lists = [sources for key in ("train", "eval") if isinstance(sources := data.get(key), list | tuple)]
     templates = [
-        str(source.get("problem_template")) for own in lists for source in own if isinstance(source, Mapping)
+        str(source.get("problem_template"))
+        for sources in lists
+        for source in sources
+        if isinstance(source, Mapping)
     ]
     texts = [str(data.get("instruction")), str(data.get("system_prompt"))]
     in_all = bool(templates) and all("\\boxed" in text for text in templates)
@@ -115,6 +118,22 @@ class Sections(Section):
         if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
             return values  # the field's own validator refuses it
         return {**values, **{name: _with_code_paths(values.get(name), paths) for name in _WITH_CODE}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_a_box_that_is_asked_for(cls, values: Any) -> Any:
+        """Set `rewards.require_box` where it is not set and the prompt asks for a box."""
+        if not isinstance(values, Mapping):
+            return values
+        data, rewards = values.get("data"), values.get("rewards")
+        data = data.model_dump() if isinstance(data, Section) else data
+        if not isinstance(data, Mapping) or not _asks_for_box(data):
+            return values
+        if isinstance(rewards, Section) and "require_box" not in rewards.model_fields_set:
+            return {**values, "rewards": rewards.model_copy(update={"require_box": True})}
+        if rewards is None or (isinstance(rewards, Mapping) and "require_box" not in rewards):
+            return {**values, "rewards": {**(rewards or {}), "require_box": True}}
+        return values
 
     def with_absolute_code(self) -> Self:
         """Return it for other processes: relative `code_paths` are of this process's working directory."""

@@ -65,7 +65,7 @@ def test_no_framework_has_one_name_in_two_rows():
         ("gradient_checkpointing=true", ["did you mean `model.gradient_checkpointing`?"]),
         ("ds3_gather_for_generation=true", ["has no counterpart", "bucket by bucket"]),
         ("actor_rollout_ref.actor.tis_imp_ratio_cap=2", ["did you mean `algorithm.correction.high`?"]),
-        ("use_additional_prompts=true", ["did you mean `dynamic_sampling.enabled`?"]),
+        ("use_additional_prompts=true", ["did you mean `dynamic_sampling`?"]),
         ("is_num_return_sequences_expand=true", ["has no counterpart"]),
         *(
             (f"{name}=1", [f"did you mean `algorithm.{ours}`"])  # ROLL's block, pasted at the top
@@ -101,13 +101,13 @@ def test_no_framework_has_one_name_in_two_rows():
         ("generate_max_len=512", ["did you mean `sampling.max_new_tokens`?", "OpenRLHF's"]),
         ("use_vllm=true", ["no counterpart", "vLLM always samples"]),
         ("disable_dropout=true", ["no counterpart", "without dropout"]),
-        ("filter_groups=true", ["`dynamic_sampling.enabled`", "verl's `algorithm.filter_groups.enable`"]),
+        ("filter_groups=true", ["`dynamic_sampling`", "verl's `algorithm.filter_groups.enable`"]),
         ("filter_groups={enable: true, max_num_gen_batches: 3}", [
-            "unknown key `filter_groups.enable`; did you mean `dynamic_sampling.enabled`?",
+            "unknown key `filter_groups.enable`; did you mean `dynamic_sampling`?",
             "unknown key `filter_groups.max_num_gen_batches`; "
             "did you mean `dynamic_sampling.max_extra_prompts`?",
         ]),
-        ("algorithm.filter_groups.enable=true", ["did you mean `dynamic_sampling.enabled`?"]),
+        ("algorithm.filter_groups.enable=true", ["did you mean `dynamic_sampling`?"]),
         ("critic.model.path=m", ["`critic.model.path`; verl's `critic`", "no counterpart", "no critic"]),
         ("critic={optim: {lr: 1}, ppo_epochs: 2}", ["keys `critic.optim.lr`, `critic.ppo_epochs`; verl's"]),
         ("critic_pretrain=m", ["no critic"]),
