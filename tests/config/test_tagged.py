@@ -142,7 +142,7 @@ def test_overrides_merge_by_the_name_in_the_place_that_they_name(base, overrides
         ("more: {name: hard}", "`more` = 'hard': input should be 'clip', 'clip2' or 'soft'"),
         ("more: 3", "`more` = 3: input should be one of 'clip', 'clip2', 'soft', or a mapping with `name`"),
         ("entries: [{weight: 1}]", "`entries.0.function` is missing"),
-        ("entries: [{function: second, weight: 1}]", "no setting of entries second; it takes none; first has it"),
+        ("entries: [{function: second, weight: 1}]", "no setting of entries second; it takes none; first"),
         ("loss: {name: soft, tau: x}", "`loss.tau` = 'x': input should be a valid number"),
     ],
 )  # fmt: skip
