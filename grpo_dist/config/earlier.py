@@ -50,7 +50,7 @@ def translate(old: Mapping[str, Any]) -> dict[str, Any]:
             of_all = {key: section[key] for key in ("examples", "noise") if key in section}
             kept = {key: value for key, value in section.items() if key not in of_all}
             new[name] = kept | {"data": [_with_defaults(source, of_all) for source in section["data"]]}
-    if isinstance(data := new.get("data"), dict) and "order_kwargs" in data:
+    if isinstance(data := new.get("data"), dict) and isinstance(data.get("order"), str):
         new["data"] = _translate_order(data)
     if new.get("dynamic_sampling", {}).get("enabled") is False:
         new["dynamic_sampling"] = {"enabled": False}
@@ -75,7 +75,7 @@ def _translate_order(old: Mapping[str, Any]) -> dict[str, Any]:
         "length": {"drop_solved": old.get("drop_solved"), "window": old.get("length_window") or 8},
         "pass_rate": {},
         "pools": {"half_life": pools.get("half_life", 10.0)},
-    }.get(old["order"], {"kwargs": old["order_kwargs"]})
+    }.get(old["order"], {"kwargs": old.get("order_kwargs") or {}})
     kept = {k: v for k, v in old.items() if k not in ("length_window", "order_kwargs", "drop_solved")}
     return kept | {"order": {"name": old["order"]} | settings, "pools": pools.get("by")}
 
