@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from grpo_dist.tools.arguments import add_command, add_inputs
@@ -18,6 +19,7 @@ _OPTIONS: tuple[tuple[str, str | None, type, str], ...] = (
     ("cpus-per-node", "N", int, f"{_NODES}default 8 per GPU, at least 16"),
     ("nodes", "N", int, f"{_NODES}default the fewest that fit the run"),
     ("time", "LIMIT", str, "slurm: default 24:00:00; the job is requeued at the limit"),
+    ("after", "RUN", list, "slurm: begin when the job of this run directory has succeeded"),
     ("sbatch", "OPTION", list, "slurm: e.g. --sbatch=--partition=gpu"),
     ("setup", "COMMAND", list, "slurm: shell command to run first, e.g. --setup 'module load cuda'"),
     ("image", None, str, "kuberay: image built with docker/Dockerfile"),
@@ -36,46 +38,30 @@ def add_commands(commands: Any) -> None:
         "train on a cluster: Ray by its Jobs API, Slurm by sbatch, Kubernetes by a RayJob (launch/README.md "
         "compares them). Submitting a run again resumes it"
     )
-    sub = add_command(commands, "submit", text, _submit)
+    sub = add_command(commands, "submit", text, _later("submit"))
     add_inputs(sub, "YAML file, e.g. configs/demo.yaml", "as for `grpo-dist train`")
     sub.add_argument("--to", required=True, choices=("ray", "slurm", "kuberay"))
     sub.add_argument("--dry-run", action="store_true", help="print exactly what would be submitted")
     for name, metavar, kind, text in _OPTIONS:
         how: dict[str, Any] = {"action": "append"} if kind is list else {"type": kind}
         sub.add_argument(f"--{name}", metavar=metavar, help=text, **how)
-    for name, command, text in (
-        ("status", _status, "show the state of a submitted run"),
-        ("logs", _logs, "print the log of a submitted run"),
-        ("stop", _stop, "ask a submitted run to save a checkpoint and end"),
+    for name, text in (
+        ("status", "show the state of a submitted run"),
+        ("logs", "print the log of a submitted run"),
+        ("stop", "ask a submitted run to save a checkpoint and end"),
     ):
-        sub = add_command(commands, name, text, command, overrides=[])
+        sub = add_command(commands, name, text, _later(name), overrides=())
         sub.add_argument("config", metavar="RUN", help="run directory, e.g. runs/my-run")
         if name == "logs":
             sub.add_argument("--follow", action="store_true", help="follow the log until the job ends")
 
 
-# `commands` loads the configuration, which --help does not need.
+def _later(name: str) -> Callable[..., None]:
+    """Return a function that calls ``commands.NAME``, which loads the configuration; --help does not."""
 
+    def run(*arguments: Any, **options: Any) -> None:
+        from grpo_dist.tools.submit import commands
 
-def _submit(path: str, overrides: list[str], **options: Any) -> None:
-    from grpo_dist.tools.submit.commands import submit
+        getattr(commands, name)(*arguments, **options)
 
-    submit(path, overrides, **options)
-
-
-def _status(run_dir: str, overrides: list[str]) -> None:
-    from grpo_dist.tools.submit.commands import status
-
-    status(run_dir)
-
-
-def _logs(run_dir: str, overrides: list[str], follow: bool) -> None:
-    from grpo_dist.tools.submit.commands import logs
-
-    logs(run_dir, follow)
-
-
-def _stop(run_dir: str, overrides: list[str]) -> None:
-    from grpo_dist.tools.submit.commands import stop
-
-    stop(run_dir)
+    return run

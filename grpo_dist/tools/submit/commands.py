@@ -20,6 +20,7 @@ from grpo_dist.tools.submit.checks import (
     variables,
 )
 from grpo_dist.tools.submit.job import Job, SubmissionRecord, read_record, run_directory
+from grpo_dist.tools.submit.sizes import as_option
 
 # The class that submits, and the module with `state`, `print_logs` and `stop` of a record.
 _TARGETS: dict[str, tuple[Any, ModuleType]] = {
@@ -67,21 +68,20 @@ def submit(
         print(f"  grpo-dist {command} {job.run_dir}")
 
 
-def status(run_dir: str) -> None:
-    record = _record(run_dir)
-    state = _module(record).state(record)
+def status(run_dir: str, overrides: Sequence[str] = ()) -> None:
+    record, module = _submission(run_dir)
+    state = module.state(record)
     print(f"{record.job} on {record.target}, submitted {record.submitted_at}: {state.text}")
 
 
-def logs(run_dir: str, follow: bool) -> None:
-    record = _record(run_dir)
+def logs(run_dir: str, overrides: Sequence[str] = (), *, follow: bool) -> None:
+    record, module = _submission(run_dir)
     with suppress(KeyboardInterrupt):  # ends --follow
-        _module(record).print_logs(record, follow)
+        module.print_logs(record, follow)
 
 
-def stop(run_dir: str) -> None:
-    record = _record(run_dir)
-    module = _module(record)
+def stop(run_dir: str, overrides: Sequence[str] = ()) -> None:
+    record, module = _submission(run_dir)
     state = module.state(record)
     if not state.live:
         print(f"{record.job} is over: {state.text}")
@@ -93,20 +93,17 @@ def stop(run_dir: str) -> None:
 def _target(to: str, options: dict[str, Any]) -> Target:
     """Build the target. Raises UserError for an option of another target."""
     given = {name: value for name, value in options.items() if value is not None}
-    made_by, _ = _TARGETS[to]
-    own = made_by.__dataclass_fields__
-    if foreign := sorted(set(given) - set(own)):
-        known = ", ".join(_option(name) for name in own)
-        raise UserError(f"{_option(foreign[0])} is not an option of --to {to}, which has {known}")
-    target: Target = made_by(**given)
+    build, _ = _TARGETS[to]
+    fields = build.__dataclass_fields__
+    if foreign := sorted(set(given) - set(fields)):
+        known = ", ".join(map(as_option, fields))
+        raise UserError(f"{as_option(foreign[0])} is not an option of --to {to}, which has {known}")
+    target: Target = build(**given)
     return target
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _record(run_dir: str) -> SubmissionRecord:
+def _submission(run_dir: str) -> tuple[SubmissionRecord, ModuleType]:
+    """Return the record of the last submission of a run, and the module of its target."""
     record = read_record(Path(run_dir))
     if record is None:
         raise UserError(
@@ -115,8 +112,4 @@ def _record(run_dir: str) -> SubmissionRecord:
         )
     if record.target not in _TARGETS:
         raise UserError(f"{run_dir}: submitted to {record.target}; expected one of {', '.join(_TARGETS)}")
-    return record
-
-
-def _module(record: SubmissionRecord) -> ModuleType:
-    return _TARGETS[record.target][1]
+    return record, _TARGETS[record.target][1]

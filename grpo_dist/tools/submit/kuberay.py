@@ -20,7 +20,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.tools.submit.checks import check_not_left_behind, check_output
 from grpo_dist.tools.submit.code import resolved
 from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord
-from grpo_dist.tools.submit.programs import Refused, ask, lines, template
+from grpo_dist.tools.submit.programs import Refused, ask, template
 from grpo_dist.tools.submit.sizes import NodeSizes
 
 _OVER = ("Complete", "Failed", "ValidationFailed")
@@ -69,7 +69,6 @@ class KubeRayTarget(NodeSizes):
                     f"--to kuberay: give {option}: --image takes the image built with docker/Dockerfile, and "
                     "--volume CLAIM:/runs the claim that holds the runs with its mount point"
                 )
-        self._check_numbers()
         self._check_names()
         check_output(job.config.output_dir, "the file system of a pod ends with it")
         _, path = self._volume
@@ -86,12 +85,6 @@ class KubeRayTarget(NodeSizes):
                 f"--secret NAME:{hidden[0]}, or --env {hidden[0]}=value if it is not secret"
             )
         self.nodes_for(job.config, "kuberay")
-
-    def _check_numbers(self) -> None:
-        for name, least in (("memory_gib", 1), ("head_cpus", 1), ("head_memory_gib", 1), ("retries", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
 
     def _check_names(self) -> None:
         """Raise UserError for names that Kubernetes would misread or reject."""
@@ -218,13 +211,8 @@ def state(record: SubmissionRecord) -> JobState:
 
 def print_logs(record: SubmissionRecord, follow: bool) -> None:
     """Print the log of the submitting pod, which repeats the output of the driver."""
-    kubectl = _kubectl(record.where)
-    options = [f"job/{record.job}", "--tail=-1"]
-    if not follow:
-        print(ask([*kubectl, "logs", *options]), end="", flush=True)
-        return
-    for line in lines([*kubectl, "logs", "--follow", *options]):
-        print(line, end="", flush=True)
+    options = [f"job/{record.job}", "--tail=-1", *(["--follow"] if follow else [])]
+    ask([*_kubectl(record.where), "logs", *options], shown=True)
 
 
 def stop(record: SubmissionRecord) -> None:

@@ -9,55 +9,37 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
 
 _EVERY_S = 1.0
-_PRINT_EVERY_S = 15.0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="grpo_dist.tools.submit.nodes", description=__doc__)
     parser.add_argument("count", type=int)
     parser.add_argument("--within", type=float, required=True, metavar="SECONDS")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     import ray  # slow; not needed for --help
 
     ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        wait_for(args.count, args.within, alive)
-    except TimeoutError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    finally:
-        ray.shutdown()
-    return 0
-
-
-def alive() -> list[str]:
-    """Return hostname/address of each live node."""
-    import ray  # slow; not needed for --help
-
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    return [f"{node['NodeManagerHostname']}/{node['NodeManagerAddress']}" for node in nodes]
-
-
-def wait_for(count: int, within_s: float, names: Callable[[], list[str]]) -> None:
-    """Wait for ``count`` nodes. Raises TimeoutError, listing the live ones, after ``within_s``."""
-    started = time.monotonic()
-    printed_at, printed = -_PRINT_EVERY_S, -1
+    started, before = time.monotonic(), 0
     while True:
-        there, now = names(), time.monotonic() - started
-        if len(there) != printed or now - printed_at >= _PRINT_EVERY_S:
-            print(f"{len(there)} of {count} nodes have joined ({now:.0f} s)", flush=True)
-            printed, printed_at = len(there), now
-        if len(there) >= count:
-            return
-        if now >= within_s:
-            raise TimeoutError(
-                f"{len(there)} of {count} nodes have joined within {within_s:g} s: {', '.join(there)}; check "
-                "whether the others are up (sinfo), their logs, and whether they reach the first node"
-            )
+        nodes = [f"{n['NodeManagerHostname']}/{n['NodeManagerAddress']}" for n in ray.nodes() if n["Alive"]]
+        joined, waited_s = f"{len(nodes)} of {args.count} nodes have joined", time.monotonic() - started
+        if len(nodes) != before:
+            print(f"{joined} ({waited_s:.0f} s)", flush=True)
+            before = len(nodes)
+        if len(nodes) >= args.count:
+            return 0
+        if waited_s >= args.within:
+            break
         time.sleep(_EVERY_S)
+    print(
+        f"error: {joined} within {args.within:g} s: {', '.join(nodes)}; check whether the others are up "
+        "(sinfo), their logs, and whether they reach the first node",
+        file=sys.stderr,
+        flush=True,
+    )
+    return 1
 
 
 if __name__ == "__main__":

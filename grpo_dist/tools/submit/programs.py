@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
@@ -22,48 +21,26 @@ class Refused(UserError):
     """The program failed; the message is its own."""
 
 
-def ask(command: Sequence[str], *, given: str | None = None) -> str:
-    """Run ``command`` and return its output.
+def ask(command: Sequence[str], *, given: str | None = None, shown: bool = False) -> str:
+    """Run ``command`` and return its output. ``shown``: print it as it comes instead, however long it takes.
 
     Raises Refused with its message when it fails, UserError when it is missing or does not answer.
     """
-    check_there(command[0])
+    if shutil.which(command[0]) is None:
+        raise UserError(
+            f"{command[0]}: no such program here; submit from a machine that has it, such as a login node"
+        )
     try:
         done = subprocess.run(
-            command, input=given, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
-        )
+            command, input=given, text=True, check=False,
+            capture_output=not shown, timeout=None if shown else _DEADLINE_S,
+        )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise UserError(f"`{' '.join(command)}` did not answer within {_DEADLINE_S:g} s") from error
     if done.returncode:
-        output = (done.stderr.strip() or done.stdout.strip()).replace("\n", " ")
-        raise Refused(f"`{' '.join(command)}` failed with exit code {done.returncode}: {output}")
-    return done.stdout
-
-
-def lines(command: Sequence[str]) -> Iterator[str]:
-    """Yield the lines that ``command`` prints while it runs; terminate it when the reader stops.
-
-    Its errors go to stderr. Raises Refused when it fails, UserError when it is missing.
-    """
-    check_there(command[0])
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield from process.stdout
-            code = process.wait(timeout=_DEADLINE_S)
-        finally:
-            with suppress(ProcessLookupError):
-                process.terminate()
-    if code:
-        raise Refused(f"`{' '.join(command)}` failed with exit code {code}")
-
-
-def check_there(program: str) -> None:
-    """Raise UserError when ``program`` is not on the path."""
-    if shutil.which(program) is None:
-        raise UserError(
-            f"{program}: no such program here; submit from a machine that has it, such as a login node"
-        )
+        output = "" if shown else ": " + (done.stderr.strip() or done.stdout.strip()).replace("\n", " ")
+        raise Refused(f"`{' '.join(command)}` failed with exit code {done.returncode}{output}")
+    return "" if shown else done.stdout
 
 
 def template(name: str) -> str:

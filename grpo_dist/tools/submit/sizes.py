@@ -12,8 +12,12 @@ from grpo_dist.errors import UserError
 from grpo_dist.tools.submit.job import Job
 
 _LEAST_CPUS, _CPUS_PER_GPU = 16, 8
+_MOST = 100_000
 # Least and greatest value of each option.
-_BOUNDS = {"gpus_per_node": (0, 1024), "cpus_per_node": (1, 100_000), "nodes": (1, 100_000)}
+_BOUNDS = {
+    "gpus_per_node": (0, 1024), "cpus_per_node": (1, _MOST), "nodes": (1, _MOST), "memory_gib": (1, _MOST),
+    "head_cpus": (1, _MOST), "head_memory_gib": (1, _MOST), "retries": (0, _MOST),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,9 @@ class NodeSizes:
         if self.gpus_per_node is None:
             raise UserError(f"--to {target}: give --gpus-per-node, the GPUs of a node (0: train on CPUs)")
         for name, (least, most) in _BOUNDS.items():
-            value = getattr(self, name)
+            value = getattr(self, name, None)
             if value is not None and not least <= value <= most:
-                raise UserError(f"--{name.replace('_', '-')} {value}: expected {least} to {most}")
+                raise UserError(f"{as_option(name)} {value}: expected {least} to {most}")
         gpus, cpus = self.gpus_per_node, self.cpus
         refused: UserError | None = None
         for count in [self.nodes] if self.nodes else range(1, 1 + _most_nodes(config)):
@@ -82,6 +86,11 @@ class NodeSizes:
             )
         assert refused is not None
         raise refused
+
+
+def as_option(field: str) -> str:
+    """Return the command-line option of a target's field: ``gpus_per_node`` is --gpus-per-node."""
+    return "--" + field.replace("_", "-")
 
 
 def _most_nodes(config: Config) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from grpo_dist.errors import UserError
 from grpo_dist.tools.submit.checks import check_one_line, check_options
-from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord
+from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord, read_record
 from grpo_dist.tools.submit.programs import Refused, ask, template
 from grpo_dist.tools.submit.sizes import NodeSizes
 
@@ -35,11 +35,11 @@ _TASKS = "a job has one task per node"
 # Option of sbatch, its letter, and what to do instead.
 _DECIDED = (
     ("job-name", "J", "set `name`"),
-    ("dependency", "d", "the job waits for earlier ones of its run: submit it when all else is there"),
+    ("dependency", "d", "the job waits for earlier ones of its run; give --after to wait for other runs"),
     ("output", "o", _LOG),
     ("error", "e", _LOG),
     ("open-mode", "", "a requeued job appends to its log"),
-    ("array", "a", "submit each run with its own `name`"),
+    ("array", "a", "submit each run with its own `name`, e.g. in a loop over seeds"),
     ("signal", "", "set `checkpoint.grace_s`"),
     ("chdir", "D", "submit from that directory"),
     ("clusters", "M", "submit on a machine of that cluster"),
@@ -56,9 +56,12 @@ _OTHER = ("gpus",)  # an option of its own, although it begins one of the above
 
 @dataclass(frozen=True)
 class SlurmTarget(NodeSizes):
-    """Options of --to slurm. ``sbatch``: options of sbatch. ``setup``: shell commands to run first."""
+    """Options of --to slurm. ``after``: run directories whose jobs must succeed before this one begins.
+    ``sbatch``: options of sbatch. ``setup``: shell commands to run first.
+    """
 
     time: str = "24:00:00"
+    after: list[str] = field(default_factory=list)
     sbatch: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
 
@@ -72,6 +75,8 @@ class SlurmTarget(NodeSizes):
                 raise UserError(f"--sbatch={option}: expected an option, e.g. --sbatch=--partition=gpu")
             check_one_line("--sbatch", option)
             check_left_open(option)
+        for run_dir in self.after:
+            _succeeded(run_dir)
         check_time(self.time, job.config.checkpoint.grace_s)
         for what, path in (("the current directory", Path.cwd()), ("the run directory", job.run_dir)):
             check_one_line(what, str(path))
@@ -107,7 +112,8 @@ class SlurmTarget(NodeSizes):
             f"--signal=B:USR1@{before_end_s(job.config.checkpoint.grace_s)}",
             "--requeue",
             "--open-mode=append",
-            "--dependency=singleton",
+            f"--dependency={','.join(['singleton', *map(_succeeded, self.after)])}",
+            *(["--kill-on-invalid-dep=yes"] if self.after else []),
             f"--chdir={shlex.quote(str(Path.cwd()))}",
             f"--output={shlex.quote(_pattern(job, 'slurm-%j.log'))}",
             *self.sbatch,
@@ -154,9 +160,7 @@ def state(record: SubmissionRecord) -> JobState:
     if not rows:
         return queued or JobState("over; squeue and sacct no longer know the job", live=False)
     name, exit_code, elapsed = rows[-1].split("|")
-    return JobState(
-        f"{name}, exit code {exit_code.split(':')[0]}, {elapsed}", live=name in _LIVE
-    )
+    return JobState(f"{name}, exit code {exit_code.split(':')[0]}, {elapsed}", live=name in _LIVE)
 
 
 def print_logs(record: SubmissionRecord, follow: bool) -> None:
@@ -183,6 +187,16 @@ def stop(record: SubmissionRecord) -> None:
         ask(["scancel", "--signal=USR2", "--batch", record.job])
     else:
         ask(["scancel", record.job])
+
+
+def _succeeded(run_dir: str) -> str:
+    """Return the dependency on the last job of the run in ``run_dir``. Raises UserError if there is none."""
+    record = read_record(Path(run_dir))
+    if record is None or record.target != "slurm":
+        raise UserError(
+            f"--after {run_dir}: no job was submitted to Slurm for this run directory; submit that run first"
+        )
+    return f"afterok:{record.job}"
 
 
 def _live(job: Job) -> str:

@@ -16,16 +16,16 @@ import psutil
 import pytest
 
 from grpo_dist.cli import main
+from tests.chaos.verdict import difference
 from tests.support.patience import HANG_S, wait_until
 from tests.support.processes import free_port
-from tests.support.real_runs import BASE, has_checkpoint, metrics, survivors, without_clock
+from tests.support.real_runs import BASE, has_checkpoint, metrics, survivors
 from tests.support.submissions import BIN, ROOT, command, config_in
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 MISSING = [name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
 pytestmark = [
     pytest.mark.machine,
-    pytest.mark.slow,
     pytest.mark.skipif(
         bool(MISSING),
         reason=f"no {', '.join(MISSING)}; on Debian: apt-get install slurmctld slurmd slurm-client munge",
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(os.getuid() != 0, reason="slurmd starts jobs, which needs root"),
 ]
 
-STEPS = 12
+STEPS = 8
 SLOW = '{name: slow, function: "end_to_end_rewards:slow"}'
 CONFIG = BASE.replace("{function: math},", f"{{function: math}}, {SLOW},")
 NODES = ("n1", "n2")
@@ -110,17 +110,30 @@ class Cluster:
     def start_node(self, node):
         self._start("slurmd", "-D", "-N", node, name=node)
 
+    def lose_node(self, node):
+        """Kill the node's daemon and everything that runs there at once, as a power cut does."""
+        lost = [self.daemons.pop(node), *self.processes_of(node)]
+        for act in (psutil.Process.suspend, psutil.Process.kill):  # so that none reports another's end
+            for process in lost:
+                with suppress(psutil.NoSuchProcess):
+                    act(process)
+
     def processes_of(self, node):
         """Return the processes of jobs on ``node``, and those of Slurm that watch them."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
+                if process.name() == "slurmstepd":
+                    sockets = (socket.laddr for socket in process.net_connections(kind="unix"))
+                    if any(str(address).startswith(f"{self.place}/spool-{node}/") for address in sockets):
+                        processes.append(process)
+                    continue
                 environment = process.environ()
                 if environment.get("SLURM_CONF") == str(self.conf) and (
                     environment.get("SLURMD_NODENAME") == node
                 ):
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def ask(self, *command):
         return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True).stdout
@@ -150,8 +163,11 @@ class Cluster:
         shutil.rmtree(self.place, ignore_errors=True)
 
     def _start(self, program, *arguments, name=None):
+        environment = {k: v for k, v in os.environ.items() if k != "GRPO_DIST_TEST_RUN"}  # outlives a test
         with (self.place / f"{name or program}.out").open("a") as out:
-            self.daemons[name or program] = psutil.Popen([program, *arguments], stdout=out, stderr=out)
+            self.daemons[name or program] = psutil.Popen(
+                [program, *arguments], stdout=out, stderr=out, env=environment
+            )
 
 
 @pytest.fixture(scope="module")
@@ -177,17 +193,28 @@ def place(tmp_path, monkeypatch):
     assert not survivors(mark, seconds=HANG_S)
 
 
-def submit(directory):
-    """Submit a run of ``STEPS`` steps on both nodes; return its job."""
-    settings = (f"steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=20")
-    path = str(config_in(directory, CONFIG))
-    assert main(["submit", path, "--to", "slurm", "--gpus-per-node", "0", "--nodes", "2", *settings]) == 0
-    return json.loads((directory / "runs/run/submitted.json").read_text())["job"]
+def submit(directory, *arguments, name="run", steps=STEPS, nodes=2):
+    """Submit a run on ``nodes`` nodes, all of them by default; return its job."""
+    settings = (f"name={name}", f"steps={steps}", "checkpoint.every=1", "checkpoint.keep=20")
+    command = ["submit", str(config_in(directory, CONFIG)), "--to", "slurm", "--gpus-per-node", "0"]
+    assert main([*command, "--nodes", str(nodes), *arguments, *settings]) == 0
+    return json.loads((directory / f"runs/{name}/submitted.json").read_text())["job"]
+
+
+@pytest.fixture
+def full(cluster):
+    """Have both nodes taken by another job."""
+    number = cluster.ask(
+        "sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 10000"
+    ).strip()
+    wait_until(lambda: cluster.job(number)["JobState"] == "RUNNING", cluster.said)
+    yield
+    cluster.ask("scancel", number)
+    wait_until(lambda: cluster.job(number)["JobState"] == "CANCELLED", cluster.said)
 
 
 def log(directory, number):
-    path = directory / f"runs/run/slurm-{number}.log"
-    return path.read_text() if path.exists() else ""
+    return "".join(path.read_text() for path in directory.glob(f"runs/*/slurm-{number}.log"))
 
 
 def wait_until_job(cluster, directory, number, reached, *ends):
@@ -211,6 +238,12 @@ def wait_for_checkpoint(cluster, directory, number, step):
     wait_until_job(cluster, directory, number, lambda _: has_checkpoint(run, f"step_{step:06d}"))
 
 
+def assert_same_numbers(directory, usual):
+    """Assert equal metrics of all steps, apart from clocks and counts of replaced workers."""
+    assert [line["step"] for line in metrics(directory)] == [line["step"] for line in metrics(usual)]
+    assert difference(metrics(directory), metrics(usual)) is None
+
+
 @pytest.fixture(scope="module")
 def usual(cluster, tmp_path_factory):
     """Return the metrics of a run that nothing happened to, and its job."""
@@ -222,6 +255,7 @@ def usual(cluster, tmp_path_factory):
     return directory, number
 
 
+@pytest.mark.slow
 def test_a_run_on_two_nodes_goes_to_its_end(usual, capsys):
     directory, number = usual
     said = log(directory, number)
@@ -232,6 +266,7 @@ def test_a_run_on_two_nodes_goes_to_its_end(usual, capsys):
     assert said in command(capsys, "logs", directory / "runs/run")[1]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_saves_its_step_and_another_job_continues_it(usual, cluster, place, capsys):
     number = submit(place)
     wait_for_checkpoint(cluster, place, number, 2)
@@ -244,9 +279,10 @@ def test_a_stopped_run_saves_its_step_and_another_job_continues_it(usual, cluste
     second = submit(place)
     wait_for(cluster, place, second, "COMPLETED")
     assert f"step_{steps[-1]:06d}" in log(place, second)
-    assert without_clock(metrics(place)) == without_clock(metrics(usual[0]))
+    assert_same_numbers(place, usual[0])
 
 
+@pytest.mark.slow
 def test_before_its_time_limit_a_run_is_saved_requeued_and_resumed(usual, cluster, place, capsys):
     number = submit(place)
     wait_for_checkpoint(cluster, place, number, 2)
@@ -258,12 +294,54 @@ def test_before_its_time_limit_a_run_is_saved_requeued_and_resumed(usual, cluste
     cluster.ask("scontrol", "update", f"JobId={number}", "TimeLimit=UNLIMITED")
     wait_for(cluster, place, number, "COMPLETED")
     assert "USR1: ending after this step" in log(place, number)
-    assert without_clock(metrics(place)) == without_clock(metrics(usual[0]))
+    assert_same_numbers(place, usual[0])
 
 
-def test_a_job_that_waits_is_shown_and_refused_a_twin_and_cancelled_by_stop(cluster, place, capsys):
-    full = ("--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 10000")
-    other = cluster.ask("sbatch", "--parsable", *full).strip()
+@pytest.mark.slow
+@pytest.mark.parametrize("node", NODES)
+def test_a_node_that_is_lost_requeues_the_job_and_changes_no_number(usual, cluster, place, node):
+    """The first node has Ray's head and the driver, the second engines or ranks."""
+    number = submit(place)
+    wait_for_checkpoint(cluster, place, number, 2)
+    cluster.lose_node(node)
+    try:
+        wait_until_job(cluster, place, number, lambda job: int(job["Restarts"]) >= 1)
+    finally:
+        cluster.start_node(node)
+    wait_for(cluster, place, number, "COMPLETED")
+    assert_same_numbers(place, usual[0])
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_is_over_and_leaves_no_process(cluster, place, capsys):
+    number = submit(place)
+    wait_for_checkpoint(cluster, place, number, 1)
+    cluster.ask("scancel", number)
+    job = wait_for(cluster, place, number, "CANCELLED")
+    assert job["Restarts"] == "0"
+    assert "CANCELLED" in command(capsys, "status", place / "runs/run")[1]
+    last = metrics(place)[-1]["step"]
+    wait_until(lambda: not cluster.processes_of("n1") + cluster.processes_of("n2"), "processes are left")
+    assert has_checkpoint(place / "runs/run", f"step_{last:06d}")  # KillWait sufficed
+
+
+@pytest.mark.slow
+def test_runs_with_own_names_share_the_nodes_and_one_begins_with_the_model_of_another(cluster, place, capsys):
+    first = submit(place, name="first", steps=2, nodes=1)
+    beside = submit(place, "seed=1", name="beside", steps=2, nodes=1)
+    second = submit(place, "--after", "runs/first", "model.path=runs/first@latest", name="second", steps=1)
+    wait_for(cluster, place, first, "RUNNING")
+    wait_for(cluster, place, beside, "RUNNING")
+    assert cluster.job(second)["Reason"] == "Dependency"
+    for number in (first, beside, second):
+        wait_for(cluster, place, number, "COMPLETED")
+    assert cluster.job(first)["NodeList"] != cluster.job(beside)["NodeList"]
+    start, end = cluster.job(second)["StartTime"], cluster.job(first)["EndTime"]
+    assert start >= end
+    assert len(metrics(place, "second")) == 2 and metrics(place, "first") != metrics(place, "beside")
+
+
+def test_a_job_that_waits_is_shown_and_refused_a_twin_and_cancelled_by_stop(cluster, full, place, capsys):
     number = submit(place)
     wait_until(lambda: cluster.job(number)["Reason"] != "None", "the job does not wait")
     assert "PENDING" in command(capsys, "status", place / "runs/run")[1]
@@ -274,5 +352,13 @@ def test_a_job_that_waits_is_shown_and_refused_a_twin_and_cancelled_by_stop(clus
     assert command(capsys, "stop", place / "runs/run")[0] == 0
     wait_for(cluster, place, number, "CANCELLED")
     assert log(place, number) == ""
-    cluster.ask("scancel", other)
-    wait_for(cluster, place, other, "CANCELLED")
+
+
+def test_a_job_after_one_that_is_cancelled_never_begins(cluster, full, place, capsys):
+    first = submit(place, name="first")
+    second = submit(place, "--after", "runs/first", name="second")
+    wait_until(lambda: cluster.job(second)["Reason"] == "Dependency", "the job does not wait for the first")
+    assert "PENDING" in (said := command(capsys, "status", place / "runs/second")[1]) and "Dependency" in said
+    cluster.ask("scancel", first)
+    wait_for(cluster, place, second, "CANCELLED")
+    assert log(place, second) == ""
