@@ -10,16 +10,14 @@ openenv:URL                  a server of the package openenv-core
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_dist.config import DataConfig, EnvironmentsConfig
+from grpo_dist.config import DataConfig
 from grpo_dist.config.environments import check_environment_name
 from grpo_dist.environments import builtin
 from grpo_dist.environments.base import Environment
-from grpo_dist.plugins.user_code import ENVIRONMENT, OwnPiece, code_files, resolve_target
+from grpo_dist.plugins.user_code import ENVIRONMENT, OwnPiece, resolve_target
 
 BUILTIN: dict[str, type[Environment]] = {"python": builtin.Python, "calculator": builtin.Calculator}
 # Prefix -> module with the adapter, its class, and the package to install.
@@ -67,13 +65,6 @@ def own_environments(data: DataConfig) -> tuple[OwnPiece, ...]:
     names = {data.environment_of(source) for source in (*data.train, *data.eval)} - {None, *BUILTIN}
     user_names = sorted(str(name) for name in names if str(name).partition(":")[0] not in ADAPTERS)
     return tuple(OwnPiece(ENVIRONMENT, name, ENVIRONMENT.key) for name in user_names)
-
-
-def own_code(data: DataConfig, settings: EnvironmentsConfig) -> Iterator[Path]:
-    """Yield source files of users' environments in `environments.code_paths`; all files of a package."""
-    names = {data.environment_of(source) for source in (*data.train, *data.eval)} - {None, *BUILTIN}
-    prefixes = {str(name).partition(":")[0] for name in names} - set(ADAPTERS)
-    yield from code_files(settings.code_paths, prefixes)
 
 
 def _imported(module: str, remedy: str) -> ModuleType:

@@ -357,14 +357,6 @@ def _misfit(parameter: inspect.Parameter, value: Any) -> str | None:
     return None if fits else name
 
 
-def code_files(code_paths: Iterable[str], modules: Iterable[str]) -> Iterator[Path]:
-    """Yield the source files of ``modules`` in the directories ``code_paths``; all files of a package."""
-    tops = sorted({module.split(".")[0] for module in modules})
-    for directory in code_paths:
-        for top in tops:
-            yield from _module_files(expanded(directory), top)
-
-
 def code_digest(pieces: Iterable[OwnPiece], code_paths: Sequence[str]) -> dict[str, str]:
     """Return a hash of every file of own code by name, and the version of packages that register a piece.
 

@@ -14,8 +14,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config import Count, Section
 from grpo_dist.config.secrets import masked_text
+from grpo_dist.runtime.concurrency import LoopThread
 
 if TYPE_CHECKING:
     import httpx
@@ -241,13 +241,11 @@ class _ClientLoop:
     def __init__(self, headers: Mapping[str, str]) -> None:
         self._headers = {"Content-Type": "application/json"} | dict(headers)
         self._client: httpx.AsyncClient | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("endpoint")
 
     def post(self, url: str, body: bytes, timeout_s: float) -> tuple[int, float | None, bytes]:
         """Return status, Retry-After in seconds and body. Raises ConnectionError, at the deadline too."""
-        future = self._submit(self._post(url, body, timeout_s))
+        future = self._loop.submit(self._post(url, body, timeout_s))
         try:
             return future.result(timeout_s + _SLACK_S)
         except TimeoutError as error:
@@ -256,12 +254,8 @@ class _ClientLoop:
 
     def close(self) -> None:
         if self._client is not None:
-            self._submit(self._client.aclose()).result(_CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
-
-    def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            self._loop.submit(self._client.aclose()).result(_CLOSE_S)
+        self._loop.stop(_CLOSE_S)
 
     async def _post(self, url: str, body: bytes, timeout_s: float) -> tuple[int, float | None, bytes]:
         import httpx  # a third of a second, and few runs ask a server

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,7 +14,7 @@ from grpo_dist.config import GatedConfig, RewardsConfig
 from grpo_dist.config.rewards import FunctionConfig, ProcessRewardConfig
 from grpo_dist.config.secrets import masked_text, shown_value
 from grpo_dist.errors import expanded
-from grpo_dist.plugins.user_code import REWARD, OwnPiece, code_files, registered, resolve_target
+from grpo_dist.plugins.user_code import REWARD, OwnPiece, registered, resolve_target
 from grpo_dist.rewards import builtin
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.functions import StepSettings, UserFunction
@@ -124,12 +123,6 @@ def _placed(reward: FunctionConfig) -> FunctionConfig:
         return reward
     kwargs = reward.kwargs | {"cache_path": str(expanded(path).absolute())}
     return reward.model_copy(update={"kwargs": kwargs})
-
-
-def own_code(settings: RewardsConfig) -> Iterator[Path]:
-    """Yield source files of user rewards in `code_paths`; all files of a package."""
-    modules = {r.function.partition(":")[0] for r in settings.all_functions if ":" in r.function}
-    yield from code_files(settings.code_paths, modules)
 
 
 def make(spec: RewardSpec) -> Builtin:

@@ -16,9 +16,7 @@ import json
 import math
 import re
 import secrets
-import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, PrivateAttr, model_validator
@@ -28,6 +26,7 @@ from grpo_dist.environments.sandbox.host import ProcessFailure
 from grpo_dist.environments.sandbox.python import CodeResult, PythonSandbox
 from grpo_dist.rewards.builtin import Builtin, Note
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
+from grpo_dist.runtime.concurrency import LoopThread
 
 _FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _LANGUAGES = ("", "python", "python3", "py")
@@ -314,22 +313,16 @@ class _CodeLoop:
 
     def __init__(self, settings: SandboxConfig, concurrency: int) -> None:
         self.sandbox, self.permits = PythonSandbox(settings), asyncio.Semaphore(concurrency)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="unit-tests", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("unit-tests")
 
     def start(self) -> None:
-        self._submit(self.sandbox.start()).result(_START_S)
+        self._loop.submit(self.sandbox.start()).result(_START_S)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self._submit(coroutine).result()  # bounded: by the limits of the sandbox on each call
+        return self._loop.submit(coroutine).result()  # bounded: by the limits of the sandbox on each call
 
     def close(self) -> None:
         try:
-            self._submit(self.sandbox.close()).result(_CLOSE_S)
+            self._loop.submit(self.sandbox.close()).result(_CLOSE_S)
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_CLOSE_S)
-
-    def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            self._loop.stop(_CLOSE_S)

@@ -1,5 +1,5 @@
-"""Waiting for several coroutines at once, deadlines that name their stage, a worker thread that reports its
-failures, and a budget of restarts.
+"""Waiting for several coroutines at once, deadlines that name their stage, an event loop and a worker that
+reports its failures on threads of their own, and a budget of restarts.
 """
 
 from __future__ import annotations
@@ -30,6 +30,22 @@ _DEADLINE_S = 600.0  # in which a disk must have taken what the thread writes
 _LONGEST_S = 60.0
 _DOUBLINGS = 64  # at most: two to the power of a thousand restarts would overflow
 _DRAWS = 3  # of a group whose samples fail: once may be bad luck
+
+
+class LoopThread:
+    """An event loop on a thread of its own, for callers that have none."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def stop(self, within_s: float) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(within_s)
 
 
 @asynccontextmanager

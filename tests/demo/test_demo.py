@@ -14,7 +14,6 @@ from grpo_dist.data.made_problems import demonstration, demonstrations, problems
 from grpo_dist.data.prompts import PromptFormat
 from grpo_dist.data.readers import read
 from grpo_dist.demo.model import cached_model, random_model
-from grpo_dist.demo.tokenizer import word_tokenizer
 
 STEP = re.compile(r"(\d)\+(\d)\+(\d)=(\d+)")
 
@@ -263,15 +262,6 @@ def test_engines_find_the_end_of_an_answer_in_the_model_directory(tiny_model):
     assert sum(p.numel() for p in model.parameters()) == 823_424
 
 
-@pytest.mark.slow
-def test_word_pieces_round_trip_any_text_and_keep_numbers_whole(tmp_path):
-    word_tokenizer(["Tom had 12 apples. He ate 3 of the apples."] * 3, pieces=1536).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    for text in ("Tom ate 345 of 12,250.75 apples.", "日本 é\n \\boxed{(28+14)/6}"):
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert all(len(tokenizer(str(n))["input_ids"]) == 1 for n in range(1000))
-    assert len(tokenizer("\\boxed{(28+14)/6}")["input_ids"]) == 9
 
 
 @pytest.mark.parametrize("name", ["tiny", "small", "micro"])

@@ -1,15 +1,12 @@
 """A rollout function's parts are checked before anything trains on them."""
 
 import asyncio
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
 from grpo_dist.demo.tokenizer import character_tokenizer
-from grpo_dist.environments.registry import own_code
 from grpo_dist.environments.user_rollout import UserRollout
 from grpo_dist.types import Sampling
 from tests.support import fakes
@@ -51,20 +48,3 @@ def test_a_result_that_is_no_list_of_parts_is_refused_by_name(returned):
 def test_given_tokens_may_be_any_sequence_of_integers(given):
     ids = sampled(lambda first: [first, given]).completion_ids.tolist()
     assert ids == [5, 6, *([0, LAST] if len(given) else [])]
-
-
-def test_own_code_is_that_of_named_modules_in_code_paths(tmp_path: Path) -> None:
-    (tmp_path / "games").mkdir()
-    for name in ("guess.py", "other.py", "games/__init__.py", "games/chess.py"):
-        (tmp_path / name).write_text("")
-    sources = [
-        DataSourceConfig(path="demo:add3"),
-        DataSourceConfig(path="demo:add3", environment="games.chess:Chess"),
-        DataSourceConfig(path="demo:add3", environment="calculator"),
-        DataSourceConfig(environment="verifiers:other"),
-    ]
-    data = DataConfig(train=tuple(sources), environment="guess:Guess")
-    found = own_code(data, EnvironmentsConfig(code_paths=(str(tmp_path),)))
-    assert [str(path.relative_to(tmp_path)) for path in found] == [
-        "games/__init__.py", "games/chess.py", "guess.py"
-    ]  # fmt: skip

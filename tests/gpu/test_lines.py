@@ -432,7 +432,7 @@ def a_benchmark(config, **figures):
             "prompts_per_step": config.batch.prompts_per_step,
         },
         figures=own | figures, limit_settings={}, actors=[], steps=[{"train/tokens": tokens}] * 2,
-        timeline=[], timeline_s=4.0, lengths=lengths,
+        lengths=lengths,
         decode_steps=[DecodeStep(n, 100.0, 0.003 + 1e-5 * n) for n in (1, 16, 256)],
     )  # fmt: skip
 

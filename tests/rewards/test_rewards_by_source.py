@@ -14,7 +14,7 @@ from grpo_dist.loop.metrics import rollout_metrics
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.rewards.checks import combination_problems, reward_problems
 from grpo_dist.rewards.judges import LLMJudge
-from grpo_dist.rewards.registry import own_code, placed, reward_specs
+from grpo_dist.rewards.registry import placed, reward_specs
 from grpo_dist.runs.prepare import check_scoring
 from grpo_dist.tools.evaluate.completions import Columns, read_completions
 from grpo_dist.tools.evaluate.score import score_completions
@@ -138,7 +138,6 @@ def test_functions_of_every_source_are_checked_found_and_placed(tmp_path):
     )
     (path,) = [r.kwargs["cache_path"] for r in placed(settings).all_functions if r.function == "judge"]
     assert path.startswith("/")
-    assert {"graders_of_a_user"} >= {p.stem for p in own_code(settings)}
     without_judge = settings.model_copy(update={"by_source": {"a": settings.by_source["a"]}})
     problems = list(reward_problems(without_judge, max_new_tokens=8))
     assert any(p.startswith("rewards.by_source.a.functions numeric: kwargs.relative = -1") for p in problems)

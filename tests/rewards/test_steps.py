@@ -1,9 +1,13 @@
 """Where steps end, in characters and in tokens of real tokenizers."""
 
+import json
+
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import Qwen2Tokenizer
 
-from grpo_dist.demo.tokenizer import END, character_tokenizer, word_tokenizer
+from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.rewards.steps import decoded_length, split_steps, token_ends
 
 BLANK = "\n\n"
@@ -54,7 +58,13 @@ TEXTS = [
 def tokenizer(request):
     if request.param == "characters":
         return character_tokenizer()
-    return word_tokenizer([text * 3 for text in TEXTS] + ["x\n\n" * 20, "4\n\n" * 20], pieces=400)
+    plain, learner = Qwen2Tokenizer().backend_tokenizer, Tokenizer(models.BPE())
+    learner.pre_tokenizer, learner.normalizer = plain.pre_tokenizer, plain.normalizer
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=letters, show_progress=False)
+    learner.train_from_iterator([text * 3 for text in TEXTS] + ["x\n\n" * 20, "4\n\n" * 20], trainer)
+    learned = json.loads(learner.to_str())["model"]
+    return Qwen2Tokenizer(learned["vocab"], [tuple(pair) for pair in learned["merges"]], eos_token=END)
 
 
 @pytest.mark.parametrize("text", TEXTS)

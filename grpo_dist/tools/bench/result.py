@@ -15,6 +15,7 @@ from grpo_dist.runtime.files import read_json, without_nan, write_text
 from grpo_dist.runtime.hardware import available_cpus, device_type
 
 SCHEMA = 2  # raise it when a figure changes its meaning
+_FORMER = ("timeline", "timeline_s")  # keys of earlier records that nothing reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,6 @@ class ActorMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """``actor`` ran ``stage``; seconds since the start of the drawn step."""
-
-    actor: str
-    stage: str
-    begin: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
 class DecodeStep:
     """One step of an engine with ``sequences`` of ``context`` tokens each."""
 
@@ -54,7 +45,7 @@ class DecodeStep:
 @dataclass(frozen=True, slots=True)
 class BenchResult:
     """``figures``: by name, rates per second, shares of 1, seconds of a step. ``steps``: a few of each timed
-    step. ``timeline``: of the median step. ``lengths``: of the completions of the timed steps, step after
+    step. ``lengths``: of the completions of the timed steps, step after
     step. ``decode_steps``: of an engine alone; none where no limits were measured.
     """
 
@@ -66,8 +57,6 @@ class BenchResult:
     limit_settings: dict[str, str]
     actors: list[ActorMemory]
     steps: list[dict[str, float]]
-    timeline: list[Bar]
-    timeline_s: float
     lengths: list[int] = field(default_factory=list)
     decode_steps: list[DecodeStep] = field(default_factory=list)
 
@@ -97,9 +86,9 @@ class BenchResult:
             )
         try:
             plain["figures"] = _figures(plain["figures"])
+            plain = {key: value for key, value in plain.items() if key not in _FORMER}
             return cls(
                 actors=[ActorMemory(**actor) for actor in plain.pop("actors")],
-                timeline=[Bar(**bar) for bar in plain.pop("timeline")],
                 decode_steps=[DecodeStep(**step) for step in plain.pop("decode_steps", [])],
                 **plain,
             )

@@ -32,7 +32,7 @@ from grpo_dist.tools.bench.flops import Shape, card_peak
 from grpo_dist.tools.bench.lengths import ForcedLengths
 from grpo_dist.tools.bench.limits import MachineLimits, limit_threads, measured_limits
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, StepRecord
-from grpo_dist.tools.bench.result import ActorMemory, Bar, BenchResult, machine_facts
+from grpo_dist.tools.bench.result import ActorMemory, BenchResult, machine_facts
 from grpo_dist.tools.bench.table import print_result
 
 
@@ -122,7 +122,6 @@ def measured(
         overlapped=config.max_staleness > 0,
         frozen=config.policy.lora is not None,
     )
-    middle = sorted(steps, key=lambda s: s.seconds)[len(steps) // 2]
     return BenchResult(
         name=config.name,
         config=masked(config.model_dump(mode="json")),
@@ -132,8 +131,6 @@ def measured(
         limit_settings=settings,
         actors=[ActorMemory(name, u.peak_bytes, u.peak_gpu_bytes) for name, u in steps[-1].usage.items()],
         steps=[_of_step(step) for step in steps],
-        timeline=_timeline(middle),
-        timeline_s=middle.seconds,
         lengths=[request.length for step in steps for request in step.requests],
         decode_steps=limits.decode_steps,
     )
@@ -167,12 +164,3 @@ def _of_step(step: StepRecord) -> dict[str, float]:
     kept = ("time/", "memory/", "throughput/", "sync/", "train/", "rollout/")
     of_step: dict[str, Any] = {"step": float(step.step), "seconds": step.seconds}
     return of_step | {key: value for key, value in step.metrics.items() if key.startswith(kept)}
-
-
-def _timeline(step: StepRecord) -> list[Bar]:
-    return [
-        Bar(actor, span.stage, max(span.begin, step.begin) - step.begin, span.end - step.begin)
-        for actor, usage in step.usage.items()
-        for span in usage.spans
-        if span.end > step.begin
-    ]

@@ -24,7 +24,7 @@ from grpo_dist.tools.bench.lengths import ForcedLengths, length_of
 from grpo_dist.tools.bench.limits import devices_of, fastest, run_jobs, training_limit
 from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
-from grpo_dist.tools.bench.result import ActorMemory, Bar, BenchResult, DecodeStep
+from grpo_dist.tools.bench.result import ActorMemory, BenchResult, DecodeStep
 from grpo_dist.tools.bench.run import _workload, as_benchmark, timed
 from grpo_dist.tools.bench.table import FIGURES, compare, print_result, ratios, written
 from tests.support.fakes import World, config, prompts
@@ -356,9 +356,6 @@ def result(**changes):
         actors=[ActorMemory(name, 2**30, 0) for name in ("rollout-0", "environment-0")]
         + [ActorMemory("policy-0", 2**31, 0)],
         steps=[{"seconds": 10.0}],
-        timeline=[Bar("rollout-0", "sample", 0.0, 5.0), Bar("environment-0", "act", 1.0, 2.0),
-                  Bar("policy-0", "update", 5.5, 8.5), Bar("policy-0", "offload_look", 8.5, 8.6)],
-        timeline_s=10.0,
     )  # fmt: skip
     return replace(made, **changes)
 
@@ -616,7 +613,6 @@ def test_a_short_real_benchmark_adds_up(tmp_path, capsys):
     assert all(math.isfinite(value) and value >= 0 for value in f.values())
     assert {a.name for a in found.actors} == {"rollout-0", "reward-0", "policy-0"}
     assert all(a.peak_bytes > 100e6 for a in found.actors)
-    assert {bar.stage for bar in found.timeline} == {"sample", "score", "update", "sync"}
     assert found.lengths == lengths
     assert {s.sequences for s in found.decode_steps} == {1, 4, 16, 64, 256} and len(found.decode_steps) == 10
     longest = max(len(prompt.token_ids) for _, prompt in chosen)

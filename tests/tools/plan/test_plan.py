@@ -461,7 +461,6 @@ def result(c, **changes):
         name="made", config=c.model_dump(mode="json"), machine={"cpu": "made", "cores": 2},
         workload={"prompt_tokens_mean": 16.0, "prompts_per_step": 4, "samples_per_prompt": 2},
         figures=figures, limit_settings={}, actors=[], steps=[{"train/tokens": 4 * (2 * 16 + 40)}] * 2,
-        timeline=[], timeline_s=1.0,
         lengths=[10, 30] * 8,
         decode_steps=[DecodeStep(1, 30, 0.02), DecodeStep(8, 30, 0.04)],
     )  # fmt: skip

@@ -229,10 +229,8 @@ def test_a_table_with_values_up_to_a_group_above_the_limit_has_a_notice(tmp_path
 
 
 def test_a_wrong_tokenizer_is_detected(tmp_path):
-    from grpo_dist.demo.tokenizer import word_tokenizer
-
     run = make_run(tmp_path / "run", steps=1)
-    word_tokenizer(["some other words"], pieces=300).save_pretrained(run / "model")
+    character_tokenizer(ascii_only=True).save_pretrained(run / "model")
     manifest, found, _, _ = page_of([run], tmp_path)
     assert not [name for name in found if "/tokens/" in name]
     assert "do not match" in "\n".join(manifest["runs"][0]["about"]["notices"])
