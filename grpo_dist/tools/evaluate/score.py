@@ -393,57 +393,23 @@ def disagreements(graders: Mapping[str, np.ndarray]) -> np.ndarray:
     return (values == 1).any(axis=0) & (values == 0).any(axis=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Confusion counts of two graders. ``unscored``: completions that at least one did not score."""
+def agreement(first: np.ndarray, second: np.ndarray) -> tuple[list[int], int, float]:
+    """Count the completions that both graders, only the first, only the second and neither call right, and
+    those that at least one did not score; the share of the scored ones on which they agree, NaN without any.
 
-    both: int
-    only_first: int
-    only_second: int
-    neither: int
-    unscored: int
-
-    @classmethod
-    def from_values(cls, first: np.ndarray, second: np.ndarray) -> Agreement:
-        pairs = ((1, 1), (1, 0), (0, 1), (0, 0))
-        both, only_first, only_second, neither = (int(((first == a) & (second == b)).sum()) for a, b in pairs)
-        unscored = int((np.isnan(first) | np.isnan(second)).sum())
-        return cls(both, only_first, only_second, neither, unscored)
-
-    @property
-    def scored(self) -> int:
-        return self.both + self.only_first + self.only_second + self.neither
-
-    @property
-    def rate(self) -> float:
-        """Share of the scored completions on which both agree; NaN without any."""
-        return (self.both + self.neither) / self.scored if self.scored else math.nan
-
-    @property
-    def kappa(self) -> float:
-        """Cohen's kappa (Cohen 1960): (rate - chance) / (1 - chance).
-
-        Chance is the agreement of random graders with the same share of "right" as these two. NaN when chance
-        is 1, as each grader has a single verdict.
-
-            20 both, 5 only first, 10 only second, 15 neither: rate 0.7, chance 0.5, kappa 0.4
-        """
-        n = self.scored
-        if not n:
-            return math.nan
-        first, second = (self.both + self.only_first) / n, (self.both + self.only_second) / n
-        chance = first * second + (1 - first) * (1 - second)
-        return (self.rate - chance) / (1 - chance) if chance < 1 else math.nan
+        20 both, 5 only first, 10 only second, 15 neither: 0.7
+    """
+    counts = [int(((first == a) & (second == b)).sum()) for a, b in ((1, 1), (1, 0), (0, 1), (0, 0))]
+    scored = sum(counts)
+    return counts, len(first) - scored, (counts[0] + counts[3]) / scored if scored else math.nan
 
 
 def print_agreements(console: Console, graders: Mapping[str, np.ndarray]) -> None:
     """Compare every two of ``graders``: float [N] each, NaN for unscored."""
-    columns = ("A", "B", "both", "only A", "only B", "neither", "unscored", "agreement", "Cohen's kappa")
+    columns = ("A", "B", "both", "only A", "only B", "neither", "unscored", "agreement")
     rows = []
     for a, b in combinations(graders, 2):
-        pair = Agreement.from_values(graders[a], graders[b])
-        counts = (pair.both, pair.only_first, pair.only_second, pair.neither, pair.unscored or "–")
-        rate = "–" if math.isnan(pair.rate) else f"{pair.rate:.2%}"
-        kappa = "–" if math.isnan(pair.kappa) else f"{pair.kappa:.3f}"
-        rows.append([escape(a), escape(b), *map(str, counts), rate, kappa])
+        counts, unscored, share = agreement(graders[a], graders[b])
+        cells = [*map(str, counts), str(unscored or "–"), "–" if math.isnan(share) else f"{share:.2%}"]
+        rows.append([escape(a), escape(b), *cells])
     print_rows(console, "graders: completions that A and B call right", columns, rows)

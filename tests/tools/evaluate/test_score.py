@@ -15,7 +15,7 @@ from grpo_dist.cli import main
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.runtime.stage_log import open_stages
 from grpo_dist.tools.evaluate import score as scoring
-from grpo_dist.tools.evaluate.score import Agreement, configuration, disagreements, is_grader
+from grpo_dist.tools.evaluate.score import agreement, configuration, disagreements, is_grader
 from tests.support.made_episodes import episodes
 
 NAN = float("nan")
@@ -385,19 +385,11 @@ def test_people_and_the_math_grader_agree_on_gsm8k(shared_data, here, capsys):
 # Agreement
 
 
-def test_cohen_s_kappa_worked_by_hand_and_at_its_extremes():
+def test_the_agreement_of_two_graders_by_hand():
     first = np.array([1] * 25 + [0] * 25 + [NAN, 1], float)
     second = np.array([1] * 20 + [0] * 5 + [1] * 10 + [0] * 15 + [1, NAN], float)
-    pair = Agreement.from_values(first, second)
-    assert pair == Agreement(both=20, only_first=5, only_second=10, neither=15, unscored=2)
-    assert pair.rate == pytest.approx(0.7)
-    assert pair.kappa == pytest.approx(0.4)  # chance 0.5 * 0.6 + 0.5 * 0.4
-
-    def kappa(first, second):
-        return Agreement.from_values(np.array(first), np.array(second)).kappa
-
-    assert (kappa([1.0, 0.0], [1.0, 0.0]), kappa([1.0, 0.0], [0.0, 1.0])) == (1.0, -1.0)
-    assert math.isnan(kappa([1.0, 1.0], [1.0, 1.0])) and math.isnan(kappa([NAN], [1.0]))
+    assert agreement(first, second) == ([20, 5, 10, 15], 2, 0.7)
+    assert math.isnan(agreement(np.array([NAN]), np.array([1.0]))[2])
 
 
 def test_only_binary_rewards_count_as_graders():
