@@ -77,7 +77,7 @@ class ClusterConfig(Section):
     num_cpus: PositiveInt | None = Field(None, description="CPUs of a private local cluster; null: all")
     placement: Literal["auto", "colocated", "separate"] = Field(
         "auto",
-        description="colocated: all roles take turns on the GPUs of the policy, or on the same cores; "
+        description="colocated: all roles share the policy's GPUs, one at a time, or the same cores; "
         "separate: each has its own; auto: separate where the GPUs suffice, on CPUs where max_staleness > 0",
     )
     grows_to: AutoscalingConfig | None = Field(

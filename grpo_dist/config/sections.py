@@ -74,7 +74,7 @@ class Sections(Section):
     data: DataConfig
     batch: BatchConfig = BatchConfig()
     dynamic_sampling: DynamicSampling = Field(
-        NoDynamicSampling(), description="replace groups without a signal, as DAPO does"
+        NoDynamicSampling(), description="replace zero-variance groups (DAPO)"
     )
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

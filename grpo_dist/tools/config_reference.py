@@ -120,7 +120,7 @@ def _union_rows(block: tuple[Any, ...], prefix: str, headings: Mapping[Any, str]
     for member in block:
         names = member.names() or (USER_SUPPLIED,)
         for key in keys(member, prefix):
-            shared.setdefault(key, []).append(", ".join(names[:3]) + ", ..." * (len(names) > 3))
+            shared.setdefault(key, []).append(", ".join(map(str, names[:3])) + ", ..." * (len(names) > 3))
     for key, labels in shared.items():
         of = "" if len(labels) == sum(bool(keys(member)) for member in block) else f"{', '.join(labels)}: "
         rows.append(_row(replace(key, meaning=of + meaning(key)), headings))
@@ -219,7 +219,7 @@ def _default(field: FieldInfo) -> str:
         return "required"
     value = field.get_default(call_default_factory=True, validated_data={})
     if isinstance(value, Choice):
-        return f"`{getattr(value, value.tag)}`"
+        value = getattr(value, value.tag)
     if isinstance(value, BaseModel):
         return "its defaults"
     if isinstance(value, tuple):
@@ -229,8 +229,11 @@ def _default(field: FieldInfo) -> str:
             else v
             for v in value
         ]
-    text = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
-    return f"`{_cell(text)}`"
+    return f"`{_cell(_yaml(value))}`"
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
 def _cell(text: str) -> str:
