@@ -66,7 +66,7 @@ def call_parser(call_format: str, tokenizer: Any) -> CallParser | None:
 
 
 def main() -> None:
-    """Print the names of vLLM's parsers, for `runs.vllm_arguments`."""
+    """Print the names of vLLM's parsers, for `runs.start_checks`."""
     from vllm.tool_parsers import ToolParserManager
 
     print(json.dumps(sorted(ToolParserManager.list_registered())))

@@ -8,8 +8,7 @@ import pytest
 from grpo_dist.cli import main
 from grpo_dist.config import AlgorithmConfig, Config
 from grpo_dist.config.files import ConfigError, load_config
-from grpo_dist.config.peer_row import FRAMEWORKS
-from grpo_dist.config.peers import EARLIER_KEYS, PEER_TABLE, hint, lookup
+from grpo_dist.config.peers import EARLIER_KEYS, FRAMEWORKS, PEER_TABLE, hint, lookup
 from grpo_dist.tools.config_reference import keys, sections
 from tests.support.documents import ROOT
 

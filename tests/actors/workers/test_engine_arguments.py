@@ -12,8 +12,7 @@ from actors.workers.engine_settings import EngineSpec
 from grpo_dist.config.checks import contradictions
 from grpo_dist.config.engine_arguments import _CHANGES, _SET_BY, engine_problems
 from grpo_dist.errors import UserError
-from grpo_dist.runs.start_checks import setting_problems
-from grpo_dist.runs.vllm_arguments import vllm_problems
+from grpo_dist.runs.start_checks import setting_problems, vllm_problems
 from tests.support import fakes
 from tests.support.engine_arguments import arguments
 

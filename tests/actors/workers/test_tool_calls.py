@@ -13,7 +13,7 @@ from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.environments.builtin import calculator
 from grpo_dist.environments.tools import TypedTool, read_chat
-from grpo_dist.runs.vllm_arguments import call_format_problems
+from grpo_dist.runs.start_checks import call_format_problems
 
 _TOOLS = (TypedTool(calculator).schema,)
 
