@@ -198,7 +198,10 @@ def to_sympy(node: Node) -> Any:
 
 
 def are_equal(ours: Node, theirs: Node) -> bool | None:
-    """Return whether two nodes are equal; None where they are too close to tell from rounding."""
+    """Return whether two nodes are equal; None where they are too close to tell from rounding, and of empty
+    intervals, which are all the same set."""
+    if any(node.kind == "interval" and _is_empty(node) for node in (ours, theirs)):
+        return None
     if ours.kind in STRUCTURES or theirs.kind in STRUCTURES:
         if (ours.kind, ours.name, ours.columns, len(ours.parts)) != (
             theirs.kind, theirs.name, theirs.columns, len(theirs.parts),
@@ -219,6 +222,11 @@ def are_equal(ours: Node, theirs: Node) -> bool | None:
     if size == 0 or distance < size * sympy.Float("1e-40"):
         return True
     return False if distance > size / 100 else None
+
+
+def _is_empty(interval: Node) -> bool:
+    low, high = (to_sympy(part) for part in interval.parts)
+    return bool(low >= high)
 
 
 def _all(verdicts: Sequence[bool | None]) -> bool | None:
