@@ -339,8 +339,8 @@ class DataConfig(Section):
     @property
     def drop_solved(self) -> float | None:
         """The share of right samples from which later epochs leave a prompt out; None: none is."""
-        has_epochs = isinstance(self.order, EpochsOrderConfig | LengthOrderConfig)
-        return self.order.drop_solved if has_epochs else None
+        order = self.order
+        return order.drop_solved if isinstance(order, EpochsOrderConfig | LengthOrderConfig) else None
 
     @property
     def pools_by(self) -> str | None:

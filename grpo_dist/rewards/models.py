@@ -200,9 +200,10 @@ _INPUTS: dict[str, Callable[[Any, Any, str, str, Steps], list[ModelInput]]] = {
 
 def check_inputs(settings: ProcessModelConfig, tokenizer: Any) -> None:
     """Raise ValueError where ``tokenizer`` cannot write the inputs of a process model."""
-    is_qwen = isinstance(settings, MarkedStepsConfig) and settings.kind == "qwen"
-    if is_qwen and len(encode(_mark(settings), tokenizer)) != 1:
-        raise ValueError(f"its tokenizer has no single token {_mark(settings)!r}; set step_mark to its own")
+    if isinstance(settings, MarkedStepsConfig) and settings.kind == "qwen":
+        mark = _mark(settings)
+        if len(encode(mark, tokenizer)) != 1:
+            raise ValueError(f"its tokenizer has no single token {mark!r}; set step_mark to its own")
     if settings.kind in ("qwen", "rlhflow") and not getattr(tokenizer, "chat_template", None):
         raise ValueError("its tokenizer has no chat template; use the model's own tokenizer")
     steps = [("a", 3), ("b", 4)]
@@ -261,8 +262,8 @@ def load_with_head(
     """
     from transformers import AutoModel, AutoModelForCausalLM  # heavy: only for runs with reward models
 
-    of_verdicts = settings.kind in ("math_shepherd", "rlhflow")
-    auto = AutoModelForCausalLM if of_verdicts else AutoModel
+    has_verdicts = isinstance(settings, MathShepherdConfig | RLHFlowConfig)
+    auto = AutoModelForCausalLM if has_verdicts else AutoModel
     # Never the code that ships with the model: its decoder is the plain one, and the head is made here.
     model, info = auto.from_pretrained(
         source, revision=settings.revision, dtype=dtype, output_loading_info=True, **split_over(settings)
@@ -270,10 +271,10 @@ def load_with_head(
     if info["missing_keys"]:  # transformers would initialise them at random
         raise ValueError(
             f"rewards.models {settings.name}: path = {settings.path} has no weights for "
-            f"{', '.join(sorted(info['missing_keys'])[:3])}; expected a trained model of format "
+            f"{', '.join(sorted(info['missing_keys'])[:3])}; expected a trained model of kind "
             f"{settings.kind}"
         )
-    if not of_verdicts:
+    if not isinstance(settings, MathShepherdConfig | RLHFlowConfig):
         return model, _own_head(settings, source, model.config.get_text_config().hidden_size)
     lm_head, ids = model.get_output_embeddings(), verdict_ids(settings, tokenizer)
 
@@ -397,7 +398,6 @@ _HEADS = {
     "qwen": None,
     "skywork": None,
 }
-_OWN_HEADS = ("qwen", "skywork", "math_shepherd", "rlhflow")
 
 
 class Classifier:
@@ -412,7 +412,10 @@ class Classifier:
         self._tokenizer = _load_tokenizer(settings)
         dtype = resolve_dtype(settings.dtype, device)
         self._head: StepHead | None = None
-        if settings.kind in _OWN_HEADS:
+        # Formats with a head of their own; a plain classifier and prefixes have the architecture's.
+        if settings.kind != "classifier" and isinstance(
+            settings, MarkedStepsConfig | MathShepherdConfig | RLHFlowConfig
+        ):
             model, head = load_with_head(settings, _source(settings), self._tokenizer, dtype)
             self._head = head.to(self._device).eval().requires_grad_(False)
         else:
@@ -451,7 +454,7 @@ class Classifier:
             scores = self.scores([conversation(self._tokenizer, problem, text) for text in completions])
             return ModelScores(np.array([s[0] for s in scores], dtype=np.float32))
         steps = [split_steps(text, self._settings.step_separator) for text in completions]
-        scores = self._step_scores(problem, completions, steps)
+        scores = self._step_scores(self._settings, problem, completions, steps)
         ends = [
             token_ends([end for _, end in completion_steps], len(ids), decoded_length(policy_tokenizer, ids))
             for completion_steps, ids in zip(steps, token_ids, strict=True)
@@ -464,11 +467,11 @@ class Classifier:
         """Do nothing; see `SplitClassifier`."""
 
     def _step_scores(
-        self, problem: str, completions: Sequence[str], steps: Sequence[Steps]
+        self, settings: ProcessModelConfig, problem: str, completions: Sequence[str], steps: Sequence[Steps]
     ) -> list[Float32[np.ndarray, " _S"]]:
         """Return the scores of each completion, as many as it has steps, which may be spread over rows."""
         rows = [
-            process_inputs(self._settings, self._tokenizer, problem, text, inputs)
+            process_inputs(settings, self._tokenizer, problem, text, inputs)
             for text, inputs in zip(completions, steps, strict=True)
         ]
         scores = iter(self.scores([row for inputs in rows for row in inputs]))

@@ -118,9 +118,10 @@ def _union_rows(block: tuple[Any, ...], prefix: str, headings: Mapping[Any, str]
         rows.append(f"| {names} | | {_cell(_prose(member))} |")
     shared: dict[Key, list[str]] = {}
     for member in block:
-        names = member.names() or (USER_SUPPLIED,)
+        chosen_by = member.names() or (USER_SUPPLIED,)
+        label = ", ".join(chosen_by[:3]) + ", ..." * (len(chosen_by) > 3)
         for key in keys(member, prefix):
-            shared.setdefault(key, []).append(", ".join(map(str, names[:3])) + ", ..." * (len(names) > 3))
+            shared.setdefault(key, []).append(label)
     for key, labels in shared.items():
         of = "" if len(labels) == sum(bool(keys(member)) for member in block) else f"{', '.join(labels)}: "
         rows.append(_row(replace(key, meaning=of + meaning(key)), headings))
@@ -131,8 +132,9 @@ def _row(key: Key, headings: Mapping[Any, str]) -> str:
     value = key.value
     if key.sections in headings:
         link = f"](#{anchor(headings[key.sections])})"
-        if issubclass(key.sections[0], Choice):
-            first, last = _name_cell(key.sections[0], 0), _name_cell(key.sections[-1], -1)
+        one, other = key.sections[0], key.sections[-1]
+        if issubclass(one, Choice) and issubclass(other, Choice):
+            first, last = _name_cell(one, 0), _name_cell(other, -1)
             start, end = value.index(first), value.rindex(last) + len(last)
             value = f"{value[:start]}[name{link}{value[end:]}"
         else:
