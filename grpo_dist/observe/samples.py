@@ -123,7 +123,14 @@ def _table(groups: list[Group], values: ValuesOfSamples, with_routes: bool) -> p
         "score_s": of_group((g.score_s for g in groups), pa.float64()),
         "degenerate": of_group((g.degenerate for g in groups), pa.int32()),
         "baseline_reward": of_group((g.baseline_reward for g in groups), pa.float64()),
+        # Of the first sample of each group: they share their prompt.
+        "prompt_ids": pa.array(
+            [None if i else g.prompt.token_ids for g in groups for i in range(len(g.rollouts))], _INTS
+        ),
     }
+    if any(g.failures for g in groups):
+        reasons = [_reasons(g, i) for g in groups for i in range(len(g.rollouts))]
+        columns["failures"] = pa.array(reasons, pa.list_(pa.string()))
     if any(g.step_rewards is not None for g in groups):
         samples = [(g, i) for g in groups for i in range(len(g.rollouts))]
         columns["step_rewards"] = pa.array([_own(g.step_rewards, i) for g, i in samples], _FLOATS)
@@ -139,6 +146,14 @@ def _table(groups: list[Group], values: ValuesOfSamples, with_routes: bool) -> p
     for name in dict.fromkeys(name for g in groups for name in g.reward_parts):
         columns[_PART + name] = _part(groups, name)
     return pa.table(columns)
+
+
+def _reasons(group: Group, sample: int) -> list[str]:
+    """Return why a sample was not scored: the reasons that name a part that it lacks, without one all."""
+    if not np.isnan(group.rewards[sample]):
+        return []
+    lacking = tuple(f"reward {name}: " for name, part in group.reward_parts.items() if np.isnan(part[sample]))
+    return [reason for reason in group.failures if reason.startswith(lacking)] or list(group.failures)
 
 
 def _part(groups: list[Group], name: str) -> pa.Array:
@@ -216,6 +231,7 @@ def _group(prompt: Prompt, rows: list[dict]) -> Group:
         baseline_reward=rows[0]["baseline_reward"],
         step_rewards=_steps(rows, "step_rewards", np.float32),
         step_ends=_steps(rows, "step_ends", np.int32),
+        failures=tuple(dict.fromkeys(reason for row in rows for reason in row.get("failures") or ())),
     )
 
 

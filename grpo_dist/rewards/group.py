@@ -165,6 +165,12 @@ class Verdicts:
         return [grade.reward for grade in self.grades]
 
     @property
+    def failure(self) -> str:
+        """Why the last answer without a verdict has none; "" where all have one, or none was asked for."""
+        failed = [grade for grade in vars(self).get("grades", ()) if math.isnan(grade.reward)]
+        return failed[-1].detail or failed[-1].outcome if failed else ""
+
+    @property
     def outcomes(self) -> list[str]:
         """Outcome of each grade; "" for all when no reward used the grades. [G]"""
         if "grades" not in vars(self):

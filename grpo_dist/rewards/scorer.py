@@ -120,7 +120,7 @@ class Scorer:
         for name, part in parts.items():
             self._note_overflow(name, values[name], part)
         failures = tuple(
-            f"reward {term.name}: {self._latest(term.name)}"
+            f"reward {term.name}: {self._latest(term.name, verdicts)}"
             for term in self._terms
             if term.weight and np.isnan(parts[term.name]).any()
         )
@@ -156,10 +156,14 @@ class Scorer:
         rewards = np.where(failed, np.float32(np.nan), rewards)
         return Scores(rewards, parts, outcomes, scores.steps, tuple(dict.fromkeys(failures)))
 
-    def _latest(self, name: str) -> str:
+    def _latest(self, name: str, verdicts: Verdicts) -> str:
         """Return the last reason why reward ``name`` gave no score."""
         with self._lock:
-            return self._last.get(name, "it returned None or NaN, which mean that it could not be scored")
+            if name in self._last:
+                return self._last[name]
+        if name in self._builtin and verdicts.failure:
+            return f"the math grader gave no verdict ({verdicts.failure})"
+        return "it returned None or NaN, which mean that it could not be scored"
 
     def _note_overflow(self, name: str, values: Any, part: np.ndarray) -> None:
         """Note scores dropped because they are infinite. NaN and None are intended, so they need no note."""

@@ -142,7 +142,13 @@ _GIT_S = 5.0
 
 def write_environment(run_dir: Path) -> None:
     """Write the environment of this launch. A resumed run replaces that of the launch before."""
-    write_text(run_dir / ENVIRONMENT, json.dumps(environment(), indent=2) + "\n")
+    now = environment()
+    try:
+        first = json.loads((run_dir / ENVIRONMENT).read_text())
+        now["first_started"] = first.get("first_started", first["started"])
+    except (OSError, ValueError, AttributeError, KeyError):
+        now["first_started"] = now["started"]
+    write_text(run_dir / ENVIRONMENT, json.dumps(now, indent=2) + "\n")
 
 
 def environment() -> dict[str, Any]:

@@ -30,6 +30,17 @@ def test_versions_and_machine_are_those_of_this_process(tmp_path, monkeypatch):
     assert "sesame" not in text
 
 
+def test_a_resumed_run_keeps_when_it_was_first_launched(tmp_path):
+    write_environment(tmp_path)
+    first = json.loads((tmp_path / ENVIRONMENT).read_text())
+    earlier = {"started": "2026-01-01T00:00:00+00:00"}  # as runs before the key wrote it
+    (tmp_path / ENVIRONMENT).write_text(json.dumps(earlier))
+    write_environment(tmp_path)
+    second = json.loads((tmp_path / ENVIRONMENT).read_text())
+    assert first["first_started"] == first["started"]
+    assert second["first_started"] == earlier["started"] != second["started"]
+
+
 def test_the_commit_is_that_of_this_package_and_not_of_an_enclosing_repository(tmp_path):
     def git(*arguments):
         somebody = ["-c", "user.name=x", "-c", "user.email=x@x"]

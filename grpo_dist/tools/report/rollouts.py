@@ -7,7 +7,7 @@ A part has whole groups. The page holds the ``rows`` of all parts, for the table
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,8 @@ from grpo_dist.tools.report.answers import AnswerReader
 
 _ROWS = 2000  # in a part, plus the rest of its last group
 _LONGEST = 32_000  # characters of a completion to show
-_PREVIEW = 90  # characters of a problem, and of an answer, in the table
+_PREVIEW = 90  # characters of a problem, of an answer, and from the end of a completion, in the table
+_PROMPT = 8000  # tokens of a prompt to show
 _PART = "reward/"
 COLUMNS = ("uid", "source", "problem", "answer", "sample", "completion", "reward", "outcome", "finish_reason")
 
@@ -80,6 +81,8 @@ def read_stretch(path: Path, stretch: Stretch, columns: Sequence[str] | None = N
             "completion_ids",
             "advantage",
             "advantages",
+            "prompt_ids",
+            "failures",
             *episodes.COLUMNS,
             *(n for n in names if n.startswith(_PART)),
         ]
@@ -117,17 +120,29 @@ def rows(table: pa.Table, answers: AnswerReader) -> dict[str, Any]:
         "expected": _shared([_preview(text) for text in texts_of(table, "answer")]),
         "found": _shared([_preview(text) for text in found]),
         "called": _shared([episodes.call_outcomes(own) for own in turns]),
+        "ending": _shared([_ending(text) for text in texts_of(table, "completion")]),
+        "failure": _shared(["\n".join(own) for own in _failures(table)]),
     }
     parts = [name for name in table.schema.names if name.startswith(_PART)]
     return columns | {"parts": {name.removeprefix(_PART): numbers_of(table, name) for name in parts}}
 
 
-def texts(table: pa.Table) -> dict[str, Any]:
-    """Return {"problem": [...], "answer": [...]} per group, and {"completion": [...], "turns": [...]} per
-    sample; turns are null for a sample that is no episode.
+def texts(
+    table: pa.Table, token_texts: Callable[[np.ndarray], list[str]] | None = None
+) -> dict[str, Any]:
+    """Return {"problem": [...], "answer": [...], "prompt": [...]} per group, and {"completion": [...],
+    "turns": [...]} per sample; turns are null for a sample that is no episode.
+
+    "prompt" has the text of each token that the model read, by ``token_texts``, and their number where some
+    are left out; null without a tokenizer, and of an earlier table, which has no tokens of prompts.
     """
     first = table.take(group_starts(table))
+    prompts = [
+        None if ids is None or token_texts is None else _shown_prompt(ids, token_texts)
+        for ids in episodes.lists_of(first, "prompt_ids")
+    ]
     return {
+        "prompt": prompts,
         "problem": [_shortened(text) for text in texts_of(first, "problem")],
         "answer": [_shortened(text) for text in texts_of(first, "answer")],
         "completion": [_shortened(text) for text in texts_of(table, "completion")],
@@ -160,6 +175,18 @@ def _advantages(table: pa.Table) -> list[float | None]:
     return [None if own is None or not len(own) else _rounded(float(np.mean(own))) for own in found]
 
 
+def _shown_prompt(ids: np.ndarray, token_texts: Callable[[np.ndarray], list[str]]) -> dict[str, Any]:
+    half = _PROMPT // 2
+    kept = [ids] if len(ids) <= _PROMPT else [ids[:half], ids[-half:]]
+    return {"tokens": [token_texts(part) for part in kept], "length": len(ids)}
+
+
+def _failures(table: pa.Table) -> list[list[str]]:
+    if "failures" not in table.schema.names:
+        return [[]] * len(table)
+    return [own or [] for own in table["failures"].to_pylist()]
+
+
 def _shown_turn(turn: Mapping[str, Any]) -> dict[str, Any]:
     calls = [
         {**call, "arguments": _shortened(call["arguments"]), "result": _shortened(call["result"])}
@@ -181,6 +208,10 @@ def _shared(values: Sequence[Hashable]) -> dict[str, Any]:
 
 def _preview(text: str | None) -> str | None:
     return None if text is None else text if len(text) <= _PREVIEW else text[: _PREVIEW - 1] + "…"
+
+
+def _ending(text: str | None) -> str | None:
+    return None if text is None else text if len(text) <= _PREVIEW else f"…{text[1 - _PREVIEW :]}"
 
 
 def _shortened(text: str | None) -> str:

@@ -6,12 +6,13 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from grpo_dist.config import presets
+from grpo_dist.config import Config, presets
 from grpo_dist.config.differences import flat
 from grpo_dist.config.secrets import masked
 from grpo_dist.config.text import check_nesting, unescaped
@@ -128,12 +129,32 @@ def about(run: Path) -> dict[str, Any]:
     environment, not_environment = _object(run / "environment.json")
     return {
         "config": dict(_flat(config)),
+        "changed": [key for key, value in _flat(config) if _defaults().get(_first_entry(key)) != value],
         "preset": presets.label(flat(config)),
         "environment": dict(_flat(environment)),
         "done": (run / "DONE").is_file(),
         "rows_dropped": _count_lines(run / "dropped.jsonl"),
         "notices": [notice for notice in (not_config, not_environment) if notice],
     }
+
+
+@cache
+def _defaults() -> dict[str, str]:
+    """Return the default of each key that has one, as `_flat` writes it."""
+    source = [{"path": "demo:add3"}]
+    needed = {
+        "model": {"path": "demo:tiny"},
+        "data": {"train": source, "eval": source},
+        "sft": {"model": "demo:tiny", "data": source},
+    }
+    given = {"model.path", "data.train.0.path", "data.eval.0.path", "sft.model", "sft.data.0.path"}
+    known = dict(_flat(Config.model_validate(needed).model_dump(mode="json")))
+    return {key: value for key, value in known.items() if key not in given}
+
+
+def _first_entry(key: str) -> str:
+    """Return the key of the first entry: data.train.2.split -> data.train.0.split"""
+    return re.sub(r"\.\d+(?=\.|$)", ".0", key)
 
 
 def settings(run: Path) -> dict[str, Any]:

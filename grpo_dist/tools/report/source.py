@@ -148,7 +148,12 @@ class Source:
     def pieces_of(self, part: SamplePart) -> dict[str, bytes]:
         """Read the rows and texts of a part at once."""
         table = read_stretch(part.file.path, part.stretch)
-        return {"rows": packed(rollouts.rows(table, self._answers)), "texts": packed(rollouts.texts(table))}
+        rows = packed(rollouts.rows(table, self._answers))
+        return {"rows": rows, "texts": packed(self._shown_texts(table))}
+
+    def _shown_texts(self, table: pa.Table) -> dict[str, Any]:
+        known = self._texts is not None and tokens.fits(table, self._texts)
+        return rollouts.texts(table, self._texts.of if known and self._texts else None)
 
     def with_values(self, most: int) -> list[SamplePart]:
         """Return the parts for a page with values of ``most`` tokens, best first, from the chosen steps.
@@ -197,7 +202,7 @@ class Source:
                 raise KeyError(kind)
             return packed(tokens.values(self._token_table(part), self._texts))
         if kind == "texts":
-            return packed(rollouts.texts(read_stretch(part.file.path, part.stretch)))
+            return packed(self._shown_texts(read_stretch(part.file.path, part.stretch)))
         known = self._rows.get(part.key)
         if known is None or known[0] != part.version:
             table = read_stretch(part.file.path, part.stretch)

@@ -1,5 +1,6 @@
 """The page of `grpo-dist report` in a real browser: loading, filters, colours, overlays, live updates."""
 
+import json
 import threading
 from contextlib import contextmanager
 
@@ -8,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.evaluation.estimates import wilson
 from grpo_dist.tools.report.answers import AnswerReader
 from grpo_dist.tools.report.command import write_report
@@ -103,6 +105,85 @@ def test_model_text_is_never_markup(browser, tmp_path):
     assert page.get("document.title") == "grpo-dist: run"
     assert page.get("document.querySelectorAll('.card b, #events-list b').length") == 0
     assert page.console() == []
+
+
+def with_prompts_and_failures(table, ids):
+    """Return a table of samples whose first one could not be scored, and the tokens of its prompts."""
+    count, each = len(table), pa.list_(pa.string())
+    rewards = [None, *table["reward"].to_pylist()[1:]]
+    why = [["reward math: ValueError: no gold (rewards.py:3 in math)"], *[[]] * (count - 1)]
+    prompts = [ids if i == 0 else None for i in table["sample"].to_pylist()]
+    table = table.drop_columns(["reward", "reward/math"])
+    for name, column in (("reward", rewards), ("reward/math", rewards)):
+        table = table.append_column(name, pa.array(column, pa.float32()))
+    table = table.append_column("failures", pa.array(why, each))
+    return table.append_column("prompt_ids", pa.array(prompts, pa.list_(pa.int32())))
+
+
+def test_a_group_has_its_prompt_as_the_model_read_it_its_failures_and_an_address(browser, tmp_path):
+    run = make_run(tmp_path / "run", steps=2)
+    path = run / "samples/step_000002.parquet"
+    asked = "<think>add</think>1+1="
+    ids = character_tokenizer()(asked)["input_ids"]
+    pq.write_table(with_prompts_and_failures(pq.read_table(path), ids), path)
+    page = opened(browser, [run], tmp_path, "rollouts")
+    assert column(page, "ending")[1] == "1+0=1 because 2 \\boxed{7}"
+    assert column(page, "parts")[:2] == ["math not scored · format 0.25", "math 0 · format 0.25"]
+    filtered(page, "#f-scored", "no", 1)
+    assert column(page, "reward") == ["not scored"]
+    page.click("#table .tabulator-row")
+    page.until("document.getElementById('group').open")
+    assert page.text("#group-asked") == f"Prompt as the model read it: {len(ids)} tokens"
+    assert page.text("#group-problem") == asked and "<think>" in page.texts("#group-problem .token")
+    assert "ValueError: no gold (rewards.py:3 in math)" in page.text(".card.chosen dl")
+    address, title = page.get("location.href"), page.text("#group-title")
+    assert address.endswith("#rollouts/0/2/training/p2-0")
+    assert page.get("document.getElementById('group-link').href") == address
+    page.browser.get("about:blank")
+    page.open(address)
+    page.until("document.getElementById('group').open")
+    assert page.text("#group-title") == title
+    page.click("#group-close")
+    page.until("location.hash === '#rollouts'")
+    assert page.console() == []
+
+
+def test_flat_charts_and_settings_at_their_defaults_are_behind_switches(browser, tmp_path):
+    run = make_run(tmp_path / "run", steps=3, config={"max_staleness": 0, "rewards": {"timeout_s": 7.0}})
+    lines = [metrics_of(step, np.random.default_rng(step), False) for step in (1, 2, 3)]
+    flat = {"memory/policy_gib": 2.0, "reward/mean": 0.0}
+    write_lines(run / "metrics.jsonl", [line | flat for line in lines])
+    launched = {"first_started": "2023-11-14T22:13:20+00:00", "started": "2023-11-15T00:00:00+00:00"}
+    (run / "environment.json").write_text(json.dumps(launched))
+    page = opened(browser, [run], tmp_path)
+
+    def hidden(name):
+        return page.get("document.querySelector(arguments[0]).hidden", f".chart[data-metric='{name}']")
+
+    assert hidden("memory/policy_gib") and not hidden("policy/entropy") and not hidden("reward/mean")
+    page.click("#flat")
+    assert not hidden("memory/policy_gib")
+    # The timeline ends 39 s after 1.7e9 and begins at 10 s; the launch was at 0.
+    assert "0.7 min" in page.text("#summary")
+    page.click("nav [data-tab=settings]")
+    shown = page.texts("#settings-table td.key")
+    assert "rewards.timeout_s" in shown and "model.path" in shown and "max_staleness" not in shown
+    page.click("#differences")
+    assert "max_staleness" in page.texts("#settings-table td.key")
+    assert page.console() == []
+
+
+def test_the_page_follows_the_colours_of_the_reader(browser, runs, tmp_path):
+    backgrounds = []
+    for scheme in ("light", "dark"):
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        browser.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        page = opened(browser, runs[:1], tmp_path, "rollouts")
+        colour = "getComputedStyle(document.querySelector(arguments[0])).backgroundColor"
+        selectors = ("body", "#table .tabulator-row-odd", "dialog", "#f-text")
+        backgrounds.append({page.get(colour, selector) for selector in selectors})
+    browser.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert backgrounds == [{"rgb(255, 255, 255)"}, {"rgb(20, 25, 31)"}]
 
 
 @pytest.mark.slow

@@ -62,12 +62,17 @@
     const rows = keys.flatMap((key) => {
       const values = report.runs.map((run) => run.manifest.about[kind][key] ?? null);
       const differs = values.some((value) => value !== values[0]);
-      if ((byId("differences").checked && !differs) || !`${key} ${values.join(" ")}`.toLowerCase().includes(wanted)) return [];
+      if ((byId("differences").checked && !(many() ? differs : isChanged(kind, key))) || !`${key} ${values.join(" ")}`.toLowerCase().includes(wanted)) return [];
       return [make("tr", { classes: differs ? "differs" : "" }, cell(key, "key"), ...values.map((value) => cell(value ?? "–")))];
     });
-    const empty = keys.length ? (byId("differences").checked && !wanted ? "Nothing differs." : "Nothing has that name.") : "Nothing is recorded.";
+    const empty = keys.length ? (byId("differences").checked && !wanted ? (many() ? "Nothing differs." : "Nothing is changed.") : "Nothing has that name.") : "Nothing is recorded.";
     return rows.length ? table(["key", ...report.runs.map(({ label }) => label)], rows) : make("p", { classes: "said", textContent: empty });
   }
+
+  const many = () => report.runs.length > 1;
+
+  // Whether the setting of the only run is not its default.
+  const isChanged = (kind, key) => kind !== "config" || report.runs[0].manifest.about.changed.includes(key);
 
   function settings() {
     byId("settings-table").replaceChildren(compared("config", false));
@@ -100,9 +105,8 @@
   report.updateEvents = events;
 
   report.startAbout = () => {
-    const many = report.runs.length > 1;
-    byId("differences-label").hidden = !many;
-    byId("differences").checked = many;
+    byId("differences-text").textContent = many() ? "only differences between runs" : "only changed settings";
+    byId("differences").checked = true;
     byId("differences").addEventListener("change", settings);
     byId("setting-named").addEventListener("input", settings);
   };

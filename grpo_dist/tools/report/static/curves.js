@@ -45,7 +45,7 @@
     lines.forEach((run, i) => {
       data.push(columns[column++]);
       errors.push(tables[i].length > 2 ? columns[column++] : null);
-      series.push({ label: report.runs.length > 1 ? run.label : name, stroke: run.colour, width: 1.6, spanGaps: true, show: run.shown, number: run.number });
+      series.push({ label: report.runs.length > 1 ? run.label : name, stroke: run.colour, width: 1.6, spanGaps: true, points: { fill: report.colour("page") }, show: run.shown, number: run.number });
     });
     return { data, series, errors };
   }
@@ -99,8 +99,8 @@
     const { box } = item;
     const { data, series, errors } = filled(item);
     const hours = byHours();
-    const grid = { stroke: "#e8ebee", width: 1 };
-    const look = { stroke: "#5a6672", grid, ticks: { ...grid, size: 4 }, font: "11px system-ui, sans-serif" };
+    const grid = { stroke: report.colour("rule"), width: 1 };
+    const look = { stroke: report.colour("quiet"), grid, ticks: { ...grid, size: 4 }, font: "11px system-ui, sans-serif" };
     const wholeSteps = (plot, splits) => splits.map((at) => (hours || Number.isInteger(at) ? String(Number(at.toPrecision(6))) : ""));
     item.key = series.map(({ label }) => label).join("\n");
     item.errors = errors;
@@ -183,7 +183,6 @@
     );
     byId("charts").replaceChildren(...(charts.length ? charts : [make("p", { classes: "said", textContent: "No metrics yet: no step has been logged." })]));
     report.built = signature();
-    showNamed();
   }
 
   function forget() {
@@ -195,11 +194,23 @@
 
   const signature = () => JSON.stringify(sections());
 
+  // Whether a metric has several values, all of them equal, or none; never what a run is for.
+  function isFlat(name) {
+    if (name === "reward/mean" || name.startsWith("eval/")) return false;
+    const values = report.runs.flatMap((run) => (run.columns.get(name) || []).filter((value) => value !== null));
+    return values.length !== 1 && values.every((value) => value === values[0]);
+  }
+
+  // Shows the charts with the wanted name; without one, flat charts only where they are switched on.
   function showNamed() {
     const wanted = byId("named").value.trim().toLowerCase();
+    const flat = new Set([...drawn.keys()].filter(isFlat));
+    byId("flat-label").hidden = flat.size === 0;
+    byId("flat-count").textContent = `${flat.size} flat charts`;
+    const shows = (name) => name.toLowerCase().includes(wanted) && (wanted || byId("flat").checked || !flat.has(name));
     for (const section of document.querySelectorAll("#charts .section")) {
       const charts = [...section.querySelectorAll(".chart")];
-      charts.forEach((chart) => (chart.hidden = !chart.dataset.metric.toLowerCase().includes(wanted)));
+      charts.forEach((chart) => (chart.hidden = !shows(chart.dataset.metric)));
       section.hidden = charts.every((chart) => chart.hidden);
     }
   }
@@ -224,6 +235,7 @@
   report.updateCurves = () => {
     if (signature() !== report.built) build();
     else for (const item of drawn.values()) if (item.plot) refresh(item);
+    showNamed();
     const untimed = report.runs.some((run) => !run.clocked);
     byId("axis").options[1].textContent = untimed ? "hours of step time" : "hours since the start";
   };
@@ -239,6 +251,8 @@
   report.startCurves = () => {
     byId("axis").addEventListener("change", redraw);
     byId("named").addEventListener("input", showNamed);
+    byId("flat").addEventListener("change", showNamed);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   };
 
   function redraw() {

@@ -47,7 +47,10 @@ const report = (() => {
     return place < 0 ? begin.namespaces.length : place;
   }
 
-  const colours = ["#1f5fa6", "#c4561c", "#2f8f4e", "#8a4fb0", "#b8860b", "#15808a", "#b03060", "#5b6470"];
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const colours = dark
+    ? ["#6ea8e6", "#f0935c", "#6cc98b", "#c08fe0", "#dfb74a", "#55c0cc", "#e87aa4", "#a3afba"]
+    : ["#1f5fa6", "#c4561c", "#2f8f4e", "#8a4fb0", "#b8860b", "#15808a", "#b03060", "#5b6470"];
 
   return { live, begin, piece, described, rank, colours, runs: [] };
 })();

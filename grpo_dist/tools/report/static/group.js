@@ -26,6 +26,8 @@
     const [tokens, why] = await tokensOf(part, rows);
     if (mine !== turn) return;
     open = { row, part, rows, texts, tokens, why, look: {} };
+    const where = [part.run.number, part.entry.step, part.entry.kind, index.word("uid", row)];
+    history.replaceState(null, "", `#rollouts/${where.map(encodeURIComponent).join("/")}`);
     header();
     choose();
     colour();
@@ -47,11 +49,38 @@
       judged ? `${right} of ${rows.length} right` : `${rows.length} completions`, `mean reward ${report.score(mean)}`,
     ];
     byId("group-title").textContent = parts.filter(Boolean).join(" · ");
-    byId("group-problem").textContent = texts ? report.visible(texts.problem[group]) : "The texts can no longer be read.";
+    asked(texts, group);
+    byId("group-link").href = location.hash;
     byId("group-expected").textContent = texts ? report.visible(texts.answer[group]) : "";
     byId("group-previous").disabled = report.neighbour(row, -1) === null;
     byId("group-next").disabled = report.neighbour(row, 1) === null;
   }
+
+  // Fills the box of the problem: with the tokens of the prompt where they are known.
+  function asked(texts, group) {
+    const prompt = texts?.prompt?.[group];
+    const box = byId("group-problem");
+    byId("group-asked").textContent = prompt ? `Prompt as the model read it: ${prompt.length.toLocaleString("en")} tokens` : "Problem";
+    if (!prompt) {
+      box.textContent = texts ? report.visible(texts.problem[group]) : "The texts can no longer be read.";
+      return;
+    }
+    const left = prompt.length - prompt.tokens.reduce((sum, { length }) => sum + length, 0);
+    const token = (text) => make("span", { classes: "token read", textContent: report.visible(text) });
+    const [begin, end = []] = prompt.tokens.map((part) => part.map(token));
+    box.replaceChildren(...begin, ...(left ? [`\n[… ${left.toLocaleString("en")} tokens left out …]\n`] : []), ...end);
+  }
+
+  // Opens the group that the page's address names: #rollouts/RUN/STEP/SET/UID. Returns whether it is there.
+  report.openAddress = () => {
+    const [tab, run, step, kind, uid] = location.hash.slice(1).split("/").map(decodeURIComponent);
+    if (tab !== "rollouts" || uid === undefined) return false;
+    const { columns, alive, word } = index;
+    const row = alive.findIndex((one, i) => one && columns.run[i] === Number(run) && columns.step[i] === Number(step) && word("kind", i) === kind && word("uid", i) === uid);
+    if (row >= 0) report.openGroup(row);
+    else byId("searching").textContent = `Step ${step} has no group ${uid} here.`;
+    return row >= 0;
+  };
 
   function samples() {
     return open.rows.map((row) => row - open.part.first);
@@ -99,6 +128,7 @@
     const facts = [
       ["found", word("found", row) ?? "none"],
       ["reward", report.score(known("reward"))],
+      ...(word("failure", row) ? [["why not", word("failure", row)]] : []),
       ...Object.entries(part.rewards).map(([name, values]) => [`· ${name}`, report.score(values[place])]),
       ["advantage", known("advantage") !== null ? report.number(known("advantage")) : known("reward") === null ? "none: not scored" : "not recorded"],
       ["length", `${known("length") ?? "–"} tokens${known("given") ? `, ${known("given")} of them given` : ""}`],
@@ -139,7 +169,10 @@
       if (event.key === "ArrowRight") go(1);
     });
     byId("group").addEventListener("click", (event) => event.target === byId("group") && byId("group").close());
-    byId("group").addEventListener("close", () => report.showTip(null));
+    byId("group").addEventListener("close", () => {
+      report.showTip(null);
+      history.replaceState(null, "", "#rollouts");
+    });
     byId("cards").addEventListener("pointermove", (event) => {
       const about = event.target.about;
       report.showTip(about ? report.explainToken(about) : null, event.clientX, event.clientY);

@@ -2,7 +2,7 @@
 "use strict";
 
 (() => {
-  const WORDS = ["kind", "uid", "source", "outcome", "finish", "problem", "expected", "found", "called"];
+  const WORDS = ["kind", "uid", "source", "outcome", "finish", "problem", "expected", "found", "called", "ending", "failure"];
   const NUMBERS = ["run", "part", "step", "group", "sample", "reward", "length", "given", "turns", "calls", "advantage", "recorded"];
   const columns = {};
   const dictionaries = {}; // column of words -> {values, places}
@@ -99,6 +99,7 @@
     const found = [];
     rows: for (let i = 0; i < alive.length; i++) {
       if (!alive[i] || !wanted.runs.has(run[i]) || (texts && !texts[i]) || (wanted.recorded && !recorded[i])) continue;
+      if (wanted.scored !== null && wanted.scored === Number.isNaN(reward[i])) continue;
       if (called && !called.has(columns.called[i])) continue;
       for (const [column, value] of words) if (column[i] !== value) continue rows;
       for (const [column, low, high] of bounds) if (!(column[i] >= low && column[i] <= high)) continue rows;

@@ -107,10 +107,13 @@
       show(button.dataset.tab);
     });
   }
-  show(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "curves");
+  const tabOf = () => location.hash.slice(1).split("/")[0];
+  show(TABS.includes(tabOf()) ? tabOf() : "curves");
   try {
     await update();
     byId("state").textContent = "";
+    report.openAddress();
+    addEventListener("hashchange", () => TABS.includes(tabOf()) && (show(tabOf()), report.openAddress()));
   } catch (error) {
     if (!report.live) {
       byId("state").textContent = `This page cannot be shown: ${error.message}`;

@@ -21,6 +21,7 @@
     const found = { runs: new Set(one === "" ? shown : [Number(one)]) };
     found.recorded = byId("f-recorded").value !== "";
     found.called = byId("f-called").value || null;
+    found.scored = { yes: true, no: false }[byId("f-scored").value] ?? null;
     for (const name of ["kind", "source", "outcome", "finish"]) found[name] = byId(`f-${name}`).value || null;
     for (const name of LIMITS) {
       found[`${name}Min`] = asNumber(`f-${name}-min`);
@@ -127,8 +128,22 @@
     const { columns, word } = index;
     const found = { id: row, run: report.runs[columns.run[row]].label };
     for (const name of ["step", "sample", "reward", "length", "advantage", "turns", "calls"]) found[name] = Number.isNaN(columns[name][row]) ? null : columns[name][row];
-    for (const name of ["kind", "source", "outcome", "finish", "problem", "expected", "found"]) found[name] = word(name, row);
+    for (const name of ["kind", "source", "outcome", "finish", "problem", "expected", "found", "ending", "failure"]) found[name] = word(name, row);
+    found.parts = partsOf(row);
     return found;
+  }
+
+  // "math 1 · format 0.25"; "" where the total is all there is.
+  function partsOf(row) {
+    const { first, rewards } = index.parts[index.columns.part[row]];
+    const known = Object.entries(rewards).filter(([, values]) => values[row - first] !== null || Number.isNaN(index.columns.reward[row]));
+    return known.length > 1 ? known.map(([name, values]) => `${name} ${report.score(values[row - first])}`).join(" · ") : "";
+  }
+
+  function score(cell) {
+    const { failure } = cell.getData();
+    const scored = cell.getValue() !== null;
+    return make("span", { textContent: report.score(cell.getValue()), title: scored ? "" : failure, classes: scored ? "" : "badge error" });
   }
 
   const number = (cell) => report.number(cell.getValue());
@@ -142,9 +157,11 @@
       { title: "set", field: "kind", formatter: text, width: 92 },
       { title: "source", field: "source", formatter: text, width: 92 },
       { title: "problem", field: "problem", formatter: text, widthGrow: 3, minWidth: 140 },
+      { title: "completion", field: "ending", formatter: text, headerSort: false, widthGrow: 3, minWidth: 150 },
       { title: "sample", field: "sample", ...right, width: 94 },
       { title: "outcome", field: "outcome", formatter: (cell) => (cell.getValue() ? report.badge(cell.getValue()) : "–"), width: 104 },
-      { title: "reward", field: "reward", ...right, formatter: (cell) => report.score(cell.getValue()), width: 94 },
+      { title: "reward", field: "reward", ...right, formatter: score, width: 94 },
+      { title: "parts", field: "parts", formatter: text, headerSort: false, width: 150, visible: hasParts() },
       { title: "advantage", field: "advantage", ...right, width: 116 },
       { title: "length", field: "length", ...right, width: 92 },
       { title: "turns", field: "turns", ...right, width: 82, visible: hasEpisodes() },
@@ -167,6 +184,8 @@
     return new Promise((built) => table.on("tableBuilt", built));
   }
 
+  const hasParts = () => index.parts.some(({ rewards }) => Object.keys(rewards).length > 1);
+
   const hasEpisodes = () => index.dictionaries.called.values.some((value) => value !== null);
 
   // The choices of tool calls: with any, without, and each outcome.
@@ -174,6 +193,7 @@
     const outcomes = new Set(index.dictionaries.called.values.flatMap((value) => (value === null || value === "none" ? [] : value.split(", "))));
     report.choices(byId("f-called"), [["any", "with a call"], ["none", "without a call"], ...[...outcomes].sort().map((one) => [one, `a call: ${one}`])], "all");
     byId("f-called").parentElement.hidden = !hasEpisodes();
+    if (table?.initialized && hasParts()) table.showColumn("parts");
     if (table?.initialized && hasEpisodes()) for (const name of ["turns", "calls"]) table.showColumn(name);
   }
 

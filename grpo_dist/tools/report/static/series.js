@@ -35,9 +35,10 @@
     run.hours = hours(run);
   }
 
-  // Hours from the start of the run to the end of each step; without a timeline, the sum of step times.
+  // Hours from the launch of the run to the end of each step; without a timeline, the sum of step times.
   function hours(run) {
     const ends = new Map();
+    const launched = Date.parse(run.manifest.about.environment.first_started ?? run.manifest.about.environment.started) / 1000;
     let start = Infinity;
     for (const { data } of run.pieces.clock) {
       data.step.forEach((step, i) => {
@@ -46,6 +47,7 @@
       });
     }
     run.clocked = ends.size > 0;
+    if (launched < start) start = launched; // the time before the first step: workers and models load
     const seconds = run.columns.get("time/step_s") || [];
     let last = 0;
     return run.steps.map((step, i) => {

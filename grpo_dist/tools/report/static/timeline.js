@@ -118,7 +118,7 @@
     lanes.forEach((lane, row) => {
       const top = 4 + row * LANE;
       if (lane.first && row) {
-        context.fillStyle = "#e8ebee";
+        context.fillStyle = report.colour("line");
         context.fillRect(0, top - 1, width, 1);
       }
       let last = -1;
@@ -132,9 +132,9 @@
         last = right;
       }
     });
-    context.fillStyle = "#fff";
+    context.fillStyle = report.colour("page");
     context.fillRect(0, 0, NAMES - 1, height);
-    context.fillStyle = "#1c2630";
+    context.fillStyle = report.colour("text");
     lanes.forEach((lane, row) => {
       if (lane.first) context.fillText(lane.worker.length > 17 ? `${lane.worker.slice(0, 16)}…` : lane.worker, 6, 4 + row * LANE + 13);
     });
@@ -143,8 +143,8 @@
 
   function ruler(context, x, width, height) {
     const bottom = height - 26;
-    context.strokeStyle = "#9aa4ae";
-    context.fillStyle = "#5a6672";
+    context.strokeStyle = report.colour("faint");
+    context.fillStyle = report.colour("quiet");
     let free = 0;
     for (const { step, begin } of marks) {
       const at = x(begin);

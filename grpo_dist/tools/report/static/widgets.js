@@ -9,6 +9,9 @@ report.make = (tag, options = {}, ...inner) => {
   return element;
 };
 
+// The value of a colour variable of report.css, which depends on the reader's scheme.
+report.colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
 report.byId = (id) => document.getElementById(id);
 
 report.score = (value) => (Number.isFinite(value) ? report.number(value) : "not scored");
