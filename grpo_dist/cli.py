@@ -176,7 +176,10 @@ def _check(path: str, overrides: list[str], *, cluster: str | None, show_config:
     results = []
     for result in run_checks(config, cluster=cluster):
         results.append(result)
-        print_line(str(result))
+        if result.problem:
+            print(result, file=sys.stderr, flush=True)
+        else:
+            print_line(str(result))
     if wrong := problems(results):
         raise wrong
     print_line(summary(results))

@@ -49,7 +49,7 @@ def reward_problems(
                 yield f"{key} {spec.name}: {error}"
     if not custom:
         return
-    with nullcontext(pool) if pool else GraderPool(1, code_paths=settings.code_paths) as loading:
+    with nullcontext(pool) if pool else GraderPool.from_config(settings, 1) as loading:
         for spec in custom:
             try:
                 load_user_function(spec, loading)
@@ -141,7 +141,7 @@ def asked_columns(settings: RewardsConfig) -> frozenset[str]:
     specs = {spec.function: spec for variant in settings.variants.values() for spec in reward_specs(variant)}
     asked: set[str] = set()
     if custom := [spec for function, spec in specs.items() if function not in REWARDS]:
-        with GraderPool(1, code_paths=settings.code_paths) as pool:
+        with GraderPool.from_config(settings, 1) as pool:
             for spec in custom:
                 with suppress(ValueError):
                     asked |= load_user_function(spec, pool).asked_columns
@@ -221,18 +221,17 @@ def describe_no_answers(golds: Iterable[tuple[str, str]]) -> str:
     return ", ".join(parts)
 
 
-def count_unreadable(golds: Sequence[str], settings: RewardsConfig) -> tuple[int, int]:
-    """Count gold answers that can only be compared as text. Returns (unreadable, examined).
+def find_unreadable(golds: Sequence[str], settings: RewardsConfig) -> tuple[list[int], int]:
+    """Find gold answers that can only be compared as text. Returns their indices, and how many were examined.
 
     Examines all plain numbers and the first thousand other answers, in grader processes with the deadline of
     an answer, because some texts hang a parser.
     """
-    formulas = [gold for gold in golds if not _NUMBER.fullmatch(gold)]
+    formulas = [i for i, gold in enumerate(golds) if not _NUMBER.fullmatch(gold)]
     asked = formulas[:_LOOKED_AT]
     looked_at = len(golds) - len(formulas) + len(asked)
     if not asked:
-        return 0, looked_at
-    processes = min(available_cpus(), len(asked))
-    with GraderPool(processes, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb) as pool:
-        readable = pool.call("grpo_dist.rewards.math:gold_is_parsable", [{"answer": gold} for gold in asked])
-    return sum(value != 1.0 for value in readable), looked_at
+        return [], looked_at
+    with GraderPool.from_config(settings, min(available_cpus(), len(asked))) as pool:
+        readable = pool.call("grpo_dist.rewards.math:gold_is_parsable", [{"answer": golds[i]} for i in asked])
+    return [i for i, value in zip(asked, readable, strict=True) if value != 1.0], looked_at

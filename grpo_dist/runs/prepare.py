@@ -38,8 +38,8 @@ from grpo_dist.policy.text_model import usable_model
 from grpo_dist.rewards.checks import (
     column_problems,
     combination_problems,
-    count_unreadable,
     describe_no_answers,
+    find_unreadable,
     graded_problems,
     reward_problems,
 )
@@ -375,7 +375,7 @@ def load_prompts(
         uid_counts=uid_counts,
         tasks=source_tasks(data, sections.environments, source, rows, tokenizer),
     )
-    prompts, dropped = built.prompts, built.dropped
+    dropped = built.dropped
     if several := [row for row in rows if len(alternatives(row.answer)) > 1]:
         example = f"{several[0].location}: {several[0].answer[:60]}"
         say(
@@ -400,10 +400,11 @@ def load_prompts(
             f"warning: {source_name(source)}: gold answers that are no answers: {no_answers}; a policy is "
             "rewarded for writing these words; remove the rows"
         )
-    unreadable, looked_at = count_unreadable([p.answer for p in prompts], sections.rewards)
+    unreadable, looked_at = find_unreadable([row.answer for row in rows], sections.rewards)
     if unreadable:
+        first = ", ".join(f"{rows[i].location}: {rows[i].answer[:60]!r}" for i in unreadable[:3])
         say(
-            f"{source_name(source)}: {unreadable} of {looked_at} gold answers are not parsable mathematics "
-            "and are matched as text"
+            f"{source_name(source)}: {len(unreadable)} of {looked_at} gold answers are not parsable "
+            f"mathematics and are matched as text, e.g. {first}"
         )
     return built

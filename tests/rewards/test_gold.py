@@ -3,25 +3,25 @@
 import pytest
 
 from grpo_dist.config import RewardsConfig
-from grpo_dist.rewards.checks import count_unreadable, describe_no_answers, is_no_answer
+from grpo_dist.rewards.checks import describe_no_answers, find_unreadable, is_no_answer
 
 SETTINGS = RewardsConfig(timeout_s=600.0)
 
 
 def test_plain_numbers_count_as_parsable_without_parsing():
-    assert count_unreadable(["5", "-1,200", "3.25"] * 1000, SETTINGS) == (0, 3000)
+    assert find_unreadable(["5", "-1,200", "3.25"] * 1000, SETTINGS) == ([], 3000)
 
 
 @pytest.mark.slow
 def test_formulas_are_parsed_and_texts_counted():
     golds = ["12", "\\frac{1}{2}", "x^2+1", "", "(1,2)"]
-    assert count_unreadable(golds, SETTINGS) == (1, 5)
+    assert find_unreadable(golds, SETTINGS) == ([3], 5)
 
 
 @pytest.mark.slow
 def test_the_number_of_examined_formulas_is_limited():
     golds = ["7", *(["\\sqrt{2}"] * 1500)]
-    assert count_unreadable(golds, SETTINGS) == (0, 1001)
+    assert find_unreadable(golds, SETTINGS) == ([], 1001)
 
 
 NO_ANSWERS = [

@@ -5,8 +5,12 @@ started.
 import pytest
 
 from grpo_dist.cli import main
+from grpo_dist.errors import Unhealthy
 from grpo_dist.runtime.files import alone
+from grpo_dist.tools.report.command import write_report
+from grpo_dist.tools.report.source import ReportLimits
 from tests.support.good_inputs import GOOD, write
+from tests.support.reports import pieces
 
 
 def refusal(capsys, *overrides, command="train"):
@@ -104,6 +108,50 @@ def test_unusable_settings_are_refused(here, capsys, overrides, words):
     message = refusal(capsys, *overrides)
     assert all(word in message for word in words), message
     assert not (here / "runs").exists()
+
+
+REWARDS = """
+def raises(completion, answer):
+    return {}[answer]
+
+def text(completion):
+    return "0.5"
+
+def of_topic(completion, topic):
+    return float(topic in completion)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("raises", ["KeyError: '1' (", "mine.py:3 in raises)"]),
+        ("text", ["mine:text returned the text '0.5'; expected a finite number"]),
+        ("of_topic", ["mine:of_topic reads column `topic`, but train.jsonl:1 has only answer, problem"]),
+    ],
+)
+def test_rewards_are_tried_before_anything_is_started(here, capsys, function, words):
+    (here / "mine.py").write_text(REWARDS)
+    message = refusal(capsys, f"rewards={{functions: [{{function: 'mine:{function}'}}], code_paths: [.]}}")
+    assert all(word in message for word in words), message
+    assert not (here / "runs").exists()
+
+
+def test_a_run_that_can_score_nothing_ends_without_a_model_and_with_the_reason(here, capsys, monkeypatch):
+    """Its first step raises `Unhealthy` (tests/health)."""
+    why = "step 1: the first step in which no sample could be scored: reward mine: KeyError (mine.py:3 in f)"
+
+    async def session(run, point):
+        raise Unhealthy(why)
+
+    monkeypatch.setattr("grpo_dist.runs.session._session", session)
+    assert main(["train", "config.yaml", "tracking.tensorboard=false"]) == 3
+    assert why in capsys.readouterr().err
+    run = here / "runs/run"
+    assert why in (run / "events.jsonl").read_text()
+    assert not (run / "DONE").exists() and not (run / "model").exists()
+    page = write_report([str(run)], None, ReportLimits(), lambda message: None)
+    assert any(why in message for _, _, message in pieces(page)[1]["0/events/0"])
 
 
 @pytest.mark.parametrize(

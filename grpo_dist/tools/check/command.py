@@ -102,13 +102,12 @@ def run_checks(config: Config, *, cluster: str | None) -> Iterator[CheckResult]:
 
 
 def problems(results: Sequence[CheckResult]) -> UserError | None:
-    """Return one error with all problems, or None."""
-    wrong = [f"{result.name}: {result.detail}" for result in results if result.problem]
+    """Return an error with the names of the checks that found problems; None without any."""
+    wrong = [result.name for result in results if result.problem]
     if not wrong:
         return None
-    if len(wrong) == 1:
-        return UserError(wrong[0])
-    return UserError(f"{len(wrong)} things to fix: " + "\n  ".join(wrong))
+    things = "1 thing" if len(wrong) == 1 else f"{len(wrong)} things"
+    return UserError(f"{things} to fix, marked FIX above: {', '.join(dict.fromkeys(wrong))}")
 
 
 def summary(results: Sequence[CheckResult]) -> str:

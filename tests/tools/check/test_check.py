@@ -67,7 +67,9 @@ def test_all_problems_are_reported_at_once(here, capsys, monkeypatch):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
     assert main(["check", "config.yaml", "data.train.0.path=missing.jsonl", "rollout.num_workers=99"]) == 2
     told, error = capsys.readouterr()
-    assert error.startswith("error: 5 things to fix: data: ") and "missing.jsonl" in error
+    names = "data, placement, memory, disk, shared memory"
+    assert f"\nerror: 5 things to fix, marked FIX above: {names}\n" in error and "FIX" not in told
+    assert (told + error).count("missing.jsonl: no such file") == 1
     for words in (
         "placement: `rollout.num_workers` = 99 but the cluster has",
         "memory: all together ",
@@ -76,7 +78,7 @@ def test_all_problems_are_reported_at_once(here, capsys, monkeypatch):
         "shared memory: 0.1 of 0.1 GiB free in /dev/shm",
         "--shm-size=8g",
     ):
-        assert words in error
+        assert (told + error).count(words) == 1
     assert "\n--  reward: not checked: the data cannot be read" in told and "\nok  ports" in told
     assert "\n--  prompts: not checked: the data cannot be read" in told
 
@@ -86,12 +88,18 @@ def test_a_missing_model_missing_data_and_a_misspelt_reward_are_three_problems(h
     files = ["data.train=[{path: gone.jsonl}, {path: lost.jsonl}]", "data.eval=[{path: away.jsonl}]"]
     assert main(["check", "config.yaml", *bad, *files]) == 2
     told, error = capsys.readouterr()
-    assert error.startswith("error: 6 things to fix: ")
+    assert "\nerror: 6 things to fix, marked FIX above: " in error
     for words in ("gone.jsonl", "lost.jsonl", "away.jsonl", "'maths'", "'formats'"):
         assert error.count(words) == 1
     assert error.count("/no/such/model") == 1
     for name in ("memory", "disk"):
         assert f"\n--  {name}: not checked: the model cannot be read" in told
+
+
+def test_golds_that_are_no_mathematics_are_named_by_file_and_row(here):
+    write("train.jsonl", [*GOOD, {"problem": "Which way?", "answer": "north-west!!"}])
+    words = "1 of 21 gold answers are not parsable mathematics and are matched as text, e.g. train.jsonl:21: "
+    assert words + "'north-west!!'" in results()["prompts"].detail
 
 
 @pytest.mark.slow
@@ -136,10 +144,11 @@ def test_a_run_that_would_resume_is_checked_too(here):
     assert "has no checkpoint to continue from: it would begin again" in wrong(results())["resume"]
 
 
-def test_a_single_problem_is_reported_without_a_count():
+def test_the_error_at_the_end_names_the_checks():
     fine, one = CheckResult("disk", "fine"), CheckResult("ports", "none", problem=True)
-    assert problems([fine]) is None and str(problems([fine, one])) == "ports: none"
-    assert str(problems([one, one])) == "2 things to fix: ports: none\n  ports: none"
+    assert problems([fine]) is None
+    assert str(problems([fine, one])) == "1 thing to fix, marked FIX above: ports"
+    assert str(problems([one, one])) == "2 things to fix, marked FIX above: ports"
 
 
 @pytest.mark.slow

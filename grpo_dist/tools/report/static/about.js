@@ -25,6 +25,12 @@
 
   const outcomes = { trained: "trained", no_signal: "without signal", unscored: "unscored", put_aside: "discarded by dynamic sampling", skipped: "skipped" };
 
+  // How many samples of all steps could not be scored.
+  function unscored(run) {
+    const counts = run.columns.get("reward/unscored") || [];
+    return counts.reduce((sum, count) => sum + (count ?? 0), 0).toLocaleString("en");
+  }
+
   function summaryRow(run) {
     const { about } = run.manifest;
     const wanted = about.config.steps;
@@ -34,7 +40,7 @@
     return make(
       "tr", {}, cell(make("span", {}, dot(run), ` ${run.label}`), "nowrap"), cell(about.preset ?? "–", "lines"), cell(`${done}${wanted ? ` of ${wanted}` : ""}${about.done ? ", done" : ""}`, "nowrap"),
       cell(hours < 1 ? `${(hours * 60).toFixed(1)} min` : `${hours.toFixed(2)} h`, "number"), cell(number(report.first(run, "reward/mean")), "number"),
-      cell(number(report.last(run, "reward/mean")), "number"), cell(accuracy(run), "lines"), cell(ledger || "–", "nowrap"), cell(String(run.events.length), "number"),
+      cell(number(report.last(run, "reward/mean")), "number"), cell(accuracy(run), "lines"), cell(ledger || "–", "nowrap"), cell(unscored(run), "number"), cell(String(run.events.length), "number"),
     );
   }
 
@@ -51,7 +57,7 @@
   }
 
   function summary() {
-    const headings = ["run", "preset", "steps", "#time", "#reward first", "#reward last", "accuracy first → last", "prompts", "#events"];
+    const headings = ["run", "preset", "steps", "#time", "#reward first", "#reward last", "accuracy first → last", "prompts", "#not scored", "#events"];
     byId("summary").replaceChildren(...[table(headings, report.runs.map(summaryRow)), notices()].filter(Boolean));
   }
 

@@ -71,10 +71,18 @@
     box.replaceChildren(...begin, ...(left ? [`\n[… ${left.toLocaleString("en")} tokens left out …]\n`] : []), ...end);
   }
 
+  function decoded(text) {
+    try {
+      return decodeURIComponent(text);
+    } catch {
+      return text; // not as this page writes it
+    }
+  }
+
   // Opens the group that the page's address names: #rollouts/RUN/STEP/SET/UID. Returns whether it is there.
   report.openAddress = () => {
-    const [tab, run, step, kind, uid] = location.hash.slice(1).split("/").map(decodeURIComponent);
-    if (tab !== "rollouts" || uid === undefined) return false;
+    const [, run, step, kind, uid] = location.hash.match(/^#rollouts\/(\d+)\/(\d+)\/([^/]+)\/([^/]+)$/)?.map(decoded) ?? [];
+    if (uid === undefined) return false;
     const { columns, alive, word } = index;
     const row = alive.findIndex((one, i) => one && columns.run[i] === Number(run) && columns.step[i] === Number(step) && word("kind", i) === kind && word("uid", i) === uid);
     if (row >= 0) report.openGroup(row);
