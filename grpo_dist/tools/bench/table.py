@@ -89,9 +89,9 @@ def written(value: float, unit: str) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
-def print_result(result: BenchResult, console: Console | None = None) -> None:
+def print_result(result: BenchResult) -> None:
     """Print the whole result: stages, where the time goes, memory, and the loop."""
-    console = console or Console(highlight=False)
+    console = Console(highlight=False)
     console.print(_stages(result))
     console.print(_time(result))
     console.print(_memory(result))

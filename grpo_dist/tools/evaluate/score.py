@@ -344,11 +344,7 @@ def _print_rewards(console: Console, scored: Scored, parts: Mapping[str, np.ndar
     totals, of_source = {"total": scored.rewards}, scored.per_completion(lambda group: group.prompt.source)
     if len(sources := dict.fromkeys(of_source)) > 1:
         totals |= {f"total of {s or 'other sources'}": totals["total"][of_source == s] for s in sources}
-
-    def has_part(name: str) -> np.ndarray:
-        return scored.per_completion(lambda group: name in group.reward_parts)
-
-    has = {name: has_part(name) for name in parts}
+    has = {name: scored.per_completion(lambda group, name=name: name in group.reward_parts) for name in parts}
     values = totals | {name: part[has[name]] for name, part in parts.items()}
     columns = ("reward", "scored", "unscored", "mean", "std", "min", "p50", "max")
     rows = []

@@ -107,9 +107,9 @@ def sampling_limit_s(scenario: Scenario, tokens: float) -> float:
     return tokens / (rate * engines)
 
 
-def print_tail(config: Config, setting: Setting, console: Console | None = None) -> None:
+def print_tail(config: Config, setting: Setting) -> None:
     """Print what each way gives. Raises UserError where nothing fits."""
-    console = console or Console(highlight=False)
+    console = Console(highlight=False)
     base = option_or_reason(config, SYNCHRONOUS, setting)
     if isinstance(base, str):
         raise UserError(f"--tail: expected a split with GPUs of its own for each role, but {base}")
