@@ -128,7 +128,7 @@ def test_a_group_has_its_prompt_as_the_model_read_it_its_failures_and_an_address
     pq.write_table(with_prompts_and_failures(pq.read_table(path), ids), path)
     page = opened(browser, [run], tmp_path, "rollouts")
     assert column(page, "ending")[1] == "1+0=1 because 2 \\boxed{7}"
-    assert column(page, "parts")[:2] == ["math not scored · format 0.25", "math 0 · format 0.25"]
+    assert column(page, "parts")[:2] == ["format 0.25 · math not scored", "format 0.25 · math 0"]
     filtered(page, "#f-scored", "no", 1)
     assert column(page, "reward") == ["not scored"]
     page.click("#table .tabulator-row")
