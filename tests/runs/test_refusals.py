@@ -127,13 +127,15 @@ def of_topic(completion, topic):
     [
         ("raises", ["KeyError: '1' (", "mine.py:3 in raises)"]),
         ("text", ["mine:text returned the text '0.5'; expected a finite number"]),
-        ("of_topic", ["mine:of_topic reads column `topic`, but train.jsonl:1 has only answer, problem"]),
+        ("of_topic", ["mine:of_topic reads column `topic`, but train.jsonl:1 has only problem"]),
     ],
 )
 def test_rewards_are_tried_before_anything_is_started(here, capsys, function, words):
     (here / "mine.py").write_text(REWARDS)
-    message = refusal(capsys, f"rewards={{functions: [{{function: 'mine:{function}'}}], code_paths: [.]}}")
-    assert all(word in message for word in words), message
+    function = f"rewards.functions=[{{function: 'mine:{function}'}}]"
+    assert main(["train", "config.yaml", function, "code_paths=[.]"]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
     assert not (here / "runs").exists()
 
 
