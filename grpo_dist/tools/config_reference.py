@@ -123,8 +123,9 @@ def _union_rows(block: tuple[Any, ...], prefix: str, headings: Mapping[Any, str]
         for key in keys(member, prefix):
             shared.setdefault(key, []).append(label)
     for key, labels in shared.items():
-        of = "" if len(labels) == sum(bool(keys(member)) for member in block) else f"{', '.join(labels)}: "
-        rows.append(_row(replace(key, meaning=of + meaning(key)), headings))
+        all_have = len(labels) == sum(bool(keys(member)) for member in block)
+        text = meaning(key) if all_have else f"{', '.join(labels)}: {meaning(key)}"
+        rows.append(_row(replace(key, meaning=text), headings))
     return rows
 
 
@@ -142,7 +143,7 @@ def _row(key: Key, headings: Mapping[Any, str]) -> str:
     return f"| `{key.path}` | {_setting(value, key.default)} | {_cell(meaning(key))} |"
 
 
-def _name_cell(member: type[Choice], position: int) -> str:
+def _name_cell(member: Any, position: int) -> str:
     return f"`{member.names()[position]}`" if member.names() else USER_SUPPLIED
 
 
