@@ -41,7 +41,7 @@ _CPU_BLOCK = 32
 # Share of the key-value cache that stays free where a sequence is admitted, for the growth of those that run.
 # Without it vLLM admits whatever has room for its prompt, and takes the cache of the last one back as soon as
 # the others grow: with a cache far too small for the sequences in flight it computes 64 to 83 % of all tokens
-# a second time, with this share 15 to 45 %, in 0.92 to 0.99 of the time (tests/evidence/cache_headroom.py).
+# a second time, with this share 15 to 45 %, in 0.92 to 0.99 of the time (simulated by vLLM's rules).
 _HEADROOM = 0.05
 _SHARE_OF_FREE_MEMORY = 0.25  # that the caches of all engines of a machine without a GPU may take
 GPU_MEMORY = {False: 0.85, True: 0.6}  # share of a GPU, by whether policy ranks are colocated

@@ -1,9 +1,6 @@
 """Roles that take turns on the same GPUs: the order in which they give and take memory."""
 
 import asyncio
-import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -503,37 +500,3 @@ def test_an_error_of_the_base_reaches_every_group():
 
     world, _ = play(step, has_reference=False)
     assert list(map(str, world.errors)) == ["out of memory"] * 2
-
-
-_ON_TWO_GPUS = """
-import json, os, ray
-from actors.factory import on_devices
-from actors.placement.demands import share_out
-from actors.workers.policy import PolicyWorker, devices_of
-
-class Engine:
-    def sees(self):
-        return os.environ["CUDA_VISIBLE_DEVICES"], ray.get_runtime_context().get_accelerator_ids()["GPU"]
-
-ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
-options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
-ranks = [ray.remote(PolicyWorker).options(num_gpus=1, **options).remote() for _ in range(2)]
-held = ray.get([rank.__ray_call__.remote(devices_of) for rank in ranks])
-seen = []
-for size in (1, 2):
-    for devices in share_out(held, 2 // size, size):
-        own = options | {"num_gpus": 0} | on_devices(options, devices)
-        engine = ray.remote(Engine).options(**own).remote()
-        seen.append(ray.get(engine.sees.remote()))
-print(json.dumps(seen))
-"""
-
-
-@pytest.mark.slow
-def test_engines_see_the_gpus_that_ray_gave_the_ranks():
-    """On a Ray with two GPUs that do not exist."""
-    done = subprocess.run(
-        [sys.executable, "-c", _ON_TWO_GPUS], capture_output=True, text=True, timeout=HANG_S, check=True
-    )
-    seen = [(tuple(sorted(visible.split(","))), counted) for visible, counted in json.loads(done.stdout)]
-    assert sorted(seen) == [(("0",), []), (("0", "1"), []), (("1",), [])]

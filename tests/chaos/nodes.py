@@ -38,7 +38,7 @@ class Nodes:
     """``temporary`` holds Ray's sessions; ``path`` is the PYTHONPATH of workers."""
 
     def __init__(self, temporary: Path, path: str) -> None:
-        from tests.support.patient_cluster import PatientCluster  # Ray, which the short form does without
+        from tests.support.several_nodes import PatientCluster  # Ray, which the short form does without
 
         self.mark = uuid.uuid4().hex
         self._environment = {MARK: self.mark, "PYTHONPATH": path, "RAY_TMPDIR": str(temporary)}

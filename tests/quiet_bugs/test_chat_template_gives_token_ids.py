@@ -13,7 +13,7 @@ from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.errors import Unhealthy
 from grpo_dist.types import Group
 from tests.support import fakes
-from tests.support.fake_runs import train
+from tests.support.fakes import train
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}assistant:"
 MESSAGES = [{"role": "user", "content": "2+3="}]

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_dist.evaluation.sampling import EvalSet
 from tests.support import fakes
-from tests.support.fake_runs import train
+from tests.support.fakes import train
 
 EVERY, STEPS = 2, 6
 HELD_OUT = [EvalSet("held", [prompt for prompt in fakes.prompts(60) if int(prompt.uid[1:]) >= 40])]

@@ -14,7 +14,7 @@ from grpo_dist.rewards.registry import Term
 from grpo_dist.rewards.scorer import combine
 from grpo_dist.types import Group, correctness
 from tests.support import fakes
-from tests.support.fake_runs import train
+from tests.support.fakes import train
 from tests.support.made_groups import group_of
 
 RIGHT, WRONG, FAILED = 1.0, 0.0, float("nan")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support import fakes
-from tests.support.fake_runs import train
+from tests.support.fakes import train
 
 PER_EPOCH, STEPS = 2, 6
 PROMPTS = fakes.prompts(4 * PER_EPOCH)

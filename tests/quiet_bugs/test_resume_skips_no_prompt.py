@@ -12,7 +12,7 @@ import pytest
 from grpo_dist.data.order import OrderState
 from grpo_dist.loop.pipeline import build_order
 from tests.support import fakes
-from tests.support.fake_runs import train
+from tests.support.fakes import train
 
 STEPS, SAVED_AT, PER_STEP = 6, 3, 4
 PROMPTS = fakes.prompts(STEPS * PER_STEP)

@@ -17,7 +17,7 @@ from grpo_dist.runs.resume import ResumePoint
 from grpo_dist.runs.session import _restore
 from grpo_dist.types import Rollout
 from tests.support import fakes
-from tests.support.fake_runs import train
+from tests.support.fakes import train
 
 RESUMED_AT, INITIAL = 3, 0
 

@@ -12,7 +12,7 @@ import pytest
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.runtime.seeds import request_seed, turn_seed
 from tests.support import fakes
-from tests.support.fake_runs import train
+from tests.support.fakes import train
 
 SAMPLES, PARTS = 8, 2
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support import fakes
-from tests.support.fake_runs import train
+from tests.support.fakes import train
 
 
 def updates_survived(bound, *, counts_first):

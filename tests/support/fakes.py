@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 import random
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -304,3 +306,36 @@ class Probes:
         lengths = batch.loss_mask.sum(dim=1).tolist()
         values = [np.full(n, LOGPROB, np.float32) for n in lengths]
         return self._world.dtype, dict(zip(batch.row_ids.tolist(), values, strict=True))
+
+
+def train(world: World, config: Config, prompts: Sequence[Prompt], **how: Any) -> World:
+    """Run the driver's loop on ``world``, with whose workers it begins, and return it. ``how``: as for
+    `driver.run`; ``eval_sets`` are none unless given.
+    """
+    from grpo_dist.driver import run
+
+    workers, eval_sets = world.workers(reference=config.needs_reference), how.pop("eval_sets", [])
+    asyncio.run(run(config, workers, prompts, eval_sets, world, world, **how))
+    return world
+
+
+def fake_cluster(worlds: list, make: Callable[[], Any]) -> type:
+    """Return a class in place of `actors.cluster.Cluster`; each instance appends ``make()`` to ``worlds``."""
+
+    class FakeCluster:
+        def __init__(self, config):
+            worlds.append(make())
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *exc):
+            return None
+
+        async def where_stuck(self):
+            return ""
+
+        async def start_evaluation(self, model_dir):
+            return worlds[-1].workers()
+
+    return FakeCluster

@@ -11,7 +11,7 @@ from pathlib import Path
 import ray
 
 from tests.support.multi_node_run import LIMIT_S, lines, started, steps_done, wait
-from tests.support.patient_cluster import PatientCluster
+from tests.support.several_nodes import PatientCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60

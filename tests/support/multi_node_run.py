@@ -14,7 +14,7 @@ import psutil
 import ray
 from ray._private.state import actors
 
-from tests.support.patient_cluster import PatientCluster
+from tests.support.several_nodes import PatientCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, LIMIT_S = 24, 3600

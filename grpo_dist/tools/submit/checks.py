@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,8 @@ def check_rewards_known(rewards: RewardsConfig, advantage: str) -> None:
     from grpo_dist.rewards.registry import REWARDS, module_and_name
 
     named = [(f"functions.{i}", reward) for i, reward in enumerate(rewards.functions)]
-    for source, own in rewards.by_source.items():
-        named += [(f"by_source.{source}.functions.{i}", reward) for i, reward in enumerate(own.functions)]
+    for source, variant in rewards.by_source.items():
+        named += [(f"by_source.{source}.functions.{i}", reward) for i, reward in enumerate(variant.functions)]
     for key, reward in named:
         if reward.function not in REWARDS:
             try:
@@ -61,7 +61,9 @@ def check_no_secrets(job: Job) -> None:
 
     `commands.submit` calls it for every target. One whose options hold free text calls `check_options`, too.
     """
-    check_secrets(job.config.model_dump(mode="json"), str(job.path))
+    plain = job.config.model_dump(mode="json")
+    for place in _differing(plain, masked(plain), ()):
+        raise _secret(f"{job.path}: `{'.'.join(place)}`")
     for text in job.overrides:
         if (shown := masked_setting(text)) != text:
             raise _secret(f"override {shown}")
@@ -76,13 +78,6 @@ def check_options(options: Sequence[tuple[str, str]]) -> None:
         shown = masked_setting(text) if text.startswith("-") else masked_text(text)
         if shown != text:
             raise _secret(f"{option}={shown}")
-
-
-def check_secrets(shown: Any, what: str) -> None:
-    """Raise UserError when ``shown``, nested mappings and lists that others can read, has a secret."""
-    found = list(_differing(shown, masked(shown), ()))
-    if found:
-        raise _secret(f"{what}: `{'.'.join(found[0])}`")
 
 
 def _secret(what: str) -> UserError:
@@ -147,22 +142,21 @@ def variables(named: Sequence[str]) -> tuple[Variable, ...]:
 
     Raises UserError for an unset variable, and for a secret on the command line, which other users can read.
     """
-    return tuple(_variable(text, os.environ.get) for text in named)
+    return tuple(map(_variable, named))
 
 
-def _variable(text: str, get: Callable[[str], str | None]) -> Variable:
+def _variable(text: str) -> Variable:
     name, sign, value = text.partition("=")
     if not _VARIABLE.fullmatch(name):
         shown = f"{name}={HIDDEN}" if sign else name  # any value may be a secret
         raise UserError(f"--env {shown}: expected NAME, or NAME=value; a name has letters, digits and _")
-    if sign:
-        if masked({name: value})[name] != value:
-            raise UserError(
-                f"--env {name}=***: looks like a secret, and other users can read command lines; use --env "
-                f"{name}, which passes the value set here without showing it"
-            )
-        return Variable(name, value, hidden=False)
-    here = get(name)
-    if here is None:
-        raise UserError(f"--env {name}: not set here; export it first, or give --env {name}=value")
-    return Variable(name, here, hidden=True)
+    if not sign:
+        if name not in os.environ:
+            raise UserError(f"--env {name}: not set here; export it first, or give --env {name}=value")
+        return Variable(name, os.environ[name], hidden=True)
+    if masked({name: value})[name] != value:
+        raise UserError(
+            f"--env {name}=***: looks like a secret, and other users can read command lines; use --env "
+            f"{name}, which passes the value set here without showing it"
+        )
+    return Variable(name, value, hidden=False)

@@ -35,7 +35,7 @@ _EXPECTED = {
 }
 _NO_TEXT = re.compile(r"[yYnN]$|[-+]?\.?\d", re.ASCII)  # to some parser of YAML: y, 1e3, 0o17
 # What the image, Ray, the manifest and the kernel have in a pod.
-_OF_THE_PODS = (
+_USED_BY_PODS = (
     "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/run", "/var/run", "/dev", "/proc", "/sys",
     "/tmp/ray", "/opt/grpo-dist",  # the image's working directory
 )  # fmt: skip
@@ -119,15 +119,15 @@ class KubeRayTarget(NodeSizes):
 
     def submit(self, job: Job) -> SubmissionRecord:
         kubectl = _kubectl(self.namespace)
-        found = _found(kubectl, job.name)
-        if found is not None and _is_live(found):
+        existing = _rayjob(kubectl, job.name)
+        if existing is not None and _is_live(existing):
             raise UserError(
-                f"{job.run_dir}: its RayJob {job.name} exists ({_words(found)}); end it with "
+                f"{job.run_dir}: its RayJob {job.name} exists ({_words(existing)}); end it with "
                 f"`grpo-dist stop {job.run_dir}`, or choose another `name`"
             )
         # Delete the finished run, or the ConfigMap left by a deleted RayJob. With an old ConfigMap kubectl
         # would still create the RayJob, which would run the old configuration.
-        left = "configmap" if found is None else "rayjob,configmap"
+        left = "configmap" if existing is None else "rayjob,configmap"
         ask([*kubectl, "delete", left, job.name, "--ignore-not-found", "--timeout=90s"])
         ask([*kubectl, "create", "-f", "-"], given=self.render(job))
         return SubmissionRecord("kuberay", job.name, str(job.run_dir), where=self.namespace or "")
@@ -139,27 +139,27 @@ class KubeRayTarget(NodeSizes):
             raise UserError(f"--volume {self.volume}: expected CLAIM:/path, e.g. --volume runs:/runs")
         path = "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
         mounted = PurePosixPath(path)
-        for own in map(PurePosixPath, _OF_THE_PODS):
-            if mounted.is_relative_to(own) or own.is_relative_to(mounted):
+        for used in map(PurePosixPath, _USED_BY_PODS):
+            if mounted.is_relative_to(used) or used.is_relative_to(mounted):
                 raise UserError(
-                    f"--volume {self.volume}: {path} would hide files of {own}, which the pods need; mount "
+                    f"--volume {self.volume}: {path} would hide files of {used}, which the pods need; mount "
                     "it elsewhere, e.g. --volume runs:/runs"
                 )
         return claim, path
 
     def _metadata(self, job: Job) -> dict[str, Any]:
-        own = {"name": job.name, "labels": {"app.kubernetes.io/name": "grpo-dist"}}
-        return own | ({"namespace": self.namespace} if self.namespace else {})
+        metadata = {"name": job.name, "labels": {"app.kubernetes.io/name": "grpo-dist"}}
+        return metadata | ({"namespace": self.namespace} if self.namespace else {})
 
     def _fill(self, pod: dict[str, Any], job: Job) -> None:
         claim, path = self._volume
         (container,) = pod["containers"]
         container["image"] = self.image
-        own = {v.name: v.value for v in job.environment}
+        given = {v.name: v.value for v in job.environment}
         # Pods have no home in common, and the driver downloads and makes models for all of them.
         secrets = {key for _, sign, key in (secret.partition(":") for secret in self.secret) if sign}
         caches = {name: f"{path}/{folder}" for name, folder in _CACHES.items() if name not in secrets}
-        container["env"] = [{"name": name, "value": value} for name, value in (caches | own).items()]
+        container["env"] = [{"name": name, "value": value} for name, value in (caches | given).items()]
         container["envFrom"] = []
         for secret in self.secret:
             name, sign, key = secret.partition(":")
@@ -203,10 +203,10 @@ _Dumper.add_representer(str, _text)
 
 
 def state(record: SubmissionRecord) -> JobState:
-    found = _found(_kubectl(record.where), record.job)
-    if found is None:
+    rayjob = _rayjob(_kubectl(record.where), record.job)
+    if rayjob is None:
         return JobState("over; its RayJob no longer exists", live=False)
-    return JobState(_words(found), live=_is_live(found))
+    return JobState(_words(rayjob), live=_is_live(rayjob))
 
 
 def print_logs(record: SubmissionRecord, follow: bool) -> None:
@@ -218,8 +218,7 @@ def print_logs(record: SubmissionRecord, follow: bool) -> None:
 def stop(record: SubmissionRecord) -> None:
     """Ask the driver on the head to end; delete a RayJob that has no driver yet."""
     kubectl = _kubectl(record.where)
-    found = _found(kubectl, record.job)
-    status = (found or {}).get("status", {})
+    status = (_rayjob(kubectl, record.job) or {}).get("status", {})
     if status.get("jobStatus") in ("PENDING", "RUNNING"):
         head = ask([*kubectl, "get", "pods", "--output=name", "--selector",
                     f"ray.io/cluster={status['rayClusterName']},ray.io/node-type=head"]).split()  # fmt: skip
@@ -243,7 +242,7 @@ def _kubectl(namespace: str | None) -> list[str]:
     return ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
 
 
-def _found(kubectl: list[str], name: str) -> dict[str, Any] | None:
+def _rayjob(kubectl: list[str], name: str) -> dict[str, Any] | None:
     try:
         text = ask([*kubectl, "get", "rayjob", name, "--ignore-not-found", "--output=json"])
     except Refused as error:

@@ -68,14 +68,14 @@ class RayTarget:
         number = _next_number(job)
         with server_errors(client.get_address()):
             for other in client.list_jobs():
-                if not (own := _number(other.submission_id, job)):
+                if not (taken := _number(other.submission_id, job)):
                     continue
                 if not other.status.is_terminal():
                     raise UserError(
                         f"{job.run_dir}: its job {other.submission_id} is {other.status}; end it with "
                         f"`grpo-dist stop {job.run_dir}`, or choose another `name`"
                     )
-                number = max(number, own + 1)
+                number = max(number, taken + 1)
             with _carried(job) as carried:
                 request = self._request(job, number)
                 request["runtime_env"]["working_dir"] = str(carried.directory)
@@ -161,15 +161,15 @@ def _named(address: str | None) -> str | None:
 
 
 def _server(address: str | None) -> str:
-    found = _named(address)
-    if not found:
+    server = _named(address)
+    if not server:
         raise UserError("--to ray: no cluster; give --address http://HEAD:8265, or set RAY_ADDRESS to that")
-    if not found.startswith(("http://", "https://")):
+    if not server.startswith(("http://", "https://")):
         raise UserError(
-            f"--to ray: {found} is not the address of a job server; give the address of the dashboard, "
+            f"--to ray: {server} is not the address of a job server; give the address of the dashboard, "
             "e.g. --address http://HEAD:8265"
         )
-    return found.rstrip("/")
+    return server.rstrip("/")
 
 
 def _client(address: str) -> Any:

@@ -1,6 +1,5 @@
-"""A run in a cluster of several nodes: its reservation next to another job (`multi_node_reservations`) and
-the nodes of its roles (`multi_node_assignment`), an autoscaler (`multi_node_growth`), and an object store
-that is too small (`multi_node_spilling`).
+"""A run in a cluster of several nodes: its reservation next to another job and the nodes of its roles, an
+autoscaler, and an object store that is too small (`tests/support/several_nodes.py`).
 """
 
 import os
@@ -19,9 +18,9 @@ pytestmark = pytest.mark.machine
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def on_nodes(script, **variables):
+def on_nodes(scenario, **variables):
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
-    command = [sys.executable, "-m", f"tests.support.{script}"]
+    command = [sys.executable, "-m", "tests.support.several_nodes", scenario]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     return run
@@ -29,7 +28,7 @@ def on_nodes(script, **variables):
 
 @pytest.mark.slow
 def test_a_reservation_is_waited_for_survives_a_lost_node_and_is_released():
-    run = on_nodes("multi_node_reservations")
+    run = on_nodes("reservations")
     told = run.stdout.splitlines()
     begin = told.index(
         "cluster: no room for this run within `cluster.timeouts.placement_timeout_s` = 1 s; it asks for"
@@ -56,7 +55,7 @@ def test_a_reservation_is_waited_for_survives_a_lost_node_and_is_released():
 @pytest.mark.slow
 def test_nodes_that_an_autoscaler_adds_are_counted_and_waited_for():
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
-    run = on_nodes("multi_node_growth", **token)
+    run = on_nodes("growth", **token)
     told = run.stdout.splitlines()
     assert told[0].endswith("or set `cluster.grows_to` where an autoscaler adds them")
     assert told[1:] == ["grown to 2 nodes"]
@@ -65,15 +64,15 @@ def test_nodes_that_an_autoscaler_adds_are_counted_and_waited_for():
 
 @pytest.mark.slow
 def test_batches_beyond_the_object_store_are_spilled_and_reach_their_rank_intact():
-    run = on_nodes("multi_node_spilling")
+    run = on_nodes("spilling")
     assert re.search(r"spilled \d+ MiB, [1-9]\d* objects", run.stdout), run.stdout[-3000:]
 
 
 @pytest.mark.slow
 def test_reward_models_with_shares_are_on_one_gpu_and_a_split_one_has_its_own():
-    assert "shared" in on_nodes("shared_gpu_reservation").stdout
+    assert "shared" in on_nodes("shared_gpu").stdout
 
 
 def test_policy_and_engines_have_whole_nodes_though_ray_mixes_their_bundles():
-    told = on_nodes("multi_node_assignment").stdout.splitlines()
+    told = on_nodes("assignment").stdout.splitlines()
     assert told[1:] == ["whole nodes", "whole nodes again"], told

@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 from vllm.utils.torch_utils import set_torch_threads_for_runtime
-from vllm.v1.executor import Executor, ray_utils
+from vllm.v1.executor import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.sample.ops import topk_topp_sampler
 
@@ -45,20 +45,10 @@ def in_a_bundle_of_two_gpus(monkeypatch):
     monkeypatch.setattr(ray.util, "get_current_placement_group", lambda: group)
 
 
-def executor(**own):
-    return ParallelConfig(tensor_parallel_size=2, **own)
-
-
-def test_left_to_itself_vllm_takes_an_executor_that_refuses_our_placement(in_a_bundle_of_two_gpus):
-    config = executor()
-    assert config.distributed_executor_backend == "ray"
-    with pytest.raises(ValueError, match="cannot have more than 1 GPU"):
-        ray_utils.initialize_ray_cluster(config)
-
-
 def test_a_tensor_parallel_engine_runs_its_workers_as_its_own_processes(in_a_bundle_of_two_gpus):
     ours = EngineArgs(**arguments("cuda", tensor_parallel_size=2))
-    config = executor(distributed_executor_backend=ours.distributed_executor_backend)
+    backend = ours.distributed_executor_backend
+    config = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend=backend)
     assert Executor.get_class(SimpleNamespace(parallel_config=config)) is MultiprocExecutor
     one = EngineArgs(**arguments("cuda"))
     assert one.distributed_executor_backend is None  # in its own process

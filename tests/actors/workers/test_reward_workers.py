@@ -10,11 +10,9 @@ import ray
 
 from actors.cluster import Cluster
 from actors.lifecycle.team import ActorSpec
-from actors.placement.demands import Resources, placement
 from actors.workers.reward import RewardModelPool, RewardPool, RewardWorker
 from grpo_dist.config import Config, ModelConfig, RewardsConfig
 from grpo_dist.demo.tokenizer import END, character_tokenizer
-from grpo_dist.errors import UserError
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Prompt, Rollout, Sampling, ToolCall, Turn
@@ -223,30 +221,3 @@ def _gone(actor):
             return True
         time.sleep(0.2)
     return False
-
-
-def config(**settings):
-    return Config.model_validate(
-        settings
-        | {
-            "model": {"path": "demo:tiny"},
-            "data": {"train": [{"path": "demo:add3"}]},
-            "rewards": {"models": [{"name": "a", "path": "x", "num_workers": 2}, {"name": "b", "path": "y"}]},
-        }
-    )
-
-
-def test_placement_counts_reward_models():
-    demands = placement(config(), Resources(8, 5), training=True)
-    assert (demands["reward_models"].workers, demands["reward_models"].gpus) == (3, 1)
-    assert placement(config(), Resources(8, 0), training=False)["reward_models"].gpus == 0
-    in_turns = placement(config(), Resources(8, 4), training=True)  # one GPU too few for all at once
-    assert in_turns["rollout"].shared and in_turns["reward_models"].shared
-    assert in_turns["reward_models"].workers == 2  # a copy of each model on the GPU of the only rank
-    with pytest.raises(UserError, match="reward_models 3 x 1") as refusal:
-        placement(config(max_staleness=1), Resources(8, 4), training=True)
-    assert "5 GPUs are needed" in str(refusal.value) and "`rewards.models`" in str(refusal.value)
-    with pytest.raises(
-        UserError, match=r"rewards\.models\[\*\]\.num_workers` = 3 but the cluster has 2 CPUs"
-    ):
-        placement(config(), Resources(2, 0), training=True)

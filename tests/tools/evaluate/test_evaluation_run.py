@@ -30,8 +30,7 @@ from grpo_dist.tools.recipe import stages
 from grpo_dist.types import Group
 from tests.support import fakes
 from tests.support.documents import ROOT, blocks
-from tests.support.fake_cluster import fake_cluster
-from tests.support.fakes import World
+from tests.support.fakes import World, fake_cluster
 from tests.support.patience import HANG_S
 
 PROBLEMS = [

@@ -11,8 +11,7 @@ import actors.cluster
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.recipe.sampling import run_sampling
-from tests.support.fake_cluster import fake_cluster
-from tests.support.fakes import World
+from tests.support.fakes import World, fake_cluster
 
 END = 1  # of the demo's tokenizer
 
