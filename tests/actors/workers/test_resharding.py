@@ -1,6 +1,5 @@
 """A policy state moves to other ranks or another ZeRO stage with every number, and training continues."""
 
-import asyncio
 
 import pytest
 import torch
@@ -8,7 +7,7 @@ import torch
 from grpo_dist.config import LoRAConfig
 from grpo_dist.policy.saved_state import MOMENTS, WEIGHTS, SavedPolicy
 from tests.support import made_groups
-from tests.support.real_ranks import OpenWorker, on_all, start
+from tests.support.real_ranks import OpenWorker, on_all, on_ranks
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow]
 FIRST, SECOND = (made_groups.batch(seed=seed) for seed in (1, 2))
@@ -38,9 +37,7 @@ def trained(model_dir, directory, *, load=None, **how):
     after another of SECOND.
     """
 
-    async def session():
-        group = start(model_dir, worker=ToldWorker, schedule="linear", warmup_steps=2, **how)
-        await group.ready()
+    async def session(group):
         await (group.load(load) if load else group.update(group.stage([FIRST])))
         await group.save(directory / "first")
         assert all(await on_all(group, "computes_with", directory / "first"))
@@ -48,11 +45,11 @@ def trained(model_dir, directory, *, load=None, **how):
         await group.save(directory / "second")
         told = [(await on_all(group, "saved", directory / name))[0] for name in ("first", "second")]
         weights = await on_all(group, "weights")
-        await group.shutdown()
         assert all(torch.equal(own[name], weights[0][name]) for own in weights for name in own)
         return told
 
-    return asyncio.run(session())
+    how |= {"worker": ToldWorker, "schedule": "linear", "warmup_steps": 2}
+    return on_ranks(session, model_dir, **how)
 
 
 def check_same_but_rounding(ours, theirs):
