@@ -250,6 +250,11 @@ def test_a_job_that_cannot_work_is_not_submitted(slurm, tmp_path, capsys, argume
     assert not calls(slurm) and not (tmp_path / "runs").exists()
 
 
+def test_a_pipeline_is_answered_with_how_its_stages_are_submitted(slurm, capsys):
+    status, said = command(capsys, "submit", ROOT / "configs/pipelines/r1_demo.yaml", "--to", "slurm")
+    assert status == 2 and "a pipeline" in said and "--after" in said and "grpo-dist pipeline" in said
+
+
 @pytest.mark.parametrize(
     "limit", ["0", "UNLIMITED", "infinite", "10", "10:00", "0:10:00", "1-0", "0-1", "0-0:10", "7-00:00:00"]
 )
