@@ -19,6 +19,7 @@ from grpo_dist.config import (
     PolicyConfig,
     TimeoutsConfig,
 )
+from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.loss import Objective, batch_loss, divergence_from_teacher
 from grpo_dist.policy.packing import padded
 from grpo_dist.policy.trainer import TrainerSettings
@@ -60,6 +61,7 @@ class OpenWorker(PolicyWorker):
     def gradients_with(self, own, objective):
         """Return gradients and metrics of another objective. No weight moves."""
         self._trainer._objective = objective
+        self._trainer._bonus = EntropyBonus(objective.algorithm.entropy)
         metrics = self._trainer.accumulate(own)
         gradients = self._trainer.gradients()
         self._trainer.step(limit=-math.inf)
