@@ -75,4 +75,6 @@ def test_reward_models_with_shares_are_on_one_gpu_and_a_split_one_has_its_own():
 
 def test_policy_and_engines_have_whole_nodes_though_ray_mixes_their_bundles():
     told = on_nodes("assignment").stdout.splitlines()
-    assert told[1:] == ["whole nodes", "whole nodes again"], told
+    # Ray may say of the lost node what its last lines were.
+    ours = [line for line in told if line.startswith("whole nodes")]
+    assert ours == ["whole nodes", "whole nodes again"], told
