@@ -139,20 +139,6 @@ async def on_all(group, method, *arguments):
     return await asyncio.gather(*(getattr(rank, method).remote(*arguments) for rank in group.ranks))
 
 
-def on_ranks(work, model_dir, **how):
-    """Start ranks (see `start`), and return the result of ``work(group)``."""
-
-    async def session():
-        group = start(model_dir, **how)
-        await group.ready()
-        try:
-            return await work(group)
-        finally:
-            await group.shutdown()
-
-    return asyncio.run(session())
-
-
 async def gradients_of(model_dir, batch, **how):
     group = start(model_dir, **how)
     await group.ready()

@@ -1,5 +1,6 @@
 """Real ZeRO ranks: one dies, hangs, or loses its connection in the middle of an update."""
 
+import asyncio
 import os
 import signal
 
@@ -10,7 +11,7 @@ from grpo_dist.config import RestartsConfig
 from grpo_dist.errors import StateLost
 from tests.support import made_groups
 from tests.support.patience import HANG_S
-from tests.support.real_ranks import OpenWorker, on_all, on_ranks
+from tests.support.real_ranks import OpenWorker, on_all, start
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
@@ -46,7 +47,10 @@ def test_every_caller_of_the_policy_learns_of_a_lost_rank_while_other_ranks_wait
 ):
     """The other rank is in a collective that would block for half an hour."""
 
-    async def lose(group):
+    async def lose():
+        restarts = RestartsConfig(health_s=1, hang_s=10)
+        group = start(tiny_model, ranks=2, stage=2, worker=MortalRank, restarts=restarts)
+        await group.ready()
         staged = group.stage([made_groups.batch()])
         await group.update(staged)
         processes = await on_all(group, "arm", 1, what)
@@ -55,18 +59,21 @@ def test_every_caller_of_the_policy_learns_of_a_lost_rank_while_other_ranks_wait
         if isinstance(what, signal.Signals):
             with pytest.raises(StateLost, match=words):  # and so is who asks later
                 await group.save(tmp_path)
+        await group.shutdown()
         return processes
 
-    restarts = RestartsConfig(health_s=1, hang_s=10)
-    processes = on_ranks(lose, tiny_model, ranks=2, stage=2, worker=MortalRank, restarts=restarts)
+    processes = asyncio.run(lose())
     _, alive = psutil.wait_procs([psutil.Process(p) for p in processes if psutil.pid_exists(p)], HANG_S)
     assert not alive  # the one that was stopped, and the one that waited, too
 
 
 def test_an_error_raised_by_a_rank_is_not_a_lost_rank(ray_cluster, tiny_model):
-    async def refuse(group):
+    async def refuse():
+        group = start(tiny_model, ranks=1, stage=2, worker=MortalRank)
+        await group.ready()
         await on_all(group, "arm", 0, ValueError("no such batch"))
-        await group.update(group.stage([made_groups.batch()]))
+        with pytest.raises(ValueError, match="no such batch"):
+            await group.update(group.stage([made_groups.batch()]))
+        await group.shutdown()
 
-    with pytest.raises(ValueError, match="no such batch"):
-        on_ranks(refuse, tiny_model, ranks=1, stage=2, worker=MortalRank)
+    asyncio.run(refuse())

@@ -36,8 +36,8 @@ from tests.support.real_ranks import (
     gradients_of,
     loss_of_the_whole,
     on_all,
-    on_ranks,
     relative,
+    start,
 )
 from tests.support.tiers import one_each, slow_after
 
@@ -62,31 +62,14 @@ def reference(tiny_model, batch):
     return gradient_of_the_whole(tiny_model, batch)
 
 
-def scorer(model_dir, **how):
-    """Return the model in float64 in this process, and what computes its log-probs, without DeepSpeed."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, **{"dtype": torch.float64} | how)
-    return model, TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
-
-
 def gradient_of_the_whole(tiny_model, batch, loss_of=None):
-    """Compute it at once."""
-    model, module = scorer(tiny_model, attn_implementation="eager")
+    """Compute it at once, in float64, in this process, without DeepSpeed."""
+    how = {"dtype": torch.float64, "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, **how)
+    module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
     loss = loss_of_the_whole(module, batch, loss_of or Objective(ALGORITHM))
     loss.backward()
     return float(loss.detach()), flat({name: p.grad for name, p in model.named_parameters()})
-
-
-def assert_gradient_of_the_whole(result, expected):
-    (gradients, metrics), (loss, gradient) = result, expected
-    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-5)
-    assert relative(flat(gradients), gradient) < 1e-5
-
-
-def assert_same_weights(*pairs):
-    """Assert bit-equal weights, of all ranks in each of ``pairs``."""
-    for ours, theirs in pairs:
-        for a, b in zip(ours, theirs, strict=True):
-            assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +97,10 @@ def test_gradient_is_that_of_the_whole_batch(
     """
     how = how | {"ranks": ranks, "stage": stage, "micro_batch_tokens": micro_batch_tokens}
     (gradients, metrics), _ = asyncio.run(gradients_of(tiny_model, batch, **how))
-    assert_gradient_of_the_whole((gradients, metrics), reference)
-    assert metrics["policy/grad_norm"] == pytest.approx(float(reference[1].norm()), rel=1e-3)
+    loss, expected = reference
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-5)
+    assert relative(flat(gradients), expected) < 1e-5
+    assert metrics["policy/grad_norm"] == pytest.approx(float(expected.norm()), rel=1e-3)
     assert metrics["policy/ratio_mean"] == metrics["policy/ratio_max"] == 1.0
 
 
@@ -128,8 +113,12 @@ def test_gradient_is_that_of_the_whole_batch(
 def test_so_it_is_where_a_model_changes_logits_behind_its_head(forked_ranks, batch, tmp_path, name, how):
     """Gathered weights of ZeRO-3, and ranks that share sequences."""
     model_dir = architecture(tmp_path, name)
-    result, _ = asyncio.run(gradients_of(model_dir, batch, ranks=2, micro_batch_tokens=40, **how))
-    assert_gradient_of_the_whole(result, gradient_of_the_whole(model_dir, batch))
+    (gradients, metrics), _ = asyncio.run(
+        gradients_of(model_dir, batch, ranks=2, micro_batch_tokens=40, **how)
+    )
+    loss, expected = gradient_of_the_whole(model_dir, batch)
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-5)
+    assert relative(flat(gradients), expected) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -147,8 +136,10 @@ def test_the_gradient_of_episodes_is_that_of_the_whole_batch(
 ):
     """Also where the rows of one episode are on several ranks; an episode is one sequence of the mean."""
     how = how | {"ranks": ranks, "stage": stage, "micro_batch_tokens": micro_batch_tokens}
-    result, _ = asyncio.run(gradients_of(tiny_model, episodes, **how))
-    assert_gradient_of_the_whole(result, gradient_of_the_whole(tiny_model, episodes))
+    (gradients, metrics), _ = asyncio.run(gradients_of(tiny_model, episodes, **how))
+    loss, expected = gradient_of_the_whole(tiny_model, episodes)
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-5)
+    assert relative(flat(gradients), expected) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -176,15 +167,20 @@ def test_the_gradient_of_rewards_teacher_and_demonstrations_is_that_of_the_whole
     how = dict(how)
     batch, shared = made_groups.mixed_batch(top_k=how.pop("top_k", 0)), how.get("shared", 1)
 
-    async def gradients(group):
+    async def on_ranks():
+        group = start(tiny_model, ranks=ranks, stage=stage, micro_batch_tokens=micro_batch_tokens, **how)
+        await group.ready()
         own = [PreparedBatch.of(s) for s in shard(batch, ranks // shared) for _ in range(shared)]
         calls = [r.gradients_with.remote(s, STREAMS) for r, s in zip(group.ranks, own, strict=True)]
-        return (await asyncio.gather(*calls))[0]
+        results = await asyncio.gather(*calls)
+        await group.shutdown()
+        return results[0]
 
-    how = how | {"ranks": ranks, "stage": stage, "micro_batch_tokens": micro_batch_tokens}
-    result = on_ranks(gradients, tiny_model, **how)
-    assert_gradient_of_the_whole(result, gradient_of_the_whole(tiny_model, batch, STREAMS))
-    assert result[1]["loss/teacher"] > 0 and result[1]["loss/demonstrations"] > 0
+    gradients, metrics = asyncio.run(on_ranks())
+    loss, expected = gradient_of_the_whole(tiny_model, batch, STREAMS)
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["loss/teacher"] > 0 and metrics["loss/demonstrations"] > 0
+    assert relative(flat(gradients), expected) < 1e-5
 
 
 CORRECTED = [("none", "token"), ("tis", "token"), ("mis", "sequence"), ("icepop", "geometric")]
@@ -206,9 +202,11 @@ LOSSES = [
 @pytest.mark.parametrize("shared", slow_after([(1,), (2,)], 1))
 def test_no_loss_and_no_aggregation_of_episodes_depends_on_ranks(forked_ranks, tiny_model, episodes, shared):
     """Two ranks with rows of their own, and two that share sequences; old log-probs apart from the new."""
-    _, module = scorer(tiny_model)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     with torch.no_grad():
-        new = module(padded(episodes.tokens, episodes.loss_mask))[0]
+        new = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
+            padded(episodes.tokens, episodes.loss_mask)
+        )[0]
     generator = torch.Generator().manual_seed(0)
     old, engine = (
         torch.where(episodes.loss_mask, new + 0.2 * torch.randn(new.shape, generator=generator), 0.0).float()
@@ -218,16 +216,18 @@ def test_no_loss_and_no_aggregation_of_episodes_depends_on_ranks(forked_ranks, t
     batch = PreparedBatch.of(replace(episodes, rollout_logprobs=engine), old_logprobs=old, mean_weight=0.9)
     batch = replace(batch, selected=chosen)
 
-    async def all_of_them(group):
+    async def all_of_them():
+        group = start(tiny_model, ranks=2, stage=2, micro_batch_tokens=60, shared=shared)
+        await group.ready()
         own = [part for part in shard(batch, 2 // shared) for _ in range(shared)]
-        results = []
+        found = []
         for loss in LOSSES:
             calls = [r.gradients_with.remote(s, loss) for r, s in zip(group.ranks, own, strict=True)]
-            results.append((await asyncio.gather(*calls))[0])
-        return results
+            found.append((await asyncio.gather(*calls))[0])
+        await group.shutdown()
+        return found
 
-    results = on_ranks(all_of_them, tiny_model, ranks=2, stage=2, micro_batch_tokens=60, shared=shared)
-    for loss_of, (gradients, metrics) in zip(LOSSES, results, strict=True):
+    for loss_of, (gradients, metrics) in zip(LOSSES, asyncio.run(all_of_them()), strict=True):
         loss, expected = gradient_of_the_whole(tiny_model, batch, loss_of)
         assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-6), loss_of
         assert relative(flat(gradients), expected) < 2e-5, loss_of
@@ -246,18 +246,22 @@ def test_the_logprobs_and_score_norms_of_every_row_are_given_and_change_nothing(
     batch = made_groups.batch(groups=2, samples=2)
     one = batch.select([2])
 
-    async def steps(group):
+    async def steps():
+        group = start(tiny_model, ranks=ranks, stage=stage, **how)
+        await group.ready()
         await group.save(tmp_path)
         expected = await group.update(group.stage([batch]))
         await group.load(tmp_path)
-        values = await group.logprobs(batch), await group.logprobs(one), await group.score_norms(batch)
-        return values, expected, await group.update(group.stage([batch]))
+        found = await group.logprobs(batch), await group.logprobs(one), await group.score_norms(batch)
+        again = await group.update(group.stage([batch]))
+        await group.shutdown()
+        return found, expected, again
 
-    values, expected, again = on_ranks(steps, tiny_model, ranks=ranks, stage=stage, **how)
-    (dtype, rows), (_, alone), norms = values
+    ((dtype, rows), (_, alone), norms), expected, again = asyncio.run(steps())
     assert dtype == "float32" and sorted(rows) == sorted(norms) == [0, 1, 2, 3] and list(alone) == [2]
     assert again == expected
-    _, module = scorer(tiny_model)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
     layout = padded(batch.tokens, batch.loss_mask)
     with torch.no_grad():
         values, exact = module(layout)[0], module(layout, score_norms=True)[0]
@@ -281,7 +285,11 @@ def test_weights_are_gathered_after_passes_that_no_backward_pass_follows(forked_
     }
     batch = made_groups.batch(groups=2, samples=2)
 
-    async def steps(group):
+    async def steps():
+        group = start(
+            tiny_model, ranks=2, stage=3, micro_batch_tokens=40, deepspeed={"zero_optimization": small}
+        )
+        await group.ready()
         await group.update(group.stage([batch]))  # the order of modules is known from now on
         before = await on_all(group, "weights")
         await group.logprobs(batch)
@@ -289,11 +297,13 @@ def test_weights_are_gathered_after_passes_that_no_backward_pass_follows(forked_
         await group.score_norms(batch)
         after = await on_all(group, "weights")
         await group.update(group.stage([batch]))
+        await group.shutdown()
         return before, between, after
 
-    how = {"ranks": 2, "stage": 3, "micro_batch_tokens": 40, "deepspeed": {"zero_optimization": small}}
-    before, between, after = on_ranks(steps, tiny_model, **how)
-    assert_same_weights((before, between), (before, after))
+    before, *others = asyncio.run(steps())
+    for other in others:
+        for a, b in zip(before, other, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("how", slow_after([({},), ({"offload": OffloadConfig(optimizer="cpu")},)], 1))
@@ -327,19 +337,28 @@ def test_checkpoint_restores_weights_optimiser_and_schedule(forked_ranks, tiny_m
     steered = ALGORITHM.model_copy(update={"entropy": AdaptiveEntropyConfig(target=100.0)})
     how = {"ranks": 2, "stage": stage, "schedule": "linear", "warmup_steps": 2, "algorithm": steered}
 
-    async def uninterrupted(group):
+    async def uninterrupted():
+        group = start(tiny_model, **how)
+        await group.ready()
         await group.update(group.stage([first]))
         await group.save(tmp_path / "policy")
         metrics = await group.update(group.stage([second]))
+        weights = (await on_all(group, "weights"))[0]
         await group.export(tmp_path / "model", tokenizer_dir=tiny_model)
-        return metrics, (await on_all(group, "weights"))[0]
+        await group.shutdown()
+        return metrics, weights
 
-    async def resumed(group):
+    async def resumed():
+        group = start(tiny_model, **how)
+        await group.ready()
         await group.load(tmp_path / "policy")
-        return await group.update(group.stage([second])), (await on_all(group, "weights"))[0]
+        metrics = await group.update(group.stage([second]))
+        weights = (await on_all(group, "weights"))[0]
+        await group.shutdown()
+        return metrics, weights
 
-    metrics, weights = on_ranks(uninterrupted, tiny_model, **how)
-    again, same_weights = on_ranks(resumed, tiny_model, **how)
+    metrics, weights = asyncio.run(uninterrupted())
+    again, same_weights = asyncio.run(resumed())
     assert again == metrics and metrics["policy/entropy_coef"] == pytest.approx(0.005)
     assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
 
@@ -349,29 +368,16 @@ def test_checkpoint_restores_weights_optimiser_and_schedule(forked_ranks, tiny_m
     assert all(torch.equal(p.data, weights[name]) for name, p in exported.named_parameters())
 
 
-def around(disturb, model_dir, path, first, second, **how):
-    """Update on ``first`` and save; update on ``second``, and return to the save; ``disturb(group, metrics)``
-    with the metrics of that second update; make it after all.
-
-    Returns the result of ``disturb`` and the metrics of the second update. Asserts that neither the weights
-    nor that update were changed.
+async def before_and_after(group, first, second, path):
+    """Update on ``first``, then on ``second``, and return to the state between. Returns that state's weights,
+    and the metrics and weights of the second update.
     """
-
-    async def steps(group):
-        await group.update(group.stage([first]))
-        await group.save(path)
-        expected = await group.update(group.stage([second])), await on_all(group, "weights")
-        await group.load(path)
-        before = await on_all(group, "weights")
-        result, bounds = await disturb(group, expected[0])
-        between = await on_all(group, "weights")
-        again = await group.update(group.stage([second]), bounds=bounds), await on_all(group, "weights")
-        return expected, before, result, between, again
-
-    expected, before, result, between, again = on_ranks(steps, model_dir, **how)
-    assert again[0] == expected[0] and again[0]["health/skipped_updates"] == 0
-    assert_same_weights((between, before), (again[1], expected[1]))
-    return result, expected[0]
+    await group.ready()
+    await group.update(group.stage([first]))
+    await group.save(path)
+    expected = await group.update(group.stage([second])), await on_all(group, "weights")
+    await group.load(path)
+    return await on_all(group, "weights"), expected
 
 
 @pytest.mark.parametrize(
@@ -390,20 +396,28 @@ def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
     reference[0] = -torch.inf
     lost = replace(second, ref_logprobs=reference)
 
-    async def disturb(group, _):
+    async def steps():
+        group = start(tiny_model, ranks=ranks, stage=stage, schedule="linear", warmup_steps=2, **how)
+        before, expected = await before_and_after(group, first, second, tmp_path)
         metrics = [await group.update(group.stage([lost]))]
         await on_all(group, "spoil", ranks - 1)
         metrics.append(await group.update(group.stage([second])))
         await on_all(group, "spoil", None)
-        return metrics, ()
+        between = await on_all(group, "weights")
+        again = await group.update(group.stage([second])), await on_all(group, "weights")
+        await group.shutdown()
+        return expected, before, metrics, between, again
 
-    how = how | {"ranks": ranks, "stage": stage, "schedule": "linear", "warmup_steps": 2}
-    metrics, expected = around(disturb, tiny_model, tmp_path, first, second, **how)
+    expected, before, metrics, between, again = asyncio.run(steps())
     assert [m["health/skipped_updates"] for m in metrics] == [1, 1]
     assert [m["health/bad_weights"] for m in metrics] == [0, 0]
     assert metrics[0]["loss/total"] == math.inf  # not hidden
     assert all(math.isnan(m["policy/grad_norm"]) for m in metrics)
-    assert metrics[1]["loss/total"] == expected["loss/total"]
+    assert metrics[1]["loss/total"] == expected[0]["loss/total"]
+    assert again[0] == expected[0] and again[0]["health/skipped_updates"] == 0
+    for ours, theirs in ((between, before), (again[1], expected[1])):
+        for a, b in zip(ours, theirs, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -415,14 +429,23 @@ def test_a_finite_gradient_whose_norm_is_beyond_float32_is_skipped_at_every_stag
     """
     first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
 
-    async def disturb(group, _):
+    async def steps():
+        group = start(tiny_model, ranks=1, stage=stage)
+        before, expected = await before_and_after(group, first, second, tmp_path)
         await on_all(group, "spoil", 0, 1e30)
         metrics = await group.update(group.stage([second]))
         await on_all(group, "spoil", None)
-        return metrics, ()
+        between = await on_all(group, "weights")
+        again = await group.update(group.stage([second])), await on_all(group, "weights")
+        await group.shutdown()
+        return expected, before, metrics, between, again
 
-    metrics, _ = around(disturb, tiny_model, tmp_path, first, second, ranks=1, stage=stage)
+    expected, before, metrics, between, again = asyncio.run(steps())
     assert metrics["health/skipped_updates"] == 1 and math.isnan(metrics["policy/grad_norm"])
+    assert again[0] == expected[0]
+    for ours, theirs in ((between, before), (again[1], expected[1])):
+        for a, b in zip(ours, theirs, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize(
@@ -435,20 +458,29 @@ def test_an_update_beyond_a_bound_changes_nothing_on_any_rank(
     """update, update  ==  update, one beyond a bound of its KL, one beyond one of its gradient, update."""
     first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
 
-    async def disturb(group, expected):
-        kl, norm = expected["ref/kl"], expected["policy/grad_norm"]
+    async def steps():
+        group = start(tiny_model, ranks=ranks, stage=stage, schedule="linear", warmup_steps=2, **how)
+        before, expected = await before_and_after(group, first, second, tmp_path)
+        kl, norm = expected[0]["ref/kl"], expected[0]["policy/grad_norm"]
         beyond = [
             Bound("kl_above", "ref/kl", kl / 2, above=True),
             Bound("grad_norm_spike", "policy/grad_norm", norm / 2, above=True),
         ]
         within = [replace(bound, value=3 * bound.value) for bound in beyond]
-        return [await group.update(group.stage([second]), bounds=[bound]) for bound in beyond], within
+        metrics = [await group.update(group.stage([second]), bounds=[bound]) for bound in beyond]
+        between = await on_all(group, "weights")
+        again = await group.update(group.stage([second]), bounds=within), await on_all(group, "weights")
+        await group.shutdown()
+        return expected, before, metrics, between, again
 
-    how = how | {"ranks": ranks, "stage": stage, "schedule": "linear", "warmup_steps": 2}
-    metrics, expected = around(disturb, tiny_model, tmp_path, first, second, **how)
+    expected, before, metrics, between, again = asyncio.run(steps())
     for told, key in zip(metrics, ("kl_above", "grad_norm_spike"), strict=True):
         assert told.pop("health/skipped_updates") == told.pop(f"health/refused_{key}") == 1
-        assert told | {"health/skipped_updates": 0} == expected
+        assert told | {"health/skipped_updates": 0} == expected[0]
+    assert again[0] == expected[0]
+    for ours, theirs in ((between, before), (again[1], expected[1])):
+        for a, b in zip(ours, theirs, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_an_update_of_demonstrations_alone_is_made_and_counts_in_their_mean(forked_ranks, tiny_model):
@@ -456,11 +488,15 @@ def test_an_update_of_demonstrations_alone_is_made_and_counts_in_their_mean(fork
     both, shown = made_groups.mixed_batch(seed=1), made_groups.demonstrated_batch(seed=2)
     bound = Bound("entropy_below", "policy/entropy", 0.01, above=False)
 
-    async def steps(group):
+    async def steps():
+        group = start(tiny_model, ranks=1, stage=0, objective=STREAMS, lr=1e-9)
+        await group.ready()
         alone = [await group.update(group.stage([own]), bounds=[bound]) for own in (both, shown)]
-        return alone, await group.update(group.stage([both, shown]), bounds=[bound])
+        together = await group.update(group.stage([both, shown]), bounds=[bound])
+        await group.shutdown()
+        return alone, together
 
-    (first, second), found = on_ranks(steps, tiny_model, ranks=1, stage=0, objective=STREAMS, lr=1e-9)
+    (first, second), found = asyncio.run(steps())
     assert second["health/skipped_updates"] == found["health/skipped_updates"] == 0
     assert not {"policy/entropy", "ref/kl", "mismatch/logprob_diff_mean"} & set(second)
     for name in ("demonstrations/nll", "loss/demonstrations", "loss/total", "policy/grad_norm"):
@@ -472,16 +508,28 @@ def test_an_update_of_demonstrations_alone_is_made_and_counts_in_their_mean(fork
 def test_weights_that_are_not_finite_are_reported(forked_ranks, tiny_model):
     """A step so long that weights leave the range of float32."""
 
-    async def step(group):
-        return await group.update(group.stage([made_groups.batch()]))
+    async def step():
+        group = start(tiny_model, ranks=1, stage=3, lr=1e30, weight_decay=1e30)
+        await group.ready()
+        metrics = await group.update(group.stage([made_groups.batch()]))
+        await group.shutdown()
+        return metrics
 
-    metrics = on_ranks(step, tiny_model, ranks=1, stage=3, lr=1e30, weight_decay=1e30)
+    metrics = asyncio.run(step())
     assert metrics["health/bad_weights"] == 1 and metrics["health/skipped_updates"] == 0
 
 
 def test_a_missing_checkpoint_is_refused_by_name(forked_ranks, tiny_model, tmp_path):
+    async def load():
+        group = start(tiny_model, ranks=1, stage=2)
+        await group.ready()
+        try:
+            await group.load(tmp_path / "nothing")
+        finally:
+            await group.shutdown()
+
     with pytest.raises(ValueError, match=r"nothing: no policy state; use another checkpoint"):
-        on_ranks(lambda group: group.load(tmp_path / "nothing"), tiny_model, ranks=1, stage=2)
+        asyncio.run(load())
 
 
 FAMILY = {
@@ -502,12 +550,16 @@ def test_two_ranks_and_small_micro_batches_update_as_one_does(forked_ranks, tiny
     batches = [made_groups.batch(seed=s, reference=algorithm.kl.coef > 0) for s in (3, 4)]
     own = [replace(b, rollout_logprobs=near_the_models(tiny_model, b)) for b in batches]
 
-    async def step(group):
-        return await group.update(group.stage(own)), (await on_all(group, "weights"))[0]
+    async def step(**how):
+        group = start(tiny_model, algorithm=algorithm, epochs=epochs, **how)
+        await group.ready()
+        metrics = await group.update(group.stage(own))
+        weights = (await on_all(group, "weights"))[0]
+        await group.shutdown()
+        return metrics, weights
 
-    how = {"algorithm": algorithm, "epochs": epochs}
-    one, weights = on_ranks(step, tiny_model, ranks=1, stage=0, **how)
-    two, same = on_ranks(step, tiny_model, ranks=2, stage=3, micro_batch_tokens=40, **how)
+    one, weights = asyncio.run(step(ranks=1, stage=0))
+    two, same = asyncio.run(step(ranks=2, stage=3, micro_batch_tokens=40))
     first = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     before = flat({n: p.detach() for n, p in first.named_parameters()})
     moved, moved_too = flat(weights) - before, flat(same) - before
@@ -522,8 +574,10 @@ def test_two_ranks_and_small_micro_batches_update_as_one_does(forked_ranks, tiny
 @torch.no_grad()
 def near_the_models(model_dir, batch):
     """What an engine a little off would have reported."""
-    _, module = scorer(model_dir, dtype=torch.float32)
-    logprobs = module(padded(batch.tokens, batch.loss_mask))[0]
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    logprobs = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
+        padded(batch.tokens, batch.loss_mask)
+    )[0]
     noise = 0.1 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(8))
     return torch.where(batch.loss_mask, logprobs + noise, 0.0)
 
@@ -535,14 +589,19 @@ def near_the_models(model_dir, batch):
 def test_ranks_keep_the_values_of_each_row_from_before_the_update_where_they_are_asked_to(
     forked_ranks, tiny_model, batch, how
 ):
-    async def step(group):
+    async def step():
+        group = start(tiny_model, epochs=2, **how)
+        await group.ready()
         await group.update(group.stage([batch], keep_logprobs=True))
         told = await group.token_logprobs()
         await group.update(group.stage([batch]))
-        return told, await group.token_logprobs()
+        nothing = await group.token_logprobs()
+        await group.shutdown()
+        return told, nothing
 
-    told, nothing = on_ranks(step, tiny_model, epochs=2, **how)
-    _, module = scorer(tiny_model)
+    told, nothing = asyncio.run(step())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
     with torch.no_grad():
         expected = module(padded(batch.tokens, batch.loss_mask))[0]
     assert sorted(told) == list(range(len(batch))) and nothing == {}
@@ -557,11 +616,14 @@ def test_a_rank_without_rows_takes_part_in_every_collective(forked_ranks, tiny_m
     algorithm = AlgorithmConfig(top_entropy_share=0.5, kl=KLConfig())
     small = made_groups.batch(groups=1, samples=1, reference=False)
 
-    def step(**how):
-        update = lambda group: group.update(group.stage([small, small]))  # noqa: E731
-        return on_ranks(update, tiny_model, algorithm=algorithm, epochs=2, **how)
+    async def step(**how):
+        group = start(tiny_model, algorithm=algorithm, epochs=2, **how)
+        await group.ready()
+        metrics = await group.update(group.stage([small, small]))
+        await group.shutdown()
+        return metrics
 
-    one, two = step(ranks=1, stage=0), step(ranks=2, stage=3)
+    one, two = asyncio.run(step(ranks=1, stage=0)), asyncio.run(step(ranks=2, stage=3))
     assert comparable(two) == pytest.approx(comparable(one), rel=1e-3, abs=1e-5)
     computed = int(small.lengths[0])
     assert (

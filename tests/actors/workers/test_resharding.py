@@ -1,5 +1,6 @@
 """A policy state moves to other ranks or another ZeRO stage with every number, and training continues."""
 
+import asyncio
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ import torch
 from grpo_dist.config import LoRAConfig
 from grpo_dist.policy.saved_state import MOMENTS, WEIGHTS, SavedPolicy
 from tests.support import made_groups
-from tests.support.real_ranks import OpenWorker, on_all, on_ranks
+from tests.support.real_ranks import OpenWorker, on_all, start
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow]
 FIRST, SECOND = (made_groups.batch(seed=seed) for seed in (1, 2))
@@ -37,7 +38,9 @@ def trained(model_dir, directory, *, load=None, **how):
     after another of SECOND.
     """
 
-    async def session(group):
+    async def session():
+        group = start(model_dir, worker=ToldWorker, schedule="linear", warmup_steps=2, **how)
+        await group.ready()
         await (group.load(load) if load else group.update(group.stage([FIRST])))
         await group.save(directory / "first")
         assert all(await on_all(group, "computes_with", directory / "first"))
@@ -45,11 +48,11 @@ def trained(model_dir, directory, *, load=None, **how):
         await group.save(directory / "second")
         told = [(await on_all(group, "saved", directory / name))[0] for name in ("first", "second")]
         weights = await on_all(group, "weights")
+        await group.shutdown()
         assert all(torch.equal(own[name], weights[0][name]) for own in weights for name in own)
         return told
 
-    how |= {"worker": ToldWorker, "schedule": "linear", "warmup_steps": 2}
-    return on_ranks(session, model_dir, **how)
+    return asyncio.run(session())
 
 
 def check_same_but_rounding(ours, theirs):

@@ -1,5 +1,6 @@
 """Real ranks: the updates of later epochs, dealt again, are the same on one rank and on two."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from grpo_dist.batch.epochs import redrawn
 from grpo_dist.batch.rows import split_updates
 from grpo_dist.config import AlgorithmConfig, KLConfig
 from tests.support import made_groups
-from tests.support.real_ranks import comparable, flat, on_all, on_ranks, relative
+from tests.support.real_ranks import comparable, flat, on_all, relative, start
 
 pytestmark = pytest.mark.slow
 
@@ -36,16 +37,17 @@ def test_two_ranks_train_on_the_updates_of_one_in_every_epoch(forked_ranks, tiny
     firsts = [set(u.row_ids.tolist()) for u in updates]
     assert any({*u.row_ids.tolist()} not in firsts for epoch in later for u in epoch)
 
-    def step(later_epochs, **how):
-        async def update(group):
-            metrics = await group.update(group.stage(updates, later_epochs=later_epochs))
-            return metrics, (await on_all(group, "weights"))[0]
+    async def step(later_epochs, **how):
+        group = start(tiny_model, algorithm=HOW[name], epochs=3, **how)
+        await group.ready()
+        metrics = await group.update(group.stage(updates, later_epochs=later_epochs))
+        weights = (await on_all(group, "weights"))[0]
+        await group.shutdown()
+        return metrics, weights
 
-        return on_ranks(update, tiny_model, algorithm=HOW[name], epochs=3, **how)
-
-    one, weights = step(later, ranks=1, stage=0)
-    two, same = step(later, ranks=2, stage=3, micro_batch_tokens=40)
-    _, as_before = step((), ranks=1, stage=0)
+    one, weights = asyncio.run(step(later, ranks=1, stage=0))
+    two, same = asyncio.run(step(later, ranks=2, stage=3, micro_batch_tokens=40))
+    _, as_before = asyncio.run(step((), ranks=1, stage=0))
     first = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     before = flat({n: p.detach() for n, p in first.named_parameters()})
     moved, moved_too = flat(weights) - before, flat(same) - before
