@@ -16,7 +16,8 @@ from tests.support.patience import HANG_S
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
-CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs/bench").glob("*.yaml")])
+FOLDERS = ("configs", "configs/bench", "configs/examples")
+CONFIGS = sorted(file for folder in FOLDERS for file in (ROOT / folder).glob("*.yaml"))
 
 IMPORT_ALL = """
 import pkgutil, sys
