@@ -402,7 +402,7 @@ class FirstCome(Pipeline):
     async def _run(self, launch: Launch) -> None:
         """Sample and score a group; replace it if it is zero-variance and the step may replace one more."""
         uid, has_signal = launch.prompt.uid, True
-        if not self._dynamic.enabled:
+        if self._dynamic is None:
             scored = await self._scorer.sample_and_score(launch.prompt, launch.step)
         else:
             group = await self._scorer.sample_and_grade(launch.prompt, launch.step)
