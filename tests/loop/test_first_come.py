@@ -317,7 +317,6 @@ def test_no_prompt_is_sampled_twice_with_the_same_seeds(order):
     prompts = [replace(p, source="A" if i < 10 else "B") for i, p in enumerate(fakes.prompts(60))]
     weight = {"weight": 1.0} if order == "weights" else {}
     data = {"train": [{"path": "demo:add3", "name": name} | weight for name in "AB"]}
-    data |= {"pools": {"by": "source"}} if order == "pools" else {}
     data |= {"order": order} if order in ("pools", "pass_rate") else {}
     config = finished(steps=25, data=data, dynamic_sampling={"enabled": True}, weight_sync={"mode": "keep"})
     world = Slow()

@@ -197,7 +197,7 @@ def test_advantages_of_the_caller_do_not_pass_a_bound_of_health(started):
 
 
 def test_prompts_of_the_callers_own_leave_the_pools_as_they_are(started):
-    config = fakes.config(data={**SOURCES, "order": "pools", "pools": {"by": "source"}})
+    config = fakes.config(data={**SOURCES, "order": "pools"})
     with started(fakes.World(jitter=False), config) as cluster:
         own = [dataclasses.replace(p, uid=f"own {p.uid}") for p in PROMPTS[:4]]
         cluster.update(cluster.score(cluster.sample(own)))
