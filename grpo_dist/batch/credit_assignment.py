@@ -119,12 +119,13 @@ def token_advantages(
     sampled tokens from t to the end of its sample (OpenRLHF's and InstructGPT's reward, arXiv:2203.02155).
     The KL to a teacher is that of token t alone: each token gains ``teacher_coef`` times log p of the teacher
     minus that of the policy that sampled (on-policy distillation, thinkingmachines.ai, October 2025). The
-    batch is then without ``teacher_logprobs``.
+    batch is then without a teacher's stream.
     """
     assert not (settings.whiten and settings.kl_coef) or settings.reward_coef == 1.0, "refused by the config"
-    whole, advantages = batch, batch.advantages
+    whole, advantages, is_trained = batch, batch.policy.advantages, batch.policy.mask
     if settings.teacher_coef:  # a sample without a reward has none of its advantages, whatever follows
-        batch = replace(batch, loss_mask=batch.loss_mask & _scored_rows(groups)[:, None])
+        is_trained = is_trained & _scored_rows(groups)[:, None]
+        batch = replace(batch, policy=replace(batch.policy, mask=is_trained))
     if settings.estimator == PROCESS:
         advantages = _process(batch, groups, settings)
     if settings.estimator == TURN:
@@ -134,7 +135,7 @@ def token_advantages(
         # Samples that are not trained stay in the baseline of their siblings, as in that of a group.
         inputs = (_normalised(groups, settings), _group_ids(groups), score_norms, sampled_tokens(groups))
         every = optimal_token_baseline(*inputs, sequence_ids=_samples_of_rows(groups))
-        advantages = torch.where(batch.loss_mask, every, 0.0)
+        advantages = torch.where(is_trained, every, 0.0)
     if settings.process_coef:
         # PRIME (Cui et al. 2025, arXiv:2502.01456), equation 6: each has a baseline of its own.
         steps = _process(batch, groups, settings)
@@ -148,19 +149,19 @@ def token_advantages(
         advantages = advantages - settings.kl_coef * kl
     if settings.whiten:
         # A KL that is not finite must not become advantage 0: the loss is then NaN, and the update refused.
-        broken = batch.loss_mask & ~torch.isfinite(advantages)
-        whitened = settings.reward_coef * whiten(advantages, batch.loss_mask)
+        broken = is_trained & ~torch.isfinite(advantages)
+        whitened = settings.reward_coef * whiten(advantages, is_trained)
         advantages = torch.where(broken, torch.nan, whitened)
     if settings.teacher_coef:
         advantages = advantages + settings.teacher_coef * _nearer_to_teacher(whole)
-        whole = replace(whole, teacher_logprobs=None, taught=None, num_taught=0.0)
+        whole = replace(whole, teacher=None, denominators=replace(whole.denominators, taught=0.0))
     if settings.clip is not None:
         # An infinite KL must not become the bound either.
         clipped = advantages.clamp(-settings.clip, settings.clip)
         advantages = torch.where(torch.isfinite(advantages), clipped, torch.nan)
     if settings.length_weights:
-        advantages = advantages * length_weights(whole.loss_mask, _samples_of_rows(groups))
-    return replace(whole, advantages=advantages.float())
+        advantages = advantages * length_weights(whole.policy.mask, _samples_of_rows(groups))
+    return replace(whole, policy=replace(whole.policy, advantages=advantages.float()))
 
 
 def _scored_rows(groups: Sequence[Group]) -> Tensor:
@@ -171,9 +172,9 @@ def _scored_rows(groups: Sequence[Group]) -> Tensor:
 
 def _nearer_to_teacher(batch: TrainBatch) -> Tensor:
     """Return -(log p of the policy that sampled - log p of the teacher), float64 [B, T]; 0 where none is."""
-    assert batch.teacher_logprobs is not None and batch.taught is not None, "a teacher gives log-probs"
-    gap = batch.teacher_logprobs.double() - batch.rollout_logprobs.double()
-    return torch.where(batch.taught, gap, 0.0)
+    assert batch.teacher is not None, "a teacher gives log-probs"
+    gap = batch.teacher.logprobs.double() - batch.policy.rollout_logprobs.double()
+    return torch.where(batch.teacher.mask, gap, 0.0)
 
 
 def _lengths(groups: Sequence[Group], settings: AdvantageSettings) -> Int[Tensor, " B"]:
@@ -304,8 +305,8 @@ def _process(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageSett
         torch.tensor(rewards, dtype=torch.float32),
         torch.tensor(rows, dtype=torch.long),
         torch.tensor(ends, dtype=torch.long),
-        batch.rows.group_ids,
-        batch.loss_mask,
+        batch.group_ids,
+        batch.policy.mask,
         sequence_ids=_samples_of_rows(groups),
         std=settings.std,
         eps=settings.eps,
@@ -323,10 +324,10 @@ def _turn_level(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageS
         std=settings.std,
         eps=settings.eps,
     )
-    out = torch.zeros(batch.loss_mask.shape, dtype=torch.float64)
+    out = torch.zeros(batch.tokens.shape, dtype=torch.float64)
     for span, advantage in zip(spans, advantages.tolist(), strict=True):
         out[span.row, span.begin : span.end] = advantage
-    return torch.where(batch.loss_mask, out, 0.0)
+    return torch.where(batch.policy.mask, out, 0.0)
 
 
 def _discounted(batch: TrainBatch, gamma: float, samples: Int[Tensor, " B"] | None) -> Tensor:
@@ -335,15 +336,15 @@ def _discounted(batch: TrainBatch, gamma: float, samples: Int[Tensor, " B"] | No
     The reward belongs to the last token, and a return counts later ones less (REINFORCE++, arXiv:2501.03262;
     the ``gamma`` of verl and OpenRLHF).
     """
-    later = sum_to_go(batch.loss_mask.double(), samples) - 1
-    return torch.where(batch.loss_mask, gamma**later, 0.0)
+    later = sum_to_go(batch.policy.mask.double(), samples) - 1
+    return torch.where(batch.policy.mask, gamma**later, 0.0)
 
 
 def _kl_to_go(batch: TrainBatch, settings: AdvantageSettings, samples: Int[Tensor, " B"] | None) -> Tensor:
-    assert batch.ref_logprobs is not None, "a KL term in the reward needs reference log-probs"
-    mask = batch.loss_mask
-    sampled = torch.where(mask, batch.rollout_logprobs, 0.0).double()
-    ref = torch.where(mask, batch.ref_logprobs, 0.0).double()
+    stream, mask = batch.policy, batch.policy.mask
+    assert stream.ref_logprobs is not None, "a KL term in the reward needs reference log-probs"
+    sampled = torch.where(mask, stream.rollout_logprobs, 0.0).double()
+    ref = torch.where(mask, stream.ref_logprobs, 0.0).double()
     kl = kl_estimate(settings.kl_estimator, settings.own, sampled, ref)
     kl = torch.where(mask, kl, 0.0)
     if settings.gamma < 1.0:

@@ -11,17 +11,14 @@ own rows; none moves to another rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import Any, TypeVar
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_dist.batch.rows import denominators_of
+from grpo_dist.batch.rows import count_denominators
 from grpo_dist.types import EpochUpdate, TrainBatch
-
-Batch = TypeVar("Batch", bound=TrainBatch)
 
 
 def rows_of_updates(
@@ -38,13 +35,12 @@ def rows_of_updates(
 
 def redrawn(batch: TrainBatch, *, num_groups: int, num_updates: int, seed: int) -> list[EpochUpdate]:
     """Deal the groups of a whole step to the updates of an epoch; a function of ``seed``."""
-    assert batch.group_ids is not None
     order = np.random.default_rng(seed).permutation(num_groups)
     dealt = rows_of_updates(
         batch.group_ids.numpy(), num_groups=num_groups, num_updates=num_updates, order=order
     )
     ids, batch = batch.row_ids.numpy(), batch.without_candidates()
-    return [EpochUpdate(ids[rows], denominators_of(batch.select(rows.tolist()))) for rows in dealt]
+    return [EpochUpdate(ids[rows], count_denominators(batch.select(rows.tolist()))) for rows in dealt]
 
 
 def with_rows_of(update: EpochUpdate, other: TrainBatch, *, first_row: int) -> EpochUpdate:
@@ -52,29 +48,24 @@ def with_rows_of(update: EpochUpdate, other: TrainBatch, *, first_row: int) -> E
     ids = other.row_ids.numpy()
     return EpochUpdate(
         np.concatenate([update.row_ids, ids[ids >= first_row]]),
-        update.denominators | {"num_demonstrated": other.num_demonstrated},
+        replace(update.denominators, demonstrated=other.denominators.demonstrated),
     )
 
 
-def regrouped(batches: Sequence[Batch], update: EpochUpdate) -> Batch:
+def regrouped(batches: Sequence[TrainBatch], update: EpochUpdate) -> TrainBatch:
     """Return the rows of ``batches``, those of one rank, that belong to ``update``, in their order."""
-    own = [batch.select(np.flatnonzero(_inside(batch, update)).tolist()) for batch in batches]
-    some = [batch for batch in own if len(batch)] or own[:1]
-    joined: dict[str, Any] = {
-        f.name: _joined([getattr(batch, f.name) for batch in some])
-        for f in fields(some[0])
-        if isinstance(getattr(some[0], f.name), Tensor)
-    }
-    if some[0].routes is not None:
-        joined["routes"] = tuple(own for batch in some for own in batch.routes or ())
-    return replace(some[0], **joined | update.denominators)
+    parts = [
+        batch.select(np.flatnonzero(np.isin(batch.row_ids.numpy(), update.row_ids)).tolist())
+        for batch in batches
+    ]
+    parts = [part for part in parts if len(part)] or parts[:1]
+    joined = replace(TrainBatch.combine(parts, _join), denominators=update.denominators)
+    if joined.routes is None:
+        return joined
+    return replace(joined, routes=tuple(routes for part in parts for routes in part.routes or ()))
 
 
-def _inside(batch: TrainBatch, update: EpochUpdate) -> np.ndarray:
-    return np.isin(batch.row_ids.numpy(), update.row_ids)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _join(parts: Sequence[Tensor]) -> Tensor:
     """Return the rows of all parts, those of tokens padded with 0 to the widest."""
     if parts[0].ndim == 1:
         return torch.cat(list(parts))

@@ -18,17 +18,19 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
 from grpo_dist.types import (
+    Denominators,
     FurtherRow,
     Group,
+    PolicyStream,
     Prompt,
     Rollout,
     TeacherLogprobs,
+    TeacherStream,
     TrainBatch,
     training_rows,
 )
@@ -73,24 +75,26 @@ def make_batch(
     advantage = np.where(loss_mask, np.concatenate(list(advantages))[owner, None], 0)
 
     of_tokens = partial(_of_tokens, placed, mask)
-    sample_tokens = _sample_tokens(loss_mask, owner) if len(rows) > len(samples) else None
+    sequence_tokens = _sequence_tokens(loss_mask, owner) if len(rows) > len(samples) else None
     return TrainBatch(
         tokens=torch.from_numpy(tokens),
         lengths=torch.from_numpy(placed.ends),
-        loss_mask=torch.from_numpy(loss_mask),
-        advantages=torch.from_numpy(advantage),
-        rollout_logprobs=of_tokens([row.logprobs for row in rows], trained),
-        ref_logprobs=None if ref_logprobs is None else of_tokens(ref_logprobs, trained),
-        row_ids=torch.arange(len(rows)),
-        max_tokens=max_new_tokens,
         group_ids=torch.from_numpy(group_ids),
         prompt_lengths=torch.from_numpy(shared),
-        sample_tokens=None if sample_tokens is None else torch.from_numpy(sample_tokens),
-        prompt_tokens=torch.from_numpy(_prompt_tokens(loss_mask, group_ids)),
-        **({} if teachers is None else _of_teachers(teachers, placed, taught, has_teacher)),
         temperatures=_temperatures(samples, owner),
         routes=tuple(row.routes for row in rows) if any(row.routes for row in rows) else None,
-        **_denominators(loss_mask, group_ids, sample_tokens, taught),
+        row_ids=torch.arange(len(rows)),
+        policy=PolicyStream(
+            mask=torch.from_numpy(loss_mask),
+            advantages=torch.from_numpy(advantage),
+            rollout_logprobs=of_tokens([row.logprobs for row in rows], trained),
+            ref_logprobs=None if ref_logprobs is None else of_tokens(ref_logprobs, trained),
+            max_tokens=max_new_tokens,
+            sequence_tokens=None if sequence_tokens is None else torch.from_numpy(sequence_tokens),
+            prompt_tokens=torch.from_numpy(_prompt_tokens(loss_mask, group_ids)),
+        ),
+        teacher=None if teachers is None else _teacher_stream(teachers, placed, taught, has_teacher),
+        denominators=_denominators(loss_mask, group_ids, sequence_tokens, taught),
     )
 
 
@@ -126,7 +130,7 @@ def _are_known(values: Sequence[TeacherLogprobs | None] | None, rows: int) -> np
     return np.zeros(rows, bool) if values is None else np.array([own is not None for own in values], bool)
 
 
-def _sample_tokens(loss_mask: np.ndarray, owner: np.ndarray) -> np.ndarray:
+def _sequence_tokens(loss_mask: np.ndarray, owner: np.ndarray) -> np.ndarray:
     """Return for each row the trained tokens of all rows of its sample, int64 [B]."""
     return np.bincount(owner, np.count_nonzero(loss_mask, axis=1))[owner].astype(np.int64)
 
@@ -233,23 +237,23 @@ def _of_tokens(
     return torch.from_numpy(np.where(mask, out, 0) if given else out)
 
 
-def _of_teachers(
+def _teacher_stream(
     teachers: Sequence[TeacherLogprobs | None], placed: _Placed, taught: np.ndarray, wanted: np.ndarray
-) -> dict[str, Any]:
-    """Return what the batch has of teachers: log-probs of ``taught`` tokens, and likeliest tokens where they
-    give any. ``wanted``: the rows that are taught.
+) -> TeacherStream:
+    """Return log-probs of ``taught`` tokens, and likeliest tokens where teachers give any. ``wanted``: the
+    rows that are taught.
     """
-    own = [TeacherLogprobs(np.empty(0)) if teacher is None else teacher for teacher in teachers]
-    sampled = _of_tokens(placed, taught, [teacher.sampled for teacher in own], wanted)
-    found = {"teacher_logprobs": sampled, "taught": torch.from_numpy(taught)}
-    sizes = {teacher.top_ids.shape[1] for teacher in own if teacher.top_ids is not None}
-    if sizes:
-        (count,) = sizes
-        ids, top = (np.zeros((*taught.shape, count), kind) for kind in (np.int32, np.float32))
-        _fill(ids, placed, [teacher.top_ids for teacher in own], wanted)
-        _fill(top, placed, [teacher.top for teacher in own], wanted)
-        found |= {"top_ids": torch.from_numpy(ids), "top_logprobs": torch.from_numpy(top)}
-    return found
+    by_row = [TeacherLogprobs(np.empty(0)) if teacher is None else teacher for teacher in teachers]
+    sampled = _of_tokens(placed, taught, [teacher.sampled for teacher in by_row], wanted)
+    stream = TeacherStream(torch.from_numpy(taught), sampled)
+    sizes = {teacher.top_ids.shape[1] for teacher in by_row if teacher.top_ids is not None}
+    if not sizes:
+        return stream
+    (count,) = sizes
+    ids, top = (np.zeros((*taught.shape, count), kind) for kind in (np.int32, np.float32))
+    _fill(ids, placed, [teacher.top_ids for teacher in by_row], wanted)
+    _fill(top, placed, [teacher.top for teacher in by_row], wanted)
+    return replace(stream, top_ids=torch.from_numpy(ids), top_logprobs=torch.from_numpy(top))
 
 
 def _fill(
@@ -283,36 +287,33 @@ def split_updates(batch: TrainBatch, *, num_groups: int, num_updates: int) -> li
     """Split whole groups in order, as many to each optimiser update, each with denominators of its own."""
     if num_updates == 1:
         return [batch]
-    assert num_groups % num_updates == 0 and batch.group_ids is not None, (num_groups, num_updates)
+    assert num_groups % num_updates == 0, (num_groups, num_updates)
     update_of = batch.group_ids.numpy() // (num_groups // num_updates)
     parts = [batch.select(np.flatnonzero(update_of == i).tolist()) for i in range(num_updates)]
-    return [replace(p, **denominators_of(p)) for p in parts]
+    return [replace(part, denominators=count_denominators(part)) for part in parts]
 
 
-def _array(tensor: torch.Tensor | None) -> np.ndarray | None:
-    return None if tensor is None else tensor.numpy()
-
-
-def denominators_of(batch: TrainBatch) -> dict[str, Any]:
-    """Return the denominators of an update that has the rows of ``batch`` alone."""
+def count_denominators(batch: TrainBatch) -> Denominators:
+    """Return the denominators of an update that has the rows of ``batch`` alone, without demonstrations."""
+    sequence_tokens, teacher = batch.policy.sequence_tokens, batch.teacher
     return _denominators(
-        batch.loss_mask.numpy(),
-        batch.rows.group_ids.numpy(),
-        _array(batch.sample_tokens),
-        _array(batch.taught),
+        batch.policy.mask.numpy(),
+        batch.group_ids.numpy(),
+        None if sequence_tokens is None else sequence_tokens.numpy(),
+        None if teacher is None else teacher.mask.numpy(),
     )
 
 
 def _denominators(
-    mask: np.ndarray, group_ids: np.ndarray, sample_tokens: np.ndarray | None, taught: np.ndarray | None
-) -> dict[str, Any]:
+    mask: np.ndarray, group_ids: np.ndarray, sequence_tokens: np.ndarray | None, taught: np.ndarray | None
+) -> Denominators:
     # numpy counts booleans a hundred times faster than torch
     tokens = np.count_nonzero(mask, axis=1)
     # The shares of the rows of a sample add up to 1.
-    shares = tokens > 0 if sample_tokens is None else tokens / np.maximum(sample_tokens, 1)
-    return {
-        "num_tokens": float(tokens.sum()),
-        "num_sequences": float(round(shares.sum())),
-        "num_prompts": float(len(np.unique(group_ids[tokens > 0]))),
-        "num_taught": 0.0 if taught is None else float(np.count_nonzero(taught)),
-    }
+    shares = tokens > 0 if sequence_tokens is None else tokens / np.maximum(sequence_tokens, 1)
+    return Denominators(
+        tokens=float(tokens.sum()),
+        sequences=float(round(shares.sum())),
+        prompts=float(len(np.unique(group_ids[tokens > 0]))),
+        taught=0.0 if taught is None else float(np.count_nonzero(taught)),
+    )

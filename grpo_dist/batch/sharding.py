@@ -32,8 +32,7 @@ def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBa
     Args:
         square: extra cost of a token for each token before it (attention), as a share of its own cost.
     """
-    rows = batch.rows
-    lengths, groups, prompts = rows.lengths.tolist(), prompt_groups(rows), rows.prompt_lengths.tolist()
+    lengths, groups, prompts = batch.lengths.tolist(), prompt_groups(batch), batch.prompt_lengths.tolist()
     costs = [length + square * length**2 for length in lengths]
     prefixes = list(zip(groups, prompts, strict=True))
 

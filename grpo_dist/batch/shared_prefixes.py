@@ -83,7 +83,7 @@ def needed_tokens(updates: Sequence[TrainBatch]) -> float:
     """Return the tokens of an update with everything that its prompts share once: the least that packed rows
     need. The mean over updates that train on anything.
     """
-    trained = [update.rows for update in updates if update.num_tokens] or [u.rows for u in updates]
+    trained = [update for update in updates if update.denominators.tokens] or updates
     return sum(map(_needed, trained)) / len(trained)
 
 

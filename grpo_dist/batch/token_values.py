@@ -102,8 +102,9 @@ def _of_sample(rollout: Rollout, rows: Sequence[TokenValues | None]) -> TokenVal
 
 
 def _of_rows(update: TrainBatch, tokens: bool) -> Iterator[tuple[int, TokenValues]]:
-    reference = None if update.ref_logprobs is None else update.ref_logprobs.numpy()
-    mask, advantages = update.loss_mask.numpy(), update.advantages.numpy()
+    stream = update.policy
+    reference = None if stream.ref_logprobs is None else stream.ref_logprobs.numpy()
+    mask, advantages = stream.mask.numpy(), stream.advantages.numpy()
     means = _constants(mask, advantages)
     row_ids = update.row_ids.tolist()
     for i in np.flatnonzero(mask.any(axis=1)).tolist():  # row by row: a step is hundreds of megabytes

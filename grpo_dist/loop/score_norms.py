@@ -29,7 +29,7 @@ async def score_norms_of(policy: PolicyHandle, groups: Sequence[Group]) -> Float
     groups = [replace(group, rewards=rewards) for group, rewards in zip(groups, none, strict=True)]
     batch = await asyncio.to_thread(make_batch, groups, none, ref_logprobs=None, max_new_tokens=1)
     norms_by_row = await policy.score_norms(batch)
-    norms = torch.zeros(batch.loss_mask.shape)
+    norms = torch.zeros(batch.tokens.shape)
     for row, values in norms_by_row.items():
-        norms[row, batch.loss_mask[row]] = torch.tensor(values)  # a copy: Ray gives arrays read-only
+        norms[row, batch.policy.mask[row]] = torch.tensor(values)  # a copy: Ray gives arrays read-only
     return norms

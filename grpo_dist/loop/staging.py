@@ -163,10 +163,11 @@ class Staging:
 
 def _trained_tokens(update: TrainBatch) -> int:
     """Return the tokens of all streams of the update, each once. Rows left out as idle count too."""
-    taught_only = 0 if update.taught is None else int((update.taught & ~update.loss_mask).sum())
-    return round(update.num_tokens + update.num_demonstrated) + taught_only
+    teacher, sizes = update.teacher, update.denominators
+    taught_only = 0 if teacher is None else int((teacher.mask & ~update.policy.mask).sum())
+    return round(sizes.tokens + sizes.demonstrated) + taught_only
 
 
 def _groups_with_signal(update: TrainBatch) -> list[int]:
-    groups: list[int] = update.rows.group_ids.numpy()[learning_rows(update)].tolist()
+    groups: list[int] = update.group_ids.numpy()[learning_rows(update)].tolist()
     return groups

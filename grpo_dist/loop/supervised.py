@@ -109,8 +109,8 @@ class _Batches:
         batch = batch_of(groups, settings.max_length)
         epoch = (step + 1) * settings.batch_size / count
         update = self._policy.stage([batch], keep_logprobs=False)
-        tokens = int(batch.lengths.sum())
-        return _Staged(update, groups, tokens, needed_tokens([batch]), round(batch.num_tokens), epoch)
+        tokens, trained = int(batch.lengths.sum()), round(batch.denominators.tokens)
+        return _Staged(update, groups, tokens, needed_tokens([batch]), trained, epoch)
 
 
 @dataclass(frozen=True, slots=True)

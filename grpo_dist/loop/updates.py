@@ -17,7 +17,7 @@ from grpo_dist.batch.credit_assignment import (
     token_advantages,
 )
 from grpo_dist.batch.epochs import redrawn, rows_of_updates, with_rows_of
-from grpo_dist.batch.rows import denominators_of, make_batch, split_updates
+from grpo_dist.batch.rows import count_denominators, make_batch, split_updates
 from grpo_dist.batch.signal import SignalRule
 from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.config import (
@@ -118,7 +118,7 @@ def _dealt(
     epochs = range(1, how.epochs_per_batch if how.shuffle_epochs else 1)
     seeds = [derived_seed(seed, f"updates of epoch {epoch}") for epoch in epochs]
     later = [redrawn(batch, num_groups=num_groups, num_updates=count, seed=own) for own in seeds]
-    ids = batch.rows.group_ids.numpy()
+    ids = batch.group_ids.numpy()
     return rows_of_updates(ids, num_groups=num_groups, num_updates=count), later
 
 
@@ -182,9 +182,9 @@ def _mean_of_teachers(row: tuple[TeacherLogprobs, ...]) -> TeacherLogprobs:
 
 def learning_rows(batch: TrainBatch) -> np.ndarray:
     """Return which samples have an advantage other than 0 or a teacher in the loss, bool [B]."""
-    learns = batch.advantages != 0
-    if batch.taught is not None:
-        learns |= batch.taught
+    learns = batch.policy.advantages != 0
+    if batch.teacher is not None:
+        learns |= batch.teacher.mask
     return np.asarray(learns.numpy().any(axis=1))
 
 
@@ -261,17 +261,17 @@ def _only_with_signal(batch: TrainBatch, has_signal: Sequence[bool]) -> TrainBat
     """Return ``batch`` with empty masks for the rows of groups without a signal, which then count in no
     denominator: ScaleRL's zero-variance filter, arXiv:2510.13786, section 3.2.
     """
-    kept = torch.tensor(has_signal)
-    mask = batch.loss_mask & kept[batch.rows.group_ids][:, None]
-    ref = batch.ref_logprobs
-    batch = replace(
-        batch,
-        loss_mask=mask,
-        advantages=torch.where(mask, batch.advantages, 0.0),
-        rollout_logprobs=torch.where(mask, batch.rollout_logprobs, 0.0),
+    stream, ref = batch.policy, batch.policy.ref_logprobs
+    mask = stream.mask & torch.tensor(has_signal)[batch.group_ids][:, None]
+    stream = replace(
+        stream,
+        mask=mask,
+        advantages=torch.where(mask, stream.advantages, 0.0),
+        rollout_logprobs=torch.where(mask, stream.rollout_logprobs, 0.0),
         ref_logprobs=None if ref is None else torch.where(mask, ref, 0.0),
     )
-    return replace(batch, **denominators_of(batch))
+    batch = replace(batch, policy=stream)
+    return replace(batch, denominators=count_denominators(batch))
 
 
 def _reads_all_rows(algorithm: AlgorithmConfig) -> bool:

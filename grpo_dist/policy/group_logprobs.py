@@ -120,4 +120,4 @@ def _layout(rows: Sequence[_SampleRow], micro: MicroBatches) -> Layout:
     group_ids = torch.zeros(len(rows), dtype=torch.long)
     own = [row.temperature for row in rows if row.temperature is not None]
     temperatures = torch.tensor(own, dtype=torch.float64) if len(own) == len(rows) else None
-    return micro.layout(Rows(tokens, lengths, wanted, group_ids, shared, temperatures))
+    return micro.layout(Rows(tokens, lengths, group_ids, shared, temperatures, None), wanted)

@@ -5,9 +5,9 @@
            + teacher_coef * mean(divergence from the teacher)
            + demonstration_coef * mean(-log p of demonstrations)
 
-The first line and the entropy are the policy loss, over `TrainBatch.loss_mask`; the others are means over the
-tokens of their own streams. All terms are divided by the denominators of the whole update, so losses,
-gradients and statistics of any split of the rows simply add up. The correction weight belongs to the policy
+The first line and the entropy are the policy loss, over the tokens of `PolicyStream.mask`; the others are
+means over the tokens of their own streams. All terms are divided by the denominators of the whole update, so
+losses, gradients and statistics of any split of the rows add up. The correction weight belongs to the policy
 loss alone: times the KL term it would bend the penalty.
 
 A sequence with a trained token whose engine log-prob is NaN has policy loss 0 under every correction, none
@@ -37,7 +37,7 @@ from grpo_dist.config.algorithm import GMPOLoss, UserAggregation, UserLoss, Weig
 from grpo_dist.plugins.algorithm import OwnCode, kl_estimate, own_aggregation, own_policy_loss
 from grpo_dist.plugins.inputs import AggregationInputs, PolicyLossInputs
 from grpo_dist.policy.packing import Layout
-from grpo_dist.types import PreparedBatch, TrainBatch
+from grpo_dist.types import PolicyStream, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Objective:
 
 def batch_loss(
     logprobs: TokenValues,
-    batch: PreparedBatch,
+    batch: TrainBatch,
     objective: Objective,
     *,
     entropy: TokenValues | None = None,
@@ -77,8 +77,8 @@ def batch_loss(
 
     Args:
         logprobs: nats, at the sampling temperature, with gradient.
-        batch: without ``old_logprobs``, the importance ratio is to ``logprobs`` themselves, hence exactly 1
-            with the right gradient. ``ref_logprobs`` is needed when kl_coef > 0.
+        batch: without old log-probs, the importance ratio is to ``logprobs`` themselves, hence exactly 1
+            with the right gradient. Reference log-probs are needed when kl_coef > 0.
         entropy: nats; for the statistics, and with gradient for the bonus.
         from_teacher: `divergence_from_teacher`, nats; None: that of a teacher is estimated from ``logprobs``.
         kl_coef: weight of the KL term in this update; None: the configured one. An objective without a KL
@@ -86,10 +86,11 @@ def batch_loss(
         entropy_coef: weight of the entropy bonus in this update; None: the configured one.
     """
     if objective.supervised:
-        loss = cross_entropy(logprobs, batch.loss_mask, batch.num_tokens)
-        stats: Stats = {"tokens": batch.loss_mask.sum()}
+        mask = batch.policy.mask
+        loss = cross_entropy(logprobs, mask, batch.denominators.tokens)
+        stats: Stats = {"tokens": mask.sum()}
         if entropy is not None:
-            stats["entropy"] = torch.where(batch.loss_mask, entropy, 0.0).sum()
+            stats["entropy"] = torch.where(mask, entropy, 0.0).sum()
     else:
         weight = objective.algorithm.entropy.coef if entropy_coef is None else entropy_coef
         loss, stats = _policy_objective(logprobs, batch, objective, entropy, kl_coef, weight)
@@ -101,27 +102,27 @@ def batch_loss(
 
 def _policy_objective(
     logprobs: TokenValues,
-    batch: PreparedBatch,
+    batch: TrainBatch,
     objective: Objective,
     entropy: TokenValues | None,
     kl_coef: float | None,
     entropy_coef: float,
 ) -> tuple[Float[Tensor, ""], Stats]:
     """Return the policy loss with its KL and entropy terms, and their statistics."""
-    algorithm, mask = objective.algorithm, batch.loss_mask
-    old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    known = ~(mask & batch.rollout_logprobs.isnan()).any(dim=1, keepdim=True)
+    algorithm, stream, mask = objective.algorithm, batch.policy, batch.policy.mask
+    old = logprobs.detach() if stream.old_logprobs is None else stream.old_logprobs
+    known = ~(mask & stream.rollout_logprobs.isnan()).any(dim=1, keepdim=True)
     old = torch.where(known, old, logprobs.detach())  # where ratios are to the engine's, these are NaN too
     weights = known.to(logprobs.dtype).expand_as(logprobs)
-    if batch.policy_mask is not None:
-        weights = weights * batch.policy_mask
+    if batch.choice.kept is not None:
+        weights = weights * batch.choice.kept
     policy, stats = _policy_term(logprobs, old, weights, batch, objective)
     loss = policy
     if not algorithm.kl.loss_coef or kl_coef is None:
         kl_coef = algorithm.kl.loss_coef
-    assert batch.ref_logprobs is not None or not kl_coef, "kl_coef > 0 needs reference log-probs"
-    if batch.ref_logprobs is not None:
-        kl_loss, kl = _kl_term(logprobs, batch.ref_logprobs, known, batch, objective)
+    assert stream.ref_logprobs is not None or not kl_coef, "kl_coef > 0 needs reference log-probs"
+    if stream.ref_logprobs is not None:
+        kl_loss, kl = _kl_term(logprobs, stream.ref_logprobs, known, batch, objective)
         loss = loss + kl_coef * kl_loss if kl_coef else loss
         stats |= {"kl": kl, "loss_kl": kl_coef * kl_loss}
     if entropy is not None:
@@ -135,36 +136,37 @@ def _policy_objective(
     # The trainer's log-probs before it moved, where they are known. With ratios to the engine's own they are
     # not: the first update of a step, which has not moved yet, is then the one that is reported.
     unmoved = logprobs.detach() if algorithm.correction.bypasses else old
-    return loss, stats | {"loss_policy": policy, "tokens": mask.sum(), **_mismatch(unmoved, batch)}
+    return loss, stats | {"loss_policy": policy, "tokens": mask.sum(), **_mismatch(unmoved, stream)}
 
 
 def _policy_term(
     logprobs: TokenValues,
     old: TokenValues,
     weights: TokenValues,
-    batch: PreparedBatch,
+    batch: TrainBatch,
     objective: Objective,
 ) -> tuple[Float[Tensor, ""], Stats]:
     """Return the aggregated policy loss, each token's times its weight and correction, and its statistics."""
     weight_stats: Stats = {}
     loss, weighted = objective.algorithm.loss, objective.algorithm.correction
+    engine, mask, choice = batch.policy.rollout_logprobs, batch.policy.mask, batch.choice
     if isinstance(weighted, WeightedCorrection):
         importance, weight_stats = correction(
-            old, batch.rollout_logprobs, batch.loss_mask, kind=weighted.kind, level=weighted.level,
+            old, engine, mask, kind=weighted.kind, level=weighted.level,
             low=weighted.low, high=weighted.high, veto=weighted.veto,
         )  # fmt: skip
-        weights = weights * importance / batch.mean_weight
-    weights, kept_stats = _with_masks(logprobs.detach(), old, weights, batch, objective.algorithm)
-    advantages = _without_overflow(batch.advantages, logprobs.detach() - old, weights, batch.loss_mask)
+        weights = weights * importance / choice.mean_weight
+    weights, kept_stats = _with_masks(logprobs.detach(), old, weights, batch.policy, objective.algorithm)
+    advantages = _without_overflow(batch.policy.advantages, logprobs.detach() - old, weights, mask)
     if isinstance(loss, UserLoss):
-        inputs = PolicyLossInputs(logprobs, old, batch.rollout_logprobs, advantages, batch.loss_mask)
+        inputs = PolicyLossInputs(logprobs, old, engine, advantages, mask)
         token_losses, stats = own_policy_loss(loss.name, objective.user_code, inputs)
     else:
-        chosen = (batch.selected,) if loss.selection else ()
+        chosen = (choice.selected,) if loss.selection else ()
         if isinstance(loss, GMPOLoss):  # a removed token must give no gradient through the mean
             chosen = (weights != 0,)
         token_losses, stats = POLICY_LOSSES[loss.name](
-            logprobs, old, advantages, batch.loss_mask, *chosen, **loss.token_arguments
+            logprobs, old, advantages, mask, *chosen, **loss.token_arguments
         )
     stats |= kept_stats | {f"correction_{name}": value for name, value in weight_stats.items()}
     return _aggregate(token_losses * weights, batch, objective), stats
@@ -175,21 +177,21 @@ def _with_masks(
     logprobs: TokenValues,
     old: TokenValues,
     weights: TokenValues,
-    batch: PreparedBatch,
+    stream: PolicyStream,
     algorithm: AlgorithmConfig,
 ) -> LossAndStats:
     """Return ``weights``, 0 for the tokens that are rejected or off-policy, and how many those are."""
-    mask, stats, limits = batch.loss_mask, {}, algorithm.correction
+    mask, stats, limits = stream.mask, {}, algorithm.correction
     # With ratios to the engine's log-probs, only the current log-probs exist.
     trainer = logprobs if limits.bypasses else old
     veto = 0.0 if isinstance(limits, WeightedCorrection) else limits.veto
     if limits.reject or veto:
         rules = [RejectionRule(**rule.model_dump()) for rule in limits.reject]
-        keep = accepted(trainer, batch.rollout_logprobs, mask, rules, veto=veto)
+        keep = accepted(trainer, stream.rollout_logprobs, mask, rules, veto=veto)
         weights, stats["rejected"] = weights * keep, (mask & ~keep).sum()
     if algorithm.off_policy_mask_threshold is not None:
         keep = off_policy_sequence_mask(
-            logprobs, batch.rollout_logprobs, batch.advantages, mask,
+            logprobs, stream.rollout_logprobs, stream.advantages, mask,
             threshold=algorithm.off_policy_mask_threshold,
         )  # fmt: skip
         weights, stats["off_policy"] = weights * keep, (mask & ~keep).sum()
@@ -210,13 +212,13 @@ def _kl_term(
     weights sampled (DeepSeek-V3.2, arXiv:2512.02556, equation 7). ``known``: rows whose sampling log-probs
     are; the ratio of the others is 1.
     """
-    how, mask = objective.algorithm.kl, batch.loss_mask
+    how, mask = objective.algorithm.kl, batch.policy.mask
     kl = kl_estimate(
         how.estimator.name, objective.user_code,
         torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0),
     )  # fmt: skip
     if how.bias_correction:
-        sampled = torch.where(known, batch.rollout_logprobs, logprobs.detach())
+        sampled = torch.where(known, batch.policy.rollout_logprobs, logprobs.detach())
         kl = kl * torch.where(mask, logprobs - sampled, 0.0).exp()
     return _aggregate(kl, batch, objective), torch.where(mask, kl, 0.0).sum()
 
@@ -225,16 +227,18 @@ def _further_streams(
     logprobs: TokenValues, from_teacher: TokenValues | None, batch: TrainBatch, objective: Objective
 ) -> Iterator[tuple[Float[Tensor, ""], Stats]]:
     """Yield the weighted loss of each further stream of ``batch``, and its statistics."""
-    taught, teacher = batch.taught, batch.teacher_logprobs
-    if taught is not None and teacher is not None:
+    if (teacher := batch.teacher) is not None:
+        taught = teacher.mask
         if from_teacher is None:
             estimate = KL_ESTIMATORS[objective.distillation.estimator]
-            from_teacher = estimate(torch.where(taught, logprobs, 0.0), torch.where(taught, teacher, 0.0))
-        term = objective.distillation.coef * _mean_over(from_teacher, taught, batch.num_taught)
+            from_teacher = estimate(
+                torch.where(taught, logprobs, 0.0), torch.where(taught, teacher.logprobs, 0.0)
+            )
+        term = objective.distillation.coef * _mean_over(from_teacher, taught, batch.denominators.taught)
         yield term, {"loss_teacher": term, "taught": taught.sum()}
     if batch.demonstrated is not None:
         term = objective.demonstration_coef * cross_entropy(
-            logprobs, batch.demonstrated, batch.num_demonstrated
+            logprobs, batch.demonstrated, batch.denominators.demonstrated
         )
         nll = torch.where(batch.demonstrated, -logprobs.detach(), 0.0).double().sum()
         yield term, {"loss_demonstrations": term, "demonstrated": batch.demonstrated.sum(), "nll": nll}
@@ -338,29 +342,30 @@ def _effective_share(weights: float, squares: float, tokens: float) -> float:
 
 
 def _aggregate(token_losses: TokenValues, batch: TrainBatch, objective: Objective) -> Float[Tensor, ""]:
-    how, mask = objective.algorithm.aggregation, batch.loss_mask
-    sequence_tokens = mask.sum(dim=1) if batch.sample_tokens is None else batch.sample_tokens
+    how, stream, sizes = objective.algorithm.aggregation, batch.policy, batch.denominators
+    mask = stream.mask
+    sequence_tokens = mask.sum(dim=1) if stream.sequence_tokens is None else stream.sequence_tokens
     # Unknown prompts: each sample has one to itself.
-    num_prompts = batch.num_sequences if batch.prompt_tokens is None else batch.num_prompts
-    prompt_tokens = sequence_tokens if batch.prompt_tokens is None else batch.prompt_tokens
+    num_prompts = sizes.sequences if stream.prompt_tokens is None else sizes.prompts
+    prompt_tokens = sequence_tokens if stream.prompt_tokens is None else stream.prompt_tokens
     if isinstance(how, UserAggregation):
         inputs = AggregationInputs(
-            token_losses, mask, batch.num_tokens, batch.num_sequences, batch.max_tokens, sequence_tokens,
+            token_losses, mask, sizes.tokens, sizes.sequences, stream.max_tokens, sequence_tokens,
             num_prompts, prompt_tokens,
         )  # fmt: skip
         return own_aggregation(how.name, objective.user_code, inputs)
     return aggregate(
         token_losses, mask, how.name,
-        num_tokens=batch.num_tokens, num_sequences=batch.num_sequences, max_tokens=batch.max_tokens,
+        num_tokens=sizes.tokens, num_sequences=sizes.sequences, max_tokens=stream.max_tokens,
         sequence_tokens=sequence_tokens, num_prompts=num_prompts, prompt_tokens=prompt_tokens,
     )  # fmt: skip
 
 
 @torch.no_grad()
-def _mismatch(old: TokenValues, batch: TrainBatch) -> Stats:
+def _mismatch(old: TokenValues, stream: PolicyStream) -> Stats:
     """Sum differences between the trainer's and the engine's log-probs of the sampled tokens."""
-    difference = old.double() - batch.rollout_logprobs.double()
-    known = batch.loss_mask & ~batch.rollout_logprobs.isnan()
+    difference = old.double() - stream.rollout_logprobs.double()
+    known = stream.mask & ~stream.rollout_logprobs.isnan()
     difference = torch.where(known, difference, 0.0)
     return {
         "mismatch": difference.abs().sum(),

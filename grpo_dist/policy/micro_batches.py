@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Bool
 from torch import Tensor
 
 from grpo_dist.batch.sharding import micro_batches, packed_micro_batches
@@ -16,9 +16,7 @@ from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
 from grpo_dist.policy.attention import Kernel
 from grpo_dist.policy.packing import Layout, packed, padded
 from grpo_dist.runtime.hardware import sent
-from grpo_dist.types import Rows, TrainBatch
-
-Batch = TypeVar("Batch", bound=TrainBatch)
+from grpo_dist.types import Rows, TeacherStream, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +34,7 @@ class MicroBatches:
         """Return the rows of each micro-batch, as many of these on every rank: under ZeRO-2 and 3 each one is
         a collective. Collective.
         """
-        rows = batch.rows
-        plan = self.split(rows.lengths.tolist(), shared_prefixes(rows))
+        plan = self.split(batch.lengths.tolist(), shared_prefixes(batch))
         return plan + [[] for _ in range(self.max_over_ranks(len(plan)) - len(plan))]
 
     def split(self, lengths: list[int], prefixes: Prefixes) -> list[list[int]]:
@@ -52,30 +49,24 @@ class MicroBatches:
         dist.all_reduce(count, op=dist.ReduceOp.MAX)  # bounded: the process group has a deadline
         return int(count)
 
-    def part(self, batch: Batch, rows: list[int]) -> Batch:
+    def part(self, batch: TrainBatch, rows: list[int]) -> TrainBatch:
         """Return these rows, in host memory. Without rows: one row that goes through the model and adds
         nothing.
         """
         return batch.select(rows) if rows else _blank(batch)
 
-    def layout(self, rows: Rows) -> Layout:
-        """Return the layout, on the device, of ``rows`` in host memory."""
+    def layout(self, rows: Rows, wanted: Bool[Tensor, "B T"], teacher: TeacherStream | None = None) -> Layout:
+        """Return the layout, on the device, of ``rows`` in host memory. ``wanted``: tokens whose log-probs
+        are wanted; with ``teacher`` those of its likeliest tokens, too.
+        """
         if self.kernel is None:
-            return padded(
-                rows.tokens, rows.wanted, rows.temperatures, rows.routes,
-                candidates=rows.candidates, candidates_at_teacher=rows.candidates_at_teacher,
-                device=self.device,
-            )  # fmt: skip
-        return packed(rows, self.kernel, multiple=self.multiple, device=self.device)
+            how = rows.temperatures, rows.routes, teacher
+            return padded(rows.tokens, wanted, *how, device=self.device)
+        return packed(rows, wanted, self.kernel, teacher, multiple=self.multiple, device=self.device)
 
-    def on_device(self, part: Batch) -> Batch:
+    def on_device(self, part: TrainBatch) -> TrainBatch:
         """Return ``part`` on the device, without what only its layout needs."""
-        part = part.without_candidates()
-        values = {f.name: getattr(part, f.name) for f in fields(part)}
-        moved: dict[str, Any] = {
-            name: sent(value, self.device) for name, value in values.items() if isinstance(value, Tensor)
-        }
-        return replace(part, **moved)
+        return part.without_candidates().map_tensors(lambda values: sent(values, self.device))
 
 
 def values_by_row(
@@ -92,20 +83,12 @@ def values_by_row(
     for rows, own, part in zip(plan, values, flat.split([own.numel() for own in values]), strict=True):
         # A micro-batch without rows has one that is no sample.
         for row, value in zip(rows, part.view(own.shape), strict=False):
-            found[int(batch.row_ids[row])] = value[batch.loss_mask[row, : len(value)]].numpy()
+            found[int(batch.row_ids[row])] = value[batch.policy.mask[row, : len(value)]].numpy()
     return found
 
 
-def _blank(batch: Batch) -> Batch:
+def _blank(batch: TrainBatch) -> TrainBatch:
     """Return one row of two masked tokens, which belongs to no sample."""
-    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    rows: dict[str, Any] = {
-        name: value.new_zeros(1, 2, *value.shape[2:])
-        for name, value in values.items()
-        if isinstance(value, Tensor) and value.ndim >= 2
-    }
-    rows |= {"lengths": torch.tensor([2]), "row_ids": torch.tensor([-1])}
-    rows |= dict.fromkeys(
-        ("group_ids", "prompt_lengths", "sample_tokens", "prompt_tokens", "temperatures", "routes")
-    )
-    return replace(batch, **rows)
+    row = batch.map_tensors(lambda v: v.new_zeros((1, 2, *v.shape[2:]) if v.ndim > 1 else (1,)))
+    lengths, row_ids = torch.tensor([2]), torch.tensor([-1])
+    return replace(row, lengths=lengths, row_ids=row_ids, temperatures=None, routes=None)

@@ -27,7 +27,7 @@ from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
 from grpo_dist.policy.attention import Kernel, Spans
 from grpo_dist.policy.router_replay import fetched, lay_out_routes
 from grpo_dist.runtime.hardware import sent
-from grpo_dist.types import Routes, Rows
+from grpo_dist.types import Routes, Rows, TeacherStream
 
 CPU = torch.device("cpu")
 
@@ -63,31 +63,42 @@ class Layout:
 
 def padded(
     tokens: Int[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
+    wanted: Bool[Tensor, "B T"],
     temperatures: Float[Tensor, " B"] | None = None,
     routes: Sequence[Routes | None] | None = None,
+    teacher: TeacherStream | None = None,
     *,
-    candidates: Int[Tensor, "B T K"] | None = None,
-    candidates_at_teacher: Float[Tensor, "B T K"] | None = None,
     device: torch.device | None = None,
 ) -> Layout:
-    """Lay rows out as they are, on ``device``; None: that of ``tokens``. The first token of a row is never
-    wanted: nothing predicts it. ``candidates``: as in `Rows`.
+    """Lay rows out as they are, on ``device``; None: that of ``tokens``.
+
+    Args:
+        wanted: tokens whose log-probs are wanted; never the first of a row, which nothing predicts.
+        teacher: of the same rows; its likeliest tokens are further candidates.
     """
     size, device = tokens.numel(), device or tokens.device
     indices = torch.arange(size, device=tokens.device).view(tokens.shape)
     shape = np.arange(size).reshape(tokens.shape)
     experts = None if routes is None else lay_out_routes(fetched(routes), shape, size, device)
-    wanted = _wanted(tokens, indices, mask, temperatures, device)
-    further = (_of_wanted(values, mask, device) for values in (candidates, candidates_at_teacher))
-    return Layout(sent(tokens, device), None, None, *wanted, experts, *further)
+    sources = _wanted(tokens, indices, wanted, temperatures, device)
+    candidates = _candidates(teacher, wanted, device)
+    return Layout(sent(tokens, device), None, None, *sources, experts, *candidates)
 
 
-def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1, device: torch.device = CPU) -> Layout:
+def packed(
+    rows: Rows,
+    wanted: Bool[Tensor, "B T"],
+    kernel: Kernel,
+    teacher: TeacherStream | None = None,
+    *,
+    multiple: int = 1,
+    device: torch.device = CPU,
+) -> Layout:
     """Lay rows of host memory out end to end on ``device``, each behind what it shares with those before it
     (`shared_prefixes`).
 
-    Tokens that no row reads fill the stream up to a ``multiple`` of tokens.
+    Tokens that no row reads fill the stream up to a ``multiple`` of tokens. ``wanted``, ``teacher``: as for
+    `padded`.
     """
     lengths = rows.lengths.tolist()
     prefixes = shared_prefixes(rows)
@@ -104,10 +115,9 @@ def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1, device: torch.devic
     )
     tokens, position_ids = (sent(torch.from_numpy(a), device) for a in (stream, positions))
     routes = None if experts is None else lay_out_routes(experts, indices, size, device)
-    wanted = _wanted(rows.tokens, torch.from_numpy(indices), rows.wanted, rows.temperatures, device)
-    further = (rows.candidates, rows.candidates_at_teacher)
-    candidates = (_of_wanted(values, rows.wanted, device) for values in further)
-    return Layout(tokens, position_ids, spans, *wanted, routes, *candidates)
+    sources = _wanted(rows.tokens, torch.from_numpy(indices), wanted, rows.temperatures, device)
+    candidates = _candidates(teacher, wanted, device)
+    return Layout(tokens, position_ids, spans, *sources, routes, *candidates)
 
 
 def _wanted(
@@ -133,12 +143,14 @@ def _wanted(
     return sources, targets, places, (mask.shape[0], mask.shape[1]), temperature
 
 
-def _of_wanted(values: Tensor | None, mask: Tensor, device: torch.device) -> Tensor | None:
-    """Return ``values`` [B, T, K] at the wanted tokens, [M, K]; ids as int64."""
-    if values is None:
-        return None
-    own = values[:, 1:][mask[:, 1:]]
-    return sent(own if own.is_floating_point() else own.long(), device)
+def _candidates(
+    teacher: TeacherStream | None, wanted: Tensor, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return ids, int64, and log-probs of the teacher's likeliest tokens at the wanted ones, [M, K]."""
+    if teacher is None or teacher.top_ids is None or teacher.top_logprobs is None:
+        return None, None
+    ids, logprobs = (values[:, 1:][wanted[:, 1:]] for values in (teacher.top_ids, teacher.top_logprobs))
+    return sent(ids.long(), device), sent(logprobs, device)
 
 
 def _of_tokens(temperatures: Tensor | None, wanted: Bool[Tensor, "B T"]) -> float | Tensor | None:

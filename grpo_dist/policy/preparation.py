@@ -5,7 +5,7 @@ update, which no rank sees alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from grpo_dist.algorithms.ratios import LOG_LIMIT, clipped_surrogate
 from grpo_dist.config import AlgorithmConfig
 from grpo_dist.config.algorithm import ClipCovLoss, KLCovLoss, WeightedCorrection
 from grpo_dist.policy.ranks import find_top_threshold, gather_values
-from grpo_dist.types import PreparedBatch, StepBatch, TrainBatch
+from grpo_dist.types import PolicyStream, TokenChoice, TrainBatch
 
 _ROW = 1 << 20  # more than the tokens of any row: the id of a token is row * this + column
 
@@ -33,54 +33,56 @@ class Preparation:
     device: torch.device
     reports: bool
 
-    def before_the_step(self, batch: TrainBatch, algorithm: AlgorithmConfig, *, moves: bool) -> StepBatch:
-        """Return ``batch`` with what must be known before any weight moves. ``moves``: they will have moved
-        by the time it is trained on. Collective.
+    def before_the_step(self, batch: TrainBatch, algorithm: AlgorithmConfig, *, moves: bool) -> TrainBatch:
+        """Return ``batch`` with the old log-probs and entropies, which must be known before any weight moves.
+        ``moves``: they will have moved by the time it is trained on. Collective.
         """
         bypassed = algorithm.correction.bypasses
-        old, entropies = batch.rollout_logprobs if bypassed else None, None
+        old, entropies = batch.policy.rollout_logprobs if bypassed else None, None
         by_entropy = algorithm.top_entropy_share < 1.0
         if by_entropy or algorithm.normalizes_weights or (moves and not bypassed):
             logprobs, entropy = self.logprobs(batch)
             old, entropies = old if bypassed else logprobs, entropy if by_entropy else None
-        return StepBatch.of(batch, old_logprobs=old, old_entropies=entropies)
+        return replace(batch, policy=replace(batch.policy, old_logprobs=old, old_entropies=entropies))
 
     def before_the_update(
-        self, batch: StepBatch, algorithm: AlgorithmConfig, *, number: int, unmoved: bool = False
-    ) -> PreparedBatch:
-        """Return ``batch`` with what depends on all tokens of its update: those of its policy loss, those
-        that the loss treats differently under the current weights, and the mean weight. Collective.
+        self, batch: TrainBatch, algorithm: AlgorithmConfig, *, number: int, unmoved: bool = False
+    ) -> TrainBatch:
+        """Return ``batch`` with its `TokenChoice`, under the current weights. Collective.
 
         Args:
             number: of the update in the run, for the choice at random.
             unmoved: no weight has moved since `before_the_step`, so that every ratio is exactly 1.
         """
         kept, mean_weight, selected = None, 1.0, None
-        if batch.old_entropies is not None:
-            entropies = batch.old_entropies[self._reported(batch.loss_mask)]
+        stream = batch.policy
+        if stream.old_entropies is not None:
+            entropies = stream.old_entropies[self._reported(stream.mask)]
             threshold = find_top_threshold(entropies, algorithm.top_entropy_share, self.device)
-            kept = batch.loss_mask & (batch.old_entropies >= threshold)
+            kept = stream.mask & (stream.old_entropies >= threshold)
         if isinstance(algorithm.correction, WeightedCorrection) and algorithm.correction.normalize:
-            assert batch.old_logprobs is not None
-            mean_weight = self._mean_weight(batch, batch.old_logprobs, algorithm.correction)
-        old = None if unmoved else batch.old_logprobs
+            assert stream.old_logprobs is not None
+            mean_weight = self._mean_weight(stream, stream.old_logprobs, algorithm.correction)
+        old = None if unmoved else stream.old_logprobs
         if isinstance(algorithm.loss, ClipCovLoss | KLCovLoss):
             logprobs, _ = self.logprobs(batch)
             selected = self._selected(batch, old, logprobs, algorithm.loss, number)
-        return PreparedBatch.of(
-            batch, old_logprobs=old, policy_mask=kept, selected=selected, mean_weight=mean_weight
+        return replace(
+            batch,
+            policy=replace(stream, old_logprobs=old, old_entropies=None),
+            choice=TokenChoice(kept, selected, mean_weight),
         )
 
     def _reported(self, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
         return mask if self.reports else torch.zeros_like(mask)
 
-    def _mean_weight(self, batch: TrainBatch, old: Float[Tensor, "B T"], how: WeightedCorrection) -> float:
+    def _mean_weight(self, stream: PolicyStream, old: Float[Tensor, "B T"], how: WeightedCorrection) -> float:
         """Return the mean correction weight of the update, after its bounds; 1 if all are 0."""
         weights, _ = correction(
-            old, batch.rollout_logprobs, batch.loss_mask,
+            old, stream.rollout_logprobs, stream.mask,
             kind=how.kind, level=how.level, low=how.low, high=how.high,
         )  # fmt: skip
-        total, count = self._sum(*mean_weight_sums(weights, self._reported(batch.loss_mask), level=how.level))
+        total, count = self._sum(*mean_weight_sums(weights, self._reported(stream.mask), level=how.level))
         return total / count if total else 1.0
 
     def _selected(
@@ -91,18 +93,19 @@ class Preparation:
         loss: ClipCovLoss | KLCovLoss,
         number: int,
     ) -> Bool[Tensor, "B T"]:
-        mask, own = batch.loss_mask, self._reported(batch.loss_mask)
-        advantages = torch.where(mask, batch.advantages, 0.0)
+        mask, own = batch.policy.mask, self._reported(batch.policy.mask)
+        advantages = torch.where(mask, batch.policy.advantages, 0.0)
+        num_tokens = batch.denominators.tokens
         totals = self._sum(float(logprobs[own].double().sum()), float(advantages[own].double().sum()))
-        mean_logprob, mean_advantage = (total / max(batch.num_tokens, 1.0) for total in totals)
+        mean_logprob, mean_advantage = (total / max(num_tokens, 1.0) for total in totals)
         products = token_covariances(
             logprobs, advantages, mask, mean_logprob=mean_logprob, mean_advantage=mean_advantage
         )
         ids = batch.row_ids[:, None] * _ROW + torch.arange(mask.shape[1])
-        count = max(int(loss.cov_share * batch.num_tokens), 1)
+        count = max(int(loss.cov_share * num_tokens), 1)
         if isinstance(loss, KLCovLoss):
             return mask & self._lowest(-products, ids, own, mask, count)
-        clipped = _is_clipped(batch.advantages, old, logprobs, loss)
+        clipped = _is_clipped(batch.policy.advantages, old, logprobs, loss)
         within = mask & (products > loss.cov_low) & (products < loss.cov_high) & ~clipped
         return within & self._lowest(random_keys(ids, number), ids, own & within, within, count)
 

@@ -109,7 +109,7 @@ def lay_out_routes(
 
 def check_routes(batch: TrainBatch) -> None:
     """Raises ValueError for rows of the policy loss without routes."""
-    trained = batch.loss_mask.any(dim=1).tolist()
+    trained = batch.policy.mask.any(dim=1).tolist()
     routes = batch.routes or [None] * len(trained)
     if missing := sum(own is None for own, is_trained in zip(routes, trained, strict=True) if is_trained):
         raise ValueError(

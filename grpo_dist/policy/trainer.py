@@ -41,7 +41,7 @@ from grpo_dist.policy.saved_state import SavedState
 from grpo_dist.policy.sequence_parallel import SequenceGroup
 from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
 from grpo_dist.runtime.rendezvous import Rank
-from grpo_dist.types import EpochUpdate, PreparedBatch, TeacherLogprobs, TrainBatch
+from grpo_dist.types import EpochUpdate, TeacherLogprobs, TrainBatch
 
 # ZeRO 1 and 2 add up squares in float32: they skip a longer gradient, which stages 0 and 3 would clip.
 _LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
@@ -161,7 +161,8 @@ class Trainer:
             too_far = passed(bounds, own)
             own |= self.step(limit=-math.inf if too_far else most)
             per_update.append(own)
-            trained.append(batch.num_tokens + batch.num_demonstrated + batch.num_taught > 0)
+            sizes = batch.denominators
+            trained.append(sizes.tokens + sizes.demonstrated + sizes.taught > 0)
             refused.update(f"{REFUSED}{bound.key}" for bound in too_far or passed(bounds, own))
         # Before anything moved: of all samples where the trainer's old log-probs are known.
         metrics = step_metrics(per_update, trained, unmoved=len(batches) if known_old else 1)
@@ -172,11 +173,12 @@ class Trainer:
         """Return log-probs and entropies, float32 [B, T], of ``batch`` under the current weights; 0 outside
         the loss mask. Collective.
         """
-        logprobs, entropies = (torch.zeros_like(batch.rollout_logprobs) for _ in range(2))
+        logprobs, entropies = (torch.zeros_like(batch.policy.rollout_logprobs) for _ in range(2))
         batch = batch.without_candidates()
         with forward_only(self.engine):
             plan = self._micro.plan(batch)
-            layouts = (self._micro.layout(self._micro.part(batch, rows).rows) for rows in plan)
+            parts = (self._micro.part(batch, rows) for rows in plan)
+            layouts = (self._micro.layout(part, part.wanted) for part in parts)
             made = [self.engine(own, with_entropy=True) for own in layouts]
         for rows, (values, entropy, _) in zip(plan, made, strict=True):
             if rows:
@@ -194,7 +196,8 @@ class Trainer:
         with forward_only(self.engine):
             for batch in (own.without_candidates() for own in batches):
                 plan = self._micro.plan(batch)
-                layouts = (self._micro.layout(self._micro.part(batch, rows).rows) for rows in plan)
+                parts = (self._micro.part(batch, rows) for rows in plan)
+                layouts = (self._micro.layout(part, part.wanted) for part in parts)
                 values = [self.engine(own, score_norms=score_norms)[0] for own in layouts]
                 found |= values_by_row(batch, plan, values)
         return found
@@ -212,7 +215,7 @@ class Trainer:
             )
 
     def accumulate(
-        self, batch: PreparedBatch, kl_coef: float | None = None, *, keep_logprobs: bool = False
+        self, batch: TrainBatch, kl_coef: float | None = None, *, keep_logprobs: bool = False
     ) -> dict[str, float]:
         """Compute gradients of this rank's rows of ``batch``, reduced over ranks; return metrics of the whole
         batch. Collective.
@@ -224,7 +227,7 @@ class Trainer:
         for i, rows in enumerate(plan):
             part = self._micro.part(batch, rows)
             self.engine.set_gradient_accumulation_boundary(i == len(plan) - 1)
-            layout = self._micro.layout(part.rows_with_candidates)
+            layout = self._micro.layout(part, part.wanted, part.teacher)
             computed += layout.tokens.numel()
             logprobs, entropy, candidates = self.engine(layout, with_entropy=True)
             if keep_logprobs:

@@ -3,7 +3,15 @@
 Each is frozen and complete when made; no field is filled in later. They hold numpy until batching.
 """
 
-from grpo_dist.types.rows import EpochUpdate, PreparedBatch, Rows, StepBatch, TrainBatch
+from grpo_dist.types.rows import (
+    Denominators,
+    EpochUpdate,
+    PolicyStream,
+    Rows,
+    TeacherStream,
+    TokenChoice,
+    TrainBatch,
+)
 from grpo_dist.types.samples import (
     NO_THOUGHT,
     FurtherRow,
@@ -29,20 +37,22 @@ from grpo_dist.types.samples import (
 
 __all__ = [
     "NO_THOUGHT",
+    "Denominators",
     "EpochUpdate",
     "FurtherRow",
     "Group",
     "HeldRoutes",
-    "PreparedBatch",
+    "PolicyStream",
     "Prompt",
     "Rollout",
     "Routes",
     "Rows",
     "Sampling",
-    "StepBatch",
     "Task",
     "TeacherLogprobs",
+    "TeacherStream",
     "Thought",
+    "TokenChoice",
     "ToolCall",
     "TrainBatch",
     "Turn",

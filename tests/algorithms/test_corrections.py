@@ -1,7 +1,6 @@
 """Importance corrections for samplers whose log-probs differ from the policy's."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +8,7 @@ import torch
 from grpo_dist.algorithms.offpolicy import KINDS, LEVELS, correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.policy.loss import batch_loss
-from grpo_dist.types import PreparedBatch
-from tests.support.losses import objective
+from tests.support.losses import change, objective, train_batch
 from tests.support.numbers_by_hand import INF, close, mask_of, row
 
 RATIOS = row(0.25, 1.0, 1.5, 4.0, 7.0)  # the last is masked
@@ -124,12 +122,9 @@ def test_a_product_that_cannot_be_formed_is_refused_and_never_0(gap, level):
 
 def one_token_batch(old, rollout):
     mask = torch.ones_like(old, dtype=torch.bool)
-    return PreparedBatch(
-        tokens=torch.zeros(old.shape, dtype=torch.long), lengths=mask.sum(dim=1), loss_mask=mask,
-        advantages=torch.full_like(old, -1.0), rollout_logprobs=rollout, ref_logprobs=None, old_logprobs=old,
-        row_ids=torch.arange(len(old)),
-        num_tokens=float(mask.sum()), num_sequences=float(len(old)), max_tokens=old.shape[1],
-    )  # fmt: skip
+    return train_batch(
+        mask, advantages=torch.full_like(old, -1.0), rollout_logprobs=rollout, old_logprobs=old
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -203,7 +198,8 @@ def test_losses_and_gradients_in_float32_are_those_of_float64(name, kind, advant
     for dtype in (torch.float32, torch.float64):
         logprobs = torch.full(gaps.shape, -2.0, dtype=dtype, requires_grad=True)
         batch = one_token_batch(logprobs.detach() - gaps.to(dtype), logprobs.detach() + 0.25)
-        batch = replace(batch, advantages=torch.full_like(batch.advantages, advantage))
+        advantages = torch.full_like(batch.policy.advantages, advantage)
+        batch = change(batch, policy={"advantages": advantages})
         settings = objective(loss=name, correction=kind, aggregation="seq-mean-token-sum")
         for i in range(len(gaps)):  # one at a time: a sum would only test the largest
             loss, _ = batch_loss(logprobs[i : i + 1], batch.select([i]), settings)

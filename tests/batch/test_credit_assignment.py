@@ -16,6 +16,7 @@ from grpo_dist.batch.rows import make_batch
 from grpo_dist.config.files import read_tree
 from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.loop.updates import advantage_settings, reward_moments
+from grpo_dist.types import Denominators
 from tests.support import fakes
 from tests.support.made_groups import group_of
 
@@ -24,7 +25,7 @@ def credited(groups, settings, ref_logprobs=None):
     batch = make_batch(
         groups, sample_advantages(groups, settings), ref_logprobs=ref_logprobs, max_new_tokens=8
     )
-    return token_advantages(batch, groups, settings).advantages
+    return token_advantages(batch, groups, settings).policy.advantages
 
 
 def test_rewards_are_clipped_before_and_advantages_after():
@@ -45,8 +46,10 @@ def test_a_sample_that_is_not_trained_stays_in_the_token_baseline_of_its_sibling
                    mask_truncated=mask)
         for mask in (False, True)
     )  # fmt: skip
-    norms = torch.where(trained.loss_mask, 0.5, 0.0)
-    whole, part = (token_advantages(batch, groups, settings, norms).advantages for batch in (trained, masked))
+    norms = torch.where(trained.policy.mask, 0.5, 0.0)
+    whole, part = (
+        token_advantages(batch, groups, settings, norms).policy.advantages for batch in (trained, masked)
+    )
     assert whole[0].tolist() == part[0].tolist() == [0, 0, 0.75, 0.75, 0.75, 0]
     assert whole[1:].any() and not part[1:].any()
 
@@ -193,7 +196,7 @@ def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
     batch = {"prompts_per_step": 2, "samples_per_prompt": 2}
     silent, useful = group_of([1, 1], [4, 4]), group_of([1, 0], [2, 3])
     (short,) = fakes.make_batches(fakes.config(batch=batch), scored(silent, useful), 0, kl_coef=0.0)
-    assert (len(short), short.num_tokens, short.num_sequences) == (2, 13.0, 4.0)
+    assert (len(short), short.denominators.tokens, short.denominators.sequences) == (2, 13.0, 4.0)
     reference = [np.full(n, -1.5, np.float32) for n in (4, 4)], [np.full(n, -1.5, np.float32) for n in (2, 3)]
     with_reference = [ScoredGroup(g, ref) for g, ref in zip((silent, useful), reference, strict=True)]
     for algorithm in (
@@ -233,18 +236,16 @@ def test_the_zero_variance_filter_leaves_groups_without_a_signal_out_as_if_they_
     config = fakes.config(batch=batch, algorithm=algorithm | {"zero_variance_filter": True})
     (found,) = fakes.make_batches(config, scored(silent, useful), 0, kl_coef=0.0)
     (alone,) = fakes.make_batches(config, scored(useful), 0, kl_coef=0.0)
-    for name in ("num_tokens", "num_sequences", "num_prompts"):
-        assert getattr(found, name) == getattr(alone, name)
-    assert (found.num_tokens, found.num_sequences, found.num_prompts) == (5.0, 2.0, 1.0)
-    np.testing.assert_array_equal(found.advantages.numpy(), alone.advantages.numpy())
+    assert found.denominators == alone.denominators == Denominators(5.0, 2.0, 1.0)
+    np.testing.assert_array_equal(found.policy.advantages.numpy(), alone.policy.advantages.numpy())
     several = fakes.config(
         batch=batch | {"updates_per_step": 2}, algorithm={"zero_variance_filter": True, "kl": {"coef": 0.1}}
     )
     reference = [ScoredGroup(g, [np.full(n, -1.5, np.float32) for n in own])
                  for g, own in ((silent, (4, 4)), (useful, (2, 3)))]  # fmt: skip
     nothing, whole = fakes.make_batches(several, reference, 0, kl_coef=0.1)
-    assert not nothing.loss_mask.any() and nothing.num_tokens == 0 == nothing.num_prompts
-    assert (whole.num_tokens, whole.num_prompts) == (5.0, 1.0)
+    assert not nothing.policy.mask.any() and nothing.denominators.tokens == 0 == nothing.denominators.prompts
+    assert (whole.denominators.tokens, whole.denominators.prompts) == (5.0, 1.0)
 
 
 def test_reward_clip_also_applies_to_the_baseline_of_remax():
@@ -258,8 +259,11 @@ def test_truncated_samples_count_in_their_group_and_are_not_trained():
     config = fakes.config(algorithm=algorithm)
     cut = group_of([0, 0, 1], [4, 2, 2], reasons=["length", "stop", "stop"])
     (batch,) = fakes.make_batches(config, scored(cut), 0, kl_coef=0.0)
-    assert not batch.loss_mask[0].any() and (batch.num_tokens, batch.num_sequences) == (4.0, 2.0)
-    torch.testing.assert_close(batch.advantages[1, 2], torch.tensor(-1 / 3))
+    assert not batch.policy.mask[0].any() and (batch.denominators.tokens, batch.denominators.sequences) == (
+        4.0,
+        2.0,
+    )
+    torch.testing.assert_close(batch.policy.advantages[1, 2], torch.tensor(-1 / 3))
 
 
 def settings_of(**algorithm):
@@ -331,10 +335,13 @@ def test_a_sample_with_a_nan_log_prob_is_left_out_of_training(kl):
     config = fakes.config(algorithm={"advantage": advantage, "skip_idle_rows": False, "kl": term})
     reference = [np.full(n, -1.0, np.float32) for n in (2, 2, 1)]
     (batch,) = fakes.make_batches(config, [ScoredGroup(broken, reference)], 0, kl_coef=kl)
-    assert not batch.loss_mask[0].any() and (batch.num_tokens, batch.num_sequences) == (3.0, 2.0)
-    assert batch.advantages.isfinite().all() and batch.rollout_logprobs.isfinite().all()
+    assert not batch.policy.mask[0].any() and (batch.denominators.tokens, batch.denominators.sequences) == (
+        3.0,
+        2.0,
+    )
+    assert batch.policy.advantages.isfinite().all() and batch.policy.rollout_logprobs.isfinite().all()
     if not kl:
-        torch.testing.assert_close(batch.advantages[1, 2], torch.tensor(-1 / 3))
+        torch.testing.assert_close(batch.policy.advantages[1, 2], torch.tensor(-1 / 3))
 
 
 def test_running_normalisation_continues_from_earlier_steps():
@@ -405,13 +412,13 @@ def test_gamma_discounts_the_reward_and_the_kl_for_each_later_token():
     how = AdvantageSettings(estimator="reinforce_pp", gamma=0.5, kl_coef=2.0)
     reference = [np.full(n, -1.1, np.float32) for n in (3, 1)]
     batch = make_batch([made], sample_advantages([made], how), ref_logprobs=reference, max_new_tokens=4)
-    got = token_advantages(batch, [made], how).advantages
+    got = token_advantages(batch, [made], how).policy.advantages
     expected = [[0.25 - 0.35, 0.5 - 0.3, 1 - 0.2], [-2 - 0.2]]
     for row, values in zip(got, expected, strict=True):
         assert row[2 : 2 + len(values)].tolist() == pytest.approx(values, rel=1e-5)
     whole = replace(how, gamma=1.0)
     near = replace(how, gamma=1 - 1e-9)
-    one, other = (token_advantages(batch, [made], each).advantages for each in (whole, near))
+    one, other = (token_advantages(batch, [made], each).policy.advantages for each in (whole, near))
     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 

@@ -24,9 +24,9 @@ from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.policy.attention import BlockKernel
 from grpo_dist.policy.loss import batch_loss
 from grpo_dist.policy.packing import packed
-from grpo_dist.types import FurtherRow, PreparedBatch, Rollout
+from grpo_dist.types import FurtherRow, Rollout
 from tests.support import made_groups
-from tests.support.losses import objective
+from tests.support.losses import check_equal, objective
 
 
 def row_by_row(groups, advantages, reference, *, masked=()):
@@ -71,14 +71,15 @@ def test_a_batch_of_episodes_equals_one_built_token_by_token(seed, data):
     expected, sequences = row_by_row(groups, advantages, reference, masked=("turns", "length", "error"))
     assert batch.row_ids.tolist() == list(range(len(expected))) == list(range(len(rows)))
     assert batch.lengths.tolist() == [len(line) for line in expected]
-    names = ("tokens", "loss_mask", "advantages", "rollout_logprobs", "ref_logprobs")
+    stream = batch.policy
+    tensors = (batch.tokens, stream.mask, stream.advantages, stream.rollout_logprobs, stream.ref_logprobs)
     for i, line in enumerate(expected):
-        for name, values in zip(names, zip(*line, strict=True), strict=True):
-            own = getattr(batch, name)[i]
-            assert torch.equal(own[: len(line)], torch.tensor(np.array(values), dtype=own.dtype)), name
+        for tensor, values in zip(tensors, zip(*line, strict=True), strict=True):
+            own = tensor[i]
+            assert torch.equal(own[: len(line)], torch.tensor(np.array(values), dtype=own.dtype))
             assert not own[len(line) :].any()
-    assert batch.num_tokens == sum(own for line in expected for _, own, *_ in line)
-    assert batch.num_sequences == sequences
+    assert batch.denominators.tokens == sum(own for line in expected for _, own, *_ in line)
+    assert batch.denominators.sequences == sequences
 
 
 def test_a_sample_without_an_environment_makes_the_batch_it_always_made():
@@ -92,10 +93,8 @@ def test_a_sample_without_an_environment_makes_the_batch_it_always_made():
         make_batch([g], [np.arange(4, dtype=np.float32)], ref_logprobs=None, max_new_tokens=9)
         for g in (plain, marked)
     )
-    for f in fields(one):
-        a, b = getattr(one, f.name), getattr(other, f.name)
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, f.name
-    assert one.sample_tokens is None
+    check_equal(one, other)
+    assert one.policy.sequence_tokens is None
 
 
 def test_every_sampled_token_is_trained_once_and_an_episode_counts_once():
@@ -103,12 +102,14 @@ def test_every_sampled_token_is_trained_once_and_an_episode_counts_once():
     batch = made_groups.episode_batch(rewritten=0.9)
     samples = [r for g in groups for r in g.rollouts]
     assert len(batch) == sum(len(r.rows) for r in samples) > len(samples)
-    assert batch.num_tokens == sum(len(r.sampled_ids) for r in samples) == int(batch.loss_mask.sum())
-    assert batch.num_sequences == len(samples)
-    assert batch.sample_tokens.tolist() == [len(r.sampled_ids) for r in samples for _ in r.rows]
+    assert (
+        batch.denominators.tokens == sum(len(r.sampled_ids) for r in samples) == int(batch.policy.mask.sum())
+    )
+    assert batch.denominators.sequences == len(samples)
+    assert batch.policy.sequence_tokens.tolist() == [len(r.sampled_ids) for r in samples for _ in r.rows]
     parts = split_updates(batch, num_groups=3, num_updates=3)
-    assert [p.num_sequences for p in parts] == [4.0] * 3
-    assert sum(p.num_tokens for p in parts) == batch.num_tokens
+    assert [p.denominators.sequences for p in parts] == [4.0] * 3
+    assert sum(p.denominators.tokens for p in parts) == batch.denominators.tokens
     assert [set(p.group_ids.tolist()) for p in parts] == [{0}, {1}, {2}]
 
 
@@ -126,8 +127,8 @@ def test_the_log_probs_of_a_given_token_leave_no_sample_out_and_those_of_a_sampl
         ref_logprobs=None, max_new_tokens=9,
     )  # fmt: skip
     owner = [i for i, r in enumerate(rollouts) for _ in r.rows]
-    trained = {owner[row] for row in batch.loss_mask.any(dim=1).nonzero()[:, 0].tolist()}
-    assert trained == set(range(4)) - {several} and batch.num_sequences == 3
+    trained = {owner[row] for row in batch.policy.mask.any(dim=1).nonzero()[:, 0].tolist()}
+    assert trained == set(range(4)) - {several} and batch.denominators.sequences == 3
 
 
 @pytest.mark.parametrize("order", ["as made", "further rows first"])
@@ -137,13 +138,13 @@ def test_packed_rows_share_the_prompt_only_with_rows_that_begin_with_it(order):
     assert further.any() and len(set(batch.prompt_lengths[~further].tolist())) == 2
     if order != "as made":
         batch = batch.select(list(reversed(range(len(batch)))))
-    layout = packed(batch.rows, BlockKernel())
+    layout = packed(batch, batch.wanted, BlockKernel())
     # What each wanted token is predicted from: the stream, read along the row's own positions.
     stream, positions = layout.tokens[0], layout.positions[0]
     shared = [(int(g), int(n)) for g, n in zip(batch.group_ids, batch.prompt_lengths, strict=True) if n]
     saved = sum(n for _, n in shared) - sum(n for _, n in set(shared))
     assert int(positions.numel()) == int(batch.lengths.sum()) - saved
-    rows, columns = batch.loss_mask.nonzero().T
+    rows, columns = batch.policy.mask.nonzero().T
     assert torch.equal(stream[layout.sources], batch.tokens[rows, columns - 1])
     assert torch.equal(positions[layout.sources], columns - 1)
     assert torch.equal(layout.targets, batch.tokens[rows, columns])
@@ -156,8 +157,7 @@ def test_sharding_and_micro_batches_hold_every_row_of_every_episode_once(seed, r
     parts = shard(batch, ranks)
     assert sorted(row for part in parts for row in part.row_ids.tolist()) == list(range(len(batch)))
     for part in parts:
-        rows = part.rows
-        plan = packed_micro_batches(rows.lengths.tolist(), shared_prefixes(rows), budget)
+        plan = packed_micro_batches(part.lengths.tolist(), shared_prefixes(part), budget)
         assert sorted(row for own in plan for row in own) == list(range(len(part)))
 
 
@@ -200,9 +200,15 @@ def test_an_observation_does_not_cut_what_is_still_to_come():
     group = group_of([1, 0], episode(["aoa"]), episode(["aoa"]))
     how = AdvantageSettings(estimator="turn", std="none", discount=0.5)
     batch, got = credited([group], how)
-    assert got.advantages[0].tolist() == [0, 0, 0.25, 0, 0.5]  # less the means of the turns, 0.25 and 0.5
-    assert got.advantages[1].tolist() == [0, 0, -0.25, 0, -0.5]
-    assert batch.loss_mask[0].tolist() == [False, False, True, False, True]
+    assert got.policy.advantages[0].tolist() == [
+        0,
+        0,
+        0.25,
+        0,
+        0.5,
+    ]  # less the means of the turns, 0.25 and 0.5
+    assert got.policy.advantages[1].tolist() == [0, 0, -0.25, 0, -0.5]
+    assert batch.policy.mask[0].tolist() == [False, False, True, False, True]
 
 
 def test_kl_in_the_reward_counts_sampled_tokens_of_all_rows_alone():
@@ -212,7 +218,7 @@ def test_kl_in_the_reward_counts_sampled_tokens_of_all_rows_alone():
                  np.full(1, -1.0, np.float32)]  # fmt: skip
     how = AdvantageSettings(std="none", kl_coef=1.0, kl_estimator="k1")
     _, got = credited([group], how, reference)
-    assert got.advantages.tolist() == [
+    assert got.policy.advantages.tolist() == [
         [0, 0, -2.0, 0, 0, -1.5],
         [0, 0, 0, -1.0, 0, -0.5],
         [0] * 6,
@@ -225,9 +231,9 @@ def test_process_takes_the_rewards_of_turns_where_no_model_scores_steps():
     _, got = credited([group], AdvantageSettings(estimator="process", eps=0))
     unit = math.sqrt(1 / 3)
     a, b = (1 / 3) / unit, (-2 / 3) / unit
-    torch.testing.assert_close(got.advantages[0], torch.tensor([0, 0, a + b, a + b, 0, b]))
-    torch.testing.assert_close(got.advantages[1], torch.tensor([0, 0, 0, b, 0, 0]))
-    torch.testing.assert_close(got.advantages[2], torch.tensor([0, 0, a, 0, 0, 0]))
+    torch.testing.assert_close(got.policy.advantages[0], torch.tensor([0, 0, a + b, a + b, 0, b]))
+    torch.testing.assert_close(got.policy.advantages[1], torch.tensor([0, 0, 0, b, 0, 0]))
+    torch.testing.assert_close(got.policy.advantages[2], torch.tensor([0, 0, a, 0, 0, 0]))
 
 
 def test_steps_of_a_sample_stay_its_own_behind_a_sample_of_several_rows():
@@ -239,7 +245,7 @@ def test_steps_of_a_sample_stay_its_own_behind_a_sample_of_several_rows():
         step_ends=(np.array([2], np.int32), np.array([2], np.int32)),
     )
     _, got = credited([group], AdvantageSettings(estimator="process", std="none"))
-    assert got.advantages.tolist() == [[0, 0, -0.5, -0.5, -0.5, 0], [0] * 6, [0, 0, 0.5, 0.5, 0.5, 0]]
+    assert got.policy.advantages.tolist() == [[0, 0, -0.5, -0.5, -0.5, 0], [0] * 6, [0, 0, 0.5, 0.5, 0.5, 0]]
 
 
 def test_an_episode_without_a_reward_is_in_no_statistic_of_turns():
@@ -249,8 +255,12 @@ def test_an_episode_without_a_reward_is_in_no_statistic_of_turns():
         how = AdvantageSettings(estimator=estimator)
         _, two = credited([scored], how)
         _, three = credited([lost], how)
-        torch.testing.assert_close(three.advantages[:2], two.advantages)
-        assert two.advantages.any() and not three.advantages[2].any() and not three.loss_mask[2].any()
+        torch.testing.assert_close(three.policy.advantages[:2], two.policy.advantages)
+        assert (
+            two.policy.advantages.any()
+            and not three.policy.advantages[2].any()
+            and not three.policy.mask[2].any()
+        )
 
 
 def test_opo_weighs_with_the_tokens_that_were_sampled():
@@ -274,11 +284,16 @@ def test_token_values_return_to_the_rows_of_their_episodes(tmp_path):
             assert len(own) == len(rollout.rows)
             for row, known in zip(rollout.rows, own, strict=True):
                 at = batch.lengths[number] - len(row.completion_ids), batch.lengths[number]
-                for name, tensor in (("advantages", batch.advantages), ("ref_logprobs", batch.ref_logprobs)):
+                for name, tensor in (
+                    ("advantages", batch.policy.advantages),
+                    ("ref_logprobs", batch.policy.ref_logprobs),
+                ):
                     np.testing.assert_array_equal(getattr(known, name), tensor[number, slice(*at)])
                 np.testing.assert_array_equal(known.trainer_logprobs, np.where(row.sampled, -number, 0))
                 number += 1
-            expected = batch.advantages[number - 1][batch.loss_mask[number - 1]][0]  # one for all its tokens
+            expected = batch.policy.advantages[number - 1][batch.policy.mask[number - 1]][
+                0
+            ]  # one for all its tokens
             assert values.advantage == pytest.approx(float(expected), rel=1e-6)
     write_groups(tmp_path / "t.parquet", groups, found)
     table = pq.read_table(tmp_path / "t.parquet").to_pylist()
@@ -330,8 +345,8 @@ def test_rows_of_one_episode_weigh_as_if_they_were_one_row(mode):
         group = group_of([1, 0], first, episode(["aaaa"]))
         batch = make_batch([group], [np.array([1, -1], np.float32)], ref_logprobs=None, max_new_tokens=8)
         logprobs = torch.zeros(batch.tokens.shape, requires_grad=True)
-        loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), objective(aggregation=mode))
+        loss, _ = batch_loss(logprobs, batch, objective(aggregation=mode))
         loss.backward()
-        return logprobs.grad[batch.loss_mask]
+        return logprobs.grad[batch.policy.mask]
 
     torch.testing.assert_close(weights(episode(["aaa", "a"])), weights(episode(["aaaooa"])))

@@ -18,10 +18,10 @@ from grpo_dist.loop.staging import Staging
 from grpo_dist.loop.updates import make_updates
 from grpo_dist.policy.loss import batch_loss
 from grpo_dist.policy.packing import _stream_indices
-from grpo_dist.types import EpochUpdate, PreparedBatch
+from grpo_dist.types import Denominators, EpochUpdate
 from tests.support import fakes, made_groups
 from tests.support.good_inputs import CONFIG
-from tests.support.losses import objective
+from tests.support.losses import change, objective
 from tests.support.made_groups import group_of
 
 GROUPS, UPDATES = 6, 3
@@ -29,7 +29,9 @@ GROUPS, UPDATES = 6, 3
 
 def by_id(batch):
     """Row id -> its tokens and advantages, without padding."""
-    rows = zip(batch.row_ids.tolist(), batch.tokens, batch.advantages, batch.lengths.tolist(), strict=True)
+    rows = zip(
+        batch.row_ids.tolist(), batch.tokens, batch.policy.advantages, batch.lengths.tolist(), strict=True
+    )
     return {row: (tokens[:n].tolist(), own[:n].tolist()) for row, tokens, own, n in rows}
 
 
@@ -45,10 +47,10 @@ def test_every_epoch_has_every_row_once_in_whole_groups_with_their_own_denominat
         seen.append(groups)
         for update in epoch:
             alone = batch.select(update.row_ids.tolist())
-            assert update.denominators["num_tokens"] == float(alone.loss_mask.sum())
-            assert update.denominators["num_prompts"] == GROUPS // UPDATES
-        for name in ("num_tokens", "num_sequences"):
-            assert sum(u.denominators[name] for u in epoch) == getattr(batch, name)
+            assert update.denominators.tokens == float(alone.policy.mask.sum())
+            assert update.denominators.prompts == GROUPS // UPDATES
+        for name in ("tokens", "sequences"):
+            assert sum(getattr(u.denominators, name) for u in epoch) == getattr(batch.denominators, name)
     assert any(groups != seen[0] for groups in seen)
 
 
@@ -64,8 +66,7 @@ def test_ranks_regroup_their_own_rows_to_the_same_updates(ranks):
         whole = by_id(batch)
         assert found == {row: whole[row] for row in update.row_ids.tolist()}
         assert sum(map(len, parts)) == len(update.row_ids)
-        for part in parts:
-            assert {name: getattr(part, name) for name in update.denominators} == update.denominators
+        assert all(part.denominators == update.denominators for part in parts)
 
 
 @pytest.mark.parametrize("policy_loss", sorted(POLICY_LOSSES))
@@ -74,11 +75,11 @@ def test_the_gradient_of_an_epoch_without_denominators_does_not_depend_on_who_is
     generator = torch.Generator().manual_seed(0)
     batch = made_groups.batch(groups=GROUPS, reference=False)
     noise = 0.1 * torch.randn(batch.tokens.shape, generator=generator)
-    whole = PreparedBatch.of(batch, old_logprobs=batch.rollout_logprobs)
+    whole = change(batch, policy={"old_logprobs": batch.policy.rollout_logprobs})
     settings = objective(loss=policy_loss, correction="tis", aggregation="token-sum")
 
     def gradient(parts):
-        logprobs = (batch.rollout_logprobs + noise).requires_grad_()
+        logprobs = (batch.policy.rollout_logprobs + noise).requires_grad_()
         for part in parts:
             own = logprobs[part.row_ids, : part.tokens.shape[1]]
             batch_loss(own, part, settings)[0].backward()
@@ -141,7 +142,7 @@ def prompt_of(group, *, first, last):
 
 
 def stream_of(update):
-    indices = _stream_indices(update.lengths.tolist(), shared_prefixes(update.rows))
+    indices = _stream_indices(update.lengths.tolist(), shared_prefixes(update))
     return int(indices.max()) + 1
 
 
@@ -155,7 +156,7 @@ def test_no_update_of_any_epoch_is_left_without_rows():
         assert {0, 1, 4, 5} <= kept
         for update in (u for epoch in later for u in epoch):
             assert kept & set(update.row_ids.tolist())
-            assert update.denominators["num_sequences"] == 4  # idle ones count
+            assert update.denominators.sequences == 4  # idle ones count
 
 
 @pytest.mark.parametrize("top_k", [0, 3])
@@ -164,18 +165,21 @@ def test_demonstrations_and_what_teachers_give_stay_with_their_update(top_k):
     updates = [batch, replace(batch, row_ids=batch.row_ids + 100)]
     rows = [batch.row_ids.numpy()[::2], batch.row_ids.numpy()[1::2] + 100]
     for own in rows:
-        found = regrouped(updates, made_update(np.concatenate(rows), num_demonstrated=7.0))
-        assert set(own.tolist()) <= set(found.row_ids.tolist()) and found.num_demonstrated == 7.0
+        found = regrouped(updates, made_update(np.concatenate(rows), demonstrated=7.0))
+        assert set(own.tolist()) <= set(found.row_ids.tolist()) and found.denominators.demonstrated == 7.0
         assert found.demonstrated.shape == found.tokens.shape
         for kept in found.row_ids.tolist() if top_k else ():
             at, size = found.row_ids.tolist().index(kept), int(batch.lengths[kept % 100])
             for name in ("top_ids", "top_logprobs"):
-                ours, theirs = getattr(found, name)[at, :size], getattr(batch, name)[kept % 100, :size]
+                ours, theirs = (
+                    getattr(found.teacher, name)[at, :size],
+                    getattr(batch.teacher, name)[kept % 100, :size],
+                )
                 assert ours.shape == (size, top_k) and torch.equal(ours, theirs)
 
 
 def made_update(row_ids, **denominators):
-    return EpochUpdate(row_ids, denominators)
+    return EpochUpdate(row_ids, Denominators(**{"tokens": 0.0, "sequences": 0.0} | denominators))
 
 
 @pytest.mark.parametrize("changes", [("batch.epochs_per_batch=2",), ("batch.updates_per_step=2",)])

@@ -14,7 +14,7 @@ from grpo_dist.environments.dialogue import Dialogue
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.policy.attention import BlockKernel
 from grpo_dist.policy.micro_batches import MicroBatches
-from grpo_dist.types import HeldRoutes, PreparedBatch, Prompt, Task
+from grpo_dist.types import HeldRoutes, Prompt, Task
 from tests.support import made_groups
 from tests.support.made_episodes import generated
 
@@ -89,11 +89,11 @@ def test_demonstrations_have_no_routes():
 def test_every_token_of_a_micro_batch_has_its_own_routes():
     """Padded and packed; the last token of a row, padding and an empty micro-batch have none."""
     groups = routed(made_groups.episode_groups(samples=2))
-    batch = PreparedBatch.of(batch_of(groups))
+    batch = batch_of(groups)
     for kernel in (None, BlockKernel()):
         micro = MicroBatches(10_000, kernel, 8, torch.device("cpu"))
         part = micro.part(batch, [4, 0])
-        layout = micro.layout(part.rows)
+        layout = micro.layout(part, part.wanted)
         found = layout.routes[:, 0, 0].tolist()
         wanted = [[*((16 * row + t) % 256 for t in range(int(batch.lengths[row]) - 1)), -1] for row in (4, 0)]
         if kernel is None:
@@ -102,7 +102,8 @@ def test_every_token_of_a_micro_batch_has_its_own_routes():
         else:
             flat = wanted[0] + wanted[1]
             assert found == [*flat, *[-1] * (layout.tokens.shape[1] - len(flat))]
-        assert micro.layout(micro.part(batch, []).rows).routes is None
+        blank = micro.part(batch, [])
+        assert micro.layout(blank, blank.wanted).routes is None
 
 
 def test_the_budget_of_a_micro_batch_counts_a_prompt_for_each_way_it_was_routed(monkeypatch):
@@ -122,7 +123,8 @@ def test_the_budget_of_a_micro_batch_counts_a_prompt_for_each_way_it_was_routed(
     for name, batch in (("alike", alike), ("other", other)):
         plan = micro.plan(batch)
         assert sorted(row for rows in plan for row in rows) == list(range(len(batch)))
-        widths = [micro.layout(batch.select(rows).rows).tokens.shape[1] for rows in plan]
+        parts = [batch.select(rows) for rows in plan]
+        widths = [micro.layout(part, part.wanted).tokens.shape[1] for part in parts]
         assert all(width <= 60 or len(rows) == 1 for width, rows in zip(widths, plan, strict=True))
         sizes[name] = sum(widths)
     assert sizes["other"] == int(alike.lengths.sum()) > sizes["alike"]

@@ -48,23 +48,27 @@ def test_rows_are_prompt_then_completion_and_only_the_completion_is_trained():
     ]
     assert batch.lengths.tolist() == [6, 4, 5, 2]
     # The third row's reward is NaN: it keeps its tokens and enters no term.
-    assert batch.loss_mask.int().tolist() == [
+    assert batch.policy.mask.int().tolist() == [
         [0, 0, 0, 1, 1, 1],
         [0, 0, 0, 1, 0, 0],
         [0, 0, 0, 0, 0, 0],
         [0, 1, 0, 0, 0, 0],
     ]
-    assert batch.advantages.tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, -1, 0, 0], [0] * 6, [0] * 6]
-    torch.testing.assert_close(batch.rollout_logprobs[0], torch.tensor([0, 0, 0, 0, -0.1, -0.2]))
-    assert batch.ref_logprobs.tolist() == [
+    assert batch.policy.advantages.tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, -1, 0, 0], [0] * 6, [0] * 6]
+    torch.testing.assert_close(batch.policy.rollout_logprobs[0], torch.tensor([0, 0, 0, 0, -0.1, -0.2]))
+    assert batch.policy.ref_logprobs.tolist() == [
         [0, 0, 0, -3, -3, -3],
         [0, 0, 0, -1, 0, 0],
         [0] * 6,
         [0, -1, 0, 0, 0, 0],
     ]
-    assert (batch.num_tokens, batch.num_sequences, batch.max_tokens) == (5.0, 3.0, 16)
+    assert (batch.denominators.tokens, batch.denominators.sequences, batch.policy.max_tokens) == (
+        5.0,
+        3.0,
+        16,
+    )
     assert batch.row_ids.tolist() == list(range(len(batch)))
-    assert batch.tokens.dtype == torch.int64 and batch.advantages.dtype == torch.float32
+    assert batch.tokens.dtype == torch.int64 and batch.policy.advantages.dtype == torch.float32
 
 
 def test_masks_come_from_lengths_and_never_from_token_ids():
@@ -73,8 +77,8 @@ def test_masks_come_from_lengths_and_never_from_token_ids():
         [group([0, EOS], [[0, EOS, 0, EOS], [0]], [1, 0])], [np.array([1, -1], np.float32)],
         ref_logprobs=None, max_new_tokens=4,
     )  # fmt: skip
-    assert batch.loss_mask.int().tolist() == [[0, 0, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0]]
-    assert batch.ref_logprobs is None
+    assert batch.policy.mask.int().tolist() == [[0, 0, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0]]
+    assert batch.policy.ref_logprobs is None
 
 
 def test_an_empty_completion_is_a_row_without_weight():
@@ -82,7 +86,7 @@ def test_an_empty_completion_is_a_row_without_weight():
         [group([7, 8], [[], [EOS]], [0, 1])], [np.array([-1, 1], np.float32)],
         ref_logprobs=None, max_new_tokens=4,
     )  # fmt: skip
-    assert (batch.num_tokens, batch.num_sequences) == (1.0, 1.0)
+    assert (batch.denominators.tokens, batch.denominators.sequences) == (1.0, 1.0)
 
 
 def test_batching_reads_read_only_arrays_and_shares_no_memory_with_them():
@@ -126,9 +130,12 @@ def test_updates_hold_whole_groups_in_order_with_their_own_denominators():
         rows = slice(6 * i, 6 * i + 6)
         assert width == int(batch.lengths[rows].max())
         assert torch.equal(part.tokens, batch.tokens[rows, :width])
-        assert torch.equal(part.advantages, batch.advantages[rows, :width])
-        assert part.num_tokens == float(batch.loss_mask[rows].sum()) and part.num_sequences == 6.0
-    assert sum(p.num_tokens for p in parts) == batch.num_tokens
+        assert torch.equal(part.policy.advantages, batch.policy.advantages[rows, :width])
+        assert (
+            part.denominators.tokens == float(batch.policy.mask[rows].sum())
+            and part.denominators.sequences == 6.0
+        )
+    assert sum(p.denominators.tokens for p in parts) == batch.denominators.tokens
     assert split_updates(batch, num_groups=6, num_updates=1) == [batch]
 
 
@@ -145,7 +152,11 @@ def test_sharding_deals_every_row_once_balances_tokens_and_keeps_the_denominator
     load = [int(p.lengths.sum()) for p in parts]
     assert max(load) - min(load) <= int(batch.lengths.max())
     assert min(len(p) for p in parts) >= min(1, len(batch) // ranks)
-    assert all((p.num_tokens, p.num_sequences) == (batch.num_tokens, batch.num_sequences) for p in parts)
+    assert all(
+        (p.denominators.tokens, p.denominators.sequences)
+        == (batch.denominators.tokens, batch.denominators.sequences)
+        for p in parts
+    )
     again = shard(batch, ranks)
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(parts, again, strict=True))
 
@@ -180,4 +191,4 @@ def test_selecting_rows_leaves_the_batch_unchanged_and_records_are_frozen():
     assert torch.equal(batch.tokens, kept)
     assert part.lengths.tolist() == [int(batch.lengths[2]), int(batch.lengths[0])]
     with pytest.raises(AttributeError):
-        batch.num_tokens = 3.0
+        batch.denominators.tokens = 3.0

@@ -40,9 +40,9 @@ def step_of(config, prompt_tokens, step):
 
 def computed(batch, budget):
     """Count the tokens of the streams of a rank's micro-batches."""
-    plan = packed_micro_batches(batch.lengths.tolist(), shared_prefixes(batch.rows), budget)
+    plan = packed_micro_batches(batch.lengths.tolist(), shared_prefixes(batch), budget)
     parts = (batch.select(rows) for rows in plan)
-    streams = (_stream_indices(part.lengths.tolist(), shared_prefixes(part.rows)) for part in parts)
+    streams = (_stream_indices(part.lengths.tolist(), shared_prefixes(part)) for part in parts)
     return sum(int(stream.max()) + 1 for stream in streams)
 
 
@@ -54,7 +54,7 @@ def test_nine_tenths_of_the_shared_prompts_of_every_bench_are_computed_once(path
     for prompt_tokens in (8, config.data.max_prompt_tokens):
         for step in range(2):
             batch = step_of(config, prompt_tokens, step)
-            completions = int((batch.lengths - batch.rows.prompt_lengths).sum())
+            completions = int((batch.lengths - batch.prompt_lengths).sum())
             least = completions + prompt_tokens * config.batch.prompts_per_step
             assert needed_tokens([batch]) == least
             share = least / sum(computed(part, budget) for part in shard(batch, ranks))

@@ -178,7 +178,7 @@ def numbers(config):
     moved = [0.0]
 
     def logprobs(batch):
-        values = batch.rollout_logprobs.nan_to_num().double() + 0.15 * waves(batch, 1)
+        values = batch.policy.rollout_logprobs.nan_to_num().double() + 0.15 * waves(batch, 1)
         return values + moved[0] * waves(batch, 2), 1 + 0.5 * waves(batch, 4)
 
     prepare, found = Preparation(logprobs, torch.device("cpu"), True), []
@@ -197,7 +197,7 @@ def numbers(config):
         metrics = finish_stats(stats)
         metrics |= bonus.observe(metrics) | controller.observe(metrics)
         found.append((
-            len(update), loss.item(), projections(update.advantages, update),
+            len(update), loss.item(), projections(update.policy.advantages, update),
             [x for gradient in gradients if gradient is not None for x in projections(gradient, update)],
         ))  # fmt: skip
     rule, overlong = signal_rule(config.algorithm, config.rewards, None), config.rewards.overlong_buffer
@@ -227,11 +227,13 @@ def groups(right_or_wrong):
 
 
 def in_float64(batch):
-    reference = None if batch.ref_logprobs is None else batch.ref_logprobs.double()
-    return replace(
-        batch, advantages=batch.advantages.double(), rollout_logprobs=batch.rollout_logprobs.double(),
+    stream = batch.policy
+    reference = None if stream.ref_logprobs is None else stream.ref_logprobs.double()
+    stream = replace(
+        stream, advantages=stream.advantages.double(), rollout_logprobs=stream.rollout_logprobs.double(),
         ref_logprobs=reference,
     )  # fmt: skip
+    return replace(batch, policy=stream)
 
 
 def waves(batch, number):
@@ -241,5 +243,5 @@ def waves(batch, number):
 
 
 def projections(values, batch):
-    kept = torch.where(batch.loss_mask, values.double(), 0.0)
+    kept = torch.where(batch.policy.mask, values.double(), 0.0)
     return [float((kept * waves(batch, number)).sum()) for number in (3, 5)]

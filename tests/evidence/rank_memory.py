@@ -50,7 +50,7 @@ def rank(index, port, directory, dtype, stage):
     from grpo_dist.policy.loss import Objective
     from grpo_dist.policy.trainer import Trainer, TrainerSettings
     from grpo_dist.runtime.rendezvous import Rank
-    from grpo_dist.types import PreparedBatch, TrainBatch
+    from tests.support.losses import train_batch
 
     own = {"zero_optimization": {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}}
     trainer = Trainer(
@@ -64,14 +64,11 @@ def rank(index, port, directory, dtype, stage):
     )
     mask = torch.ones(4, 16, dtype=torch.bool)
     mask[:, 0] = False
-    batch = TrainBatch(
-        tokens=torch.randint(0, 100, mask.shape), lengths=torch.full((4,), 16), loss_mask=mask,
-        advantages=torch.randn(mask.shape), rollout_logprobs=torch.zeros(mask.shape), ref_logprobs=None,
-        row_ids=torch.arange(4), num_tokens=float(mask.sum()), num_sequences=4.0, max_tokens=16,
-    )  # fmt: skip
+    tokens = torch.randint(0, 100, mask.shape)
+    batch = train_batch(mask, tokens=tokens, advantages=torch.randn(mask.shape))
     trainer.update([batch])  # creates the optimiser's moments
     files = saved(trainer, Path(directory) / f"{dtype}_{stage}")
-    trainer.accumulate(PreparedBatch.of(batch))
+    trainer.accumulate(batch)
     if index == 0:
         print(json.dumps({"dtype": dtype, "stage": stage, "bytes": held(), "files": files}), flush=True)
     trainer.close()

@@ -20,7 +20,7 @@ def main(entries):
     from grpo_dist.policy.loss import Objective
     from grpo_dist.policy.trainer import Trainer, TrainerSettings
     from grpo_dist.runtime.rendezvous import Rank
-    from grpo_dist.types import TrainBatch
+    from tests.support.losses import train_batch
 
     shape = Qwen2Config(
         hidden_size=HIDDEN, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=2,
@@ -47,12 +47,8 @@ def main(entries):
         )
     mask = torch.ones(ROWS, TOKENS, dtype=torch.bool)
     mask[:, 0] = False
-    batch = TrainBatch(
-        tokens=torch.randint(0, entries, mask.shape), lengths=torch.full((ROWS,), TOKENS), loss_mask=mask,
-        advantages=torch.randn(mask.shape), rollout_logprobs=torch.zeros(mask.shape), ref_logprobs=None,
-        row_ids=torch.arange(ROWS), num_tokens=float(mask.sum()),
-        num_sequences=float(ROWS), max_tokens=TOKENS,
-    )  # fmt: skip
+    tokens = torch.randint(0, entries, mask.shape)
+    batch = train_batch(mask, tokens=tokens, advantages=torch.randn(mask.shape))
     for _ in range(2):
         trainer.update([batch])
     with open("/proc/self/status") as status:

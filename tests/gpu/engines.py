@@ -257,5 +257,5 @@ def _differences(sections: TrainerSections, rollouts: Sequence[Rollout], *, long
     rewards = np.zeros(len(rollouts), np.float32)
     group = Group(PROMPT, tuple(rollouts), rewards, {}, ("",) * len(rollouts))
     batch = make_batch([group], [rewards], ref_logprobs=None, max_new_tokens=longest)
-    own: np.ndarray = trainer_logprobs(sections, batch) - batch.rollout_logprobs.numpy()
-    return own[batch.loss_mask.numpy()]
+    own: np.ndarray = trainer_logprobs(sections, batch) - batch.policy.rollout_logprobs.numpy()
+    return own[batch.policy.mask.numpy()]

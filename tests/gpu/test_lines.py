@@ -107,8 +107,7 @@ def test_states_that_an_optimiser_keeps_outside_its_groups_are_compared_too():
 @pytest.mark.parametrize("size", _REAL_UPDATES, ids=str)
 def test_micro_batches_of_an_update_are_as_full_as_plan_takes_them_to_be(tmp_path, size):
     batch = made_batch(size, 151936)
-    rows = batch.rows
-    plan = packed_micro_batches(rows.lengths.tolist(), shared_prefixes(rows), size.micro_batch)
+    plan = packed_micro_batches(batch.lengths.tolist(), shared_prefixes(batch), size.micro_batch)
     assert [len(part) for part in plan] == [size.groups * size.samples] * 2
     config = update_config(on_gpu(tmp_path), size, dtype="bfloat16", zero_stage=1)
     own = attended(

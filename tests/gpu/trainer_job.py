@@ -25,7 +25,7 @@ from grpo_dist.runtime.processes import freeze_loaded
 from grpo_dist.runtime.rendezvous import Rank
 from grpo_dist.tools.bench.child import Barrier
 from grpo_dist.tools.bench.limits import run_jobs
-from grpo_dist.types import Group, PreparedBatch, Prompt, Rollout, TrainBatch
+from grpo_dist.types import Group, Prompt, Rollout, TrainBatch
 from tests.gpu.device import peak_bytes_of, seconds_of, synchronize
 from tests.gpu.sizes import UpdateSize
 
@@ -76,7 +76,7 @@ def measure(
     freeze_loaded()  # as the worker of a run does
     batch = made_batch(size, trainer.engine.module.model.config.vocab_size)
     found: dict[str, Any] = {"logprobs": _logprobs(trainer, batch)}
-    trainer.accumulate(PreparedBatch.of(batch, old_logprobs=None, policy_mask=None))
+    trainer.accumulate(batch)
     found["gradients"] = {name: _some(gradient) for name, gradient in trainer.gradients().items()}
     found["norm"] = trainer.step()["policy/grad_norm"]
     if timed:
@@ -125,7 +125,7 @@ def make_trainer(own: TrainerSections, model_dir: str, ranks: Ranks) -> Trainer:
 def _logprobs(trainer: Trainer, batch: TrainBatch) -> np.ndarray:
     """Return the log-probs of the first rows' completions, float32 [N]."""
     rows = batch.select(list(range(_ROWS)))
-    own: np.ndarray = trainer.logprobs(rows)[0][rows.loss_mask].numpy()
+    own: np.ndarray = trainer.logprobs(rows)[0][rows.policy.mask].numpy()
     return own
 
 

@@ -460,5 +460,5 @@ def test_samples_with_a_nan_log_prob_are_counted_and_reported():
     assert world.logged[1]["rollout/nan_logprobs"] == groups
     assert [w for w in world.warnings if f"{groups} samples are not trained on" in w]
     ((batch,),) = world.updates
-    empty = ~batch.loss_mask.any(dim=1)
-    assert int(empty.sum()) == groups and batch.rollout_logprobs.isfinite().all()
+    empty = ~batch.policy.mask.any(dim=1)
+    assert int(empty.sum()) == groups and batch.policy.rollout_logprobs.isfinite().all()

@@ -80,8 +80,8 @@ def test_each_sample_learns_from_exactly_the_teachers_of_its_source():
         for row, group in enumerate(batch.group_ids.tolist()):
             # -(log p - mean of its teachers' log p) at half weight; engines gave -1.
             expected = 0.5 * (-2.5 + 1 if sources[group] == "even" else -2 + 1)
-            assert batch.advantages[row][batch.loss_mask[row]].tolist() == [expected] * 2
-        assert batch.teacher_logprobs is None and batch.taught is None, "it is part of the advantages"
+            assert batch.policy.advantages[row][batch.policy.mask[row]].tolist() == [expected] * 2
+        assert batch.teacher is None, "it is part of the advantages"
     assert world.logged[1]["teacher/kl/of_even"] == 2.0 and world.logged[1]["teacher/kl/of_all"] == 1.0
     first = [prompts[g.prompt.uid].source for g in world.sampled_groups["step_000001"]]
     even = first.count("even")
@@ -106,11 +106,11 @@ def test_groups_without_reward_signal_are_trained_on_where_they_have_a_teacher(k
     ]
     assert all(metrics["group/no_signal_share"] == 0.0 for metrics in world.logged.values())
     for batch in batches:
-        taught = batch.loss_mask if kl == "advantage" else batch.taught
+        taught = batch.policy.mask if kl == "advantage" else batch.teacher.mask
         assert taught.sum() == 16 and len(batch) == 8
         if kl == "sampled":
-            assert batch.num_taught == 16.0 and not batch.advantages.any()
-            assert torch.equal(batch.teacher_logprobs, torch.where(batch.taught, -3.0, 0.0))
+            assert batch.denominators.taught == 16.0 and not batch.policy.advantages.any()
+            assert torch.equal(batch.teacher.logprobs, torch.where(batch.teacher.mask, -3.0, 0.0))
 
 
 @pytest.mark.parametrize("unscored", [("p0", "p1", "p2", "p3"), ("p1",), ()])
@@ -134,12 +134,12 @@ def test_rewards_and_teacher_are_weighed_in_the_advantage():
             steps=1, distillation={"teachers": [teacher("t")], "coef": 2.0, "reward_coef": reward_coef}
         )
         (batch,) = train(fakes.World(jitter=False), config, fakes.prompts(8), {"t": Teacher(-1.25)})
-        parts[reward_coef] = torch.where(batch.loss_mask, batch.advantages, 0.0)
+        parts[reward_coef] = torch.where(batch.policy.mask, batch.policy.advantages, 0.0)
     (plain,) = train(fakes.World(jitter=False), fakes.config(steps=1), fakes.prompts(8))
     rows = plain.row_ids
-    assert set(parts[0.0][batch.loss_mask].tolist()) == {-0.5}
+    assert set(parts[0.0][batch.policy.mask].tolist()) == {-0.5}
     for weight in (1.0, 3.0):
-        torch.testing.assert_close((parts[weight] - parts[0.0])[rows], weight * plain.advantages)
+        torch.testing.assert_close((parts[weight] - parts[0.0])[rows], weight * plain.policy.advantages)
 
 
 def test_a_teacher_reads_its_own_prompt_and_the_policy_does_not():
@@ -156,8 +156,8 @@ def test_a_teacher_that_is_the_reference_is_asked_without_a_kl_term():
     config = fakes.config(steps=1, distillation={"teachers": [teacher("own", model="reference")]})
     assert config.needs_reference and not config.has_kl_term
     (batch,) = train(EqualRewards(), config, fakes.prompts(4), reference=True)
-    assert batch.ref_logprobs is None
-    assert not batch.advantages.any(), "the reference gives -1, as the engine does"
+    assert batch.policy.ref_logprobs is None
+    assert not batch.policy.advantages.any(), "the reference gives -1, as the engine does"
 
 
 def test_likeliest_tokens_reach_the_rows_of_the_teachers_source_and_no_others():
@@ -176,14 +176,17 @@ def test_likeliest_tokens_reach_the_rows_of_the_teachers_source_and_no_others():
     sources = {p.uid: p.source for p in prompts}
     for row, group in enumerate(batch.group_ids.tolist()):
         value = {"even": -3.0, "third": -2.0}.get(sources[groups[group]])
-        taught = batch.taught[row]
+        taught = batch.teacher.mask[row]
         assert taught.any() == (value is not None)
-        assert not batch.top_ids[row][~taught].any() and not batch.top_logprobs[row][~taught].any()
+        assert (
+            not batch.teacher.top_ids[row][~taught].any()
+            and not batch.teacher.top_logprobs[row][~taught].any()
+        )
         if value is not None:
-            assert torch.equal(taught, batch.loss_mask[row])
-            assert batch.top_ids[row][taught].tolist() == [[40, 41, 42]] * int(taught.sum())
+            assert torch.equal(taught, batch.policy.mask[row])
+            assert batch.teacher.top_ids[row][taught].tolist() == [[40, 41, 42]] * int(taught.sum())
             expected = [[value, value - 1, value - 2]] * int(taught.sum())
-            assert batch.top_logprobs[row][taught].tolist() == expected
+            assert batch.teacher.top_logprobs[row][taught].tolist() == expected
     assert world.logged[1]["teacher/kl/of_even"] == 2.0 and world.logged[1]["teacher/kl/of_third"] == 1.0
 
 
@@ -216,8 +219,8 @@ def test_the_reference_that_teaches_with_likeliest_tokens_is_still_asked_once_fo
     )
     world = Reference()
     (batch,) = train(world, config, fakes.prompts(4), reference=True)
-    assert set(world.asked.values()) == {1} and batch.top_ids.shape[2] == 2
-    assert torch.equal(batch.ref_logprobs, -1.0 * batch.loss_mask)
+    assert set(world.asked.values()) == {1} and batch.teacher.top_ids.shape[2] == 2
+    assert torch.equal(batch.policy.ref_logprobs, -1.0 * batch.policy.mask)
 
 
 def test_the_reference_is_asked_once_for_the_kl_term_and_all_teachers_that_read_the_same():
@@ -230,9 +233,9 @@ def test_the_reference_is_asked_once_for_the_kl_term_and_all_teachers_that_read_
     world, large = CountingReference(), Teacher(-3.0)
     (batch,) = train(world, config, shown, {"reference": large}, reference=True)
     assert world.asked == {(f"p{i}", tokens): 1 for i in range(4) for tokens in (3, 4)}
-    assert len(large.asked) == 4 and torch.equal(batch.ref_logprobs, -1.0 * batch.loss_mask)
+    assert len(large.asked) == 4 and torch.equal(batch.policy.ref_logprobs, -1.0 * batch.policy.mask)
     # The mean of -1, -1, -1 and -3, less the engine's -1.
-    assert batch.advantages[batch.loss_mask].tolist() == [-0.5] * 16
+    assert batch.policy.advantages[batch.policy.mask].tolist() == [-0.5] * 16
 
 
 def test_a_refresh_of_the_reference_asks_no_teacher_with_a_model_of_its_own_again():
@@ -246,7 +249,7 @@ def test_a_refresh_of_the_reference_asks_no_teacher_with_a_model_of_its_own_agai
     assert world.events.count("refresh") >= 3 and max(world.asked.values()) == 2
     assert sorted(p.uid for p in large.asked) == sorted(f"p{i}" for i in range(16))
     for (batch,) in world.updates:
-        assert batch.advantages[batch.loss_mask].tolist() == [-1.0] * 16
+        assert batch.policy.advantages[batch.policy.mask].tolist() == [-1.0] * 16
 
 
 def demonstrations(count):
@@ -271,8 +274,8 @@ def test_demonstrations_of_a_step_are_a_function_of_seed_and_step(updates):
     assert len(batches) == 4 * updates
     for batch in batches:
         rows = batch.demonstrated.any(dim=1)
-        assert rows.sum() == 4 // updates and batch.num_demonstrated == 3 * rows.sum()
-        assert not batch.loss_mask[rows].any() and not batch.advantages[rows].any()
+        assert rows.sum() == 4 // updates and batch.denominators.demonstrated == 3 * rows.sum()
+        assert not batch.policy.mask[rows].any() and not batch.policy.advantages[rows].any()
         assert len(set(batch.row_ids.tolist())) == len(batch)
     of_steps = [world.ledger_entries[step]["demonstrations"] for step in range(1, 5)]
     for epoch in (of_steps[:2], of_steps[2:]):

@@ -74,7 +74,7 @@ def test_the_ledger_has_every_prompt_of_every_step_once(staleness):
     lists = [uids for step in range(1, 6) for uids in world.ledger_entries[step].values()]
     assert sorted(uid for uids in lists for uid in uids) == sorted(f"p{i}" for i in range(20))
     for step, batch in enumerate(world.updates, start=1):
-        with_advantage = {int(g) for u in batch for g in u.group_ids[u.advantages.any(dim=1)]}
+        with_advantage = {int(g) for u in batch for g in u.group_ids[u.policy.advantages.any(dim=1)]}
         assert len(world.ledger_entries[step].get("trained", ())) == len(with_advantage)
 
 
@@ -87,7 +87,9 @@ def test_batches_do_not_depend_on_the_order_in_which_groups_finish(staleness):
         batches.append(world.updates)
     for other in batches[1:]:
         for a, b in zip(batches[0], other, strict=True):
-            assert torch.equal(a[0].tokens, b[0].tokens) and torch.equal(a[0].advantages, b[0].advantages)
+            assert torch.equal(a[0].tokens, b[0].tokens) and torch.equal(
+                a[0].policy.advantages, b[0].policy.advantages
+            )
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -147,11 +149,11 @@ def test_finished_groups_of_an_unfinished_batch_are_kept(dynamic):
 def test_reference_logprobs_reach_the_batch_only_when_kl_is_on():
     world = fakes.World()
     train(world, fakes.config(steps=1), fakes.prompts(8))
-    assert world.updates[0][0].ref_logprobs is None
+    assert world.updates[0][0].policy.ref_logprobs is None
     world = fakes.World()
     train(world, fakes.config(steps=1, algorithm={"kl": {"coef": 0.1}}), fakes.prompts(8))
     batch = world.updates[0][0]
-    assert torch.equal(batch.ref_logprobs, torch.where(batch.loss_mask, -1.0, 0.0))
+    assert torch.equal(batch.policy.ref_logprobs, torch.where(batch.policy.mask, -1.0, 0.0))
 
 
 def test_updates_per_step_splits_whole_groups_with_their_own_denominators():
@@ -160,7 +162,7 @@ def test_updates_per_step_splits_whole_groups_with_their_own_denominators():
     train(world, fakes.config(steps=1, batch=batch), fakes.prompts(8))
     first, second = world.updates[0]
     assert (len(first), len(second)) == (4, 4)
-    assert (first.num_tokens, first.num_sequences) == (8.0, 4.0)
+    assert (first.denominators.tokens, first.denominators.sequences) == (8.0, 4.0)
 
 
 @pytest.mark.parametrize(("after", "seen"), [(False, [0, 2, 4]), (True, [0, 2])])
@@ -248,7 +250,7 @@ def test_the_control_shuffles_rewards_among_samples():
     train(control, shuffled, fakes.prompts(20))
     for mine, dealt in zip(world.updates, control.updates, strict=True):
         assert torch.equal(mine[0].tokens, dealt[0].tokens)
-        assert not torch.equal(mine[0].advantages, dealt[0].advantages)
+        assert not torch.equal(mine[0].policy.advantages, dealt[0].policy.advantages)
     assert world.logged[1]["reward/mean"] == control.logged[1]["reward/mean"]
 
 
@@ -261,7 +263,7 @@ def test_a_run_of_one_sample_a_prompt_trains_on_all_of_them():
     )
     assert [len(update) for updates in world.updates for update in updates] == [6, 6]
     for (update,) in world.updates:
-        trained = update.advantages[update.loss_mask]
+        trained = update.policy.advantages[update.policy.mask]
         assert trained.any() and abs(float(trained.mean())) < 1e-5
 
 
@@ -290,7 +292,7 @@ def test_groups_without_a_signal_are_replaced_by_further_prompts():
     train(world, config, fakes.prompts(40))
     for step in (1, 2, 3):
         (batch,) = world.updates[step - 1]
-        assert len(batch) == 8 and batch.advantages[batch.loss_mask].all()
+        assert len(batch) == 8 and batch.policy.advantages[batch.policy.mask].all()
         # Discarded groups are not hidden: the metrics count them.
         extra = world.logged[step]["group/extra_prompts"]
         assert world.logged[step]["group/no_signal_share"] == pytest.approx(extra / (4 + extra))
@@ -402,7 +404,9 @@ def test_remax_samples_every_prompt_greedily_for_its_baseline():
     train(world, config, fakes.prompts(8))
     assert sorted(drawn) == sorted([(f"p{i}", n, t) for i in range(8) for n, t in ((1, 0.0), (2, 1.0))])
     (batch,) = world.updates[0]
-    got = sorted(batch.advantages[i, 3].item() for i in range(len(batch)) if batch.loss_mask[i].any())
+    got = sorted(
+        batch.policy.advantages[i, 3].item() for i in range(len(batch)) if batch.policy.mask[i].any()
+    )
     expected = [w - i / 10 for i in range(8) if i != 3 for w in (0, 1)]
     assert got == pytest.approx(sorted(e for e in expected if e))
 
@@ -447,7 +451,7 @@ def test_batches_are_trained_with_the_refreshed_reference(staleness):
     )
     asyncio.run(run(config, workers, fakes.prompts(40), [], world, world))
     assert renewals == [2, 4]
-    seen = [float(b[0].ref_logprobs[b[0].loss_mask].unique()) for b in world.updates]
+    seen = [float(b[0].policy.ref_logprobs[b[0].policy.mask].unique()) for b in world.updates]
     assert seen == [-1.0, -1.0, -2.0, -2.0, -3.0]
 
 
@@ -497,7 +501,7 @@ def test_running_reward_statistics_cover_every_step_once_and_survive_a_resume(st
         seen.extend(rewards)
         spread = np.std(seen, ddof=1)
         expected = (rewards - np.mean(seen)) / (spread + 1e-6)
-        got = batch.advantages[range(len(batch)), batch.prompt_lengths].numpy()
+        got = batch.policy.advantages[range(len(batch)), batch.prompt_lengths].numpy()
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
         if step == 2:
             assert first.saved[3].rewards.count == len(seen)
@@ -505,4 +509,4 @@ def test_running_reward_statistics_cover_every_step_once_and_survive_a_resume(st
     second.version = 3
     train(second, config, fakes.prompts(40), progress=first.saved[3])
     for a, b in zip(whole.updates[3:], second.updates, strict=True):
-        assert torch.equal(a[0].advantages, b[0].advantages)
+        assert torch.equal(a[0].policy.advantages, b[0].policy.advantages)

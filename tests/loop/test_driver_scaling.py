@@ -29,7 +29,6 @@ from grpo_dist.types import (
     Rollout,
     Task,
     Thought,
-    TrainBatch,
     pack_rollouts,
     unpack_rollouts,
 )
@@ -43,6 +42,7 @@ from tests.evidence.driver_scaling import (
     scaling_prompts,
 )
 from tests.support import made_groups
+from tests.support.losses import check_equal
 from tests.support.made_records import made_group, made_prompts, made_rollouts
 from tests.support.patience import HANG_S
 
@@ -56,7 +56,7 @@ def row_by_row(groups, advantages, ref_logprobs, mask_truncated):
     samples = [(g, i, r) for g in groups for i, r in enumerate(g.rollouts)]
     rows = [[*g.prompt.token_ids.tolist(), *r.completion_ids.tolist()] for g, _, r in samples]
     shape = (len(rows), max(map(len, rows)))
-    out = {"tokens": torch.zeros(shape, dtype=torch.long), "loss_mask": torch.zeros(shape, dtype=torch.bool)}
+    out = {"tokens": torch.zeros(shape, dtype=torch.long), "mask": torch.zeros(shape, dtype=torch.bool)}
     out |= {name: torch.zeros(shape) for name in ("advantages", "rollout_logprobs", "ref_logprobs")}
     flat = [a for own in advantages for a in own]
     for row, (group, i, sample) in enumerate(samples):
@@ -64,7 +64,7 @@ def row_by_row(groups, advantages, ref_logprobs, mask_truncated):
         out["tokens"][row, : len(rows[row])] = torch.tensor(rows[row], dtype=torch.long)
         if math.isnan(group.rewards[i]) or (mask_truncated and sample.finish_reason == "length"):
             continue
-        out["loss_mask"][row, here] = True
+        out["mask"][row, here] = True
         out["advantages"][row, here] = float(flat[row])
         out["rollout_logprobs"][row, here] = torch.from_numpy(sample.logprobs)
         out["ref_logprobs"][row, here] = torch.from_numpy(ref_logprobs[row])
@@ -117,10 +117,10 @@ def test_a_batch_equals_one_built_row_by_row_bit_for_bit(groups, mask_truncated)
         groups, advantages, ref_logprobs=reference, max_new_tokens=9, mask_truncated=mask_truncated
     )
     for name, expected in row_by_row(groups, advantages, reference, mask_truncated).items():
-        actual = getattr(batch, name)
+        actual = getattr(batch if name in ("tokens", "lengths") else batch.policy, name)
         assert actual.dtype == expected.dtype and torch.equal(actual, expected), name
-    assert batch.num_tokens == float(batch.loss_mask.sum())
-    assert batch.num_sequences == float(batch.loss_mask.any(dim=1).sum())
+    assert batch.denominators.tokens == float(batch.policy.mask.sum())
+    assert batch.denominators.sequences == float(batch.policy.mask.any(dim=1).sum())
 
 
 @settings(max_examples=40)
@@ -164,12 +164,7 @@ def test_a_batch_arrives_unchanged_in_its_own_memory():
     buffers = []
     sent = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
     arrived = pickle.loads(sent, buffers=[bytes(b) for b in buffers])
-    for f in fields(TrainBatch):
-        mine, theirs = getattr(batch, f.name), getattr(arrived, f.name)
-        if isinstance(mine, torch.Tensor):
-            assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), f.name
-        else:
-            assert mine == theirs, f.name
+    check_equal(arrived, batch)
     arrived.tokens.zero_()  # fails in read-only memory
     assert sum(len(bytes(b)) for b in buffers) > 0.9 * len(sent)
 

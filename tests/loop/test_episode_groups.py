@@ -37,7 +37,7 @@ class Episodes(fakes.World):
     async def token_logprobs(self):
         found = {}
         for batch in self.updates[-1]:
-            for row, mask in zip(batch.row_ids.tolist(), batch.loss_mask, strict=True):
+            for row, mask in zip(batch.row_ids.tolist(), batch.policy.mask, strict=True):
                 found[row] = np.full(int(mask.sum()), -1.0 - row, np.float32)
         return found
 
@@ -56,8 +56,8 @@ def test_every_row_is_trained_and_recorded_with_its_sample(advantage, kl):
         rows = [row for r in rollouts for row in r.rows]
         assert sorted(row for u in updates for row in u.row_ids.tolist()) == list(range(len(rows)))
         assert len(rows) > len(rollouts) == 16
-        assert [u.num_sequences for u in updates] == [8.0, 8.0]
-        assert sum(u.num_tokens for u in updates) == sum(len(r.sampled_ids) for r in rollouts)
+        assert [u.denominators.sequences for u in updates] == [8.0, 8.0]
+        assert sum(u.denominators.tokens for u in updates) == sum(len(r.sampled_ids) for r in rollouts)
         number = 0
         for rollout in rollouts:
             known = values[rollout.prompt_uid, rollout.sample]
@@ -90,7 +90,7 @@ def test_a_group_has_a_signal_where_only_a_further_row_has_one():
     (batch,) = fakes.make_batches(settings, [ScoredGroup(group, [])], 0, kl_coef=0.0)
     rows = len(first.rows)
     assert batch.row_ids.tolist() == [1, rows + 1] and batch.group_ids.tolist() == [0, 0]
-    assert batch.num_sequences == 2 and batch.num_tokens == 2 * len(first.sampled_ids)
+    assert batch.denominators.sequences == 2 and batch.denominators.tokens == 2 * len(first.sampled_ids)
     assert set(values_of_rows([batch], tokens=False)) == {1, rows + 1}
 
 
@@ -105,5 +105,5 @@ def test_a_masked_end_is_not_trained_and_its_reward_counts(masked):
         environments={"mask_outcomes": [masked]},
     )  # fmt: skip
     (batch,) = fakes.make_batches(settings, [ScoredGroup(group, [])], 0, kl_coef=0.0)
-    assert not batch.loss_mask[: len(ended.rows)].any() and batch.num_sequences == 2
-    assert batch.advantages[len(ended.rows)].abs().max() == pytest.approx(1 / 3)
+    assert not batch.policy.mask[: len(ended.rows)].any() and batch.denominators.sequences == 2
+    assert batch.policy.advantages[len(ended.rows)].abs().max() == pytest.approx(1 / 3)

@@ -268,7 +268,7 @@ def test_the_reference_is_renewed_under_groups_that_are_carried_over():
     )
     train(world, config, fakes.prompts(40))
     for step, (batch,) in enumerate(world.updates):
-        assert set(batch.ref_logprobs[batch.loss_mask].tolist()) == {-float(step)}
+        assert set(batch.policy.ref_logprobs[batch.policy.mask].tolist()) == {-float(step)}
 
 
 # --- dynamic sampling
@@ -280,7 +280,7 @@ def test_groups_without_a_signal_are_replaced_and_counted_once():
     prompts = fakes.prompts(80)
     train(world, config, prompts)
     for step, (batch,) in enumerate(world.updates, start=1):
-        assert len(batch) == 8 and batch.advantages[batch.loss_mask].all()
+        assert len(batch) == 8 and batch.policy.advantages[batch.policy.mask].all()
         assert "no_signal" not in world.ledger_entries[step]
     found = Counter(uid for step in trained(world) for uid in step)
     order = world.saved[6].pipeline.order

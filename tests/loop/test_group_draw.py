@@ -49,14 +49,15 @@ def test_a_group_is_trained_with_the_samples_that_are_there(settings):
     assert short.logged[1]["group/size_min"] == 4 and short.logged[1]["group/size_mean"] == 5.5
     assert whole.logged[1]["group/size_min"] == whole.logged[1]["group/size_mean"] == 6
     (batch,) = short.updates[0]
-    assert batch.num_sequences == 22 and batch.num_tokens == 44
+    assert batch.denominators.sequences == 22 and batch.denominators.tokens == 44
     group = next(g for g in short.sampled_groups["step_000001"] if g.prompt.uid == "p1")
     # The mean of the four samples that are there is the baseline, and the others keep theirs.
     centred = group.rewards - group.rewards.mean()
     of_group = [int(i) for i in batch.group_ids.unique() if (batch.group_ids == i).sum() == 4]
     rows = batch.group_ids == of_group[0]
     assert np.allclose(
-        batch.advantages[rows].max(dim=1).values + batch.advantages[rows].min(dim=1).values, centred
+        batch.policy.advantages[rows].max(dim=1).values + batch.policy.advantages[rows].min(dim=1).values,
+        centred,
     )
 
 

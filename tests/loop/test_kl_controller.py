@@ -8,7 +8,6 @@ import torch
 from grpo_dist.config import KLConfig
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.policy.loss import batch_loss, finish_stats
-from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 from tests.support.losses import objective
 
@@ -23,7 +22,7 @@ def test_a_kl_below_its_target_lowers_the_weight_for_the_next_update():
 
 def test_a_step_without_a_token_of_the_policy_loss_moves_nothing():
     """A KL of 0 would be below every target: steps of demonstrations alone would take the weight to 0."""
-    batch = PreparedBatch.of(made_groups.demonstrated_batch())
+    batch = made_groups.demonstrated_batch()
     _, stats = batch_loss(-torch.rand(batch.tokens.shape), batch, objective(kl={"coef": 0.1}))
     kl = KLController(STEERED)
     assert kl.observe(finish_stats(stats)) == {"ref/kl_coef": 0.1} and kl.coef == 0.1

@@ -77,7 +77,7 @@ def test_each_step_is_sampled_by_its_number_however_early_it_is_launched(stalene
     assert np.allclose(drawn(world, 6), expected)
     for step, updates in enumerate(world.updates):
         assert torch.allclose(updates[0].temperatures, torch.tensor(expected[step][0]).double())
-        assert updates[0].max_tokens == expected[step][1]  # the constant of seq-mean-token-sum-norm
+        assert updates[0].policy.max_tokens == expected[step][1]  # the constant of seq-mean-token-sum-norm
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
@@ -232,4 +232,4 @@ def test_a_step_is_divided_by_the_length_it_was_drawn_with_and_by_the_configured
     long = replace(group, rollouts=tuple(replace(r, max_new_tokens=32) for r in group.rollouts))
     for own, expected in ((group, 4), (long, 32)):
         (update,) = fakes.make_batches(fakes.config(), [ScoredGroup(own, [])], 0, kl_coef=0.0)
-        assert update.max_tokens == expected
+        assert update.policy.max_tokens == expected

@@ -15,9 +15,9 @@ from grpo_dist.driver import run
 from grpo_dist.loop import staging
 from grpo_dist.loop.score_norms import score_norms_of
 from tests.support import fakes, made_groups
+from tests.support.losses import check_equal
 from tests.support.patience import HANG_S
 
-TENSORS = ("tokens", "lengths", "loss_mask", "advantages", "rollout_logprobs", "ref_logprobs")
 STEERED = {"kl": {"coef": 0.1, "target": 0.5, "gain": 1.0}}
 
 
@@ -108,7 +108,7 @@ def test_the_token_baseline_reads_the_policy_once_before_each_update():
     for number, (batch,) in enumerate(world.updates):
         rewards = np.stack([g.rewards for g in world.sampled_groups[f"step_{number + 1:06d}"]])
         expected = torch.from_numpy(rewards - rewards.mean(axis=1, keepdims=True)).flatten()[:, None]
-        torch.testing.assert_close(batch.advantages, torch.where(batch.loss_mask, expected, 0.0))
+        torch.testing.assert_close(batch.policy.advantages, torch.where(batch.policy.mask, expected, 0.0))
 
 
 def test_a_sample_without_a_reward_has_score_norms_for_the_reward_that_a_shuffle_may_give_it():
@@ -154,10 +154,7 @@ def test_staging_ahead_changes_no_number(monkeypatch, changes):
     train(config, later)
     for one, other in zip(ahead.updates, later.updates, strict=True):
         for a, b in zip(one, other, strict=True):
-            for name in TENSORS:
-                mine, theirs = getattr(a, name), getattr(b, name)
-                assert (mine is None and theirs is None) or torch.equal(mine, theirs), name
-            assert (a.num_tokens, a.num_sequences) == (b.num_tokens, b.num_sequences)
+            check_equal(a, b)
     assert ahead.kl_coefs == later.kl_coefs
 
 

@@ -56,7 +56,7 @@ class Job(fakes.World):
     async def logprobs(self, batch):
         """A row's log-probs are minus its number of tokens."""
         self.measured.append(len(batch))
-        lengths = batch.loss_mask.sum(dim=1).tolist()
+        lengths = batch.policy.mask.sum(dim=1).tolist()
         return "float32", {
             row: np.full(n, -n, np.float32) for row, n in zip(batch.row_ids.tolist(), lengths, strict=True)
         }
@@ -95,9 +95,9 @@ def test_the_completion_alone_is_trained_and_all_of_the_batch_s_tokens_are_the_d
     job = Job().run(config(steps=1, batch_size=3), demonstrations(3))
     ((batch,),) = job.updates
     order = (batch.tokens[:, 1] - 20).tolist()
-    assert batch.num_tokens == 6.0 and batch.lengths.tolist() == [3 + i for i in order]
+    assert batch.denominators.tokens == 6.0 and batch.lengths.tolist() == [3 + i for i in order]
     for row, i in enumerate(order):
-        assert batch.loss_mask[row].tolist() == [2 <= t < 3 + i for t in range(batch.tokens.shape[1])]
+        assert batch.policy.mask[row].tolist() == [2 <= t < 3 + i for t in range(batch.tokens.shape[1])]
     metrics = job.logged[1]
     assert (metrics["train/rows"], metrics["train/tokens"], metrics["train/loss_tokens"]) == (3, 12, 6)
     assert metrics["train/epoch"] == 1.0 and metrics["throughput/tokens_per_s"] > 0

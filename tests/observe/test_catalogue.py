@@ -20,7 +20,6 @@ from grpo_dist.observe.metric_list import METRICS
 from grpo_dist.policy.loss import batch_loss, finish_stats
 from grpo_dist.runtime.files import refresh, replace_part
 from grpo_dist.runtime.metering import Usage, usage_metrics
-from grpo_dist.types import PreparedBatch
 from tests.support import fakes
 from tests.support.losses import objective
 
@@ -101,7 +100,7 @@ class Everything(fakes.World):
         )  # fmt: skip
         logprobs = -torch.rand(batches[0].tokens.shape)
         entropy = torch.ones(logprobs.shape)
-        _, stats = batch_loss(logprobs, PreparedBatch.of(batches[0]), settings, entropy=entropy)
+        _, stats = batch_loss(logprobs, batches[0], settings, entropy=entropy)
         metrics = finish_stats(stats)
         refused = {f"{REFUSED}{bound.key}": 0.0 for bound in bounds}
         return metrics | refused | {f"first_update/{name}": metrics[name] for name in ("ref/kl",)}

@@ -18,9 +18,8 @@ from grpo_dist.loop.updates import _reads_all_rows
 from grpo_dist.plugins.algorithm import OwnCode
 from grpo_dist.plugins.user_code import call, check_signature
 from grpo_dist.policy.loss import add_stats, batch_loss, finish_stats
-from grpo_dist.types import PreparedBatch
 from tests.support import fakes
-from tests.support.losses import objective
+from tests.support.losses import objective, train_batch
 from tests.support.made_groups import group_of
 
 PIECES = """
@@ -77,19 +76,15 @@ def row(**changes):
     """Prompt of one token, completion of three, the last of them masked and without any number."""
     nan = math.nan
     fields = {
-        "tokens": torch.tensor([[1, 2, 3, 4]]),
-        "lengths": torch.tensor([4]),
-        "loss_mask": torch.tensor([[False, True, True, False]]),
+        "mask": torch.tensor([[False, True, True, False]]),
         "advantages": torch.tensor([[0.0, 2, -3, nan]]),
         "rollout_logprobs": torch.tensor([[0.0, -1, -2, nan]]),
         "ref_logprobs": torch.tensor([[0.0, -1.5, -1, nan]]),
-        "row_ids": torch.tensor([0]),
-        "num_tokens": 2.0,
-        "num_sequences": 4.0,
-        "max_tokens": 10,
         "old_logprobs": torch.tensor([[0.0, -1, -3, nan]]),
+        "max_tokens": 10,
+        "sizes": {"sequences": 4.0},
     }
-    return PreparedBatch(**(fields | changes))
+    return train_batch(**(fields | changes))
 
 
 def loss_of(batch, settings, logprobs):
@@ -131,10 +126,8 @@ def test_own_pieces_add_up_over_any_split_of_the_rows(code):
     torch.manual_seed(0)
     shape, mask = (6, 5), torch.rand(6, 5) > 0.3
     batch = row(
-        tokens=torch.ones(shape, dtype=torch.long), lengths=torch.full((6,), 5), loss_mask=mask,
-        advantages=torch.randn(shape), rollout_logprobs=-torch.rand(shape), ref_logprobs=-torch.rand(shape),
-        old_logprobs=-torch.rand(shape), row_ids=torch.arange(6), num_tokens=float(mask.sum()),
-        num_sequences=6.0,
+        mask=mask, advantages=torch.randn(shape), rollout_logprobs=-torch.rand(shape),
+        ref_logprobs=-torch.rand(shape), old_logprobs=-torch.rand(shape), sizes={"sequences": 6.0},
     )  # fmt: skip
     logprobs = -torch.rand(shape)
     settings = objective(
@@ -192,7 +185,7 @@ def test_an_own_kl_works_in_the_rewards_too(code):
     def found(settings):
         advantages = sample_advantages(groups, settings)
         batch = make_batch(groups, advantages, ref_logprobs=refs, max_new_tokens=10)
-        return token_advantages(batch, groups, settings).advantages
+        return token_advantages(batch, groups, settings).policy.advantages
 
     absolute = found(replace(plain, kl_estimator=own("absolute"), own=OwnCode([code])))
     assert not torch.equal(absolute, torch.zeros_like(absolute))

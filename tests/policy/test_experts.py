@@ -118,7 +118,11 @@ def test_conversions_that_loading_did_not_need_are_dropped():
 
 
 def logprobs(model, batch, **how):
-    rows = packed(batch.rows, BlockKernel()) if how.get("packing") else padded(batch.tokens, batch.loss_mask)
+    rows = (
+        packed(batch, batch.wanted, BlockKernel())
+        if how.get("packing")
+        else padded(batch.tokens, batch.policy.mask)
+    )
     return TokenLogprobs(model, temperature=1.0, chunk_mib=8)(rows)[0]
 
 

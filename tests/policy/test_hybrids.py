@@ -72,7 +72,7 @@ def test_models_that_cannot_read_packed_rows_compute_padded_ones_as_if_alone(nam
     ):
         check_heads(module.model, 2)
     batch = made_groups.batch(groups=2, samples=3)
-    masks = batch.loss_mask
+    masks = batch.policy.mask
     together = module(padded(batch.tokens, masks))[0]
     alone = [
         module(padded(batch.tokens[row : row + 1, :length], masks[row : row + 1, :length]))[0][0]

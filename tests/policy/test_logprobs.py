@@ -10,6 +10,7 @@ from grpo_dist.algorithms.divergences import DIVERGENCES
 from grpo_dist.policy import logprobs
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.packing import padded
+from grpo_dist.types import TeacherStream
 
 B, T, D, V = 3, 7, 5, 41
 
@@ -327,7 +328,8 @@ def test_log_probs_of_further_tokens_and_all_gradients_are_those_of_all_logits_a
     generator = torch.Generator().manual_seed(2)
     candidates = torch.stack([torch.randperm(V, generator=generator)[:4] for _ in range(B * T)]).view(B, T, 4)
     candidates[0, :, 1] = tokens[0]  # as when the teacher finds the sampled token likely
-    layout = padded(tokens, mask, temperatures, candidates=candidates)
+    teacher = TeacherStream(mask, torch.zeros(B, T), candidates, torch.zeros(candidates.shape))
+    layout = padded(tokens, mask, temperatures, teacher=teacher)
     rows = leaves[0].flatten(0, 1)[layout.sources]
     found = logprobs.selected_logprobs(
         rows, leaves[1], layout.targets, layout.candidates,

@@ -24,7 +24,6 @@ from grpo_dist.policy.lora import (
 from grpo_dist.policy.loss import Objective
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs
-from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 from tests.support.models import LORA, loaded, made_adapter
 from tests.support.real_ranks import (
@@ -125,7 +124,7 @@ def test_a_teacher_and_demonstrations_train_adapters_as_rewards_do(
     asyncio.run(group.ready())
     asyncio.run(group.update(group.stage([made_groups.batch(seed=1)])))
     low_rank = on_all(group, "adapters")[0]
-    own = [PreparedBatch.of(part) for part in shard(batch, ranks // shared) for _ in range(shared)]
+    own = [part for part in shard(batch, ranks // shared) for _ in range(shared)]
     calls = [r.gradients_with.remote(part, STREAMS) for r, part in zip(group.ranks, own, strict=True)]
     gradients, metrics = together(calls)[0]
     asyncio.run(group.shutdown())

@@ -19,27 +19,20 @@ from grpo_dist.config import AlgorithmConfig
 from grpo_dist.config.files import read_tree
 from grpo_dist.config.presets import PRESETS
 from grpo_dist.policy.loss import Objective, add_stats, batch_loss, finish_stats
-from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
-from tests.support.losses import choose, objective
+from tests.support.losses import change, choose, nothing_trained, objective, train_batch
 from tests.support.numbers_by_hand import Tiny
 
 
 def batch_of_one_row(**changes):
     """Prompt of one token, completion of three."""
     fields = {
-        "tokens": torch.tensor([[1, 2, 3, 4]]),
-        "lengths": torch.tensor([4]),
-        "loss_mask": torch.tensor([[False, True, True, True]]),
+        "mask": torch.tensor([[False, True, True, True]]),
         "advantages": torch.tensor([[0.0, 2, 2, 2]]),
         "rollout_logprobs": torch.tensor([[0.0, -1, -2, -3]]),
-        "ref_logprobs": None,
-        "row_ids": torch.tensor([0]),
-        "num_tokens": 3.0,
-        "num_sequences": 1.0,
         "max_tokens": 10,
     }
-    return PreparedBatch(**(fields | changes))
+    return train_batch(**(fields | changes))
 
 
 def loss_and_gradient(batch, settings, logprobs, entropy=None, **make_update_bounds):
@@ -67,7 +60,7 @@ def test_later_updates_take_the_ratio_to_the_old_logprobs():
     batch = batch_of_one_row(old_logprobs=torch.tensor([[0.0, -1, -2, -3]]))
     ratios = torch.tensor([[1.0, 1.1, 1.5, 0.5]])
     loss, gradient, metrics = loss_and_gradient(
-        batch, objective(loss={"clip_high": 0.2}), batch.old_logprobs + ratios.log()
+        batch, objective(loss={"clip_high": 0.2}), batch.policy.old_logprobs + ratios.log()
     )
     assert loss == pytest.approx(-2 * (1.1 + 1.2 + 0.5) / 3)
     torch.testing.assert_close(gradient, torch.tensor([[0.0, -2 * 1.1, 0, -2 * 0.5]]) / 3)
@@ -81,7 +74,7 @@ def test_scalerl_weighs_tokens_by_their_ratio_to_the_engine_up_to_five():
     algorithm = AlgorithmConfig.model_validate(OmegaConf.to_container(tree.algorithm))
     engine = torch.tensor([[0.0, -1, -2, -3]])
     batch = batch_of_one_row(
-        rollout_logprobs=engine, old_logprobs=engine, prompt_tokens=torch.tensor([3]), num_prompts=1.0
+        rollout_logprobs=engine, old_logprobs=engine, prompt_tokens=torch.tensor([3]), sizes={"prompts": 1.0}
     )
     ratios = torch.tensor([[1.0, 2, 4, 8]])
     _, gradient, _ = loss_and_gradient(batch, Objective(algorithm), engine + ratios.log())
@@ -124,9 +117,10 @@ def test_the_mismatch_is_measured_without_a_correction_and_entropy_is_a_mean_ove
 @pytest.mark.parametrize("mode", MODES)
 def test_the_kl_term_is_aggregated_like_the_policy_loss(mode):
     """With advantages -1 on policy every token loss is 1; with k1 and d = 1 every KL is 1: equal terms."""
-    batch = PreparedBatch.of(made_groups.batch())
+    batch = made_groups.batch()
     logprobs = torch.randn(batch.tokens.shape)
-    batch = replace(batch, advantages=torch.full_like(logprobs, -1.0), ref_logprobs=logprobs - 1)
+    stream = {"advantages": torch.full_like(logprobs, -1.0), "ref_logprobs": logprobs - 1}
+    batch = change(batch, policy=stream)
     settings = objective(kl={"coef": 0.25, "estimator": "k1"}, aggregation=mode)
     _, _, metrics = loss_and_gradient(batch, settings, logprobs)
     assert metrics["loss/kl"] == pytest.approx(0.25 * metrics["loss/policy"], rel=1e-5)
@@ -157,7 +151,7 @@ def test_the_entropy_bonus_is_subtracted_with_its_gradient():
 def test_tokens_outside_the_policy_mask_lose_only_their_policy_loss():
     logprobs = torch.tensor([[0.0, -1, -2, -3]])
     kept = torch.tensor([[False, False, True, True]])
-    batch = batch_of_one_row(ref_logprobs=logprobs - 1, policy_mask=kept)
+    batch = change(batch_of_one_row(ref_logprobs=logprobs - 1), choice={"kept": kept})
     settings = objective(kl={"coef": 0.5, "estimator": "k1"})
     loss, gradient, _ = loss_and_gradient(batch, settings, logprobs)
     assert loss == pytest.approx(-4 / 3 + 0.5)
@@ -199,7 +193,7 @@ def whole():
 def episodes():
     """Rows with given tokens between sampled ones, several of some samples."""
     batch = made_groups.episode_batch(groups=4, rewritten=0.4)
-    assert len(batch) > 16 == batch.num_sequences
+    assert len(batch) > 16 == batch.denominators.sequences
     return with_old(batch, np.random.default_rng(6))
 
 
@@ -215,12 +209,13 @@ def with_old(batch, rng):
 
     def near(spread):
         noise = torch.from_numpy(rng.standard_normal(batch.tokens.shape)) * spread
-        return torch.where(batch.loss_mask, logprobs + noise, 0.0).float()
+        return torch.where(batch.policy.mask, logprobs + noise, 0.0).float()
 
     old = near(0.3)
-    prepared = PreparedBatch.of(replace(batch, rollout_logprobs=near(0.5)), old_logprobs=old, mean_weight=0.8)
+    engine = near(0.5)
     selected = torch.from_numpy(rng.random(tuple(batch.tokens.shape)) < 0.2)
-    return replace(prepared, selected=selected)
+    stream = {"rollout_logprobs": engine, "old_logprobs": old}
+    return change(batch, policy=stream, choice={"mean_weight": 0.8, "selected": selected})
 
 
 KL_AND_CORRECTION = [
@@ -309,22 +304,21 @@ def test_no_split_of_the_rows_changes_gradient_or_metrics_of_any_combination(bat
 def test_given_tokens_count_for_no_more_than_tokens_that_are_not_there(episodes, how):
     """Without them loss, gradient and metrics are the same to the last digits, for every combination."""
     noise, entropy = torch.rand(2, *episodes.tokens.shape, dtype=torch.float64)
-    logprobs = torch.where(episodes.loss_mask, episodes.old_logprobs + noise - 0.5, math.nan)
-    order = (~episodes.loss_mask).to(torch.uint8).argsort(dim=1, stable=True)  # sampled tokens first
-    width = int(episodes.loss_mask.sum(dim=1).max())
+    logprobs = torch.where(episodes.policy.mask, episodes.policy.old_logprobs + noise - 0.5, math.nan)
+    order = (~episodes.policy.mask).to(torch.uint8).argsort(dim=1, stable=True)  # sampled tokens first
+    width = int(episodes.policy.mask.sum(dim=1).max())
 
     def compact(values):
         return values.gather(1, order)[:, :width]
 
-    names = (
-        "loss_mask", "advantages", "rollout_logprobs", "ref_logprobs", "old_logprobs", "tokens", "selected",
-    )  # fmt: skip
-    short = replace(episodes, **{name: compact(getattr(episodes, name)) for name in names})
+    short = episodes.map_tensors(lambda values: compact(values) if values.ndim > 1 else values)
     loss, gradient, metrics = loss_and_gradient(episodes, how, logprobs, entropy)
     own, same, metrics_of_short = loss_and_gradient(short, how, compact(logprobs), compact(entropy))
     assert own == pytest.approx(loss, rel=1e-12)
-    assert gradient[episodes.loss_mask].any() and not gradient[~episodes.loss_mask].any()
-    torch.testing.assert_close(same[short.loss_mask], gradient[episodes.loss_mask], rtol=1e-12, atol=1e-15)
+    assert gradient[episodes.policy.mask].any() and not gradient[~episodes.policy.mask].any()
+    torch.testing.assert_close(
+        same[short.policy.mask], gradient[episodes.policy.mask], rtol=1e-12, atol=1e-15
+    )
     assert metrics_of_short == pytest.approx(metrics, rel=1e-12, abs=1e-15)
 
 
@@ -354,12 +348,10 @@ def made_up_batches(draw):
         return scale * (2 * torch.rand(rows, width, generator=generator, dtype=torch.float64) - 1)
 
     logprobs = noise(2.0) - 3.0
-    batch = PreparedBatch(
-        tokens=torch.ones(rows, width, dtype=torch.long), lengths=torch.full((rows,), width), loss_mask=mask,
-        advantages=torch.where(mask, noise(2.0), math.nan), rollout_logprobs=logprobs + noise(spread),
+    batch = train_batch(
+        mask, advantages=torch.where(mask, noise(2.0), math.nan), rollout_logprobs=logprobs + noise(spread),
         ref_logprobs=logprobs + noise(min(spread, 2.0)), old_logprobs=logprobs + noise(spread),
-        row_ids=torch.arange(rows), num_tokens=float(mask.sum()),
-        num_sequences=float((tokens_of > 0).sum()), max_tokens=width, sample_tokens=tokens_of[sample],
+        sequence_tokens=tokens_of[sample], sizes={"sequences": float((tokens_of > 0).sum())},
     )  # fmt: skip
     return batch, logprobs
 
@@ -370,7 +362,7 @@ def test_for_any_shape_the_parts_of_a_batch_add_up_to_it(made, how, data):
     batch, logprobs = made
     entropy = torch.full_like(logprobs, 0.5)
     loss, gradient, metrics = loss_and_gradient(batch, how, logprobs, entropy)
-    assert math.isfinite(loss) and gradient.isfinite().all() and not gradient[~batch.loss_mask].any()
+    assert math.isfinite(loss) and gradient.isfinite().all() and not gradient[~batch.policy.mask].any()
     assert all(math.isfinite(value) for value in metrics.values())
     order = data.draw(st.permutations(range(len(batch))))
     cut = data.draw(st.integers(0, len(batch)))
@@ -405,7 +397,7 @@ def test_ranks_and_micro_batches_give_the_gradient_of_the_whole(batches, of, mod
 @pytest.mark.parametrize("mode", MODES)
 def test_an_unscored_row_contributes_nothing(whole, mode):
     unscored = 4 + 2
-    assert not whole.loss_mask[unscored].any() and whole.num_sequences == 15
+    assert not whole.policy.mask[unscored].any() and whole.denominators.sequences == 15
     how = objective(kl={"coef": 0.05}, correction="tis", aggregation=mode)
     model = Tiny(torch.float64)
     expected, metrics = model.gradient([whole], how)
@@ -416,8 +408,8 @@ def test_an_unscored_row_contributes_nothing(whole, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["none", "tis", "mis", "icepop"])
 def test_a_step_with_nothing_to_train_has_loss_and_gradient_zero(mode, kind):
-    batch = PreparedBatch.of(made_groups.batch())
-    batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), num_tokens=0.0, num_sequences=0.0)
+    batch = made_groups.batch()
+    batch = nothing_trained(batch)
     settings = objective(
         kl={"coef": 0.1}, correction=choose("correction", kind, level="sequence"), aggregation=mode
     )
@@ -433,11 +425,12 @@ def test_garbage_outside_the_mask_reaches_neither_loss_nor_gradient_nor_metrics(
     settings = objective(
         loss={"dual_clip": 3.0}, kl={"coef": 0.1}, correction={"kind": "tis", "level": "sequence"}
     )
-    mask = whole.loss_mask
+    mask = whole.policy.mask
     logprobs, entropy = torch.randn(mask.shape), torch.rand(mask.shape)
     clean = loss_and_gradient(whole, settings, logprobs, entropy)
     names = ("advantages", "rollout_logprobs", "ref_logprobs", "old_logprobs")
-    spoilt = replace(whole, **{n: torch.where(mask, getattr(whole, n), garbage) for n in names})
+    stream = {name: torch.where(mask, getattr(whole.policy, name), garbage) for name in names}
+    spoilt = change(whole, policy=stream)
     dirty = loss_and_gradient(
         spoilt, settings, torch.where(mask, logprobs, garbage), torch.where(mask, entropy, garbage)
     )
@@ -451,12 +444,13 @@ def test_each_update_of_a_step_is_divided_by_its_own_size(whole):
     model = Tiny(torch.float64)
     for part, rows in zip(parts, (range(8), range(8, 16)), strict=True):
         alone = whole.select(list(rows))
-        mask = alone.loss_mask
-        alone = replace(alone, num_tokens=float(mask.sum()), num_sequences=float(mask.any(1).sum()))
+        mask = alone.policy.mask
+        sizes = {"tokens": float(mask.sum()), "sequences": float(mask.any(1).sum())}
+        alone = change(alone, denominators=sizes)
         expected, metrics = model.gradient([alone], objective())
         actual, same = model.gradient([part], objective())
         assert torch.equal(actual, expected) and same == metrics
-    assert [p.num_sequences for p in parts] == [7.0, 8.0]
+    assert [p.denominators.sequences for p in parts] == [7.0, 8.0]
 
 
 def test_statistics_of_disjoint_rows_add_up_except_maxima():
@@ -480,7 +474,7 @@ def test_cross_entropy_is_the_mean_of_minus_log_p_and_ignores_all_that_sampling_
 
 
 def test_cross_entropy_of_parts_adds_up_to_that_of_the_whole_and_is_0_without_tokens():
-    batch = PreparedBatch.of(made_groups.batch(reference=False))
+    batch = made_groups.batch(reference=False)
     logprobs = -torch.rand(batch.tokens.shape, dtype=torch.float64)
     whole, _, metrics = loss_and_gradient(batch, CROSS_ENTROPY, logprobs)
     total, stats = 0.0, None
@@ -490,6 +484,6 @@ def test_cross_entropy_of_parts_adds_up_to_that_of_the_whole_and_is_0_without_to
         total, stats = total + own.item(), found if stats is None else add_stats(stats, found)
     assert total == pytest.approx(whole, rel=1e-12)
     assert finish_stats(stats)["loss/total"] == pytest.approx(metrics["loss/total"], rel=1e-12)
-    nothing = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), num_tokens=0.0)
+    nothing = nothing_trained(batch)
     loss, gradient, _ = loss_and_gradient(nothing, CROSS_ENTROPY, logprobs)
     assert loss == 0.0 and not gradient.any()

@@ -16,14 +16,13 @@ from grpo_dist.policy.loss import batch_loss, divergence_from_teacher
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.trainer import Trainer
-from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 from tests.support.kept_tensors import varlen_that_keeps
 from tests.support.losses import objective
 
 
 def test_log_probs_of_all_micro_batches_come_to_the_host_in_one_transfer(monkeypatch):
-    batch = PreparedBatch.of(made_groups.batch(groups=2, samples=3, reference=False))
+    batch = made_groups.batch(groups=2, samples=3, reference=False)
     plan = [[4, 1], [0], [], [5, 2, 3]]
     made = torch.randn(len(batch.lengths), batch.tokens.shape[1])
     rank = rank_of(plan, batch, made)
@@ -37,7 +36,7 @@ def test_log_probs_of_all_micro_batches_come_to_the_host_in_one_transfer(monkeyp
     kept = rank.token_logprobs
     assert sorted(kept) == sorted(batch.row_ids.tolist())
     for row, row_id in enumerate(batch.row_ids.tolist()):
-        expected = made[row][batch.loss_mask[row]]
+        expected = made[row][batch.policy.mask[row]]
         assert kept[row_id].dtype == "float32" and torch.equal(torch.from_numpy(kept[row_id]), expected)
     made.copy_(made + 1)
     before = {row: values.copy() for row, values in kept.items()}
@@ -106,11 +105,11 @@ def test_no_micro_batch_waits_for_what_the_device_computes(kernel, settings, tem
         model = TokenLogprobs(Qwen2ForCausalLM(config), temperature=1.0, chunk_mib=1)
     micro = MicroBatches(1000, kernel, 1, meta)
     made = made_groups.mixed_batch(top_k=3) if "distillation" in settings else made_groups.batch(groups=2)
-    batch = PreparedBatch.of(made)
+    batch = made
     each = torch.linspace(0.5, 1.5, len(batch), dtype=torch.float64)
     batch = replace(batch, temperatures=each if temperatures else None)
     part = micro.part(batch, [4, 1, 0])
-    layout = micro.layout(part.rows_with_candidates)
+    layout = micro.layout(part, part.wanted, part.teacher)
     logprobs, entropy, candidates = model(layout, with_entropy=True)
     own, on_device = objective(**settings), micro.on_device(part)
     how = {"entropy": entropy, "from_teacher": divergence_from_teacher(candidates, layout, own.distillation)}

@@ -27,7 +27,7 @@ def test_a_model_in_training_computes_what_it_does_in_evaluation(name, tmp_path)
     AutoModelForCausalLM.from_config(NOISY[name]).save_pretrained(tmp_path)
     model = load_causal_lm(str(tmp_path), dtype=torch.float32, attention="auto", trust_remote_code=False)
     module, batch = TokenLogprobs(model, temperature=1.0, chunk_mib=8), made_groups.batch()
-    rows = padded(batch.tokens, batch.loss_mask)
+    rows = padded(batch.tokens, batch.policy.mask)
     with torch.no_grad():
         assert torch.equal(module.train()(rows)[0], module.eval()(rows)[0])
     written = {key for key, value in model.config.to_dict().items() if value == 0.5}

@@ -27,6 +27,7 @@ from grpo_dist.runtime.hardware import logprob_chunk_mib, micro_batch_tokens
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.types import Rows
 from tests.support import made_groups
+from tests.support.losses import train_batch
 
 CPU = torch.device("cpu")
 
@@ -35,21 +36,24 @@ def rows_of(prompts, completions):
     """Build rows from ``prompts`` [G] and the ``completions`` of each, as token lists."""
     flat = [(g, p, c) for g, (p, own) in enumerate(zip(prompts, completions, strict=True)) for c in own]
     width = max(len(p) + len(c) for _, p, c in flat)
-    tokens, wanted = (
-        torch.zeros(len(flat), width, dtype=torch.long),
-        torch.zeros(len(flat), width, dtype=torch.bool),
-    )
+    tokens = torch.zeros(len(flat), width, dtype=torch.long)
     for i, (_, p, c) in enumerate(flat):
         tokens[i, : len(p) + len(c)] = torch.tensor(p + c)
-        wanted[i, len(p) : len(p) + len(c)] = True
     lengths = torch.tensor([len(p) + len(c) for _, p, c in flat])
     group_ids = torch.tensor([g for g, _, _ in flat])
-    return Rows(tokens, lengths, wanted, group_ids, torch.tensor([len(p) for _, p, _ in flat]))
+    return Rows(tokens, lengths, group_ids, torch.tensor([len(p) for _, p, _ in flat]), None, None)
+
+
+def pack(rows, kernel, **how):
+    """Lay ``rows`` out for the log-probs of their completions."""
+    column = torch.arange(rows.tokens.shape[1])
+    wanted = (column >= rows.prompt_lengths[:, None]) & (column < rows.lengths[:, None])
+    return packed(rows, wanted, kernel, **how)
 
 
 def test_the_worked_example():
     """The example of the module: one prompt, two completions."""
-    layout = packed(rows_of([[7, 8, 9]], [[[4, 5, 2], [6, 2]]]), BlockKernel())
+    layout = pack(rows_of([[7, 8, 9]], [[[4, 5, 2], [6, 2]]]), BlockKernel())
     assert layout.tokens.tolist() == [[7, 8, 9, 4, 5, 2, 6, 2]]
     assert layout.positions.tolist() == [[0, 1, 2, 3, 4, 5, 3, 4]]
     # 4 and 6, the first of each completion, both come from the prompt's last token.
@@ -59,7 +63,7 @@ def test_the_worked_example():
 
 
 def test_a_token_or_two_that_prompts_begin_with_are_not_shared():
-    layout = packed(rows_of([[7, 8], [7, 8]], [[[4], [5]], [[4]]]), BlockKernel())
+    layout = pack(rows_of([[7, 8], [7, 8]], [[[4], [5]], [[4]]]), BlockKernel())
     assert layout.tokens.tolist() == [[7, 8, 4, 5, 7, 8, 4]]
 
 
@@ -70,7 +74,7 @@ def test_what_prompts_begin_with_is_computed_once():
     begin, other = [7] * 9, [8] * 10
     prompts = [[*begin, 5], [*other, 1], [*begin, 2], [*begin, 5], [*other, 3]]
     rows = rows_of(prompts, [[[4], [6]], [[4]], [[5]], [[9]], [[4]]])
-    layout = packed(rows, BlockKernel())
+    layout = pack(rows, BlockKernel())
     assert layout.tokens.tolist() == [[*begin, 2, 5, 5, 4, 6, 9, *other, 1, 4, 3, 4]]
     assert layout.positions.tolist() == [[*range(11), 9, 10, 10, 10, *range(12), 10, 11]]
     assert layout.targets.tolist() == [4, 6, 4, 5, 9, 4]  # in the order of the rows
@@ -86,7 +90,7 @@ def test_every_row_finds_its_own_tokens_in_a_stream_no_longer_than_needed(data):
     drawn = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=3)
     rows = rows_of(prompts, [data.draw(drawn) for _ in prompts])
     indices = _stream_indices(rows.lengths.tolist(), shared_prefixes(rows))
-    stream = packed(rows, BlockKernel()).tokens[0]
+    stream = pack(rows, BlockKernel()).tokens[0]
     for own, length, tokens in zip(indices, rows.lengths.tolist(), rows.tokens, strict=True):
         assert torch.equal(stream[own[:length]], tokens[:length])
     alike = {tuple(p[:n]) for p in prompts for n in range(8, len(p) + 1)}  # of a tree, below its 7th token
@@ -135,7 +139,7 @@ BEGUN = ([[1] * 12, [1] * 10 + [2] * 3, [1] * 9], [[[4] * 2, [5]], [[7], [8] * 2
 )
 def test_block_attention_is_that_of_each_row_alone_with_its_gradient(window, kv_heads, made, masks):
     packs = rows_of(*made)
-    layout = packed(packs, BlockKernel(), multiple=7)
+    layout = pack(packs, BlockKernel(), multiple=7)
     assert sum(block.mask is not None for block in layout.spans.blocks) == masks
     size = layout.tokens.shape[1]
     indices = _stream_indices(packs.lengths.tolist(), shared_prefixes(packs))
@@ -155,7 +159,7 @@ def test_a_group_is_masked_where_it_compares_no_more_pairs_than_its_rows():
     no kernel for a mask and fewer key heads.
     """
     rows = rows_of([[1] * 6, [1] * 6], [[[4] * 3] * 4, [[4] * 4] * 4])
-    blocks = packed(rows, BlockKernel()).spans.blocks
+    blocks = pack(rows, BlockKernel()).spans.blocks
     found = [(block.rows, block.longest, block.mask is None) for block in blocks]
     assert found == [(4, 10, True), (1, 18, False)]
     shared = [np.r_[0:6, 6 + 3 * i : 9 + 3 * i] for i in range(4)]
@@ -188,7 +192,7 @@ def test_variable_length_kernels_get_what_rows_share_as_keys_alone():
     row that is another's is not computed again.
     """
     kernel = VarlenKernel(varlen_stand_in)
-    spans = packed(rows_of([[7, 8, 9]], [[[4, 5, 2], [6, 2]]]), kernel, multiple=11).spans
+    spans = pack(rows_of([[7, 8, 9]], [[[4, 5, 2], [6, 2]]]), kernel, multiple=11).spans
     assert spans.own.ends.tolist() == [0, 6, 8, 11] and spans.own.longest == 6
     assert spans.whole.ends.tolist() == [0, 6, 11, 14] and spans.whole.longest == 6
     assert spans.indices.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 8, 9, 10]
@@ -204,7 +208,7 @@ def test_variable_length_kernels_get_what_rows_share_as_keys_alone():
 @pytest.mark.parametrize("made", [LONG, SHORT, BEGUN], ids=["long", "short", "begun"])
 def test_variable_length_attention_is_that_of_each_row_alone_with_its_gradient(window, made):
     packs = rows_of(*made)
-    layout = packed(packs, VarlenKernel(varlen_stand_in), multiple=7)
+    layout = pack(packs, VarlenKernel(varlen_stand_in), multiple=7)
     indices = _stream_indices(packs.lengths.tolist(), shared_prefixes(packs))
     rows = [own[:length] for own, length in zip(indices, packs.lengths.tolist(), strict=True)]
     leaves = [heads(i, layout.tokens.shape[1], n).requires_grad_() for i, n in enumerate((4, 2, 2))]
@@ -220,7 +224,7 @@ def test_variable_length_attention_is_that_of_each_row_alone_with_its_gradient(w
 def test_a_temperature_that_is_not_positive_is_refused_where_rows_are_laid_out():
     rows = replace(rows_of([[1] * 3], [[[4], [5]]]), temperatures=torch.tensor([1.0, 0.0]))
     with pytest.raises(ValueError, match=r"temperature = 0\.0: expected temperatures above 0"):
-        packed(rows, BlockKernel())
+        pack(rows, BlockKernel())
 
 
 def test_gradients_of_what_rows_share_are_added_up_in_float32():
@@ -238,7 +242,7 @@ def test_gradients_of_what_rows_share_are_added_up_in_float32():
 def test_variable_length_kernels_get_each_row_whole(completions):
     """With and without shared prompts; without, the stream goes to the kernel unchanged."""
     rows = rows_of([[1] * 3, [2]], completions)
-    by_blocks, by_kernel = (packed(rows, k) for k in (BlockKernel(), VarlenKernel(varlen_stand_in)))
+    by_blocks, by_kernel = (pack(rows, k) for k in (BlockKernel(), VarlenKernel(varlen_stand_in)))
     assert (by_kernel.spans.indices is None) == (max(map(len, completions)) == 1)
     leaves = [heads(i, by_blocks.tokens.shape[1], n) for i, n in enumerate((4, 2, 2))]
     how = {"scale": 0.3, "window": 4, "dropout": 0.0}
@@ -249,13 +253,15 @@ def test_kernels_agree_on_rows_of_episodes_of_which_some_share_the_prompt():
     """Further rows of an episode that begin with the prompt, and others that do not."""
     batch = made_groups.episode_batch(groups=2, rewritten=0.6)
     assert (batch.prompt_lengths == 0).any() and len(set(batch.prompt_lengths.tolist())) == 3
-    by_blocks, by_kernel = (packed(batch.rows, k) for k in (BlockKernel(), VarlenKernel(varlen_stand_in)))
+    by_blocks, by_kernel = (
+        packed(batch, batch.wanted, k) for k in (BlockKernel(), VarlenKernel(varlen_stand_in))
+    )
     leaves = [heads(i, by_blocks.tokens.shape[1], n) for i, n in enumerate((4, 2, 2))]
     how = {"scale": 0.3, "window": None, "dropout": 0.0}
     ours = by_blocks.spans.attend(*leaves, **how)
     torch.testing.assert_close(by_kernel.spans.attend(*leaves, **how), ours)
     # Row by row, each with all of its own tokens in front.
-    indices = _stream_indices(batch.lengths.tolist(), shared_prefixes(batch.rows))
+    indices = _stream_indices(batch.lengths.tolist(), shared_prefixes(batch))
     rows = [own[:length] for own, length in zip(indices, batch.lengths.tolist(), strict=True)]
     for row, tokens in zip(rows, batch.tokens, strict=True):
         assert torch.equal(by_blocks.tokens[0, row], tokens[: len(row)])
@@ -265,9 +271,7 @@ def test_kernels_agree_on_rows_of_episodes_of_which_some_share_the_prompt():
 def test_padding_as_long_as_the_shared_prompt_hides_no_sharing():
     """Two rows of one prompt of 3, and a stream filled up by 3: as many places as tokens, and others."""
     rows = rows_of([[1] * 3], [[[4] * 3, [5] * 3]])
-    by_blocks, by_kernel = (
-        packed(rows, k, multiple=4) for k in (BlockKernel(), VarlenKernel(varlen_stand_in))
-    )
+    by_blocks, by_kernel = (pack(rows, k, multiple=4) for k in (BlockKernel(), VarlenKernel(varlen_stand_in)))
     assert by_kernel.tokens.shape[1] == 12
     leaves = [heads(i, 12, n) for i, n in enumerate((4, 2, 2))]
     how = {"scale": 0.3, "window": None, "dropout": 0.0}
@@ -356,7 +360,7 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(name, tmp_path):
         batch.tokens.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
     results = []
-    for layout in (padded(batch.tokens, batch.loss_mask), packed(batch.rows, BlockKernel())):
+    for layout in (padded(batch.tokens, batch.policy.mask), packed(batch, batch.wanted, BlockKernel())):
         module = loaded(path, packing=layout.spans is not None)
         logprobs, entropies, _ = module(layout, with_entropy=True)
         ((logprobs + 0.3 * entropies) * upstream).sum().backward()
@@ -446,15 +450,10 @@ def test_the_busiest_rank_is_no_busier_than_with_single_rows_assigned(drawn, ran
 
 
 def _of_lengths(lengths, groups, prompts):
-    batch = made_groups.batch(groups=1, samples=1)
-    width = max(lengths)
-    tokens = torch.arange(len(lengths))[:, None].expand(-1, width).clone()
-    zeros = torch.zeros(tokens.shape)
-    return replace(
-        batch, tokens=tokens, lengths=torch.tensor(lengths), loss_mask=zeros.bool(), advantages=zeros,
-        rollout_logprobs=zeros, ref_logprobs=None, group_ids=torch.tensor(groups), prompt_tokens=None,
-        prompt_lengths=torch.tensor(prompts), row_ids=torch.arange(len(lengths)),
-    )  # fmt: skip
+    tokens = torch.arange(len(lengths))[:, None].expand(-1, max(lengths)).clone()
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    batch = train_batch(mask, tokens=tokens, lengths=torch.tensor(lengths))
+    return replace(batch, group_ids=torch.tensor(groups), prompt_lengths=torch.tensor(prompts))
 
 
 def test_groups_stay_together_if_loads_allow():

@@ -1,7 +1,6 @@
 """Choices over all tokens of an update are the same however many ranks have its rows."""
 
 import multiprocessing
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +11,8 @@ from grpo_dist.algorithms.covariance import token_covariances
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.batch.sharding import shard
 from grpo_dist.policy.preparation import Preparation
-from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
-from tests.support.losses import objective
+from tests.support.losses import change, objective
 from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.machine
@@ -37,7 +35,7 @@ def batch():
 
 def logprobs_of(batch):
     moved = 0.3 * torch.sin(7.0 * batch.row_ids[:, None] + torch.arange(batch.tokens.shape[1]))
-    return batch.rollout_logprobs + moved, torch.zeros(batch.tokens.shape)
+    return batch.policy.rollout_logprobs + moved, torch.zeros(batch.tokens.shape)
 
 
 def prepared(rank, world, own, reports, store, results):
@@ -49,18 +47,19 @@ def prepared(rank, world, own, reports, store, results):
     for name, how in HOW.items():
         algorithm = how.algorithm
         known = preparation.before_the_step(own, algorithm, moves=True)
-        mean_weight = preparation.before_the_update(known, algorithm, number=5).mean_weight
-        known = replace(known, old_logprobs=own.rollout_logprobs)
+        mean_weight = preparation.before_the_update(known, algorithm, number=5).choice.mean_weight
+        known = change(known, policy={"old_logprobs": own.policy.rollout_logprobs})
         ready = preparation.before_the_update(known, algorithm, number=5)
-        rows = {} if ready.selected is None else by_row(ready)
+        rows = {} if ready.choice.selected is None else by_row(ready)
         found[name] = mean_weight, rows
     results.put((rank, found))
     dist.destroy_process_group()
 
 
-def by_row(batch: PreparedBatch):
+def by_row(batch):
     return {
-        int(row): np.flatnonzero(own).tolist() for row, own in zip(batch.row_ids, batch.selected, strict=True)
+        int(row): np.flatnonzero(own).tolist()
+        for row, own in zip(batch.row_ids, batch.choice.selected, strict=True)
     }
 
 
@@ -91,24 +90,29 @@ def whole(batch, tmp_path_factory):
 
 
 def test_the_chosen_tokens_and_the_mean_weight_are_those_of_their_definition(batch, whole):
-    mask, (logprobs, _) = batch.loss_mask, logprobs_of(batch)
-    count = int(0.1 * batch.num_tokens)
+    mask, (logprobs, _) = batch.policy.mask, logprobs_of(batch)
+    count = int(0.1 * batch.denominators.tokens)
     products = token_covariances(
-        logprobs, batch.advantages, mask,
+        logprobs, batch.policy.advantages, mask,
         mean_logprob=float(logprobs[mask].double().mean()),
-        mean_advantage=float(batch.advantages[mask].double().mean()),
+        mean_advantage=float(batch.policy.advantages[mask].double().mean()),
     )  # fmt: skip
     highest = products >= products[mask].sort(descending=True).values[count - 1]
     assert whole["kl_cov"][1] == {i: np.flatnonzero(highest[i]).tolist() for i in range(len(batch))}
-    ratio = (logprobs - batch.rollout_logprobs).exp()
-    clipped = ((batch.advantages < 0) & (ratio < 0.8)) | ((batch.advantages > 0) & (ratio > 1.2))
-    for name, low, high, most in (("share", 0.0, 1.0, batch.num_tokens), ("clip_cov", -0.5, 2.0, count)):
+    ratio = (logprobs - batch.policy.rollout_logprobs).exp()
+    clipped = ((batch.policy.advantages < 0) & (ratio < 0.8)) | (
+        (batch.policy.advantages > 0) & (ratio > 1.2)
+    )
+    for name, low, high, most in (
+        ("share", 0.0, 1.0, batch.denominators.tokens),
+        ("clip_cov", -0.5, 2.0, count),
+    ):
         among = mask & (products > low) & (products < high) & ~clipped
         chosen = [(row, column) for row, columns in whole[name][1].items() for column in columns]
         assert len(chosen) == min(most, int(among.sum())) > 0 and all(among[at] for at in chosen)
     for level in ("token", "sequence"):
         weights, _ = correction(
-            logprobs, batch.rollout_logprobs, mask, kind="tis", level=level, low=0, high=1.5
+            logprobs, batch.policy.rollout_logprobs, mask, kind="tis", level=level, low=0, high=1.5
         )
         rows = mask.any(dim=1)
         of_rows = weights.sum(dim=1)[rows] / mask.sum(dim=1)[rows]

@@ -16,6 +16,7 @@ from grpo_dist.policy.router_replay import check_routes, replay_routes
 from grpo_dist.policy.sequence_parallel import SequenceGroup
 from grpo_dist.types import HeldRoutes
 from tests.support import made_groups
+from tests.support.losses import change
 from tests.support.models import EXPERT_SHAPES, expert_model
 
 KINDS = sorted(EXPERT_SHAPES)
@@ -31,8 +32,9 @@ def load(model_dir, *, replays=True, **how):
 
 
 def layout_of(batch, *, packing):
-    rows = batch.rows
-    return packed(rows, BlockKernel()) if packing else padded(rows.tokens, rows.wanted, None, rows.routes)
+    if packing:
+        return packed(batch, batch.wanted, BlockKernel())
+    return padded(batch.tokens, batch.wanted, None, batch.routes)
 
 
 def both(model, layout):
@@ -181,7 +183,7 @@ def test_checkpointed_layers_are_computed_again_with_the_same_routes(tmp_path, p
 def test_ranks_that_share_a_stream_take_its_parts():
     batch = made_groups.batch()
     batch = replace(batch, routes=other_routes(batch))
-    layout = packed(batch.rows, BlockKernel(), multiple=4)
+    layout = packed(batch, batch.wanted, BlockKernel(), multiple=4)
     parts = [SequenceGroup(None, 4, i).own_slice(layout)[0] for i in range(4)]
     assert all(len(part.routes) == part.tokens.shape[1] for part in parts)
     assert torch.equal(torch.cat([part.routes for part in parts]), layout.routes)
@@ -200,6 +202,6 @@ def test_trained_rows_without_routes_are_refused():
         check_routes(batch)
     with pytest.raises(ValueError, match="2 of 12 samples have no routes"):
         check_routes(replace(batch, routes=(None, None, *routes[2:])))
-    untrained = batch.loss_mask.clone()
+    untrained = batch.policy.mask.clone()
     untrained[:2] = False
-    check_routes(replace(batch, loss_mask=untrained, routes=(None, None, *routes[2:])))
+    check_routes(change(batch, policy={"mask": untrained}, routes=(None, None, *routes[2:])))

@@ -1,7 +1,7 @@
 """Rewards, a teacher and demonstrations in one batch: each stream is what it is alone."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,9 +14,9 @@ from grpo_dist.batch.rows import make_batch, split_updates
 from grpo_dist.batch.sharding import shard
 from grpo_dist.batch.streams import batch_of, with_demonstrations
 from grpo_dist.policy.loss import batch_loss, finish_stats
-from grpo_dist.types import PreparedBatch, TeacherLogprobs
+from grpo_dist.types import TeacherLogprobs, TeacherStream, TrainBatch
 from tests.support import made_groups
-from tests.support.losses import objective
+from tests.support.losses import change, nothing_trained, objective, train_batch
 from tests.support.numbers_by_hand import Tiny
 
 ALL = objective(
@@ -36,12 +36,8 @@ def mixed(request):
         logprobs = Tiny(torch.float64)(batch)[0]
     noise = 0.4 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(1))
     old = torch.where(batch.wanted, logprobs + noise, 0.0).float()
-    engine = torch.where(batch.loss_mask, logprobs + noise / 2, 0.0).float()
-    return PreparedBatch.of(replace(batch, rollout_logprobs=engine), old_logprobs=old)
-
-
-def without(batch, *names):
-    return replace(batch, **dict.fromkeys(names))
+    engine = torch.where(batch.policy.mask, logprobs + noise / 2, 0.0).float()
+    return change(batch, policy={"rollout_logprobs": engine, "old_logprobs": old})
 
 
 def test_the_loss_of_three_streams_is_the_one_worked_by_hand():
@@ -50,16 +46,14 @@ def test_the_loss_of_three_streams_is_the_one_worked_by_hand():
     logprobs = torch.tensor(
         [[0.0, -1.0, -2.0, 0, 0], [0.0, -3.0, 0, 0, 0], [0.0, -0.5, -1.5, -2.5, -3.5]], requires_grad=True
     )
-    batch = PreparedBatch(
-        tokens=torch.zeros(3, 5, dtype=torch.long),
-        lengths=torch.tensor([3, 2, 5]),
-        loss_mask=torch.tensor([[no, yes, yes, no, no], [no, yes, no, no, no], [no] * 5]),
+    taught = torch.tensor([[no, yes, yes, no, no], [no] * 5, [no] * 5])
+    batch = train_batch(
+        torch.tensor([[no, yes, yes, no, no], [no, yes, no, no, no], [no] * 5]),
         advantages=torch.tensor([[0.0, 2, 2, 0, 0], [0.0, -1, 0, 0, 0], [0.0] * 5]),
         rollout_logprobs=torch.tensor([[0.0, -1, -2, 0, 0], [0.0, -3, 0, 0, 0], [0.0] * 5]),
-        ref_logprobs=None, row_ids=torch.arange(3), num_tokens=3.0, num_sequences=2.0, max_tokens=4,
-        teacher_logprobs=torch.tensor([[0.0, -1.5, -1, 0, 0], [0.0] * 5, [0.0] * 5]),
-        taught=torch.tensor([[no, yes, yes, no, no], [no] * 5, [no] * 5]), num_taught=2.0,
-        demonstrated=torch.tensor([[no] * 5, [no] * 5, [no, yes, yes, yes, yes]]), num_demonstrated=4.0,
+        teacher=TeacherStream(taught, torch.tensor([[0.0, -1.5, -1, 0, 0], [0.0] * 5, [0.0] * 5])),
+        demonstrated=torch.tensor([[no] * 5, [no] * 5, [no, yes, yes, yes, yes]]),
+        sizes={"taught": 2.0, "demonstrated": 4.0},
     )  # fmt: skip
     how = objective(
         distillation={"coef": 0.5, "kl": {"name": "sampled", "estimator": "k2"}}, demonstration_coef=0.1
@@ -84,10 +78,10 @@ def test_the_loss_of_three_streams_is_the_one_worked_by_hand():
 
 
 def test_every_stream_has_its_tokens_and_its_denominator(mixed):
-    own, taught, shown = mixed.loss_mask, mixed.taught, mixed.demonstrated
-    assert mixed.num_tokens == own.sum() and mixed.num_taught == taught.sum()
+    own, taught, shown = mixed.policy.mask, mixed.teacher.mask, mixed.demonstrated
+    assert mixed.denominators.tokens == own.sum() and mixed.denominators.taught == taught.sum()
     assert (
-        mixed.num_demonstrated
+        mixed.denominators.demonstrated
         == shown.sum()
         == sum(g.rollouts[0].sampled_ids.size for g in made_groups.demonstrations(5))
     )
@@ -132,18 +126,17 @@ def test_ranks_get_every_row_once_with_the_denominators_of_all(mixed, ranks):
     shards = shard(mixed, ranks)
     assert sorted(i for own in shards for i in own.row_ids.tolist()) == list(range(len(mixed)))
     for own in shards:
-        for name in ("num_tokens", "num_sequences", "num_taught", "num_demonstrated"):
-            assert getattr(own, name) == getattr(mixed, name)
+        assert own.denominators == mixed.denominators
 
 
 def test_the_gradient_is_the_sum_of_those_of_the_streams_alone(mixed):
     """The other streams are removed from the batch, not only weighed with 0."""
     tiny = Tiny(torch.float64)
     whole, _ = tiny.gradient([mixed], ALL)
-    reward, _ = tiny.gradient([without(mixed, "taught", "teacher_logprobs", "demonstrated")], ALL)
-    nothing = replace(mixed, loss_mask=torch.zeros_like(mixed.loss_mask), num_tokens=0.0, num_sequences=0.0)
-    taught, _ = tiny.gradient([without(nothing, "demonstrated")], ALL)
-    shown, _ = tiny.gradient([without(nothing, "taught", "teacher_logprobs")], ALL)
+    reward, _ = tiny.gradient([replace(mixed, teacher=None, demonstrated=None)], ALL)
+    nothing = nothing_trained(mixed)
+    taught, _ = tiny.gradient([replace(nothing, demonstrated=None)], ALL)
+    shown, _ = tiny.gradient([replace(nothing, teacher=None)], ALL)
     assert min(float(own.norm()) for own in (reward, taught, shown)) > 1e-3
     assert float((reward + taught + shown - whole).norm() / whole.norm()) < 1e-12
 
@@ -155,17 +148,19 @@ def test_the_policy_loss_and_its_metrics_are_the_same_next_to_demonstrations():
     advantages = [rng.standard_normal(4).astype(np.float32) for _ in groups]
     plain = make_batch(groups, advantages, ref_logprobs=None, max_new_tokens=12)
     joined = with_demonstrations(plain, made_groups.demonstrations(4), first_row=12)
-    for f in fields(plain):
-        before, after = getattr(plain, f.name), getattr(joined, f.name)
-        if isinstance(before, torch.Tensor) and before.ndim == 2:
-            width = before.shape[1]
-            assert torch.equal(after[:12, :width], before) and not after[:12, width:].any()
-        elif isinstance(before, torch.Tensor):
-            assert torch.equal(after[:12], before)
+
+    def same_above(values):
+        before, after = values
+        width = before.shape[1] if before.ndim == 2 else None
+        assert torch.equal(after[:12] if width is None else after[:12, :width], before)
+        assert width is None or not after[:12, width:].any()
+        return before
+
+    TrainBatch.combine([plain, joined], same_above)
     own, with_others = (
         batch_loss(
             torch.where(batch.wanted, -1.0, 0.0),
-            PreparedBatch.of(batch),
+            batch,
             objective(demonstration_coef=0.0),
             entropy=torch.where(batch.wanted, 2.0, 0.0),
         )
@@ -184,8 +179,8 @@ def test_demonstrations_alone_have_the_loss_of_supervised_training_to_the_last_d
     idle = make_batch(
         [made_groups.group(0, rng)], [np.zeros(4, np.float32)], ref_logprobs=None, max_new_tokens=12
     )
-    joined = PreparedBatch.of(with_demonstrations(idle, shown, first_row=4))
-    alone = PreparedBatch.of(batch_of(shown, 12))
+    joined = with_demonstrations(idle, shown, first_row=4)
+    alone = batch_of(shown, 12)
     tiny = Tiny(torch.float32)
     supervised, expected = tiny.gradient([alone], objective(supervised=True))
     mixed, metrics = tiny.gradient([joined.select(list(range(4, 10)))], objective(demonstration_coef=1.0))
@@ -199,7 +194,7 @@ def test_a_stream_without_tokens_has_no_metrics():
     batch = made_groups.demonstrated_batch()
     names = {}
     for shown in (batch.demonstrated, torch.zeros_like(batch.demonstrated)):
-        own = PreparedBatch.of(replace(batch, demonstrated=shown))
+        own = replace(batch, demonstrated=shown)
         entropy = torch.ones(batch.tokens.shape)
         _, stats = batch_loss(-torch.ones(batch.tokens.shape), own, ALL, entropy=entropy)
         names[bool(shown.any())] = set(finish_stats(stats))
@@ -222,15 +217,18 @@ def test_updates_of_a_step_have_their_own_number_of_taught_tokens():
         groups, [np.zeros(4, np.float32)] * 4, ref_logprobs=None, max_new_tokens=12, teachers=teachers
     )
     first, second = split_updates(batch, num_groups=4, num_updates=2)
-    assert (first.num_taught, second.num_taught) == (sum(lengths[0] + lengths[1]), sum(lengths[3]))
+    assert (first.denominators.taught, second.denominators.taught) == (
+        sum(lengths[0] + lengths[1]),
+        sum(lengths[3]),
+    )
 
 
 def test_a_teacher_that_agrees_gives_no_gradient_and_a_divergent_one_stays_finite():
-    batch = without(made_groups.mixed_batch(with_reference=False), "demonstrated")
-    batch = replace(batch, advantages=torch.zeros_like(batch.advantages))
+    batch = replace(made_groups.mixed_batch(with_reference=False), demonstrated=None)
+    batch = change(batch, policy={"advantages": torch.zeros_like(batch.policy.advantages)})
     logprobs = torch.full(batch.tokens.shape, -2.0, requires_grad=True)
     for teacher, norm in ((-2.0, 0.0), (-500.0, 498.0)):
-        own = replace(batch, teacher_logprobs=torch.where(batch.taught, teacher, 0.0))
-        loss, _ = batch_loss(logprobs, PreparedBatch.of(own), objective(distillation={"coef": 1.0}))
+        own = change(batch, teacher={"logprobs": torch.where(batch.teacher.mask, teacher, 0.0)})
+        loss, _ = batch_loss(logprobs, own, objective(distillation={"coef": 1.0}))
         (gradient,) = torch.autograd.grad(loss, logprobs)
         assert float(gradient.sum()) == pytest.approx(norm, rel=1e-5) and math.isfinite(loss.item())

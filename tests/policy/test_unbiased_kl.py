@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from grpo_dist.policy.loss import batch_loss
-from grpo_dist.types import PreparedBatch
-from tests.support.losses import objective
+from tests.support.losses import objective, train_batch
 
 ENGINE = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
 REFERENCE = torch.tensor([0.6, 0.1, 0.3], dtype=torch.float64)
@@ -20,11 +19,10 @@ def one_sample(token, logprob, *, old, engine):
     def row(value):
         return torch.stack([torch.zeros((), dtype=torch.float64), value])[None]
 
-    batch = PreparedBatch(
-        tokens=torch.tensor([[0, token]]), lengths=torch.tensor([2]),
-        loss_mask=torch.tensor([[False, True]]), advantages=row(torch.tensor(0.0, dtype=torch.float64)),
-        rollout_logprobs=row(engine), ref_logprobs=row(REFERENCE[token].log()), row_ids=torch.tensor([0]),
-        num_tokens=1.0, num_sequences=1.0, max_tokens=1, old_logprobs=None if old is None else row(old),
+    batch = train_batch(
+        torch.tensor([[False, True]]), advantages=row(torch.tensor(0.0, dtype=torch.float64)),
+        rollout_logprobs=row(engine), ref_logprobs=row(REFERENCE[token].log()),
+        old_logprobs=None if old is None else row(old),
     )  # fmt: skip
     return batch, row(logprob)
 

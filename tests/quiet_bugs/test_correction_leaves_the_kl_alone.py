@@ -9,7 +9,6 @@ import torch
 
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.policy.loss import batch_loss
-from grpo_dist.types import PreparedBatch
 from tests.support.losses import objective
 from tests.support.made_groups import group_of
 
@@ -26,7 +25,7 @@ def gradient(**settings):
     batch = make_batch([group], advantages, ref_logprobs=reference, max_new_tokens=3)
     logprobs = torch.full(batch.tokens.shape, OURS, requires_grad=True)
     how = objective(kl={"coef": COEF, "estimator": "k2"}, **settings)
-    loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), how)
+    loss, _ = batch_loss(logprobs, batch, how)
     return torch.autograd.grad(loss, logprobs)[0][:, 2:]
 
 

@@ -11,7 +11,6 @@ import torch
 from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.batch.rows import make_batch, split_updates
 from grpo_dist.policy.loss import batch_loss
-from grpo_dist.types import PreparedBatch
 from tests.support.losses import objective
 from tests.support.made_groups import group_of
 
@@ -29,19 +28,19 @@ def made(mask_truncated):
 def loss(batch, mode="token-mean"):
     settings = objective(loss="policy_gradient", aggregation=mode)
     logprobs = torch.full(batch.tokens.shape, -1.0)
-    return float(batch_loss(logprobs, PreparedBatch.of(batch), settings)[0])
+    return float(batch_loss(logprobs, batch, settings)[0])
 
 
 def test_the_bug_divides_by_tokens_that_are_not_trained():
     batch = made(True)
-    trained, everything = int(batch.loss_mask.sum()), int(made(False).loss_mask.sum())
+    trained, everything = int(batch.policy.mask.sum()), int(made(False).policy.mask.sum())
     assert (trained, everything) == (25, 30)
     assert trained / everything == pytest.approx(0.8333, abs=1e-4)  # of a loss of 1
 
 
 def test_sum_and_denominator_count_the_same_tokens():
     batch = made(True)
-    assert (batch.num_tokens, batch.num_sequences) == (25, 2)
+    assert (batch.denominators.tokens, batch.denominators.sequences) == (25, 2)
     assert loss(batch) == 1 and loss(made(False)) == 1
 
 
@@ -57,5 +56,5 @@ def test_each_update_of_a_step_counts_its_own_tokens_alone():
     advantages = [np.full(2, -1.0, np.float32)] * 2
     batch = make_batch(groups, advantages, ref_logprobs=None, max_new_tokens=15, mask_truncated=True)
     updates = split_updates(batch, num_groups=2, num_updates=2)
-    assert [update.num_tokens for update in updates] == [10, 12]
+    assert [update.denominators.tokens for update in updates] == [10, 12]
     assert [loss(update) for update in updates] == [1, 1]

@@ -8,7 +8,6 @@ import torch
 
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.policy.loss import batch_loss
-from grpo_dist.types import PreparedBatch
 from tests.support.losses import objective
 from tests.support.made_groups import group_of
 
@@ -34,19 +33,19 @@ def test_the_bug_masks_the_end_of_every_completion():
 
 def test_every_sampled_token_is_trained_and_no_padding():
     batch = made()
-    assert not batch.loss_mask[:, :2].any()
-    assert batch.loss_mask[:, 2:].tolist() == [
+    assert not batch.policy.mask[:, :2].any()
+    assert batch.policy.mask[:, 2:].tolist() == [
         [True, True, True, False],
         [True, True, False, False],
         [True, True, True, True],
     ]
-    assert batch.lengths.tolist() == [5, 4, 6] and batch.num_tokens == 9
+    assert batch.lengths.tolist() == [5, 4, 6] and batch.denominators.tokens == 9
 
 
 def test_the_end_of_a_good_completion_becomes_likelier():
     batch = made()
     logprobs = torch.full(batch.tokens.shape, -1.0, requires_grad=True)
-    loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), objective())
+    loss, _ = batch_loss(logprobs, batch, objective())
     (slope,) = torch.autograd.grad(loss, logprobs)
     assert slope[0, 4] < 0 and slope[0, 4] == slope[0, 2]
     assert slope[0, 5] == 0

@@ -14,7 +14,6 @@ from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.batch.rows import make_batch, split_updates
 from grpo_dist.batch.sharding import shard
 from grpo_dist.policy.loss import batch_loss
-from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 from tests.support.losses import objective
 from tests.support.made_groups import group_of
@@ -30,7 +29,7 @@ def made(groups, tokens=6):
 def loss(batch, **settings):
     logprobs = torch.full(batch.tokens.shape, -1.0)
     how = objective(loss="policy_gradient", **settings)
-    return float(batch_loss(logprobs, PreparedBatch.of(batch), how)[0])
+    return float(batch_loss(logprobs, batch, how)[0])
 
 
 @pytest.mark.parametrize(("drawn", "in_update", "scale"), [(4, 2, 0.5), (8, 32, 4.0)])

@@ -10,9 +10,8 @@ from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.algorithms.sequence_losses import gmpo
 from grpo_dist.policy.loss import batch_loss
-from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
-from tests.support.losses import objective
+from tests.support.losses import change, objective
 
 BATCH = made_groups.batch(groups=2, samples=4, reference=False)
 
@@ -30,7 +29,7 @@ def gradient(size, **settings):
         rows = list(range(first, min(first + size, len(BATCH))))
         part = BATCH.select(rows)
         width = part.tokens.shape[1]
-        prepared = PreparedBatch.of(part, old_logprobs=old[rows, :width])
+        prepared = change(part, policy={"old_logprobs": old[rows, :width]})
         loss, _ = batch_loss(new[rows, :width], prepared, objective(**settings))
         loss.backward()
     return new.grad
@@ -40,8 +39,8 @@ def gradient_of_the_bug(size):
     old, new = log_probs()
     for first in range(0, len(BATCH), size):
         part = slice(first, first + size)
-        mask = BATCH.loss_mask[part]
-        losses, _ = gmpo(new[part], old[part], BATCH.advantages[part], mask)
+        mask = BATCH.policy.mask[part]
+        losses, _ = gmpo(new[part], old[part], BATCH.policy.advantages[part], mask)
         of_rows = (losses * mask).sum(dim=1) / mask.sum(dim=1)
         of_rows.mean().backward()
     return new.grad

@@ -45,15 +45,15 @@ def test_the_others_have_the_advantages_of_a_group_without_it(estimator):
 def test_one_sample_is_lost_and_not_its_group():
     group = group_of(REWARDS, [3] * 4)
     batch = make_batch([group], [advantages(REWARDS)], ref_logprobs=None, max_new_tokens=3)
-    assert batch.loss_mask.any(dim=1).tolist() == [True, False, True, True]
-    assert (batch.num_tokens, batch.num_sequences) == (9, 3)
+    assert batch.policy.mask.any(dim=1).tolist() == [True, False, True, True]
+    assert (batch.denominators.tokens, batch.denominators.sequences) == (9, 3)
 
 
 def test_a_failed_environment_is_named_and_never_trained_on_whatever_its_reward():
     assert describe_failure([{"observation": "no server"}]) == "no server"
     group = group_of([RIGHT, WRONG], [3, 3], reasons=["stop", "error"])
     batch = make_batch([group], [advantages([RIGHT, WRONG])], ref_logprobs=None, max_new_tokens=3)
-    assert batch.loss_mask.any(dim=1).tolist() == [True, False]
+    assert batch.policy.mask.any(dim=1).tolist() == [True, False]
 
 
 def test_a_part_that_could_not_be_scored_makes_a_reward_that_is_unknown_and_not_lower():
@@ -82,4 +82,4 @@ def test_the_run_counts_it_apart_from_wrong_answers():
     assert metrics["reward/unscored"] == 4 and metrics["reward/mean"] == pytest.approx(2 / 3)
     assert metrics["outcome/error"] == 4 and metrics["outcome/wrong"] == 4
     (update,) = world.updates[0]
-    assert update.num_sequences == 12
+    assert update.denominators.sequences == 12

@@ -39,5 +39,5 @@ def test_an_action_pays_for_its_own_tokens_and_those_of_later_actions(given):
     reference = [np.where(MASK, -2.0, -given).astype(np.float32)] * 2
     batch = make_batch([group], [rewards], ref_logprobs=reference, max_new_tokens=9)
     found = token_advantages(batch, [group], AdvantageSettings(kl_coef=1.0, kl_estimator="k1"))
-    assert found.advantages.tolist() == [[0, 0, -2, 0, 0, -1]] * 2
+    assert found.policy.advantages.tolist() == [[0, 0, -2, 0, 0, -1]] * 2
     assert returns(np.ones(4), 1.0)[0] == -4  # as it would be with the tool's tokens

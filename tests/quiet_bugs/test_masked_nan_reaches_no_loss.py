@@ -14,9 +14,8 @@ from grpo_dist.algorithms.aggregation import MODES, aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.policy.loss import batch_loss
-from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
-from tests.support.losses import objective
+from tests.support.losses import change, objective
 
 VALUES, MASK = torch.tensor([[1.0, math.nan, 3.0]]), torch.tensor([[True, False, True]])
 
@@ -52,21 +51,20 @@ EVERY = [
 @pytest.mark.parametrize("own", EVERY, ids=lambda own: str(next(iter(own.values()))))
 def test_the_whole_loss_and_its_gradient_are_those_without_it(own):
     """NaN at every token that is not trained, in the log-probs of trainer, engine and reference."""
-    batch = PreparedBatch.of(made_groups.batch(groups=2, samples=2))
+    batch = made_groups.batch(groups=2, samples=2)
     settings = objective(**{"kl": {"coef": 0.1}, "aggregation": "seq-mean-token-mean"} | own)
     clean = torch.full(batch.tokens.shape, -1.0)
 
     def of(garbage):
-        where = batch.loss_mask
+        where = batch.policy.mask
         logprobs = torch.where(where, clean, garbage).requires_grad_()
-        own = {
-            name: torch.where(where, getattr(batch, name), garbage)
+        stream = {
+            name: torch.where(where, getattr(batch.policy, name), garbage)
             for name in ("rollout_logprobs", "ref_logprobs", "advantages")
         }
-        values = {name: getattr(batch, name) for name in PreparedBatch.__dataclass_fields__} | own
-        found, _ = batch_loss(logprobs, PreparedBatch(**values), settings)
+        found, _ = batch_loss(logprobs, change(batch, policy=stream), settings)
         return found.detach(), torch.autograd.grad(found, logprobs)[0]
 
     (value, slope), (clean_value, clean_slope) = of(math.nan), of(0.0)
     assert math.isfinite(value) and value == clean_value
-    assert torch.equal(slope, clean_slope) and not slope[~batch.loss_mask].any()
+    assert torch.equal(slope, clean_slope) and not slope[~batch.policy.mask].any()

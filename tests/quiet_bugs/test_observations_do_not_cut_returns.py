@@ -53,7 +53,7 @@ def test_the_first_action_has_the_discounted_reward_of_the_last(discount, first)
     group = Group(prompt, (episode(0), episode(1)), rewards, {}, ("", ""))
     batch = make_batch([group], [np.zeros(2, np.float32)], ref_logprobs=None, max_new_tokens=9)
     how = AdvantageSettings(estimator="turn", std="none", discount=discount)
-    found = token_advantages(batch, [group], how).advantages
+    found = token_advantages(batch, [group], how).policy.advantages
     # Less the mean of both samples, whose other one has no reward: half of each return is left.
     assert (2 * found[0]).tolist() == [0, 0, first, 0, 1]
     assert (found[0] + found[1]).tolist() == [0] * 5

@@ -10,9 +10,8 @@ import torch
 from grpo_dist.algorithms.aggregation import MODES, aggregate
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.policy.loss import batch_loss
-from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
-from tests.support.losses import objective
+from tests.support.losses import change, objective
 
 MASK = torch.tensor([[True, True, False, False]])
 CLEAN, CONTAMINATED = torch.tensor([[1.0, 1, 0, 0]]), torch.tensor([[1.0, 1, 10, 10]])
@@ -55,7 +54,7 @@ def test_a_wider_batch_has_the_same_loss(name, mode):
     def of(rows):
         part = batch.select(rows)
         width = part.tokens.shape[1]
-        prepared = PreparedBatch.of(part, old_logprobs=old[rows, :width])
+        prepared = change(part, policy={"old_logprobs": old[rows, :width]})
         return float(batch_loss(new[rows, :width], prepared, settings)[0])
 
     apart = sum(of([row]) for row in range(len(batch)))

@@ -13,7 +13,6 @@ from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.policy.loss import batch_loss
-from grpo_dist.types import PreparedBatch
 from tests.support.losses import objective
 from tests.support.made_groups import group_of
 
@@ -32,7 +31,7 @@ def made(engine_logprobs=None):
 def gradient(batch, **settings):
     """The gradient of the loss in the trainer's log-probs, which are -1 everywhere."""
     logprobs = torch.full(batch.tokens.shape, -1.0, requires_grad=True)
-    loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), objective(**settings))
+    loss, _ = batch_loss(logprobs, batch, objective(**settings))
     (found,) = torch.autograd.grad(loss, logprobs)
     return found[:, PROMPT:]
 
@@ -84,5 +83,5 @@ def test_a_sample_whose_own_log_prob_is_unknown_is_not_in_the_batch_at_all():
     engine = np.full(LENGTH, -1.0, np.float32)
     engine[-1] = np.nan
     batch = made(engine)
-    assert not batch.loss_mask[0].any() and not batch.advantages[0].any()
-    assert (batch.num_tokens, batch.num_sequences) == (24, 1)
+    assert not batch.policy.mask[0].any() and not batch.policy.advantages[0].any()
+    assert (batch.denominators.tokens, batch.denominators.sequences) == (24, 1)

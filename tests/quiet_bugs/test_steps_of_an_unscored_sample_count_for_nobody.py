@@ -40,13 +40,13 @@ def test_the_bug_moves_the_baseline_of_the_others():
 
 def test_the_others_have_the_advantages_of_a_group_without_it():
     found, alone = credited([1, 0, float("nan")]), credited([1, 0])
-    assert found.advantages[:2, 2].tolist() == alone.advantages[:, 2].tolist() == [0.5, -0.5]
-    assert not found.advantages[2].any() and not found.loss_mask[2].any()
+    assert found.policy.advantages[:2, 2].tolist() == alone.policy.advantages[:, 2].tolist() == [0.5, -0.5]
+    assert not found.policy.advantages[2].any() and not found.policy.mask[2].any()
 
 
 def test_a_scored_sample_does_count():
     found = credited([1, 0, 1])
-    torch.testing.assert_close(found.advantages[:2, 2], torch.tensor([0.2, -0.8]))
+    torch.testing.assert_close(found.policy.advantages[:2, 2], torch.tensor([0.2, -0.8]))
 
 
 def test_a_placeholder_reward_is_in_no_baseline():

@@ -35,6 +35,6 @@ def test_every_sample_is_compared_with_those_of_its_own_prompt():
 def test_truncated_samples_are_in_the_baseline_and_not_in_the_loss():
     advantages = sample_advantages(groups(), AdvantageSettings(estimator="dr_grpo"))
     batch = make_batch(groups(), advantages, ref_logprobs=None, max_new_tokens=3, mask_truncated=True)
-    assert (~batch.loss_mask.any(dim=1)).tolist() == TRUNCATED.reshape(-1).tolist()
-    assert batch.advantages[:, -1].tolist() == [0.75, 0, 0, 0, 0.25, 0.25, 0.25, 0]
-    assert batch.group_ids.tolist() == [0] * 4 + [1] * 4 and batch.num_sequences == 4
+    assert (~batch.policy.mask.any(dim=1)).tolist() == TRUNCATED.reshape(-1).tolist()
+    assert batch.policy.advantages[:, -1].tolist() == [0.75, 0, 0, 0, 0.25, 0.25, 0.25, 0]
+    assert batch.group_ids.tolist() == [0] * 4 + [1] * 4 and batch.denominators.sequences == 4

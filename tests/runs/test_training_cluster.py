@@ -83,7 +83,7 @@ def test_the_default_loop_has_the_numbers_of_train(started, changes):
     assert [e for e in ours.events if "update" in e] == [e for e in theirs.events if "update" in e]
     for mine, batches in zip(ours.updates, theirs.updates, strict=True):
         for one, other in zip(mine, batches, strict=True):
-            assert one.advantages.equal(other.advantages) and one.tokens.equal(other.tokens)
+            assert one.policy.advantages.equal(other.policy.advantages) and one.tokens.equal(other.tokens)
     assert len(found) == 6
     for step, metrics in enumerate(found, start=1):
         known = {k: v for k, v in theirs.logged[step].items() if not k.startswith(("time/", "throughput/"))}
@@ -140,7 +140,9 @@ def test_advantages_of_the_caller_are_used_as_they_are(started):
         groups = cluster.score(cluster.sample(next(cluster.batches())))
         cluster.update(groups, advantages=[[0.25 + i, -2.0] for i in range(4)])
         (batch,) = world.updates[0]
-        taken = batch.advantages.numpy()[batch.loss_mask.numpy()].reshape(4, 2, 2)  # two tokens a sample
+        taken = batch.policy.advantages.numpy()[batch.policy.mask.numpy()].reshape(
+            4, 2, 2
+        )  # two tokens a sample
         assert taken.tolist() == [[[0.25 + i] * 2, [-2.0] * 2] for i in range(4)]
         with pytest.raises(UserError, match=r"shapes \[\(3,\)\]; expected .* \[\(2,\)\]"):
             cluster.update(groups[:1], advantages=[np.zeros(3)])
@@ -161,7 +163,7 @@ def test_advantages_of_the_caller_are_refused_where_they_replace_those_of_a_teac
                 cluster.update(groups)
             else:
                 cluster.update(groups, advantages=own)
-                assert world.updates[0][0].taught.any()
+                assert world.updates[0][0].teacher.mask.any()
 
 
 def test_advantages_of_the_caller_are_refused_where_they_replace_the_kl_in_the_reward(started):
@@ -171,14 +173,12 @@ def test_advantages_of_the_caller_are_refused_where_they_replace_the_kl_in_the_r
             groups = cluster.score(cluster.sample(next(cluster.batches())))
             own = [np.array([1.0, -1.0])] * 4
             if in_reward:
-                with pytest.raises(
-                    UserError, match=r"`algorithm\.kl\.in_reward` = true.*set it to false"
-                ):
+                with pytest.raises(UserError, match=r"`algorithm\.kl\.in_reward` = true.*set it to false"):
                     cluster.update(groups, advantages=own)
                 cluster.update(groups)
             else:
                 cluster.update(groups, advantages=own)
-            assert world.updates[0][0].ref_logprobs is not None
+            assert world.updates[0][0].policy.ref_logprobs is not None
 
 
 def test_advantages_of_the_caller_do_not_pass_a_bound_of_health(started):
@@ -383,7 +383,7 @@ def test_an_interrupted_update_stands_for_no_other_advantages(started, monkeypat
             with pytest.raises(UserError, match=r"with other advantages was interrupted.*sample again"):
                 cluster.update(groups, advantages=None if then is None else own)
         assert cluster.step == len(world.updates) == 1
-        used = {float(x) for batch in world.updates[0] for x in batch.advantages[batch.loss_mask]}
+        used = {float(x) for batch in world.updates[0] for x in batch.policy.advantages[batch.policy.mask]}
         assert (used == {first}) == (first is not None)
         cluster.sync()
         cluster.update(groups, advantages=own)  # another update

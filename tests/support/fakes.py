@@ -105,7 +105,7 @@ class World:
 
     async def score_norms(self, batch):
         self.events.append(f"score norms at version {self.version}")
-        return {row: np.full(int(own.sum()), 0.5, np.float32) for row, own in enumerate(batch.loss_mask)}
+        return {row: np.full(int(own.sum()), 0.5, np.float32) for row, own in enumerate(batch.policy.mask)}
 
     async def token_logprobs(self):
         rows = (batch.row_ids.tolist() for batch in self.updates[-1])
@@ -303,7 +303,7 @@ class Probes:
 
     async def logprobs(self, batch):
         self._world.rows.append(len(batch))
-        lengths = batch.loss_mask.sum(dim=1).tolist()
+        lengths = batch.policy.mask.sum(dim=1).tolist()
         values = [np.full(n, LOGPROB, np.float32) for n in lengths]
         return self._world.dtype, dict(zip(batch.row_ids.tolist(), values, strict=True))
 

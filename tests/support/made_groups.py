@@ -8,7 +8,7 @@ import torch
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.data.demonstrations import Demonstration
-from grpo_dist.types import FurtherRow, Group, Prompt, Rollout, TeacherLogprobs, ToolCall, Turn
+from grpo_dist.types import Denominators, FurtherRow, Group, Prompt, Rollout, TeacherLogprobs, ToolCall, Turn
 
 
 def group(
@@ -170,12 +170,6 @@ def mixed_batch(*, samples: int = 4, seed: int = 0, with_reference: bool = True,
 def demonstrated_batch(*, seed: int = 0):
     """Return `mixed_batch` with the demonstrations as its only stream, as where every sample is left out."""
     batch = mixed_batch(seed=seed)
-    return replace(
-        batch,
-        loss_mask=torch.zeros_like(batch.loss_mask),
-        num_tokens=0.0,
-        num_sequences=0.0,
-        teacher_logprobs=None,
-        taught=None,
-        num_taught=0.0,
-    )
+    sizes = Denominators(0.0, 0.0, demonstrated=batch.denominators.demonstrated)
+    policy = replace(batch.policy, mask=torch.zeros_like(batch.policy.mask))
+    return replace(batch, policy=policy, denominators=sizes, teacher=None)

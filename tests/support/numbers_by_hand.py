@@ -59,8 +59,7 @@ class Tiny(torch.nn.Module):
         """Return log-probs and entropies, and what `divergence_from_teacher` needs."""
         steps = torch.arange(1, batch.tokens.shape[1] + 1)[:, None]
         hidden = torch.tanh(self.embedding[batch.tokens].cumsum(dim=1) / steps)
-        how = {"candidates": batch.top_ids, "candidates_at_teacher": batch.top_logprobs}
-        layout = padded(batch.tokens, batch.wanted, batch.temperatures, **how)
+        layout = padded(batch.tokens, batch.wanted, batch.temperatures, teacher=batch.teacher)
         values, entropies, candidates = selected_logprobs(
             hidden.flatten(0, 1)[layout.sources],
             self.head,

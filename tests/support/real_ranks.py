@@ -24,7 +24,6 @@ from grpo_dist.policy.loss import Objective, batch_loss, divergence_from_teacher
 from grpo_dist.policy.packing import padded
 from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.hardware import thread_environment
-from grpo_dist.types import PreparedBatch
 from tests.support import losses, made_groups
 
 TEMPERATURE = 0.9
@@ -42,19 +41,17 @@ STREAMS = losses.objective(
 
 def loss_of_the_whole(module, batch, settings):
     """The loss of ``batch`` at once, of a `TokenLogprobs` in this process, without DeepSpeed."""
-    own = batch if isinstance(batch, PreparedBatch) else PreparedBatch.of(batch)
-    further = {"candidates": own.top_ids, "candidates_at_teacher": own.top_logprobs}
-    layout = padded(own.tokens, own.wanted, own.temperatures, **further)
+    layout = padded(batch.tokens, batch.wanted, batch.temperatures, teacher=batch.teacher)
     logprobs, entropy, candidates = module(layout, with_entropy=True)
     from_teacher = divergence_from_teacher(candidates, layout, settings.distillation)
-    return batch_loss(logprobs, own, settings, entropy=entropy, from_teacher=from_teacher)[0]
+    return batch_loss(logprobs, batch, settings, entropy=entropy, from_teacher=from_teacher)[0]
 
 
 class OpenWorker(PolicyWorker):
     """A rank that exposes its gradients."""
 
     def gradients(self, own):
-        metrics = self._trainer.accumulate(PreparedBatch.of(own))
+        metrics = self._trainer.accumulate(own)
         gradients = self._trainer.gradients()
         return gradients, metrics | self._trainer.step()
 

@@ -474,7 +474,6 @@ class TimedPolicy:
 
     def _work_of(self, batch: TrainBatch) -> UpdateWork:
         """Return the lengths that the rows of ``batch`` represent."""
-        assert batch.group_ids is not None
         by_group: dict[int, list[list[int]]] = {}
         for number, row in zip(batch.group_ids.tolist(), batch.tokens.tolist(), strict=True):
             by_group.setdefault(number, []).append(row)
@@ -483,7 +482,7 @@ class TimedPolicy:
 
     async def score_norms(self, batch: TrainBatch) -> dict[int, np.ndarray]:
         """Return zeros at once: `Rates.update_s` has the time of this pass."""
-        mask = batch.loss_mask.numpy()
+        mask = batch.policy.mask.numpy()
         return {row: np.zeros(int(trained.sum()), np.float32) for row, trained in enumerate(mask)}
 
     async def update(

@@ -13,7 +13,6 @@ from grpo_dist.config import LoRAConfig
 from grpo_dist.policy.loss import Objective, batch_loss
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
-from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 from tests.support.engines import EAGER, LIMIT, differences, trained
 from tests.support.models import EXPERT_SHAPES, expert_model
@@ -67,9 +66,9 @@ def test_ranks_train_experts_and_export_the_checkpoints_names(forked_ranks, tmp_
         model_dir, dtype=torch.float64, experts_implementation="eager"
     )
     logprobs = TokenLogprobs(exact, temperature=TEMPERATURE, chunk_mib=8)(
-        padded(batch.tokens, batch.loss_mask)
+        padded(batch.tokens, batch.policy.mask)
     )[0]
-    batch_loss(logprobs, PreparedBatch.of(batch), Objective(ALGORITHM))[0].backward()
+    batch_loss(logprobs, batch, Objective(ALGORITHM))[0].backward()
     expected = flat({name: p.grad for name, p in exact.named_parameters()})
 
     async def train():

@@ -23,9 +23,8 @@ from grpo_dist.health.bounds import Bound
 from grpo_dist.policy.loss import Objective
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
-from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
-from tests.support.losses import choose, objective
+from tests.support.losses import change, choose, objective
 from tests.support.models import architecture
 from tests.support.real_ranks import (
     ALGORITHM,
@@ -170,7 +169,7 @@ def test_the_gradient_of_rewards_teacher_and_demonstrations_is_that_of_the_whole
     async def on_ranks():
         group = start(tiny_model, ranks=ranks, stage=stage, micro_batch_tokens=micro_batch_tokens, **how)
         await group.ready()
-        own = [PreparedBatch.of(s) for s in shard(batch, ranks // shared) for _ in range(shared)]
+        own = [s for s in shard(batch, ranks // shared) for _ in range(shared)]
         calls = [r.gradients_with.remote(s, STREAMS) for r, s in zip(group.ranks, own, strict=True)]
         results = await asyncio.gather(*calls)
         await group.shutdown()
@@ -205,16 +204,18 @@ def test_no_loss_and_no_aggregation_of_episodes_depends_on_ranks(forked_ranks, t
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     with torch.no_grad():
         new = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
-            padded(episodes.tokens, episodes.loss_mask)
+            padded(episodes.tokens, episodes.policy.mask)
         )[0]
     generator = torch.Generator().manual_seed(0)
     old, engine = (
-        torch.where(episodes.loss_mask, new + 0.2 * torch.randn(new.shape, generator=generator), 0.0).float()
+        torch.where(
+            episodes.policy.mask, new + 0.2 * torch.randn(new.shape, generator=generator), 0.0
+        ).float()
         for _ in range(2)
     )
     chosen = torch.rand(new.shape, generator=generator) < 0.2
-    batch = PreparedBatch.of(replace(episodes, rollout_logprobs=engine), old_logprobs=old, mean_weight=0.9)
-    batch = replace(batch, selected=chosen)
+    stream = {"rollout_logprobs": engine, "old_logprobs": old}
+    batch = change(episodes, policy=stream, choice={"mean_weight": 0.9, "selected": chosen})
 
     async def all_of_them():
         group = start(tiny_model, ranks=2, stage=2, micro_batch_tokens=60, shared=shared)
@@ -262,15 +263,15 @@ def test_the_logprobs_and_score_norms_of_every_row_are_given_and_change_nothing(
     assert again == expected
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
-    layout = padded(batch.tokens, batch.loss_mask)
+    layout = padded(batch.tokens, batch.policy.mask)
     with torch.no_grad():
         values, exact = module(layout)[0], module(layout, score_norms=True)[0]
     for row, own in norms.items():
-        assert torch.allclose(torch.from_numpy(own), exact[row][batch.loss_mask[row]].float(), atol=1e-5)
+        assert torch.allclose(torch.from_numpy(own), exact[row][batch.policy.mask[row]].float(), atol=1e-5)
     for row, own in (rows | {4: alone[2]}).items():
         mine = row if row < 4 else 2
         assert torch.allclose(
-            torch.from_numpy(own).double(), values[mine][batch.loss_mask[mine]].double(), atol=1e-5
+            torch.from_numpy(own).double(), values[mine][batch.policy.mask[mine]].double(), atol=1e-5
         )
 
 
@@ -392,9 +393,9 @@ def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
     """
     first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
     # A row of one rank. The gradient of its k3 is finite: 1 - exp(-inf).
-    reference = second.ref_logprobs.clone()
+    reference = second.policy.ref_logprobs.clone()
     reference[0] = -torch.inf
-    lost = replace(second, ref_logprobs=reference)
+    lost = change(second, policy={"ref_logprobs": reference})
 
     async def steps():
         group = start(tiny_model, ranks=ranks, stage=stage, schedule="linear", warmup_steps=2, **how)
@@ -548,7 +549,7 @@ def test_two_ranks_and_small_micro_batches_update_as_one_does(forked_ranks, tiny
     changes, epochs = FAMILY[name]
     algorithm = AlgorithmConfig(**changes)
     batches = [made_groups.batch(seed=s, reference=algorithm.kl.coef > 0) for s in (3, 4)]
-    own = [replace(b, rollout_logprobs=near_the_models(tiny_model, b)) for b in batches]
+    own = [change(b, policy={"rollout_logprobs": near_the_models(tiny_model, b)}) for b in batches]
 
     async def step(**how):
         group = start(tiny_model, algorithm=algorithm, epochs=epochs, **how)
@@ -576,10 +577,10 @@ def near_the_models(model_dir, batch):
     """What an engine a little off would have reported."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     logprobs = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
-        padded(batch.tokens, batch.loss_mask)
+        padded(batch.tokens, batch.policy.mask)
     )[0]
     noise = 0.1 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(8))
-    return torch.where(batch.loss_mask, logprobs + noise, 0.0)
+    return torch.where(batch.policy.mask, logprobs + noise, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -603,11 +604,11 @@ def test_ranks_keep_the_values_of_each_row_from_before_the_update_where_they_are
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
     with torch.no_grad():
-        expected = module(padded(batch.tokens, batch.loss_mask))[0]
+        expected = module(padded(batch.tokens, batch.policy.mask))[0]
     assert sorted(told) == list(range(len(batch))) and nothing == {}
     for row, values in told.items():
         torch.testing.assert_close(
-            torch.from_numpy(values), expected[row][batch.loss_mask[row]].float(), atol=1e-5, rtol=1e-5
+            torch.from_numpy(values), expected[row][batch.policy.mask[row]].float(), atol=1e-5, rtol=1e-5
         )
 
 

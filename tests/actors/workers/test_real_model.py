@@ -80,7 +80,7 @@ def test_packed_rows_behind_one_system_prompt_have_the_numbers_of_rows_alone():
     directory = real_model()
     prompts = prompts_of(directory)
     batch, results = batch_of(groups_of(prompts)), []
-    for layout in (packed(batch.rows, BlockKernel()), padded(batch.tokens, batch.loss_mask)):
+    for layout in (packed(batch, batch.wanted, BlockKernel()), padded(batch.tokens, batch.policy.mask)):
         packing = layout.spans is not None
         how = {"dtype": torch.float32, "attention": "auto", "trust_remote_code": False}
         module = TokenLogprobs(
@@ -92,6 +92,6 @@ def test_packed_rows_behind_one_system_prompt_have_the_numbers_of_rows_alone():
         results.append((layout.tokens.numel(), logprobs.detach(), gradients))
     (size, ours, gradients), (_, expected, theirs) = results
     assert size == needed_tokens([batch]) < int(batch.lengths.sum()) - 20 * 2
-    assert float((ours - expected).abs().sum() / batch.loss_mask.sum()) < MEAN
+    assert float((ours - expected).abs().sum() / batch.policy.mask.sum()) < MEAN
     for name, gradient in gradients.items():
         assert float((gradient - theirs[name]).norm() / theirs[name].norm()) < 1e-4, name

@@ -27,7 +27,7 @@ from grpo_dist.config import (
 from grpo_dist.environments.episode import Generation
 from grpo_dist.errors import SamplesLost, UserError
 from grpo_dist.policy.loss import Objective
-from grpo_dist.types import FurtherRow, Group, HeldRoutes, PreparedBatch, Prompt, Sampling
+from grpo_dist.types import FurtherRow, Group, HeldRoutes, Prompt, Sampling
 from tests.support.made_groups import group_of
 from tests.support.models import tied_model
 from tests.support.real_engine import World
@@ -55,7 +55,7 @@ def batch_of(sampled):
 def mismatch(world, batch):
     """Return the mean and the largest |engine - trainer|, nats, as the metrics of an update have them."""
     settings = Objective(AlgorithmConfig())
-    _, metrics = ray.get(world.policy.ranks[0].gradients_with.remote(PreparedBatch.of(batch), settings))
+    _, metrics = ray.get(world.policy.ranks[0].gradients_with.remote(batch, settings))
     return metrics["mismatch/logprob_diff_mean"], metrics["mismatch/logprob_diff_max"]
 
 

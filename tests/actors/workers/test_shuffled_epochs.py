@@ -1,7 +1,6 @@
 """Real ranks: the updates of later epochs, dealt again, are the same on one rank and on two."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from grpo_dist.batch.epochs import redrawn
 from grpo_dist.batch.rows import split_updates
 from grpo_dist.config import AlgorithmConfig, KLConfig
 from tests.support import made_groups
+from tests.support.losses import change
 from tests.support.real_ranks import comparable, flat, on_all, relative, start
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,8 @@ def test_two_ranks_train_on_the_updates_of_one_in_every_epoch(forked_ranks, tiny
     """Three epochs of two updates; what depends on all tokens of an update is that of the dealt ones."""
     batch = made_groups.batch(groups=4, samples=3, reference=False)
     noise = torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(1))
-    batch = replace(batch, rollout_logprobs=torch.where(batch.loss_mask, -6 + 0.1 * noise, 0.0))
+    engine = torch.where(batch.policy.mask, -6 + 0.1 * noise, 0.0)
+    batch = change(batch, policy={"rollout_logprobs": engine})
     updates = split_updates(batch, num_groups=4, num_updates=2)
     later = [redrawn(batch, num_groups=4, num_updates=2, seed=seed) for seed in (1, 4)]
     firsts = [set(u.row_ids.tolist()) for u in updates]

@@ -16,7 +16,8 @@ from grpo_dist.config.base import member_called, members
 from grpo_dist.loop.updates import advantage_settings
 from grpo_dist.policy.loss import Objective, batch_loss, finish_stats
 from grpo_dist.policy.preparation import Preparation
-from grpo_dist.types import Group, Prompt, Rollout, StepBatch, TrainBatch
+from grpo_dist.types import Group, Prompt, Rollout
+from tests.support.losses import change, train_batch
 
 _PROMPT = 2  # tokens
 
@@ -51,23 +52,19 @@ def loss(x, section, *, max_tokens=None, num_tokens=None, num_sequences=None, se
     settings, advantages = Objective(algorithm), x["advantages"]
     if algorithm.length_weights:
         advantages = advantages * length_weights(mask)
-    batch = TrainBatch(
-        tokens=torch.zeros(mask.shape, dtype=torch.long), lengths=mask.sum(dim=1), loss_mask=mask,
-        advantages=advantages, rollout_logprobs=x["engine"], ref_logprobs=x["reference"],
-        row_ids=torch.arange(len(mask)), max_tokens=max_tokens or mask.shape[1],
-        num_tokens=float(mask.sum()) if num_tokens is None else num_tokens,
-        num_sequences=float(mask.any(dim=1).sum()) if num_sequences is None else num_sequences,
+    sizes = {"tokens": num_tokens, "sequences": num_sequences}
+    before = train_batch(
+        mask, advantages=advantages, rollout_logprobs=x["engine"],
+        ref_logprobs=x["reference"] if algorithm.kl.loss_coef else None,
+        old_logprobs=x["engine"] if algorithm.correction.bypasses else x["old"],
+        old_entropies=x["entropy"] if algorithm.top_entropy_share < 1 else None,
+        max_tokens=max_tokens or mask.shape[1],
+        sizes={name: size for name, size in sizes.items() if size is not None},
     )  # fmt: skip
-    if not algorithm.kl.loss_coef:
-        batch = replace(batch, ref_logprobs=None)
-    old = x["engine"] if algorithm.correction.bypasses else x["old"]
-    before = StepBatch.of(
-        batch, old_logprobs=old, old_entropies=x["entropy"] if algorithm.top_entropy_share < 1 else None
-    )
     preparation = Preparation(lambda _: (x["now"], x["entropy"]), torch.device("cpu"), reports=True)
     prepared = preparation.before_the_update(before, algorithm, number=0)
     if selected is not None:
-        prepared = replace(prepared, selected=selected)
+        prepared = change(prepared, choice={"selected": selected})
     now = x["now"].detach().clone().requires_grad_()
     value, stats = batch_loss(now, prepared, settings, entropy=x["entropy"])
     value.backward()
@@ -124,9 +121,9 @@ def advantages(x, section, *, weights=None, moments=None):
         x["reference"][row, :n].numpy().astype(np.float32) for row, n in zip(order, lengths, strict=True)
     ]
     batch = make_batch(made, own, ref_logprobs=reference, max_new_tokens=x["mask"].shape[1])
-    norms = torch.zeros(batch.loss_mask.shape, dtype=x["old"].dtype)
+    norms = torch.zeros(batch.policy.mask.shape, dtype=x["old"].dtype)
     norms[:, _PROMPT:] = score_norms(x)[order][:, : norms.shape[1] - _PROMPT]
-    tokens = token_advantages(batch, made, how, norms).advantages[:, _PROMPT:]
+    tokens = token_advantages(batch, made, how, norms).policy.advantages[:, _PROMPT:]
     inverse = torch.argsort(order)
     out = torch.zeros(x["mask"].shape)
     out[:, : tokens.shape[1]] = tokens[inverse]
