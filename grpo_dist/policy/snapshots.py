@@ -99,7 +99,7 @@ class SnapshotWriter:
     def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         raise AssertionError("a writer receives nothing")
 
-    def agree(self, own: bool) -> bool:
+    def agree(self, agrees: bool) -> bool:
         raise AssertionError("nobody reads while a snapshot is written")
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class SnapshotReader:
                     raise RuntimeError(f"{self._path}: expected {size} more bytes and found {found}")
                 yield flat
 
-    def agree(self, own: bool) -> bool:
+    def agree(self, agrees: bool) -> bool:
         raise AssertionError("nobody writes while a snapshot is read")
 
     def close(self) -> None:
