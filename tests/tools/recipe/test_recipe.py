@@ -318,8 +318,8 @@ def test_the_users_reward_functions_and_reward_models_are_inputs(world, monkeypa
     Path("scorer/weights").write_text("1")
     functions = [{"name": name, "function": f"{name}:fine"} for name in ("mine", "pack.inner")]
     models = [{"name": "scorer", "path": "scorer"}]
-    rewards = {"functions": functions, "models": models, "code_paths": ["code"]}
-    write(stages=with_overrides(2, rewards=rewards))
+    rewards = {"functions": functions, "models": models}
+    write(stages=with_overrides(2, rewards=rewards, code_paths=["code"]))
     run()
     for name in ("code/mine.py", "code/pack/inner.py", "scorer/weights"):
         text, path = Path(name).read_text(), Path(name)
