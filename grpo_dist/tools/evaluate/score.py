@@ -344,7 +344,8 @@ def _print_rewards(console: Console, scored: Scored, parts: Mapping[str, np.ndar
     totals, of_source = {"total": scored.rewards}, scored.per_completion(lambda group: group.prompt.source)
     if len(sources := dict.fromkeys(of_source)) > 1:
         totals |= {f"total of {s or 'other sources'}": totals["total"][of_source == s] for s in sources}
-    has = {name: scored.per_completion(lambda group, name=name: name in group.reward_parts) for name in parts}
+    having = scored.per_completion(lambda group: set(group.reward_parts))
+    has = {name: np.array([name in names for names in having]) for name in parts}
     values = totals | {name: part[has[name]] for name, part in parts.items()}
     columns = ("reward", "scored", "unscored", "mean", "std", "min", "p50", "max")
     rows = []
