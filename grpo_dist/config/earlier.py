@@ -17,7 +17,7 @@ _ADVANTAGE = {
 _GONE = (
     "rewards.code_paths", "environments.code_paths", "cluster.restarts.window_s",
     "distillation.teachers.*.threads", "environments.sandbox.backend", "evaluation.threads",
-    "profile.memory", "profile.shapes", "profile.stacks",
+    "profile.memory", "profile.shapes", "profile.stacks", "tracking.mlflow", "bench.other_kwargs",
 )  # fmt: skip
 # Section, its earlier key, and that of now.
 _RENAMED = (
@@ -39,6 +39,8 @@ def translate(old: Mapping[str, Any]) -> dict[str, Any]:
         new = _renamed(new, path, was, now)
     if isinstance(new.get("algorithm"), dict):
         new["algorithm"] = translate_algorithm(new["algorithm"])
+    if isinstance(batch := new.get("batch"), dict) and batch.get("min_samples", "") is None:
+        new["batch"] = without(batch, ["min_samples"])
     if isinstance(batch := new.get("batch"), dict) and isinstance(batch.get("order"), str):
         kept = without(batch, ["oversample"])
         finished = {"name": "completion", "oversample": batch.get("oversample")}
@@ -105,7 +107,8 @@ def _translate_rewards(old: Mapping[str, Any]) -> dict[str, Any]:
 
     by_source = {source: translate_functions(each) for source, each in old.get("by_source", {}).items()}
     models = [translate_model(each) for each in old.get("models", ())]
-    return translate_functions(old) | {"models": models, "by_source": by_source}
+    # Nothing required a box before there was the key, whatever the prompt asks for.
+    return {"require_box": False} | translate_functions(old) | {"models": models, "by_source": by_source}
 
 
 def _translate_schedule(value: Any) -> Any:

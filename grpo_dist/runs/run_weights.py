@@ -17,7 +17,7 @@ import torch
 
 from grpo_dist.config import Config, PolicyConfig
 from grpo_dist.config.differences import flat
-from grpo_dist.config.files import changed, load_config
+from grpo_dist.config.files import changed, load_recorded
 from grpo_dist.errors import expanded
 from grpo_dist.policy.full_weights import FullWeights, write_adapter_alone, write_model
 from grpo_dist.policy.model import TokenLogprobs, trainable_model
@@ -30,7 +30,7 @@ from grpo_dist.runs.checkpoint import (
     newest_whole,
     step_of,
 )
-from grpo_dist.runs.run_directory import recorded_settings
+from grpo_dist.runs.run_directory import keep_require_box, recorded_settings
 from grpo_dist.runtime.files import read_json
 from grpo_dist.runtime.model_files import cached, fingerprint
 
@@ -80,6 +80,16 @@ def pinned(config: C, run_dir: Path | None = None) -> C:
     return changed(config, steps).model_copy(update={"algorithm": config.algorithm}) if steps else config
 
 
+def as_begun(config: Config, run_dir: Path, say: Callable[[str], None]) -> Config:
+    """Return ``config`` with what the run in ``run_dir`` began with: see `pinned` and `keep_require_box`.
+    Raises ValueError.
+    """
+    begun = keep_require_box(pinned(config, run_dir), run_dir)
+    if begun.rewards.require_box != config.rewards.require_box:
+        say("`rewards.require_box` = false, as the run began; another `name` begins one that requires a box")
+    return begun
+
+
 def find_checkpoint(path: str, say: Callable[[str], None]) -> Path:
     """Return the directory of the checkpoint that ``path`` names. Raises ValueError where it is missing or
     damaged.
@@ -109,7 +119,7 @@ def checkpoint_model(
     Raises ValueError where the checkpoint is missing or damaged.
     """
     checkpoint = find_checkpoint(path, say)
-    config = load_config(checkpoint / "config.yaml")
+    config = load_recorded(checkpoint / "config.yaml")
     decides = {"version": _VERSION, "checkpoint": fingerprint(checkpoint / MANIFEST)}
 
     def write(directory: Path) -> None:

@@ -2,22 +2,27 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from grpo_dist.config import LoRAConfig, ModelConfig
-from grpo_dist.config.files import dump_config
+from grpo_dist.config.files import dump_config, load_recorded
 from grpo_dist.errors import UserError
 from grpo_dist.runs.checkpoint import write_manifest
 from grpo_dist.runs.prepare import resolve_model
-from grpo_dist.runs.run_weights import find_checkpoint, pinned
+from grpo_dist.runs.run_weights import as_begun, find_checkpoint, pinned
 from grpo_dist.tools.evaluate.target import configuration
 from grpo_dist.tools.plan.models import model_of
 from tests.support import fakes, made_groups
 from tests.support.made_weights import write_run
 from tests.support.real_ranks import start
+
+EARLIER = Path(__file__).parents[1] / "support/earlier_checkpoint/step_000002/config.yaml"
+BOX = {"train": [{"path": "demo:add3"}], "instruction": "Answer in \\boxed{}."}
 
 
 def quiet(message):
@@ -63,6 +68,38 @@ def test_an_evaluation_of_a_checkpoint_has_the_settings_of_its_run(run):
     assert config.model.path == "runs/mine@latest" and config.data.instruction == "Add."
     with pytest.raises(UserError, match=r"runs/none@2: no run in runs/none"):
         configuration("runs/none@2", ["demo:add4"], [])
+
+
+def test_what_an_earlier_version_recorded_is_read_as_it_is_written_now(run):
+    """It asked for a box and required none, as no run did."""
+    earlier = yaml.safe_load(EARLIER.read_text())
+    earlier["batch"]["min_samples"], earlier["bench"] = None, earlier["bench"] | {"other_kwargs": {}}
+    earlier["data"]["instruction"] = "Answer in \\boxed{}."
+    (run / "config.yaml").write_text(yaml.safe_dump(earlier))
+    recorded = load_recorded(run / "config.yaml")
+    assert recorded.algorithm.loss.name == earlier["algorithm"]["policy_loss"]
+    assert recorded.data.order.name == earlier["data"]["order"]
+    evaluated = configuration("runs/mine@latest", ["demo:add4"], [])
+    assert not recorded.rewards.require_box and not evaluated.rewards.require_box
+    assert load_recorded(run / "config.yaml") == load_recorded_again(run, recorded)
+
+
+def load_recorded_again(run, config):
+    """Return ``config`` as it is read after it was recorded by this version."""
+    (run / "config.yaml").write_text(dump_config(config))
+    return load_recorded(run / "config.yaml")
+
+
+def test_a_resumed_run_begins_with_what_it_began_with_and_says_so(run, tmp_path):
+    config = fakes.config(model={"path": "runs/mine@latest"}, data=BOX)
+    new, said = tmp_path / "runs/new", []
+    new.mkdir()
+    old = {"model": {"path": "runs/mine@2"}, "rewards": {"timeout_s": 5.0}}
+    (new / "config.yaml").write_text(yaml.safe_dump(old))
+    begun = as_begun(config, new, said.append)
+    assert begun.model.path == "runs/mine@2" and not begun.rewards.require_box
+    assert len(said) == 1 and "require_box" in said[0]
+    assert as_begun(config, tmp_path / "runs/other", said.append).rewards.require_box and len(said) == 1
 
 
 def test_a_run_keeps_the_checkpoint_that_it_began_with(run, tmp_path):

@@ -8,6 +8,7 @@ such, where an earlier one could not read its input: one missing model is one pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from grpo_dist.config import Config
@@ -15,10 +16,10 @@ from grpo_dist.config.secrets import masked
 from grpo_dist.errors import UserError
 from grpo_dist.runs.run_directory import (
     choose_run_dir,
-    keep_require_box,
     read_template_date,
     set_template_date,
 )
+from grpo_dist.runs.run_weights import as_begun
 from grpo_dist.runs.start import CHECKS as CHECKS_OF_A_RUN
 from grpo_dist.runs.trials import CheckFailed, CheckSkipped, Start
 from grpo_dist.tools.check.devices import Place, check_memory, check_placement
@@ -76,8 +77,12 @@ def run_checks(config: Config, *, cluster: str | None) -> Iterator[CheckResult]:
     this machine, or the Ray cluster that the configuration names.
     """
     run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
-    config = set_template_date(keep_require_box(config, run_dir), read_template_date(run_dir))
     notes: list[str] = []
+    with suppress(ValueError):  # a model that is not there is the finding of a check
+        config = as_begun(config, run_dir, notes.append)
+    config = set_template_date(config, read_template_date(run_dir))
+    for note in notes:
+        yield CheckResult("settings", note)
     place = Place(config, cluster)
     start = Start(config, notes.append, find_device=lambda: place.device)
     reported: set[str] = set()
