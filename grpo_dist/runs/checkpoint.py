@@ -283,7 +283,11 @@ class Checkpoints:
         own = [found for found in list_checkpoints(self._directory) if step_of(found) <= step]
         for old in own[: -self._config.checkpoint.keep]:
             if step_of(old) != best and not old.is_symlink():  # a link is a user's way to keep it
-                shutil.rmtree(old)
+                # A reader finds it whole or not at all. What a kill leaves of it goes with the next save.
+                doomed = old.with_name(f"{_PARTIAL}deleted_{old.name}")
+                clear(doomed)
+                old.rename(doomed)
+                shutil.rmtree(doomed)
 
 
 def remove_partial(directory: Path) -> None:

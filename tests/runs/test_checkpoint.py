@@ -210,6 +210,23 @@ def test_only_the_newest_checkpoints_are_kept_and_no_other_file_is_deleted(tmp_p
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "step_000010", "step_000100"]
 
 
+def test_a_checkpoint_that_is_deleted_is_whole_until_it_is_gone(tmp_path, monkeypatch):
+    config = fakes.config(checkpoint={"keep": 1})
+    save(tmp_path, 2, config=config)
+    during = []
+
+    def die(path, **_):
+        during.append((list_checkpoints(tmp_path), (path / "state.json").exists()))
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="killed"):
+        patch.setattr(shutil, "rmtree", die)
+        save(tmp_path, 4, config=config)
+    assert during == [([tmp_path / "step_000004"], True)]
+    save(tmp_path, 6, config=config)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000006"]
+
+
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
     config = fakes.config(checkpoint={"keep": 1})
     for step, best in ((2, None), (4, (4, 0.5)), (6, (4, 0.5)), (8, (4, 0.5))):
