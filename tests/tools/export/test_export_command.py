@@ -3,6 +3,7 @@
 import json
 import shutil
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_dist.cli import main
 from grpo_dist.policy.full_weights import why_no_export
-from grpo_dist.runs.model_card import model_card
+from grpo_dist.runs.model_card import VLLM_RANKS, model_card
 from grpo_dist.tools.export import export as exporting
 from tests.support import fakes
 from tests.support.made_weights import write_run, write_scores
@@ -81,16 +82,109 @@ def test_the_card_names_model_data_settings_and_accuracy(run):
     assert "4 prompts × 2 samples" in text and str(run_dir.parent) not in text
 
 
-@pytest.mark.parametrize(("path", "base"), [("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"), ("/secret/model", None)])
-def test_the_card_names_a_model_and_data_of_the_hub_but_no_path_of_the_machine(tmp_path, path, base):
-    data = {"train": [{"path": "openai/gsm8k"}, {"path": "/secret/rows.jsonl"}]}
-    card = model_card(fakes.config(model={"path": path}, data=data), tmp_path, 3)
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A cache of the hub that has a model and a data set."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("models--Qwen--Qwen3-4B", "datasets--openai--gsm8k", "models--runs--local"):
+        (tmp_path / "hub" / name / "snapshots/1cfa9a7").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "base"),
+    [
+        ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"),
+        ("/secret/model", None),
+        ("secret/model", None),  # relative to where the run was started
+        ("secret/model.gguf", None),
+        ("runs/local", None),
+    ],
+)
+def test_the_card_names_a_model_and_data_of_the_hub_but_no_path_of_the_machine(tmp_path, hub, path, base):
+    (tmp_path / "runs/local").mkdir(parents=True)  # a run reads it, whatever the hub has
+    train = [{"path": p} for p in ("openai/gsm8k", "/secret/a.jsonl", "secret/b.jsonl", "secret/rows")]
+    card = model_card(fakes.config(model={"path": path}, data={"train": train}), tmp_path / "runs/mine", 3)
     metadata = yaml.safe_load(card.split("---\n")[1])
     assert metadata.get("base_model") == base and metadata["datasets"] == ["openai/gsm8k"]
-    assert "/secret" not in card and "It was not measured." in card
+    assert "| data | gsm8k (openai/gsm8k), a, b, rows |" in card
+    assert not any(word in card for word in ("secret/", "runs/")) and "It was not measured." in card
 
 
-def test_the_card_of_a_supervised_stage_names_its_demonstrations(tmp_path):
+LORA = {"lora": {"rank": 20}}
+SERVE = "vllm serve {} --enable-lora --max-lora-rank 32 --lora-modules trained=THIS_DIRECTORY"
+
+
+@pytest.mark.parametrize(
+    ("changes", "adapter", "base", "words"),
+    [
+        ({"model": {"path": "Qwen/Qwen3-4B"}}, True, "Qwen/Qwen3-4B", [SERVE.format("Qwen/Qwen3-4B")]),
+        ({"model": {"path": "demo:tiny"}}, True, None, [SERVE.format("BASE_MODEL"), "adapter_config.json"]),
+        (
+            {"model": {"path": "sft"}},
+            True,
+            None,
+            [
+                "for the cold start of its run, which is supervised training of [Qwen/Qwen3-4B]",
+                SERVE.format("BASE_MODEL"),
+                "`base_model_name_or_path`",
+                "without `--adapter`",
+            ],
+        ),
+        (
+            {"model": {"path": "sft"}},
+            False,
+            "Qwen/Qwen3-4B",
+            ["vllm serve THIS_DIRECTORY", "supervised first"],
+        ),
+        ({"policy": {"lora": {"rank": 600}}}, True, None, ["vLLM serves adapters up to rank 512"]),
+    ],
+)
+def test_the_card_of_an_adapter_names_the_weights_that_it_fits(tmp_path, hub, changes, adapter, base, words):
+    sft = {"model": "Qwen/Qwen3-4B", "data": ["right.jsonl"]}
+    card = model_card(fakes.config(**{"policy": LORA, "sft": sft} | changes), tmp_path, 3, adapter=adapter)
+    assert yaml.safe_load(card.split("---\n")[1]).get("base_model") == base
+    assert all(word in card for word in words), card
+
+
+def test_ranks_are_those_that_the_installed_vllm_takes():
+    source = Path(find_spec("vllm").origin).with_name("config") / "lora.py"
+    assert f"MaxLoRARanks = Literal[{', '.join(map(str, VLLM_RANKS))}]" in source.read_text()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "row"),
+    [
+        ({"overlong_buffer": {"tokens": 2, "penalty": 0.5}}, "math × 1, overlong × 0.5"),
+        (
+            {
+                "functions": [
+                    {"function": "math", "gate": "format", "gate_above": 0.5},
+                    {"function": "format"},
+                ]
+            },
+            "math × 1 where format > 0.5, format × 1",
+        ),
+        (
+            {
+                "by_source": {
+                    "add3": {"functions": [{"function": "exact", "weight": 2}], "models": ["taste"]},
+                    "add4": {"functions": [{"function": "choice"}]},
+                    "add5": {"functions": [{"function": "choice"}]},
+                },
+                "models": [{"name": "taste", "path": "/secret/judge", "weight": 0.1}],
+                "overlong_buffer": {"tokens": 2, "penalty": 0.5},
+            },
+            "add3: exact × 2, overlong × 0.5, taste × 0.1; add4, add5: choice × 1, overlong × 0.5",
+        ),
+    ],
+)
+def test_the_card_has_the_rewards_of_each_source(tmp_path, rewards, row):
+    data = {"train": [{"path": f"demo:{name}"} for name in ("add3", "add4", "add5")]}
+    card = model_card(fakes.config(rewards=rewards, data=data), tmp_path, 3)
+    assert f"| rewards | {row} |" in card, card
+
+
+def test_the_card_of_a_supervised_stage_names_its_demonstrations(tmp_path, hub):
     (tmp_path / "stage.json").write_text(json.dumps({"kind": "sft"}))
     sft = {"model": "Qwen/Qwen3-4B", "data": ["/secret/right.jsonl"]}
     config = fakes.config(model={"path": "sft"}, sft=sft)
