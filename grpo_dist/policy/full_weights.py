@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -108,8 +108,25 @@ def _list_files(directory: Path) -> None:
 def add_file(directory: Path, name: str, text: str) -> None:
     """Write the file ``name`` into the export in ``directory``, as one of its own."""
     write_text(directory / name, text)
-    files = {*read_json(directory / _LIST)["files"], name}
-    write_text(directory / _LIST, json.dumps({"files": sorted(files)}, indent=1))
+    listed = read_json(directory / _LIST)
+    files = sorted({*listed["files"], name})
+    write_text(directory / _LIST, json.dumps(listed | {"files": files}, indent=1))
+
+
+def record_origin(directory: Path, origin: Mapping[str, Any]) -> None:
+    """Write what the export in ``directory`` was made of beside the list of its files."""
+    listed = read_json(directory / _LIST) | {"origin": origin}
+    write_text(directory / _LIST, json.dumps(listed, indent=1))
+
+
+def is_export_from(directory: Path, origin: Mapping[str, Any]) -> bool:
+    """Return whether ``directory`` holds the export made of ``origin``, with all its files and no others."""
+    try:
+        is_same = read_json(directory / _LIST)["origin"] == origin
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+    listed = _listed_files(directory) or ()
+    return is_same and why_no_export(directory) == "" and all(path.is_file() for path in listed)
 
 
 def _name_ends(directory: Path, ids: Collection[int]) -> None:

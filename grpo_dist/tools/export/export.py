@@ -3,17 +3,18 @@
 The log-probs of a fixed text, which the files give in transformers, are compared with those of the model that
 the checkpoint was read into, on the host:
 
-    float32, and trained in it     max |difference| <= 1e-3 nats. The same weights give the same numbers;
-                                   merged adapters add the same products in another order.
-    bfloat16                       mean |difference| <= 0.1 nats. Merging, and another type than that of the
-                                   run, round each weight to 8 significant bits, which moves log-probs by
-                                   hundredths of a nat; a wrong or missing weight moves them by nats.
+    weights as they were trained   max |difference| <= 1e-3 nats. The same weights give the same numbers;
+                                   adapters merged in float32 add the same products in another order.
+    weights that are rounded       mean |difference| <= 0.1 nats: another type than that of the run, and
+                                   adapters merged in bfloat16. Each weight keeps 8 significant bits, which
+                                   moves log-probs by hundredths of a nat; a wrong weight moves them by nats.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from torch import Tensor
 from grpo_dist.config import Config
 from grpo_dist.config.files import load_config
 from grpo_dist.errors import RunEnded, UserError, as_user_errors, expanded
-from grpo_dist.policy.full_weights import add_file
+from grpo_dist.policy.full_weights import add_file, is_export_from, record_origin
 from grpo_dist.policy.lora import find_base_model
 from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.policy.text_model import find_wrapper, read_wrapper_type
-from grpo_dist.runs.checkpoint import CHECKPOINTS, list_checkpoints, step_of
+from grpo_dist.runs.checkpoint import CHECKPOINTS, MANIFEST, list_checkpoints, step_of
 from grpo_dist.runs.model_card import CARD, model_card
 from grpo_dist.runs.prepare import load_tokenizer, starting_model
 from grpo_dist.runs.run import MODEL
@@ -39,12 +40,13 @@ from grpo_dist.runs.run_weights import (
     split_reference,
     write_loaded,
 )
-from grpo_dist.runtime.files import publish
+from grpo_dist.runtime.files import publish, read_json
+from grpo_dist.runtime.model_files import ADAPTER_CONFIG, fingerprint
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.tools.export.hub import check_push, upload
 
 _TEXT = "The sum of 127 and 385 is 512, because 7 + 5 = 12 carries 1, and 1 + 2 + 8 = 11 carries 1 again."
-_FLOAT32_MAX, _BFLOAT16_MEAN = 1e-3, 0.1  # nats
+_SAME_MAX, _ROUNDED_MEAN = 1e-3, 0.1  # nats
 
 
 def export(
@@ -75,32 +77,51 @@ def export(
             check_push(push)
         checkpoint = _find(run, step, say)
         run_dir, step = checkpoint.parents[1], step_of(checkpoint)
-        config = load_config(checkpoint / "config.yaml")
+        with _deletion_explained([checkpoint]):
+            config = load_config(checkpoint / "config.yaml")
+            origin = {"checkpoint": fingerprint(checkpoint / MANIFEST), "dtype": dtype, "adapter": adapter}
         if adapter and config.policy.lora is None:
             raise UserError(f"--adapter: {run_dir} trained all weights (no `policy.lora`); leave it out")
         name = f"step_{step}" + ("_adapter" if adapter else "") + (f"_{dtype}" if dtype else "")
         out = out or run_dir / "export" / name
-        _check_free(out)
-        with stage("model", "with which the run began"):
-            base = starting_model(config, run_dir, say)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
-            made = Path(folder) / "model"
-            try:
-                measured = _write(config, base, checkpoint, made, dtype, adapter=adapter)
-            except OSError as error:
-                if checkpoint.is_dir():
-                    raise
-                raise UserError(
-                    f"{checkpoint}: the run deleted it meanwhile (`checkpoint.keep`); export a newer step"
-                ) from error
-            add_file(made, CARD, model_card(config, run_dir, step, adapter=adapter))
-            publish(made, out)
-    say(f"{out}: step {step} of {run_dir}; {measured}")
+        if push and is_export_from(out, origin):
+            say(f"{out}: step {step} of {run_dir}, exported before")
+        else:
+            _check_free(out, push)
+            with stage("model", "with which the run began"):
+                base = starting_model(config, run_dir, say)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
+                made = Path(folder) / "model"
+                with _deletion_explained([checkpoint]):
+                    measured = _write(config, base, checkpoint, made, dtype, adapter=adapter)
+                add_file(made, CARD, model_card(config, run_dir, step, adapter=adapter))
+                record_origin(made, origin)
+                publish(made, out)
+            say(f"{out}: step {step} of {run_dir}; {measured}")
+        adapted = read_json(out / ADAPTER_CONFIG)["base_model_name_or_path"] if adapter else ""
+        if Path(adapted).is_absolute():  # no model of the hub
+            say(
+                f"note: the base model of the adapter is {adapted}, on this machine alone; without --adapter "
+                "the export needs no other files"
+            )
     if push:
         with stage("upload", f"to {push}"):
             say(upload(out, push, f"Step {step} of {config.name}"))
     return out
+
+
+@contextmanager
+def _deletion_explained(checkpoints: Sequence[Path]) -> Iterator[None]:
+    """Raise UserError in place of an error of the block where the run has deleted one of ``checkpoints``."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if not (deleted := [checkpoint for checkpoint in checkpoints if not checkpoint.is_dir()]):
+            raise
+        raise UserError(
+            f"{deleted[-1]}: the run deleted it meanwhile (`checkpoint.keep`); export a newer step"
+        ) from error
 
 
 def _find(run: str, step: int | None, say: Callable[[str], None]) -> Path:
@@ -112,18 +133,22 @@ def _find(run: str, step: int | None, say: Callable[[str], None]) -> Path:
         raise ValueError(f"--step {step}: expected a step of the run, 1 or more")
     if not (run_dir / "config.yaml").is_file() and not (run_dir / CHECKPOINTS).is_dir():
         raise ValueError(f"{run_dir}: no run directory (no config.yaml); expected one such as runs/demo")
-    if not list_checkpoints(run_dir / CHECKPOINTS):
+    if not (checkpoints := list_checkpoints(run_dir / CHECKPOINTS)):
         has_model = (run_dir / MODEL / "config.json").is_file()
         hint = f"; its trained model is in {run_dir / MODEL}" if has_model else "; train on, and it saves one"
         raise ValueError(f"{run_dir}: no checkpoint in {run_dir / CHECKPOINTS}{hint}")
-    return find_checkpoint(f"{run_dir}@{named}", say)
+    with _deletion_explained([c for c in checkpoints if named == "latest" or step_of(c) == int(named)]):
+        return find_checkpoint(f"{run_dir}@{named}", say)
 
 
-def _check_free(out: Path) -> None:
+def _check_free(out: Path, push: str | None) -> None:
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise UserError(f"{out}: a file or link; name a new directory with --out")
     if out.is_dir() and any(out.iterdir()):
-        raise UserError(f"{out}: the directory is not empty; name a new one with --out, or remove it")
+        upload_it = f"; to upload what it holds: `hf upload {push} {out}`" if push else ""
+        raise UserError(
+            f"{out}: the directory is not empty; name a new one with --out, or remove it{upload_it}"
+        )
 
 
 def _write(
@@ -147,7 +172,9 @@ def _write(
     with stage("log-probs", "of the written files are compared with those of the checkpoint"):
         loaded = _load(directory, base, written, trusted, adapter=adapter)
         difference = (text_logprobs(loaded, ids) - expected).abs()
-    return _compared(difference, exact={trained, written} == {torch.float32})
+    is_merged = config.policy.lora is not None and not adapter
+    rounds = trained != written or (is_merged and written != torch.float32)
+    return _compared(difference, rounds=rounds)
 
 
 def _load(directory: Path, base: Path, dtype: torch.dtype, trusted: bool, *, adapter: bool) -> Any:
@@ -163,7 +190,8 @@ def _load(directory: Path, base: Path, dtype: torch.dtype, trusted: bool, *, ada
     if adapter:
         from peft import PeftModel  # slow to import
 
-        loaded = PeftModel.from_pretrained(loaded, str(directory))
+        # As they were trained: peft's default is float32.
+        loaded = PeftModel.from_pretrained(loaded, str(directory), autocast_adapter_dtype=False)
     return loaded.eval()
 
 
@@ -174,12 +202,14 @@ def text_logprobs(model: Any, ids: Tensor) -> Float[Tensor, " T-1"]:
     return logprobs.gather(-1, ids[0, 1:, None])[:, 0]
 
 
-def _compared(difference: Tensor, *, exact: bool) -> str:
-    """Describe the ``difference`` of log-probs in nats. Raises RunEnded where it is above the bound."""
+def _compared(difference: Tensor, *, rounds: bool) -> str:
+    """Describe the ``difference`` of log-probs in nats; ``rounds``: of weights that the export rounded.
+    Raises RunEnded where it is above the bound.
+    """
     value, bound = (
-        (float(difference.max()), _FLOAT32_MAX) if exact else (float(difference.mean()), _BFLOAT16_MEAN)
+        (float(difference.mean()), _ROUNDED_MEAN) if rounds else (float(difference.max()), _SAME_MAX)
     )
-    what = f"{'largest' if exact else 'mean'} difference of log-probs from the checkpoint {value:.2g} nats"
+    what = f"{'mean' if rounds else 'largest'} difference of log-probs from the checkpoint {value:.2g} nats"
     if not value <= bound:
         raise RunEnded(
             f"export: {what} on {len(difference)} tokens, above {bound:g}: the files are not the model of "

@@ -215,7 +215,22 @@ def test_a_run_in_bfloat16_is_exported_in_it_on_any_machine(tiny_model, tmp_path
     assert loaded.dtype == torch.bfloat16 and torch.equal(logits(loaded), logits(trained))
 
 
-def test_an_adapter_is_merged_or_written_alone(tiny_model, tmp_path):
+@pytest.mark.parametrize(
+    ("policy", "options", "bound"),
+    [
+        ({}, [], "largest difference of log-probs from the checkpoint 0 nats (bound 0.001)"),
+        ({}, ["--dtype", "float32"], "(bound 0.1)"),
+        ({"lora": {"rank": 4}}, [], "(bound 0.1)"),
+        ({"lora": {"rank": 4}}, ["--adapter"], "largest difference of log-probs from the checkpoint 0 nats"),
+    ],
+)
+def test_only_rounded_weights_may_give_other_log_probs(tiny_model, tmp_path, capsys, policy, options, bound):
+    run_dir, _ = make_run(tmp_path / "run", tiny_model, torch.bfloat16, policy=policy)
+    assert main(["export", str(run_dir), *options]) == 0
+    assert bound in capsys.readouterr().out
+
+
+def test_an_adapter_is_merged_or_written_alone(tiny_model, tmp_path, capsys):
     run_dir, trained = make_run(tmp_path / "run", tiny_model, policy={"lora": {"rank": 4}})
     assert main(["export", str(run_dir)]) == main(["export", str(run_dir), "--adapter"]) == 0
     merged, alone = run_dir / "export/step_3", run_dir / "export/step_3_adapter"
@@ -224,18 +239,23 @@ def test_an_adapter_is_merged_or_written_alone(tiny_model, tmp_path):
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, atol=1e-5)
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), alone)
     assert torch.allclose(logits(adapted.eval()), expected, atol=1e-5)
+    assert f"the base model of the adapter is {tiny_model}, on this machine alone" in capsys.readouterr().out
     assert not (alone / "model.safetensors").exists() and (alone / "tokenizer.json").is_file()
     metadata, text = card_of(alone)
     assert metadata["library_name"] == "peft" and "--enable-lora" in text and "| LoRA | rank 4" in text
 
 
-def test_files_that_are_not_the_checkpoint_are_removed(run, monkeypatch, capsys):
-    run_dir, _ = run
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.5), (torch.bfloat16, 1.01)])
+def test_files_that_are_not_the_checkpoint_are_removed(
+    tiny_model, tmp_path, monkeypatch, capsys, dtype, factor
+):
+    """A weight that is off by one per cent is far below what rounding would explain."""
+    run_dir, _ = make_run(tmp_path / "run", tiny_model, dtype)
     written = exporting.write_loaded
 
     def spoiled(model, *rest, **how):
         with torch.no_grad():
-            model.get_input_embeddings().weight.mul_(1.5)
+            model.get_input_embeddings().weight.mul_(factor)
         written(model, *rest, **how)
 
     monkeypatch.setattr(exporting, "write_loaded", spoiled)
@@ -283,6 +303,22 @@ def test_a_damaged_checkpoint_is_named(run, capsys):
     assert "damaged checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("when", ["find_checkpoint", "load_config", "load_weights", "text_logprobs"])
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file"), ValueError("no file *.pt")])
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_named(run, monkeypatch, capsys, when, error):
+    run_dir, _ = run
+
+    def deleted(*_, **__):
+        shutil.rmtree(run_dir / "checkpoints/step_000003", ignore_errors=True)
+        raise error
+
+    monkeypatch.setattr(exporting, when, deleted)
+    assert main(["export", str(run_dir)]) == 2
+    message = capsys.readouterr().err
+    assert "checkpoints/step_000003: the run deleted it meanwhile (`checkpoint.keep`)" in message
+    assert str(error) not in message and not any(run_dir.glob("export/*"))
+
+
 class Hub:
     """What `HfApi` was asked for."""
 
@@ -295,15 +331,47 @@ class Hub:
         self.calls.append(("upload", how["repo_id"], sorted(p.name for p in how["folder_path"].iterdir())))
 
 
-def test_an_export_is_uploaded_to_a_repository_that_is_private_if_it_is_new(run, monkeypatch, capsys):
-    run_dir, _ = run
+@pytest.fixture
+def uploads(monkeypatch):
+    """The calls of a hub that takes what it gets."""
     monkeypatch.setenv("HF_TOKEN", "hf_made_for_a_test")
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr(Hub, "calls", [])
+    return Hub.calls
+
+
+def test_an_export_is_uploaded_to_a_repository_that_is_private_if_it_is_new(run, uploads, capsys):
+    run_dir, _ = run
     assert main(["export", str(run_dir), "--push", "me/mine"]) == 0
-    created, uploaded = Hub.calls
+    created, uploaded = uploads
     assert created == ("create", "me/mine", {"private": True, "exist_ok": True})
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= {*uploaded[2]}
     assert "https://hub/me/mine" in capsys.readouterr().out
+
+
+def test_an_earlier_export_of_the_same_settings_is_uploaded(run, uploads, monkeypatch, capsys):
+    run_dir, _ = run
+    assert main(["export", str(run_dir)]) == 0
+    monkeypatch.delattr(exporting, "load_weights")  # nothing is read or written again
+    assert main(["export", str(run_dir), "--push", "me/mine"]) == 0
+    assert main(["export", str(run_dir), "--push", "me/mine"]) == 0  # a failed upload is repeated
+    assert [call[0] for call in uploads] == ["create", "upload"] * 2
+    assert "exported before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("how", ["another step", "another type", "a file is missing", "a file was added"])
+def test_what_is_another_export_is_not_uploaded(run, uploads, capsys, how):
+    run_dir, _ = run
+    assert main(["export", str(run_dir), "--out", "out"]) == 0
+    out = run_dir.parents[1] / "out"
+    if how == "a file is missing":
+        (out / "model.safetensors").unlink()
+    if how == "a file was added":
+        (out / "notes.txt").write_text("")
+    options = {"another step": ["--step", "2"], "another type": ["--dtype", "bfloat16"]}.get(how, [])
+    assert main(["export", str(run_dir), "--out", "out", "--push", "me/mine", *options]) == 2
+    assert "out: the directory is not empty" in (message := capsys.readouterr().err)
+    assert "`hf upload me/mine out`" in message and uploads == []
 
 
 def test_a_refused_upload_keeps_the_files_and_says_how_to_go_on(run, monkeypatch, capsys):
