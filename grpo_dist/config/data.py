@@ -216,10 +216,12 @@ class DataSourceConfig(Section):
             )
         if "size" in self.kwargs and not self.is_own:
             yield f"kwargs.size = {self.kwargs['size']}: expected `max_rows` for it; set that"
+        if self.answer_pattern is None:
+            return
         try:
-            groups = regex.compile(self.answer_pattern or "()").groups
+            groups = regex.compile(self.answer_pattern).groups
         except (regex.error, OverflowError, RecursionError) as error:
-            yield f"answer_pattern {str(self.answer_pattern)[:200]!r} is not a regular expression: {error}"
+            yield f"answer_pattern {self.answer_pattern[:200]!r} is not a regular expression: {error}"
             return
         if groups < 1:
             yield f"answer_pattern {self.answer_pattern!r} has no group; put ( ) around the answer"

@@ -71,7 +71,7 @@ class Generative(ChatReward):
     def _has_a_group(cls, pattern: str) -> str:
         try:
             groups = regex.compile(pattern).groups
-        except regex.error as error:
+        except (regex.error, OverflowError, RecursionError) as error:
             raise ValueError(f"no regular expression ({error})") from error
         if groups < 1:
             raise ValueError("expected a group around the score, e.g. Score: (\\d+)")

@@ -207,7 +207,9 @@ def refused(**kwargs):
 
 def test_settings_of_a_generative_model_that_cannot_score_are_refused():
     assert "expected {completion}" in refused(prompt="Rate it.")
-    assert "no regular expression" in refused(pattern="(")
+    for pattern in ("(", "(a{99999999999999999999})", "(" * 3000 + ")" * 3000):
+        assert "no regular expression" in refused(pattern=pattern)
+    assert "expected a group around the score" in refused(pattern="")
     assert "expected a group around the score" in refused(pattern="Score")
     assert "expected the least before the largest" in refused(range=[1, 1])
     assert "the model m at kwargs.base_url = http://127.0.0.1:9/v1 does not reply" in refused()

@@ -95,6 +95,7 @@ def refusal(capsys, *overrides, command="train"):
         ),
         (["optimiser.lr=1"], ["unknown key `optimiser`"]),
         (["data.train.0.answer_pattern='#### .+'"], ["answer_pattern", "no group"]),
+        (["data.train.0.answer_pattern=''"], ["answer_pattern ''", "no group"]),
         (["data.train.0.answer_pattern='('"], ["answer_pattern", "not a regular expression"]),
         (["data.train.0.answer_pattern='(a{99999999999999999999})'"], ["answer_pattern", "too big"]),
         ([f"data.train.0.answer_pattern='{'(' * 3000}a{')' * 3000}'"], ["not a regular expression"]),
