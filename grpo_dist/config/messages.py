@@ -67,9 +67,11 @@ def readable(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> list
             place, error = replace(place, keys=(*place.keys, tag)), {**error, "type": "missing"}
         elif tag is not None and place.keys[-1:] == (tag,) and error["type"] != "missing":
             place = replace(place, keys=place.keys[:-1])  # the bare name is short for the mapping
-        elif error["type"] == "union_tag_invalid":
-            error = {**error, "input": error["input"][tag]}
+        elif error["type"] == "union_tag_invalid" and len(error["input"]) > 1:  # else the name may be bare
+            place = replace(place, keys=(*place.keys, tag), takes_number=False)
         message = _message(error, place)
+        if error["type"] == "union_tag_invalid":
+            error = {**error, "mapping": error["input"], "input": error["input"][tag]}
         if place.keys in merged and error["type"] not in ("missing", "extra_forbidden"):
             before = merged[place.keys]
             before["msg"] = f"{before['msg']}, or {message.removeprefix(_SHOULD_BE)}"
@@ -150,10 +152,13 @@ def explain(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> str:
     """Return one message about ``errors`` of a pydantic ValidationError of ``root``: a line for each problem,
     and for all unknown keys with the same answer.
     """
-    lines: list[str] = []
+    items = readable(errors, root)
+    lines, explained = _name_the_member(items)
     unknown: dict[str, list[str]] = {}
-    for item in readable(errors, root):
+    for item in items:
         where = ".".join(map(str, item["loc"]))
+        if item["loc"] in explained:
+            continue
         if item["type"] == "extra_forbidden":
             if reason := _of_another_member(item["place"]):
                 lines.append(f"`{where}` is {reason}")
@@ -168,12 +173,44 @@ def explain(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> str:
             lines.append(f"`{where}`: {item['ctx']['error']}" if where else str(item["ctx"]["error"]))
         else:
             text, about = item["msg"][:1].lower() + item["msg"][1:], description(item["loc"], root)
+            mapping = item.get("mapping", {})  # whose tag chooses no member, so its keys were not looked at
+            if len(mapping) > 1:
+                about = description(item["loc"][:-1], root)
             about = f" ({about})" if about else ""
             lines.append(f"`{where}` = {shown_value(item['loc'], item['input'])}: {text}{about}")
+            lines += _earlier_keys(item["loc"][:-1], mapping)
     lines += (f"unknown key{'s' * (len(keys) > 1)} {', '.join(keys)}{why}" for why, keys in unknown.items())
     if len(lines) > _MOST_LINES:
         lines[_MOST_LINES - 1 :] = [f"and {len(lines) - _MOST_LINES + 1} more"]
     return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} things to correct:", *lines])
+
+
+def _name_the_member(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], set[tuple[Any, ...]]]:
+    """Find mappings that have settings of one other member of their tagged union, and lack a setting that
+    only the chosen member needs: the name of the other is what is missing.
+
+    Returns what to write, a line for each, and the keys that it explains.
+    """
+    mappings: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for item in items:
+        if item["place"].section in item["place"].union and item["type"] in ("missing", "extra_forbidden"):
+            mappings.setdefault(item["loc"][:-1], []).append(item)
+    lines, explained = [], set[tuple[Any, ...]]()
+    for location, wrong in mappings.items():
+        union, where = wrong[0]["place"].union, ".".join(map(str, location))
+        extra = [item["loc"][-1] for item in wrong if item["type"] == "extra_forbidden"]
+        extra = [key for key in extra if any(key in member.model_fields for member in union)]
+        meant = [m for m in union if extra and m.names() and m.model_fields.keys() >= {*extra}]
+        lacks = {item["loc"][-1] for item in wrong if item["type"] == "missing"}
+        if len(meant) == 1 and (lacks := lacks - meant[0].model_fields.keys()):
+            name, tag = meant[0].names()[0], meant[0].tag
+            settings = ", ".join(f"{key}: ..." for key in extra)
+            lines.append(
+                f"`{where}` has {', '.join(extra)} of {tag} {name}; "
+                f"write `{where}: {{{tag}: {name}, {settings}}}`"
+            )
+            explained |= {(*location, key) for key in (*extra, *lacks)}
+    return lines, explained
 
 
 def _earlier_keys(location: Sequence[Any], value: Any) -> list[str]:

@@ -88,6 +88,17 @@ TWO = {"rewards": {"functions": [{"function": "math"}, {"function": "judge"}]}}
         ("rewards.functions.1.wieght", "did you mean `rewards.functions.1.weight`?"),
         ("rewards.functions.1.reduce", "no setting of functions outcome; it takes weight, gate,"),
         ("data.order.half_life", "no setting of order epochs; it takes drop_solved; pools has it"),
+        # A form of an earlier version
+        ("sampling.temperature={start: 1.0, entropy: 0.5}", "`sampling.temperature: {kind: adaptive, "),
+        (
+            "sampling.max_new_tokens={start: 8, largest: 9}",
+            "run.yaml: `sampling.max_new_tokens` has start, largest of kind adaptive; write `sampling.max",
+        ),
+        (
+            "rewards.models=[{kind: process, format: qwen, name: m, path: p}]",
+            "`rewards.models.0.format`: an earlier version had it; write the format as kind: `rewards."
+            "models: [{kind: qwen, ...}]`",
+        ),
         # A thing of another section
         ("rewards.url", "`rewards.functions: [{function: remote, kwargs: {url: ...}}]`"),
         ("rewards.models=[{name: m, path: p, url: 1}]", "`rewards.models.0.url`; a model behind an address"),

@@ -43,10 +43,22 @@ class Second(Choice):
     function: Literal["second"]
 
 
+class Line(Choice):
+    name: Literal["line"] = "line"
+    points: int
+
+
+class Curve(Choice):
+    name: Literal["curve"] = "curve"
+    start: float
+    end: float = 1.0
+
+
 class Root(Section):
     loss: Annotated[Clip | Soft | Plain | User, Tagged()] = Clip()
     more: Annotated[Clip | Soft, Tagged()] | None = None
     entries: tuple[Annotated[First | Second, Tagged()], ...] = ()
+    shape: Annotated[float | Line | Curve, Tagged()] = 1.0
     by_source: dict[str, Annotated[Clip | Soft, Tagged()]] = Field({})
 
 
@@ -140,6 +152,9 @@ def test_overrides_merge_by_the_name_in_the_place_that_they_name(base, overrides
         ("loss: {hihg: 1}", "unknown key `loss.hihg`; did you mean `loss.high`?"),
         ("more: hard", "`more` = 'hard': input should be 'clip', 'clip2' or 'soft'"),
         ("more: {name: hard}", "`more` = 'hard': input should be 'clip', 'clip2' or 'soft'"),
+        ("more: {name: hard, tau: 1}", "`more.name` = 'hard': input should be 'clip', 'clip2' or 'soft'"),
+        ("shape: {name: hard, end: 1}", "`shape.name` = 'hard': input should be 'line' or 'curve'"),
+        ("shape: {strat: 1}", "`shape.points` is missing: it has no default\n  `shape.strat` is no setting"),
         ("more: 3", "`more` = 3: input should be one of 'clip', 'clip2', 'soft', or a mapping with `name`"),
         ("entries: [{weight: 1}]", "`entries.0.function` is missing"),
         ("entries: [{function: second, weight: 1}]", "no setting of entries second; it takes none; first"),
@@ -150,3 +165,12 @@ def test_a_message_names_the_key_the_chosen_name_and_who_takes_the_key(text, wor
     with pytest.raises(ConfigError) as refused:
         read(text)
     assert words in str(refused.value)
+
+
+def test_settings_of_another_member_name_it_in_one_line():
+    with pytest.raises(ConfigError) as refused:
+        read("shape: {start: 1, end: 2}")
+    write = "write `shape: {name: curve, start: ..., end: ...}`"
+    assert str(refused.value) == f"c.yaml: `shape` has start, end of name curve; {write}"
+    with pytest.raises(ConfigError, match=r"`shape` has end of name curve.*\n.*`shape.ned` is no setting of"):
+        read("shape: {end: 2, ned: 3}")
