@@ -157,3 +157,18 @@ def test_the_report_of_a_run_has_the_name(base):
     config.write_text("algorithm: {preset: [gspo]}\n")
     assert about(run)["preset"] is None
     assert "about.preset" in (ROOT / "grpo_dist/tools/report/static/about.js").read_text()
+
+
+def test_the_report_shows_whole_lists_that_are_not_the_default_and_what_is_set_of_sources(base):
+    def changed(*overrides):
+        run = base.parent / "lists"
+        run.mkdir(exist_ok=True)
+        (run / "config.yaml").write_text(dump_config(load_config(base, list(overrides))))
+        return {key for key in about(run)["changed"] if key.startswith(("rewards.functions", "data.train"))}
+
+    assert changed() == {"data.train.0.path"}
+    both = changed("rewards.functions=[format, math]")
+    assert {f"rewards.functions.{i}.{key}" for i in (0, 1) for key in ("function", "weight")} <= both
+    assert "rewards.functions.0.function" in changed("rewards.functions=[{function: math, weight: 2}]")
+    sources = changed("data.train=[{path: demo:add3}, {path: demo:add3, split: test}]")
+    assert sources == {"data.train.0.path", "data.train.1.path", "data.train.1.split"}

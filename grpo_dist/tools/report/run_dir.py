@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from grpo_dist.runtime.files import parse_json
 TRAINING, QUARANTINE = "training", "quarantine"
 _CONFIG = "config.yaml"  # written by `grpo-dist train`
 _EVALUATION = "evaluation.json"  # in the directory of `grpo-dist eval`
+_SOURCES = ("data.train.", "data.eval.", "sft.data.")
 _SAMPLES = re.compile(r"(?:eval_(?P<name>.+)_)?step_(?P<step>\d+)\.parquet")
 
 
@@ -129,13 +130,23 @@ def about(run: Path) -> dict[str, Any]:
     environment, not_environment = _object(run / "environment.json")
     return {
         "config": dict(_flat(config)),
-        "changed": [key for key, value in _flat(config) if _defaults().get(_first_entry(key)) != value],
+        "changed": _changed(dict(_flat(config))),
         "preset": presets.label(flat(config)),
         "environment": dict(_flat(environment)),
         "done": (run / "DONE").is_file(),
         "rows_dropped": _count_lines(run / "dropped.jsonl"),
         "notices": [notice for notice in (not_config, not_environment) if notice],
     }
+
+
+def _changed(settings: Mapping[str, str]) -> list[str]:
+    """Return the keys whose value is not the default. A list of sources has no default, its entries have;
+    any other list is a default as a whole, so all keys of one that differs are returned.
+    """
+    defaults = _defaults()
+    changed = {key for key, value in settings.items() if defaults.get(_default_key(key)) != value}
+    lists = {name for key in changed if (name := _list_name(key))}
+    return [key for key in settings if key in changed or _list_name(key) in lists]
 
 
 @cache
@@ -152,9 +163,19 @@ def _defaults() -> dict[str, str]:
     return {key: value for key, value in known.items() if key not in given}
 
 
-def _first_entry(key: str) -> str:
-    """Return the key of the first entry: data.train.2.split -> data.train.0.split"""
-    return re.sub(r"\.\d+(?=\.|$)", ".0", key)
+def _default_key(key: str) -> str:
+    """Return the key in `_defaults`: of a source that of the first one, data.train.2.split ->
+    data.train.0.split
+    """
+    return re.sub(r"\.\d+(?=\.|$)", ".0", key) if key.startswith(_SOURCES) else key
+
+
+def _list_name(key: str) -> str:
+    """Return the list that ``key`` is in: rewards.functions.0.kind -> rewards.functions; "": none, or one of
+    sources.
+    """
+    match = None if key.startswith(_SOURCES) else re.match(r"(.+?)\.\d+(?=\.|$)", key)
+    return match[1] if match else ""
 
 
 def settings(run: Path) -> dict[str, Any]:
