@@ -14,6 +14,7 @@ from typing import Any
 from grpo_dist.algorithms.estimators import ESTIMATORS
 from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.base import Choice
+from grpo_dist.config.bench import FixedLengths
 from grpo_dist.config.data import (
     CompletionOrder,
     DynamicSamplingConfig,
@@ -144,7 +145,10 @@ RULES = (
     # Batches and lengths
     Rule(
         "bench.lengths.tokens sampling.max_new_tokens",
-        lambda c: (getattr(c.bench.lengths, "tokens", None) or 0) > c.sampling.longest,
+        lambda c: (
+            isinstance(c.bench.lengths, FixedLengths)
+            and (c.bench.lengths.tokens or 0) > c.sampling.longest
+        ),
         "a completion would be longer than the longest",
         "lower the first or raise the second",
     ),
