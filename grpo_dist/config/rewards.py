@@ -251,7 +251,7 @@ class RewardsConfig(Section):
     require_box: bool = Field(
         False,
         description="math: only an answer in `\\boxed{}` counts; not set: true where `data.instruction`, "
-        "`data.system_prompt`, or the `problem_template` of every source asks for a box",
+        "`data.system_prompt`, or the `problem_template` of every training source asks for a box",
     )
     thought_tags: tuple[str, str] | None = Field(
         None,

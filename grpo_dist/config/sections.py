@@ -42,14 +42,12 @@ def _with_code_paths(section: Any, paths: Sequence[str]) -> Any:
 
 
 def _asks_for_box(data: Mapping[str, Any]) -> bool:
-    """Return whether section `data` asks for an answer in a box."""
-    lists = [sources for key in ("train", "eval") if isinstance(sources := data.get(key), list | tuple)]
-    templates = [
-        str(source.get("problem_template"))
-        for sources in lists
-        for source in sources
-        if isinstance(source, Mapping)
-    ]
+    """Return whether section `data` asks for an answer in a box in training; a configuration for evaluation
+    alone has its sources there, too.
+    """
+    sources = data.get("train")
+    sources = sources if isinstance(sources, list | tuple) else ()
+    templates = [str(source.get("problem_template")) for source in sources if isinstance(source, Mapping)]
     texts = [str(data.get("instruction")), str(data.get("system_prompt"))]
     in_all = bool(templates) and all("\\boxed" in text for text in templates)
     return in_all or any("\\boxed" in text for text in texts)

@@ -79,7 +79,7 @@ def test_a_loss_refuses_the_settings_of_another(base, loss, setting, others):
         (["correction.reject=[{rule: token_k1, low: 2, high: 1}]"], "low = 2 must be below high = 1"),
         (["correction.reject=[{rule: seq_mean_k3}]"], "`algorithm.correction.reject.0.high` is missing"),
         (["correction.reject=[{rule: token_tv, low: 0.1, high: 0.2}]"], "token_k1, segment_mean_k1"),
-        (["correction.reject=[{rule: seq_max_k1, high: 2}]"], "`algorithm.correction.reject.0.rule` = 'seq_max_"),
+        (["correction.reject=[{rule: seq_max_k1, high: 2}]"], "`algorithm.correction.reject.0.rule` = 'seq_"),
         (["kl.bias_correction=true"], "`coef` = 0 disables the KL term that `bias_correction` configures"),
         (["kl={bias_correction: true, coef: 0.1, estimator: k3+}"], "`estimator` = k3+; use k3 or k1"),
         (
