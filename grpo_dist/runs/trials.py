@@ -153,6 +153,7 @@ def _check_all(start: Start, pool: GraderPool) -> str:
         for _, rows in sources
         for problem in user_column_problems(rewards, rows, "add it to the data", pool)
     )
+    _warn_of_boxes(start)
     if not rewards.by_source:
         return _check_source(start, rewards, _first_prompt(start), pool)
     if start.inputs is None:
@@ -175,18 +176,26 @@ def _check_all(start: Start, pool: GraderPool) -> str:
     return "\n    ".join([*said, *(f"not checked: {text}" for text in skipped)])
 
 
-def _box_rule(rewards: RewardsConfig, prompt: Prompt) -> str:
-    """Return what the math grader takes for an answer, where that is a box, or the problem asks for one."""
-    if "math" not in {function.function for function in rewards.functions}:
-        return ""
-    if rewards.require_box:
-        return "\n    only an answer in \\boxed{} counts (`rewards.require_box`)"
-    if "\\boxed" in prompt.text:
-        return (
-            "\n    the problem asks for \\boxed{}, but a number in babble may be right, too; set "
-            "`rewards.require_box: true`"
+def _warn_of_boxes(start: Start) -> None:
+    """Warn of training sources whose rows ask for a box, where math takes other answers by default."""
+    rewards = start.config.rewards
+    if start.rows is None or "require_box" in rewards.model_fields_set:
+        return
+    asking = dict.fromkeys(
+        rows[0].source
+        for _, rows in start.rows[0]
+        if _has_math(rewards.for_source(rows[0].source))
+        and "\\boxed" in "\n".join([rows[0].problem, *(str(m["content"]) for m in rows[0].messages)])
+    )
+    if asking:
+        start.warn(
+            f"rewards: the first problem of {', '.join(asking)} asks for \\boxed{{}}, but a number in babble "
+            "may be right, too; set `rewards.require_box: true`, or to false to keep it so"
         )
-    return ""
+
+
+def _has_math(rewards: RewardsConfig) -> bool:
+    return "math" in {function.function for function in rewards.functions}
 
 
 def _user_functions(rewards: RewardsConfig) -> set[str]:
@@ -201,7 +210,9 @@ def _check_source(start: Start, rewards: RewardsConfig, prompt: Prompt | None, p
     if prompt is None:
         raise CheckSkipped("the data cannot be read, so there is no problem to answer")
     trial = try_rewards(rewards, start.config.sampling, prompt, pool)
-    text = f"{trial}{_box_rule(rewards, prompt)}"
+    text = str(trial)
+    if rewards.require_box and _has_math(rewards):
+        text += "\n    only an answer in \\boxed{} counts (`rewards.require_box`)"
     if rewards.models:
         text += "\n    reward models are not asked"
     reasons = "; ".join(trial.failures)

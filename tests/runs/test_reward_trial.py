@@ -1,9 +1,12 @@
 """Guarantees: a reward that fails or prefers wrong answers is known before an engine starts."""
 
+from contextlib import suppress
+from dataclasses import replace
+
 import pytest
 
 from grpo_dist.data.readers import DataRow
-from grpo_dist.runs.trials import CheckFailed, Start, check_reward
+from grpo_dist.runs.trials import CheckFailed, CheckSkipped, Start, check_reward
 from tests.support import fakes
 from tests.support.reward_code import code_directory
 
@@ -133,3 +136,32 @@ def test_a_built_in_reward_without_a_weight_decides_nothing(code):
     functions = [{"function": "parity"}, {"function": "math", "weight": 0}]
     said, warnings = tried(code, "right", functions=functions)
     assert not warnings and "no reward here looks at whether an answer is right" in said
+
+
+SYSTEM = ({"role": "system", "content": "Use \\boxed{}."}, {"role": "user", "content": "1 + 0 = ?"})
+
+
+@pytest.mark.parametrize(
+    ("row", "rewards", "warned"),
+    [
+        ({}, {}, False),
+        ({"problem": "1 + 0 = ? Use \\boxed{}."}, {}, True),
+        ({"messages": SYSTEM}, {}, True),
+        ({"messages": SYSTEM}, {"require_box": True}, False),
+        ({"messages": SYSTEM}, {"require_box": False}, False),
+        ({"messages": SYSTEM}, {"functions": [{"function": "exact"}]}, False),
+        ({"messages": SYSTEM}, {"by_source": {"add3": {"functions": [{"function": "exact"}]}}}, False),
+    ],
+)
+def test_rows_that_ask_for_a_box_which_nothing_requires_are_a_warning(row, rewards, warned):
+    """Of any training source, whose rows the derived default does not see."""
+    start = Start(fakes.config(rewards={"functions": [{"function": "math"}]} | rewards), lambda message: None)
+    sources = [
+        DataRow("2 + 0 = ?", "2", "sums", "sums.jsonl:1", {}),
+        replace(DataRow("1 + 0 = ?", "1", "add3", "chats.jsonl:1", {}), **row),
+    ]
+    start.rows = ([(start.config.data.train[0], [source]) for source in sources], [])
+    with suppress(CheckSkipped):  # a trial for each source needs prompts
+        check_reward(start)
+    words = "the first problem of add3 asks for \\boxed{}, but a number in babble may be right, too"
+    assert [words in text for text in start.warnings] == [True] * warned
