@@ -81,9 +81,12 @@ class HealthWatch:
             return False, metrics
         if with_signal < self._needed and not own_advantages:
             if not unscored:
+                rewards = np.concatenate([group.rewards for group in groups])
+                failed = int(np.isnan(rewards).sum()) if needs_scores else 0
+                why = f"; {failed} of {len(rewards)} samples were not scored: {_why_unscored(groups)}"
                 self._recorder.warn(
                     f"step {step}: not trained on, rewards differ within {with_signal} of {len(groups)} "
-                    f"groups (`health.min_signal_groups` = {self._needed})"
+                    f"groups (`health.min_signal_groups` = {self._needed}){why if failed else ''}"
                 )
             return False, metrics
         beyond = passed(make_batch_bounds(self._settings, self.state), metrics) if self._skips else []

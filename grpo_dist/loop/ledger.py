@@ -87,6 +87,8 @@ def summary(path: Path, *, dropped: int = 0) -> str:
     parts += [f"{counts[name]:,} {words}" for name, words in REASONS.items() if counts[name]]
     demonstrations = sum(len(line.get(DEMONSTRATIONS, ())) for line in read(path))
     further = f"; in addition {demonstrations:,} demonstrations" if demonstrations else ""
+    if any(counts.values()) and not counts[TRAINED] and not demonstrations:
+        further += "; nothing was trained, the weights are those of the start"
     never = f"; {dropped:,} rows dropped before, too long ({DROPPED})" if dropped else ""
     return f"ledger: {sum(counts.values()):,} prompts sampled = {' + '.join(parts)}{further}{never}"
 

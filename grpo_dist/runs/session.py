@@ -329,7 +329,7 @@ def next_commands(run_dir: Path) -> list[str]:
     """Return lines that name the model of the finished run in ``run_dir`` and what can be done next."""
     lines = [f"next: grpo-dist report {run_dir}"]
     if (model := run_dir / MODEL).is_dir():
-        lines = [f"model: {model}", *lines, f"      grpo-dist eval {run_dir} DATA"]
+        lines = [f"model: {model}", *lines, f"      grpo-dist eval {run_dir} [DATA]"]
     if list_checkpoints(run_dir / CHECKPOINTS):
         lines.append(f"      grpo-dist export {run_dir} [--step N] [--push USER/REPO]")
     return lines

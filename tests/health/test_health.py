@@ -70,6 +70,15 @@ def test_a_step_without_signal_is_not_trained_on_and_versions_still_advance(stal
     assert "train/rows" not in world.logged[2] and world.logged[2]["reward/mean"] == 1.0
 
 
+def test_a_step_that_lacks_a_signal_because_samples_were_not_scored_says_so():
+    world = fakes.World(jitter=False)
+    scored_by(world, lambda step, index: [math.nan, 1.0])
+    train(world, fakes.config(steps=1, health={"min_signal_groups": 1}))
+    (warning,) = world.warnings
+    assert "rewards differ within 0 of 4 groups" in warning
+    assert warning.endswith("4 of 8 samples were not scored: the rewards gave no reason")
+
+
 def test_the_minimum_number_of_groups_with_a_signal_can_be_set():
     for needed, trained in ((0, 2), (2, 1), (3, 0)):
         world = fakes.World(jitter=False)

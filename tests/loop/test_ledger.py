@@ -42,6 +42,14 @@ def test_totals_cover_all_steps(tmp_path):
     assert audit(tmp_path / "ledger.jsonl", steps=2, prompts_per_step=4) is None
 
 
+def test_a_run_that_trained_on_no_prompt_says_so(tmp_path):
+    StepLines(tmp_path / "ledger.jsonl", keep_through=0).add(1, ledger_entry(SOME, [], with_signal=set()))
+    assert summary(tmp_path / "ledger.jsonl") == (
+        "ledger: 4 prompts sampled = 0 trained + 3 without signal (no advantage but 0) + 1 unscored"
+        "; nothing was trained, the weights are those of the start"
+    )
+
+
 def test_a_resumed_run_rewrites_its_lines_and_a_torn_line_is_ignored(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = StepLines(path, keep_through=0)
