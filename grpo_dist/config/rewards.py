@@ -142,19 +142,33 @@ class ProcessModelConfig(RewardModelConfig):
 
 
 class MarkedStepsConfig(ProcessModelConfig):
-    """classifier: a token classifier, which scores a step at its mark; qwen: Qwen2.5-Math-PRM; skywork:
-    Skywork-o1-Open-PRM, by its value head.
-    """
+    """A model that scores a step at a mark behind it."""
 
-    kind: Literal["classifier", "qwen", "skywork"] = "classifier"
     step_mark: StepMark = None
 
 
-class MathShepherdConfig(ProcessModelConfig):
+class TokenClassifierConfig(MarkedStepsConfig):
+    """A token classifier, which scores a step at its mark."""
+
+    kind: Literal["classifier"] = "classifier"
+
+
+class QwenConfig(MarkedStepsConfig):
+    """Qwen2.5-Math-PRM."""
+
+    kind: Literal["qwen"] = "qwen"
+
+
+class SkyworkConfig(MarkedStepsConfig):
+    """Skywork-o1-Open-PRM, by its value head."""
+
+    kind: Literal["skywork"] = "skywork"
+
+
+class MathShepherdConfig(MarkedStepsConfig):
     """A causal model, by its verdict tokens, at the marks of steps."""
 
     kind: Literal["math_shepherd"] = "math_shepherd"
-    step_mark: StepMark = None
     verdict_tokens: VerdictTokens = None
 
 
@@ -173,7 +187,14 @@ class PrefixesConfig(ProcessModelConfig):
 
 FunctionReward = Annotated[RewardConfig | ProcessRewardConfig, Tagged()]
 RewardModel = Annotated[
-    OutcomeModelConfig | MarkedStepsConfig | MathShepherdConfig | RLHFlowConfig | PrefixesConfig, Tagged()
+    OutcomeModelConfig
+    | TokenClassifierConfig
+    | QwenConfig
+    | SkyworkConfig
+    | MathShepherdConfig
+    | RLHFlowConfig
+    | PrefixesConfig,
+    Tagged(),
 ]
 
 

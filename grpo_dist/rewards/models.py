@@ -48,9 +48,14 @@ from grpo_dist.chat.template import encode
 from grpo_dist.config.rewards import (
     MarkedStepsConfig,
     MathShepherdConfig,
+    OutcomeModelConfig,
+    PrefixesConfig,
     ProcessModelConfig,
+    QwenConfig,
     RewardModelConfig,
     RLHFlowConfig,
+    SkyworkConfig,
+    TokenClassifierConfig,
 )
 from grpo_dist.errors import expanded
 from grpo_dist.rewards.group import ModelScores
@@ -102,7 +107,7 @@ def process_inputs(
 
 
 def _classifier(
-    settings: MarkedStepsConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+    settings: TokenClassifierConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
     """Join the steps with marks.
 
@@ -120,7 +125,7 @@ def _classifier(
 
 
 def _qwen(
-    settings: MarkedStepsConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+    settings: QwenConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
     mark = _mark(settings)
     # A completion that writes the mark itself would have more scores than steps.
@@ -151,7 +156,7 @@ def _math_shepherd(
 
 
 def _rlhflow(
-    settings: ProcessModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+    settings: RLHFlowConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
     """Render the whole conversation once: a causal model's score of a step does not see what follows, so it
     is that of the conversation up to the step.
@@ -173,7 +178,7 @@ def _rlhflow(
 
 
 def _skywork(
-    settings: MarkedStepsConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+    settings: SkyworkConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
     ids = encode(f"{tokenizer.bos_token or ''}{problem}\n", tokenizer)
     mark = encode(_mark(settings), tokenizer)[-1:]
@@ -181,7 +186,7 @@ def _skywork(
 
 
 def _prefixes(
-    settings: ProcessModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
+    settings: PrefixesConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
     """The last prefix is the whole completion, so its score is that of `kind: outcome`."""
     prefixes = [completion[:end].rstrip() for _, end in steps[:-1]]
@@ -200,11 +205,11 @@ _INPUTS: dict[str, Callable[[Any, Any, str, str, Steps], list[ModelInput]]] = {
 
 def check_inputs(settings: ProcessModelConfig, tokenizer: Any) -> None:
     """Raise ValueError where ``tokenizer`` cannot write the inputs of a process model."""
-    if isinstance(settings, MarkedStepsConfig) and settings.kind == "qwen":
+    if isinstance(settings, QwenConfig):
         mark = _mark(settings)
         if len(encode(mark, tokenizer)) != 1:
             raise ValueError(f"its tokenizer has no single token {mark!r}; set step_mark to its own")
-    if settings.kind in ("qwen", "rlhflow") and not getattr(tokenizer, "chat_template", None):
+    if isinstance(settings, QwenConfig | RLHFlowConfig) and not getattr(tokenizer, "chat_template", None):
         raise ValueError("its tokenizer has no chat template; use the model's own tokenizer")
     steps = [("a", 3), ("b", 4)]
     rows = process_inputs(settings, tokenizer, "1+1", "a\n\nb", steps)
@@ -212,7 +217,7 @@ def check_inputs(settings: ProcessModelConfig, tokenizer: Any) -> None:
         raise ValueError("its tokenizer does not keep the marks of steps apart; set step_mark")
 
 
-def _mark(settings: MarkedStepsConfig | MathShepherdConfig) -> str:
+def _mark(settings: MarkedStepsConfig) -> str:
     return STEP_MARKS[settings.kind] if settings.step_mark is None else settings.step_mark
 
 
@@ -250,7 +255,7 @@ class StepHead(nn.Module):
 
 
 def load_with_head(
-    settings: MarkedStepsConfig | MathShepherdConfig | RLHFlowConfig,
+    settings: QwenConfig | SkyworkConfig | MathShepherdConfig | RLHFlowConfig,
     source: str,
     tokenizer: Any,
     dtype: torch.dtype,
@@ -342,9 +347,9 @@ def verdict_transform(config: Any) -> LogitTransform:
     return LogitTransform.from_model(model)
 
 
-def _own_head(settings: RewardModelConfig, source: str, hidden: int) -> StepHead:
+def _own_head(settings: QwenConfig | SkyworkConfig, source: str, hidden: int) -> StepHead:
     layers: nn.Module = nn.Linear(hidden, 1)
-    if settings.kind == "qwen":
+    if isinstance(settings, QwenConfig):
         layers = nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 2))
     prefix = _PREFIXES[settings.kind]
     wanted = list(layers.state_dict())
@@ -357,7 +362,7 @@ def _own_head(settings: RewardModelConfig, source: str, hidden: int) -> StepHead
             f"({error}); expected weights {', '.join(prefix + name for name in wanted)} for hidden size "
             f"{hidden}; use another model or kind"
         ) from error
-    return StepHead(layers, good=1 if settings.kind == "qwen" else None)
+    return StepHead(layers, good=1 if isinstance(settings, QwenConfig) else None)
 
 
 def _tensors(settings: RewardModelConfig, source: str, names: Sequence[str]) -> dict[str, Tensor]:
@@ -413,9 +418,7 @@ class Classifier:
         dtype = resolve_dtype(settings.dtype, device)
         self._head: StepHead | None = None
         # Formats with a head of their own; a plain classifier and prefixes have the architecture's.
-        if settings.kind != "classifier" and isinstance(
-            settings, MarkedStepsConfig | MathShepherdConfig | RLHFlowConfig
-        ):
+        if isinstance(settings, QwenConfig | SkyworkConfig | MathShepherdConfig | RLHFlowConfig):
             model, head = load_with_head(settings, _source(settings), self._tokenizer, dtype)
             self._head = head.to(self._device).eval().requires_grad_(False)
         else:
@@ -583,7 +586,7 @@ def _load_model(settings: RewardModelConfig, dtype: torch.dtype) -> Any:
     # heavy, as in `check_model`
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-    of_rows = settings.kind in ("outcome", "prefixes")
+    of_rows = isinstance(settings, OutcomeModelConfig | PrefixesConfig)
     auto = AutoModelForSequenceClassification if of_rows else AutoModelForTokenClassification
     model, info = auto.from_pretrained(
         _source(settings), revision=settings.revision, dtype=dtype,
