@@ -52,10 +52,10 @@ class RewardModelWorker(Metered, Probeable):
         from actors.placement.own_gpus import check_gpus  # torch, which the handle does without
 
         check_gpus()
-        policy = PolicyTokenizer(self._policy_dir, self._policy.trust_remote_code)
-        self._tokenizer = load_tokenizer(policy)
         if (path := expanded(self._settings.path)).is_absolute():  # else each node asks the hub
             check_on_node(path)
+        policy = PolicyTokenizer(self._policy_dir, self._policy.trust_remote_code)
+        self._tokenizer = load_tokenizer(policy)
         from grpo_dist.rewards.model_ranks import load_classifier  # torch, as above
 
         self._classifier = load_classifier(self._settings)

@@ -167,7 +167,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
             with stage("ledger", quiet=True):
                 totals = None if config.is_supervised else audit(run)
             tracker.flush()
-            if config.checkpoint.export:
+            if config.checkpoint.export and (run_dir / MODEL).is_dir():
                 add_file(run_dir / MODEL, CARD, model_card(config, run_dir, config.steps))
         mark_finished(run)
         _print_result(run_dir, final)

@@ -538,8 +538,6 @@ class TrainingCluster:
             self._config = pinned(set_template_date(self._config))
             has = fit(self._config)
             inputs = load_inputs(self._config, print_line, device="cuda" if has.gpus else "cpu")
-        for warning in inputs.warnings:
-            print_line(warning)
         actors = Cluster(self._config, inputs.teacher_dirs)
         actors.connect()
         return inputs, actors

@@ -525,7 +525,7 @@ def test_health_bounds_may_change_on_resume_and_training_data_may_not(tmp_path):
     (found,) = list_checkpoints(tmp_path)
     assert load_state(found, fakes.config(health={"min_signal_groups": 0, "kl_above": None})).step == 1
     with pytest.raises(
-        ValueError, match=r"\(`data\.order` = length was epochs: the checkpoint has a position"
+        ValueError, match=r"\(`data\.order\.name` = length was epochs: the checkpoint has a position"
     ):
         load_state(found, fakes.config(data={"train": [{"path": "demo:add3"}], "order": "length"}))
 

@@ -287,7 +287,7 @@ def test_shared_prompts_and_changed_weights_are_means_over_the_steps_that_have_t
     assert not {"training/needed_share", "sync/changed_share"} & set(without)
 
 
-def test_the_acceptance_length_is_weighted_by_the_drafts_of_each_step():
+def test_the_acceptance_length_is_weighted_by_the_drafts_of_each_step(capsys):
     counts = [(30.0, 30.0), (10.0, 30.0), (0.0, 0.0)]
     steps = [
         step(10 * i, SPANS, **{"throughput/rollout_drafts": n, "throughput/rollout_accepted_tokens": right})
@@ -295,7 +295,8 @@ def test_the_acceptance_length_is_weighted_by_the_drafts_of_each_step():
     ]
     found = figures(steps, shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
     assert found["generation/acceptance_length"] == 1 + 60 / 40
-    assert "drafts: 2.50 tok of a pass with a draft" in printed(print_result, result(figures=found))
+    print_result(result(figures=found))
+    assert "drafts: 2.50 tok of a pass with a draft" in capsys.readouterr().out
     without = figures([step(0, SPANS)], shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
     assert "generation/acceptance_length" not in without
 
@@ -450,8 +451,10 @@ def test_invalid_bench_settings_are_refused(bench, words):
         config(bench=bench)  # sampling.max_new_tokens = 4
 
 
-def test_the_terminal_shows_the_result():
-    text = printed(print_result, result())
+def test_the_terminal_shows_the_result(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    print_result(result())
+    text = capsys.readouterr().out
     assert (
         "66.7 %" in text
         and "2.1 GB" in text
@@ -459,7 +462,8 @@ def test_the_terminal_shows_the_result():
         and "2.11x the sum of the limits" in text
     )
     without = {k: v for k, v in result().figures.items() if "limit" not in k}
-    assert "–" in printed(print_result, result(figures=without, limit_settings={}))
+    print_result(result(figures=without, limit_settings={}))
+    assert "–" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
