@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,7 @@ class Start:
 class RewardTrial:
     """``texts``, ``totals``: of the right and of the wrong answer; ``parts``: each reward's two scores.
     ``failures``: why rewards gave no score. ``raised``: one of them did not return None or NaN.
+    ``raised_elsewhere``: failures of other forms of an answer, where one did.
     """
 
     texts: tuple[str, str]
@@ -109,6 +110,7 @@ class RewardTrial:
     parts: dict[str, tuple[float, float]]
     failures: tuple[str, ...]
     raised: bool
+    raised_elsewhere: tuple[str, ...] = ()
 
     @property
     def separates(self) -> bool:
@@ -219,6 +221,11 @@ def _check_source(start: Start, rewards: RewardsConfig, prompt: Prompt | None, p
     decisive = rewards.trial is not None or not _user_functions(rewards)
     if trial.failures and (trial.raised or decisive):
         raise CheckFailed(f"{text}\n    not scored: {reasons}")
+    if trial.raised_elsewhere:
+        start.warn(
+            f"rewards: not scored in another usual form of an answer: {'; '.join(trial.raised_elsewhere)}. "
+            "Samples for which a function raises are not trained on; correct it"
+        )
     unknown = without_right_answers(rewards)
     if unknown and rewards.trial is None and not trial.separates and not trial.inverts:
         names = ", ".join(f"`{name}`" for name in unknown)
@@ -262,10 +269,13 @@ def try_rewards(
         for texts in _answers(rewards, prompt):
             tried.append(_tried(scorer, settings, sampling, prompt, texts))
             if tried[-1].separates or tried[-1].inverts:
-                return tried[-1]
+                break
     finally:
         scorer.close()
-    return next((trial for trial in tried if not trial.failures), tried[0])
+    scored = next((trial for trial in tried if not trial.failures), tried[0])
+    chosen = tried[-1] if tried[-1].separates or tried[-1].inverts else scored
+    others = [reason for trial in tried if trial.raised and trial is not chosen for reason in trial.failures]
+    return replace(chosen, raised_elsewhere=tuple(dict.fromkeys(others)))
 
 
 def _tried(

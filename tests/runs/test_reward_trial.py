@@ -94,6 +94,12 @@ def test_usual_answers_that_a_users_reward_does_not_know_are_a_warning(code, fun
     assert "| right, " in said and "| wrong, " in said
 
 
+def test_a_reward_that_raises_on_a_usual_form_is_a_warning_where_another_form_is_scored(code):
+    said, (warning,) = tried(code, "countdown")
+    assert "| right, 1 in all: " in said and "<answer>1</answer>" in said
+    assert "IndexError: list index out of range" in warning and "trial_rewards.py" in warning
+
+
 def test_with_a_right_and_a_wrong_completion_the_trial_is_decisive(code):
     trial = {"right": "<SOLUTION>{answer}</SOLUTION>", "wrong": "<SOLUTION>no</SOLUTION>"}
     said, warnings = tried(code, "solution", trial)
