@@ -23,7 +23,7 @@ sampling: {max_new_tokens: 16}
 # Random weights never answer right: the reward counts digits, so that advantages are not all zero.
 rewards:
   functions: [{function: math}, {name: digits, function: "end_to_end_rewards:digit_share"}]
-  code_paths: [REWARDS]
+code_paths: [REWARDS]
 rollout: {kv_cache_gib: 0.25, enforce_eager: true}
 """.replace("REWARDS", str(Path(__file__).parent))
 BASE = (

@@ -57,7 +57,7 @@ def groups(ray_cluster, tiny_model, tmp_path_factory):
                 },
                 {
                     "name": "steps",
-                    "path": by_hand(directory / "p", "process"),
+                    "path": by_hand(directory / "p", "classifier"),
                     "kind": "classifier",
                     "step_mark": "",
                     "reduce": "last",
@@ -117,7 +117,7 @@ def test_steps_survive_a_table(groups, tmp_path):
 @pytest.mark.slow
 def test_a_cluster_starts_reward_models_with_its_samplers_and_ends_them(ray_cluster, tiny_model, tmp_path):
     """The engine's random model answers nothing right; the process model scores whatever it says."""
-    model = {"name": "steps", "path": by_hand(tmp_path, "process"), "kind": "classifier", "weight": 2.0}
+    model = {"name": "steps", "path": by_hand(tmp_path, "classifier"), "kind": "classifier", "weight": 2.0}
     config = Config.model_validate(
         {
             "model": {"path": "demo:tiny"},

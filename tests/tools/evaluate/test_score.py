@@ -277,7 +277,7 @@ def test_weights_gates_and_columns_are_those_of_a_configuration(here):
     Path("lr=1e-6").mkdir()  # an existing path with "=" is no override
     Path("lr=1e-6/config.yaml").write_text(
         "model: {path: 'demo:tiny'}\ndata: {train: [{path: 'demo:add3'}]}\n"
-        "rewards: {code_paths: [.], functions: [{function: math}, "
+        "code_paths: [.]\nrewards: {functions: [{function: math}, "
         "{function: 'mine:bonus', name: bonus, weight: 2.0, gate: math}]}\n"
     )
     assert main(["score", "c.jsonl", "lr=1e-6/config.yaml", "rewards.functions[1].weight=0.2"]) == 0
