@@ -161,7 +161,7 @@ class OrderInputs:
     Attributes:
         batch: number of the batch, from 0; with `batch.order` completion of the call.
         count: prompts that it takes: `batch.prompts_per_step` and, with dynamic sampling, spare ones; with
-            `batch.order` completion so many that enough of them are not on their way.
+            `batch.order` completion as many as it takes to leave enough that are not being sampled.
         prompts: all prompts of the run.
         pass_rates: (right, scored) by uid of the samples so far, of which each later batch of the prompt
             halves the weight; no entry: not sampled yet. A checkpoint keeps them.

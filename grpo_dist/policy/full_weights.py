@@ -25,7 +25,7 @@ from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
 from grpo_dist.runtime.files import clear, keep_backup, publish, read_json, write_text
 
 _ADAPTER = "adapter"
-_LIST = ".export.json"
+EXPORT_LIST = ".export.json"
 _SHARD = "5GB"  # of a file: the memory that reads it maps a whole one
 # In exports without a list. A model's own code may have other names, but so may a user's scripts.
 _FOLDERS = (_ADAPTER, "additional_chat_templates")
@@ -33,7 +33,7 @@ _FILES = (
     "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "*.model", "*.tiktoken", "chat_template.*", "configuration_*.py", "modeling_*.py",
-    "tokenization_*.py", "tekken.json", "tokenizer.model.*", "*.spm", _LIST,
+    "tokenization_*.py", "tekken.json", "tokenizer.model.*", "*.spm", EXPORT_LIST,
 )  # fmt: skip
 
 
@@ -102,27 +102,27 @@ def _name_on_hub(model_dir: str) -> str:
 
 def _list_files(directory: Path) -> None:
     files = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir())
-    (directory / _LIST).write_text(json.dumps({"files": files}, indent=1))
+    (directory / EXPORT_LIST).write_text(json.dumps({"files": files}, indent=1))
 
 
 def add_file(directory: Path, name: str, text: str) -> None:
     """Write the file ``name`` into the export in ``directory``, as one of its own."""
     write_text(directory / name, text)
-    listed = read_json(directory / _LIST)
+    listed = read_json(directory / EXPORT_LIST)
     files = sorted({*listed["files"], name})
-    write_text(directory / _LIST, json.dumps(listed | {"files": files}, indent=1))
+    write_text(directory / EXPORT_LIST, json.dumps(listed | {"files": files}, indent=1))
 
 
 def record_origin(directory: Path, origin: Mapping[str, Any]) -> None:
     """Write what the export in ``directory`` was made of beside the list of its files."""
-    listed = read_json(directory / _LIST) | {"origin": origin}
-    write_text(directory / _LIST, json.dumps(listed, indent=1))
+    listed = read_json(directory / EXPORT_LIST) | {"origin": origin}
+    write_text(directory / EXPORT_LIST, json.dumps(listed, indent=1))
 
 
 def is_export_from(directory: Path, origin: Mapping[str, Any]) -> bool:
     """Return whether ``directory`` holds the export made of ``origin``, with all its files and no others."""
     try:
-        is_same = read_json(directory / _LIST)["origin"] == origin
+        is_same = read_json(directory / EXPORT_LIST)["origin"] == origin
     except (OSError, ValueError, TypeError, KeyError):
         return False
     listed = _listed_files(directory) or ()
@@ -161,8 +161,8 @@ def why_no_export(directory: Path) -> str:
 def _listed_files(directory: Path) -> set[Path] | None:
     """Return the files that the list of an export names; None where it has none that can be read."""
     try:
-        found = read_json(directory / _LIST)
-        return {directory / name for name in (_LIST, *found["files"])}
+        found = read_json(directory / EXPORT_LIST)
+        return {directory / name for name in (EXPORT_LIST, *found["files"])}
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

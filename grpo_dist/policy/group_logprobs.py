@@ -47,7 +47,7 @@ def group_top_logprobs(
     *,
     together: bool = False,
 ) -> list[list[TeacherLogprobs]]:
-    """Do as `group_logprobs`, with the likeliest tokens in the place of each sampled one.
+    """Do as `group_logprobs`, with the likeliest tokens instead of each sampled one.
 
     ``forward``: of a layout log-probs [B, T], and likeliest tokens, int32, and their log-probs [M, K].
     """

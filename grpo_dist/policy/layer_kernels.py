@@ -70,7 +70,7 @@ def use_kernels(model: Any, kernels: str, device: DeviceType) -> bool:
 
 
 def replace_operations(model: Any) -> None:
-    """Put the package's kernels in the place of torch's operations in ``model``. The LM head stays as it is:
+    """Replace torch's operations in ``model`` by the package's kernels. The LM head stays as it is:
     its log-probs are this project's.
 
     Other models are untouched, but for rotary positions: those on a GPU of all models of the type in this

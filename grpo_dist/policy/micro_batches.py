@@ -22,7 +22,7 @@ from grpo_dist.types import Rows, TeacherStream, TrainBatch
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
     """``token_budget``: tokens of a micro-batch, at most. ``kernel``: attention over packed rows; None: rows
-    are padded. ``multiple``: a packed stream has a multiple of so many tokens.
+    are padded. ``multiple``: a packed stream has a multiple of this number of tokens.
     """
 
     token_budget: int

@@ -120,7 +120,7 @@ def _call(
 
     One that is asynchronous is awaited for all of them at the same time, each for ``limits`` seconds; the
     pool bounds any other. Returns ["ok", number], ["failed", reason] or ["timeout", reason] of each call;
-    with a size a list of so many numbers. A number is None where the function returned None or NaN, which
+    with a size a list of that many numbers. A number is None where the function returned None or NaN, which
     mean "cannot be scored".
     """
     function, accepted = load(path)

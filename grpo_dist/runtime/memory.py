@@ -49,7 +49,7 @@ class HostCopies:
         return self._end
 
     def reserve(self, num_bytes: int) -> None:
-        """Begin to allocate host memory for so many bytes in all, and return. Pinning takes a second for two
+        """Begin to allocate host memory for this number of bytes, and return. Pinning takes a second for two
         GB or so. A failure is logged, and `offload` tries again.
         """
         if self._reserving is None:

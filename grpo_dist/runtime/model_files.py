@@ -215,7 +215,7 @@ def quantization(directory: Path, config: Any) -> str:
         f"its weights are quantised ({method}), and quantised weights cannot be trained; use the checkpoint "
         "that it was made from (usually the name without -FP8, -AWQ, -GPTQ, -bnb-4bit), or de-quantise it "
         "once to two bytes a weight (transformers: model.dequantize(), save_pretrained); engines can sample "
-        "with weights in 8 bits all the same: `rollout.quantization`"
+        "with weights in 8 bits even so: `rollout.quantization`"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from grpo_dist.errors import UserError
+from grpo_dist.policy.full_weights import EXPORT_LIST
 
 
 def check_push(repository: str) -> None:
@@ -39,7 +40,7 @@ def upload(directory: Path, repository: str, message: str) -> str:
             repo_id=repository,
             folder_path=directory,
             commit_message=message,
-            ignore_patterns=[".export.json"],
+            ignore_patterns=[EXPORT_LIST],
         )
     except (OSError, HfHubHTTPError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
