@@ -206,7 +206,7 @@ def test_numbers_stay_numbers_and_schedules_are_part_of_the_identity():
         ("max_new_tokens", {"schedule": [[1, 8]]}, "expected rising ones, the first of them 0"),
         ("max_new_tokens", {"schedule": [[0, 8], [0, 9]]}, "expected rising ones"),
         ("max_new_tokens", {"schedule": [[0, 0]]}, "sampling.max_new_tokens.schedule.0.1"),
-        ("max_new_tokens", {"start": 8}, "sampling.max_new_tokens.schedule"),
+        ("max_new_tokens", {"start": 8}, "write `sampling.max_new_tokens: {kind: adaptive, start: ...}`"),
         ("max_new_tokens", {"kind": "adaptive", "start": 8}, "`sampling.max_new_tokens.largest` is missing"),
         ("max_new_tokens", {"kind": "adaptive", "start": 8, "largest": 8}, "largest = 8 must be above"),
         ("max_new_tokens", {"schedule": [[0, 8]], "patience": 2}, "it takes schedule; adaptive"),
