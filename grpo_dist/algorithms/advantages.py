@@ -2,6 +2,10 @@
 
     rewards [0, 0, 1, 1], one group, std "none" -> [-0.5, -0.5, 0.5, 0.5]
 
+    rewards          gpg, with another group of equal rewards     maxrl            grpo_passk, std none
+    [1, 0, 0, 0]     2 * [0.75, -0.25, -0.25, -0.25]              [3, -1, -1, -1]  [1, 0, 0, 0]
+    [1, 1, 0, 0]     2 * [0.5, 0.5, -0.5, -0.5]                   [1, 1, -1, -1]   [0, 0, 0, 0]
+
 ``group_ids`` groups the samples of one prompt; ids need be neither sorted nor consecutive.
 Statistics are taken in float64 and the result has the type of ``rewards``, float32 for integer rewards. So a
 group of equal rewards gets exact zeros: in float32 the mean of eight 0.7s is not 0.7, and dividing that
@@ -16,15 +20,14 @@ What else an estimator looks at, and what else holds of it, stands in `estimator
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import comb, sqrt
 
 import torch
 from jaxtyping import Float, Int, Real
 from torch import Tensor
 
-from grpo_dist.algorithms.best_of_group import gpg, grpo_passk, maxrl
 from grpo_dist.algorithms.estimators import ESTIMATORS
-from grpo_dist.algorithms.groups import Groups, deviation, is_scored, typed_like
-from grpo_dist.algorithms.pass_at_k import pass_at_k
+from grpo_dist.algorithms.normalise import Groups, deviation, is_scored, typed_like
 
 
 def grpo(
@@ -151,6 +154,125 @@ def gdpo(
     # Centred group by group, the sums have mean 0 over the batch already: only their size is normalised.
     scale = (total.square().sum() / max(int(known.sum()) - 1, 1)).sqrt() + eps
     return typed_like(torch.where(known, total / scale, 0.0), rewards)
+
+
+def gpg(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """GPG: B / (B - M) * (r - mean of the group), M of the B scored samples being in groups of equal rewards.
+
+    Chu et al. 2025 (arXiv:2504.02546), equation 9, with F_norm 1. Samples without a gradient would otherwise
+    shrink the step's mean. verl's ``gpg`` divides by the samples whose *reward* is not 0; for rewards of 0
+    and 1 these are the right ones.
+    """
+    group = Groups(group_ids, is_scored(rewards))
+    centred, spread = group.centre(rewards)
+    factor = group.count.sum() / spread.sum().clamp(min=1)
+    return typed_like(centred * factor, rewards)
+
+
+def maxrl(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """MaxRL: (r - mean of its group) / mean of its group; 0 in a group without a right answer.
+
+    Tajwar et al. 2026 (arXiv:2602.02710), section 4: the gradient of the log-likelihood of a right answer,
+    log p = -(sum over k of (1 - p)^k / k), of which the mean reward is the first order. The mean score of the
+    right answers is unbiased for the first N orders of a group of N; less the mean of all scores, which is
+    the baseline, for the first N - 1.
+
+    Raises:
+        ValueError: a finite reward is neither 0 nor 1; the derivation is that of right and wrong.
+    """
+    known = is_scored(rewards)
+    odd = known & (rewards != 0) & (rewards != 1)
+    if odd.any():
+        raise ValueError(
+            f"advantage maxrl: reward {float(rewards[odd][0]):g}: expected 0 or 1; use a single reward that "
+            "grades right or wrong, with weight 1, or another algorithm.advantage"
+        )
+    group = Groups(group_ids, known)
+    centred, spread = group.centre(rewards)
+    mean = (group.sum(rewards) / group.count.clamp(min=1))[group.index]
+    return typed_like(torch.where(spread, centred / torch.where(spread, mean, 1.0), 0.0), rewards)
+
+
+def grpo_passk(
+    rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"], *, std: str = "group", eps: float | int = 1e-6
+) -> Float[Tensor, " B"]:
+    """(best - second best of the group) / (standard deviation + eps) for the best sample, 0 for all others.
+
+    Tang et al. 2025 (arXiv:2503.19595); verl's ``grpo_passk``. It is the leave-one-out advantage of the best
+    of all samples of the group: without any other sample the best stays the same. Two equal best samples have
+    none. ``std``, ``eps``: as for `grpo`.
+
+    Raises:
+        ValueError: ``std`` is none of the four.
+    """
+    known = is_scored(rewards)
+    group = Groups(group_ids, known)
+    centred, spread = group.centre(rewards)
+    low = torch.full((len(group.count),), -torch.inf, dtype=torch.float64, device=rewards.device)
+    values = torch.where(known, rewards.double(), -torch.inf)
+    best = low.scatter_reduce(0, group.index, values, "amax")[group.index]
+    is_best = spread & (values == best)
+    alone = is_best & (group.sum(is_best.double()) == 1)[group.index]
+    others = torch.where(is_best, -torch.inf, values)
+    second = low.scatter_reduce(0, group.index, others, "amax")[group.index]
+    scale = deviation(std, centred, rewards, group, eps)
+    return typed_like(torch.where(alone, (best - second) / scale, 0.0), rewards)
+
+
+def pass_at_k(
+    rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"], *, k: int, eps: float | int = 1e-6
+) -> Float[Tensor, " B"]:
+    """Advantage of each sample for the best of ``k``. With ``k`` 1 it is GRPO with the population deviation.
+
+    In a group every subset of k samples is a "try" whose reward is the best of its members. A sample's
+    advantage is the mean reward of the tries it is in, less the mean over all tries, over their deviation:
+
+        rewards [1, 0, 0, 0], k = 2   tries with the right one have 1: 3 of 6
+                                      right: (1 - 1/2) / (1/2) = 1, wrong: (1/3 - 1/2) / (1/2) = -1/3
+
+    Chen et al. 2025, "Pass@k training" (arXiv:2508.10751), section 2.4, in closed form for any rewards, not
+    only right and wrong: order statistics replace the sampling of subsets.
+
+    Samples that could not be scored (not finite) leave the group and get 0, and so does a group of fewer than
+    ``k`` + 1 scored samples, all of whose tries are the same, or of equal rewards.
+
+    Raises:
+        ValueError: ``k`` is below 1.
+    """
+    if k < 1:
+        raise ValueError(f"pass_at_k: k = {k}: expected at least 1")
+    out = torch.zeros_like(rewards, dtype=torch.float64)
+    scored = is_scored(rewards)
+    for group in torch.unique(group_ids).tolist():
+        rows = ((group_ids == group) & scored).nonzero()[:, 0]
+        values = sorted(rewards[rows].double().tolist())
+        if len(values) > k and values[k - 1] < values[-1]:  # else the worst try is as good as the best
+            own = rewards[rows].double().tolist()
+            out[rows] = torch.tensor(_pass_at_k(own, k, eps), dtype=out.dtype, device=rewards.device)
+    return typed_like(out, rewards)
+
+
+def _pass_at_k(values: list[float], k: int, eps: float) -> list[float]:
+    ordered = sorted(values)
+    mean, square = _best_of(ordered, k), _best_of(ordered, k, power=2)
+    scale = sqrt(max(square - mean * mean, 0.0)) + eps
+    return [(_best_with(value, ordered, k) - mean) / scale for value in values]
+
+
+def _best_of(ordered: list[float], k: int, power: int = 1) -> float:
+    """Return the mean over all k-subsets of the ``power`` of their best member; ``ordered`` is ascending."""
+    tries = comb(len(ordered), k)
+    return sum(value**power * comb(i, k - 1) for i, value in enumerate(ordered)) / tries
+
+
+def _best_with(value: float, ordered: list[float], k: int) -> float:
+    """Return the mean of the best over all k-subsets that contain ``value``, one of ``ordered``."""
+    if k == 1:
+        return value
+    others = list(ordered)
+    others.remove(value)
+    tries = comb(len(others), k - 1)
+    return sum(max(value, other) * comb(i, k - 2) for i, other in enumerate(others)) / tries
 
 
 def _or_zero(values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:

@@ -1,4 +1,6 @@
-"""Per-token estimators of KL(policy || reference) from the log-probs of the sampled tokens alone.
+"""Divergences of a policy from a reference, from a teacher and from older weights.
+
+KL_ESTIMATORS: per-token estimators of KL(policy || reference) from the log-probs of the sampled tokens alone.
 
 With d = log pi - log ref and tokens sampled from pi (Schulman 2020, "Approximating KL divergence"):
 
@@ -15,17 +17,43 @@ and ``k3+`` are straight-through forms that report the unbiased value and have t
 2025, arXiv:2506.09477). In a reward there is no gradient, and k1 or k3 are the unbiased choice.
 
 No gradient is clamped: a clamp makes it exactly 0 where the divergence is largest.
+
+DIVERGENCES: divergences of a policy from a teacher of whose distribution the K likeliest tokens are known.
+
+These tokens and "any other" are K + 1 events. With p of the teacher and q of the policy over them:
+
+    reverse          KL(q || p) = sum of q log(q / p)      q avoids what p finds unlikely
+    forward          KL(p || q) = sum of p log(p / q)      q covers what p finds likely
+    jensen_shannon   (KL(p || m) + KL(q || m)) / 2, m = (p + q) / 2; at most log 2
+
+As divergences of these events they are not negative, 0 where p and q agree on all of them, and not above
+those of the whole distributions, which they are with K = V. Over the K tokens alone, without "any other", the
+sums may be negative, and renormalised to 1 they do not see what the policy gives to all other tokens.
+(Agarwal et al. 2024, arXiv:2306.13649, over the whole vocabulary.)
+
+With log-probs in float32 the sum of K of them is known to about 1e-7, and so is what is left of 1. So a
+probability of "any other" below 1e-5 counts as 1e-5, in its value and where its gradient divides by it: all
+of the above holds to 1e-5, and the gradient of a policy that is surer than that of the K tokens falls to 0
+with what it leaves.
+
+`binary_kl` and `total_variation` know the sampled token alone, and take a distribution as binary: this token
+or any other.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_dist.algorithms.ratios import LOG_LIMIT, at_least_float32
+from grpo_dist.algorithms.ratios import LOG_LIMIT, TokenValues, at_least_float32
+
+TopValues = Float[Tensor, "... K"]
+_LEAST_OTHER_TOP = 1e-5
+_LEAST_OTHER_BINARY = 1e-8  # least probability of "any other": float32 has none below 6e-8
 
 
 def k1(logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
@@ -86,3 +114,61 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k3+": k3_straight_through,
     "abs": absolute,
 }
+
+
+def reverse(logprobs: TopValues, teacher_logprobs: TopValues) -> Float[Tensor, ...]:
+    """KL(policy || teacher), in nats, from their log-probs of the teacher's K likeliest tokens."""
+    q, p = _events(logprobs, teacher_logprobs)
+    return (q.exp() * (q - p)).sum(dim=-1)
+
+
+def forward(logprobs: TopValues, teacher_logprobs: TopValues) -> Float[Tensor, ...]:
+    """KL(teacher || policy), in nats; arguments as for `reverse`."""
+    q, p = _events(logprobs, teacher_logprobs)
+    return (p.exp() * (p - q)).sum(dim=-1)
+
+
+def jensen_shannon(logprobs: TopValues, teacher_logprobs: TopValues) -> Float[Tensor, ...]:
+    """The Jensen-Shannon divergence, in nats; arguments as for `reverse`."""
+    q, p = _events(logprobs, teacher_logprobs)
+    middle = torch.logaddexp(q, p) - math.log(2)
+    return (p.exp() * (p - middle) + q.exp() * (q - middle)).sum(dim=-1) / 2
+
+
+def _events(logprobs: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probs of the K + 1 events under the policy and the teacher."""
+    return _with_other(at_least_float32(logprobs)), _with_other(at_least_float32(teacher_logprobs))
+
+
+def _with_other(logprobs: Tensor) -> Tensor:
+    logprobs = logprobs.masked_fill(logprobs == -torch.inf, -LOG_LIMIT)  # a token that is ruled out
+    rest = 1 - logprobs.exp().sum(dim=-1, keepdim=True)
+    known = rest.detach().clamp(min=_LEAST_OTHER_TOP)
+    return torch.cat([logprobs, known.log() + (rest - rest.detach()) / known], dim=-1)
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "reverse": reverse,
+    "forward": forward,
+    "jensen_shannon": jensen_shannon,
+}
+
+
+def binary_kl(old_logprobs: TokenValues, new_logprobs: TokenValues) -> TokenValues:
+    """Return KL(old, new), in nats, of the distributions over "this token" and "any other".
+
+    p log(p / q) + (1 - p) log((1 - p) / (1 - q)) with p = exp(old), q = exp(new). 1 - p and 1 - q are at
+    least 1e-8, so that the value is finite for a token that is certain.
+    """
+    old, new = at_least_float32(old_logprobs), at_least_float32(new_logprobs)
+    other_old, other_new = _log_of_others(old), _log_of_others(new)
+    return old.exp() * (old - new) + other_old.exp() * (other_old - other_new)
+
+
+def total_variation(old_logprobs: TokenValues, new_logprobs: TokenValues) -> TokenValues:
+    """Return |exp(new) - exp(old)|, the total variation between the same binary distributions."""
+    return (at_least_float32(new_logprobs).exp() - at_least_float32(old_logprobs).exp()).abs()
+
+
+def _log_of_others(logprobs: TokenValues) -> TokenValues:
+    return torch.log(-torch.expm1(logprobs.clamp(max=-_LEAST_OTHER_BINARY)))

@@ -1,15 +1,119 @@
-"""Rewards before an estimator, and advantages after it: shifted, scaled, whitened, weighed."""
+"""Statistics over the samples of a step, and what they normalise: rewards before an estimator, advantages
+after it.
+
+Moments().updated([1, 0]).updated([0, 0])   count 4, mean 0.25, deviation 0.5
+"""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from grpo_dist.algorithms.groups import Groups, is_scored
-from grpo_dist.algorithms.moments import Moments
-
 OVER = ("none", "group", "batch", "running")
+
+
+def is_scored(rewards: Real[Tensor, " B"]) -> Bool[Tensor, " B"]:
+    """True for finite rewards. NaN and infinity both mean "could not be scored"."""
+    return torch.isfinite(rewards)
+
+
+def typed_like(values: Float[Tensor, "*shape"], rewards: Real[Tensor, ...]) -> Float[Tensor, "*shape"]:
+    """Convert ``values`` to the dtype of ``rewards``, or to float32 if that is an integer dtype."""
+    return values.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
+
+
+class Groups:
+    """Sums over groups of the samples that are ``known``. ``index`` [B]: the group of each sample; ``count``
+    [groups].
+    """
+
+    def __init__(self, group_ids: Int[Tensor, " B"], known: Bool[Tensor, " B"]) -> None:
+        unique, self.index = torch.unique(group_ids, return_inverse=True)
+        self._known, self._size = known, len(unique)
+        self.count = self.sum(torch.ones_like(known, dtype=torch.float64))
+
+    def sum(self, values: Real[Tensor, " B"]) -> Float[Tensor, " G"]:
+        zeros = torch.zeros(self._size, dtype=torch.float64, device=values.device)
+        return zeros.index_add(0, self.index, torch.where(self._known, values.double(), 0.0))
+
+    def centre(self, values: Real[Tensor, " B"]) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
+        """Known values less the mean of their group, in float64; and where the group has a spread at all:
+        elsewhere the values are exactly 0, free of the rounding of the mean.
+        """
+        known = torch.where(self._known, values.double(), 0.0)
+        mean = self.sum(known) / self.count.clamp(min=1)
+        low = torch.full_like(mean, torch.inf).scatter_reduce(
+            0, self.index, torch.where(self._known, known, torch.inf), "amin"
+        )
+        high = torch.full_like(mean, -torch.inf).scatter_reduce(
+            0, self.index, torch.where(self._known, known, -torch.inf), "amax"
+        )
+        spread = (high > low)[self.index] & self._known
+        return torch.where(spread, known - mean[self.index], 0.0), spread
+
+
+def deviation(
+    std: str,
+    centred: Float[Tensor, " B"],
+    rewards: Real[Tensor, " B"],
+    group: Groups,
+    eps: float | int,
+) -> Float[Tensor, "*b"]:
+    """Return what ``std`` of `advantages.grpo` divides by, float64: of each sample, or one number.
+
+    Args:
+        centred: as `Groups.centre` returns them.
+        eps: added to the deviation.
+
+    Raises:
+        ValueError: ``std`` is none of group, batch, batch_raw and none.
+    """
+    if std == "none":
+        return torch.ones_like(centred)
+    if std == "group":
+        return (group.sum(centred**2) / (group.count - 1).clamp(min=1)).sqrt()[group.index] + eps
+    if std == "batch":
+        return ((centred**2).sum() / (group.count.sum() - 1).clamp(min=1)).sqrt() + eps
+    if std == "batch_raw":
+        known = is_scored(rewards)
+        everyone, _ = Groups(torch.zeros_like(rewards, dtype=torch.long), known).centre(rewards)
+        return ((everyone**2).sum() / (known.sum() - 1).clamp(min=1)).sqrt() + eps
+    raise ValueError(f"std = {std!r}: expected group, batch or none, or batch_raw")
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """``squares``: sum of squared differences from the mean, which is exact where sums of squares cancel."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def deviation(self) -> float:
+        """Sample deviation (ddof 1); 0 for fewer than two values."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+    def updated(self, rewards: Real[Tensor, " B"]) -> Moments:
+        """These moments with ``rewards`` added; what is not finite adds nothing.
+
+        The pairwise update of Chan, Golub and LeVeque 1979, in float64.
+        """
+        new = rewards[is_scored(rewards)].double()
+        if not len(new):
+            return self
+        mean = float(new.mean())
+        squares = float((new - mean).square().sum()) if bool((new != new[0]).any()) else 0.0
+        count, difference = self.count + len(new), mean - self.mean
+        return Moments(
+            count,
+            self.mean + difference * len(new) / count,
+            self.squares + squares + difference**2 * self.count * len(new) / count,
+        )
 
 
 def normalise_rewards(

@@ -1,16 +1,21 @@
-"""What every policy loss starts from: masked log-ratios, and statistics that add up over any split of rows.
+"""What every policy loss starts from: masked log-ratios, their means over a sequence or an action, and
+statistics that add up over any split of rows.
 
-Statistics are sums over unmasked tokens, or maxima where the name ends in ``_max``: they combine exactly over
-micro-batches and ranks.
+A row is a sample; index t describes its token t. Statistics are sums over unmasked tokens, or maxima where
+the name ends in ``_max``: they combine exactly over micro-batches and ranks.
 """
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_dist.algorithms.shapes import Number, Stats, TokenMask, TokenValues
+TokenValues = Float[Tensor, "B T"]
+TokenMask = Bool[Tensor, "B T"]
+Number = float | int
+Stats = dict[str, Tensor]  # sums over unmasked tokens; maxima where the name ends in _max
+LossAndStats = tuple[TokenValues, Stats]
 
 LOG_LIMIT = 60.0  # nats; exp of it, 1e26, is past every bound on a ratio and far from overflowing float32
 
@@ -52,6 +57,27 @@ def masked_logprobs(logprobs: TokenValues, mask: TokenMask) -> TokenValues:
 def sequence_mean(values: TokenValues, mask: TokenMask) -> Float[Tensor, "B 1"]:
     """Return the mean over each row's unmasked tokens, 0 without any. ``values`` are 0 where masked."""
     return values.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def segment_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Return for each unmasked token the mean of its run of neighbouring unmasked tokens, an action of an
+    episode between two observations; 0 where masked.
+
+        mask      . x x . x x x .
+        values      1 3   2 4 6
+        mean        2 2   4 4 4
+    """
+    begins = mask.clone()
+    begins[:, 1:] &= ~mask[:, :-1]
+    width = mask.shape[1] + 1  # one more than the most runs of a row: 0 is in front of the first
+    rows = torch.arange(len(mask), device=mask.device)[:, None]
+    index = (rows * width + begins.long().cumsum(dim=1))[mask]
+    sums, counts = torch.zeros(2, len(mask) * width, dtype=values.dtype, device=values.device)
+    sums.index_add_(0, index, values[mask])
+    counts.index_add_(0, index, torch.ones_like(values[mask]))
+    out = torch.zeros_like(values)
+    out[mask] = sums[index] / counts[index]
+    return out
 
 
 def clipped_surrogate(

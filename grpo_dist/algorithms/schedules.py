@@ -1,5 +1,6 @@
 """What is due when, the learning rate and other schedules, as functions of the step or update number, so that
-resuming needs nothing but that number; and the steering of a temperature.
+resuming needs nothing but that number; and the steering of a temperature and of the
+weight of the KL term.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Literal
 
-_LARGEST_ERROR = 0.2  # of a steered value in a single step
+_LARGEST_ERROR = 0.2  # of a steered value in a single step, whatever is measured
 
 
 def learning_rate(
@@ -71,3 +72,17 @@ def next_temperature(temperature: float, entropy: float, *, target: float, gain:
     """
     error = min(max(entropy / target - 1.0, -_LARGEST_ERROR), _LARGEST_ERROR)
     return temperature * (1.0 - gain * error)
+
+
+def next_kl_coef(coef: float, kl: float, *, target: float, gain: float) -> float:
+    """Return ``coef`` * (1 + gain * clip(kl / target - 1, -0.2, 0.2)), Ziegler et al. 2019, arXiv:1909.08593,
+    section 2.2.
+
+    Args:
+        kl: measured, nats per token. NaN changes nothing.
+        target: wanted, nats per token, above 0.
+    """
+    if kl != kl:
+        return coef
+    error = min(max(kl / target - 1.0, -_LARGEST_ERROR), _LARGEST_ERROR)
+    return coef * (1.0 + gain * error)

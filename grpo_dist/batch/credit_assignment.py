@@ -26,11 +26,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
-from grpo_dist.algorithms.moments import Moments
-from grpo_dist.algorithms.normalise import length_weights, normalise_rewards, whiten
-from grpo_dist.algorithms.process import discounted_to_go, process, sum_to_go
-from grpo_dist.algorithms.token_baseline import optimal_token_baseline
-from grpo_dist.algorithms.turn_level import turn_level
+from grpo_dist.algorithms.normalise import Moments, length_weights, normalise_rewards, whiten
+from grpo_dist.algorithms.token_advantages import (
+    discounted_to_go,
+    optimal_token_baseline,
+    process,
+    sum_to_go,
+    turn_level,
+)
 from grpo_dist.batch.rows import context_ids, sampled_tokens
 from grpo_dist.plugins.algorithm import NO_OWN_CODE, OwnCode, kl_estimate, own_advantages
 from grpo_dist.plugins.inputs import AdvantageInputs

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from grpo_dist.algorithms.advantages import ADVANTAGES
 from grpo_dist.algorithms.estimators import estimator_of
-from grpo_dist.algorithms.turn_level import turn_level
+from grpo_dist.algorithms.token_advantages import turn_level
 from grpo_dist.batch.credit_assignment import PROCESS, TURN, clipped_baselines, clipped_rewards
 from grpo_dist.types import Group, correctness, has_signal
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from grpo_dist.algorithms.kl_control import next_kl_coef
+from grpo_dist.algorithms.schedules import next_kl_coef
 from grpo_dist.config import KLConfig
 
 

@@ -15,7 +15,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from grpo_dist.algorithms.moments import Moments
+from grpo_dist.algorithms.normalise import Moments
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.batch.epochs import regrouped
 from grpo_dist.batch.shared_prefixes import needed_tokens

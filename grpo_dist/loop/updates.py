@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.moments import Moments
+from grpo_dist.algorithms.normalise import Moments
 from grpo_dist.batch.credit_assignment import (
     AdvantageSettings,
     clipped_rewards,

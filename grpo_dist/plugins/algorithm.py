@@ -13,8 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
-from grpo_dist.algorithms.ratios import masked_inputs, ratio_stats
-from grpo_dist.algorithms.shapes import Stats
+from grpo_dist.algorithms.ratios import Stats, masked_inputs, ratio_stats
 from grpo_dist.plugins.inputs import AdvantageInputs, AggregationInputs, KLInputs, PolicyLossInputs
 from grpo_dist.plugins.user_code import ADVANTAGE, AGGREGATION, KL, LOSS, Kind, OwnPiece, call, load
 

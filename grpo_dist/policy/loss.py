@@ -25,13 +25,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_dist.algorithms.aggregation import aggregate
-from grpo_dist.algorithms.divergences import DIVERGENCES
-from grpo_dist.algorithms.kl import KL_ESTIMATORS
-from grpo_dist.algorithms.offpolicy import correction
+from grpo_dist.algorithms.kl import DIVERGENCES, KL_ESTIMATORS
+from grpo_dist.algorithms.offpolicy import RejectionRule, accepted, correction, off_policy_sequence_mask
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
-from grpo_dist.algorithms.ratios import LOG_LIMIT
-from grpo_dist.algorithms.rejection import RejectionRule, accepted, off_policy_sequence_mask
-from grpo_dist.algorithms.shapes import LossAndStats, Stats, TokenMask, TokenValues
+from grpo_dist.algorithms.ratios import LOG_LIMIT, LossAndStats, Stats, TokenMask, TokenValues
 from grpo_dist.config import AlgorithmConfig, DistillationConfig
 from grpo_dist.config.algorithm import GMPOLoss, UserAggregation, UserLoss, WeightedCorrection
 from grpo_dist.plugins.algorithm import OwnCode, kl_estimate, own_aggregation, own_policy_loss

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_dist.algorithms.covariance import lowest, random_keys, token_covariances, up_to
 from grpo_dist.algorithms.offpolicy import correction, mean_weight_sums
 from grpo_dist.algorithms.ratios import LOG_LIMIT, clipped_surrogate
+from grpo_dist.algorithms.selection import lowest, random_keys, token_covariances, up_to
 from grpo_dist.config import AlgorithmConfig
 from grpo_dist.config.algorithm import ClipCovLoss, KLCovLoss, WeightedCorrection
 from grpo_dist.policy.ranks import find_top_threshold, gather_values

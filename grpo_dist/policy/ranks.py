@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from grpo_dist.algorithms.shapes import Stats
+from grpo_dist.algorithms.ratios import Stats
 from grpo_dist.policy.loss import is_maximum
 from grpo_dist.runtime.hardware import collective_backend, device_type
 from grpo_dist.runtime.rendezvous import Rank, check_members, find_local_address, meeting_point

@@ -16,15 +16,14 @@ from grpo_dist.algorithms.advantages import (
     gdpo,
     grpo,
     opo,
+    pass_at_k,
     reinforce_pp,
     reinforce_pp_baseline,
     remax,
     rloo,
 )
-from grpo_dist.algorithms.moments import Moments
-from grpo_dist.algorithms.normalise import length_weights, normalise_rewards, whiten
-from grpo_dist.algorithms.pass_at_k import pass_at_k
-from grpo_dist.algorithms.process import process
+from grpo_dist.algorithms.normalise import Moments, length_weights, normalise_rewards, whiten
+from grpo_dist.algorithms.token_advantages import process
 from tests.support.numbers_by_hand import NAN, close, mask_of, tensor
 
 OF_ANY_REWARD = sorted(set(ADVANTAGES) - {"maxrl"})  # that one is of 0 and 1: test_best_of_group

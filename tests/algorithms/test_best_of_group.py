@@ -6,8 +6,7 @@ import statistics
 import pytest
 import torch
 
-from grpo_dist.algorithms.advantages import dr_grpo, rloo
-from grpo_dist.algorithms.best_of_group import gpg, grpo_passk, maxrl
+from grpo_dist.algorithms.advantages import dr_grpo, gpg, grpo_passk, maxrl, rloo
 from tests.support.numbers_by_hand import INF, NAN, close, tensor
 
 TWO = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])

@@ -4,14 +4,8 @@ import math
 
 import torch
 
-from grpo_dist.algorithms.covariance import (
-    clip_cov,
-    kl_cov,
-    lowest,
-    random_keys,
-    token_covariances,
-    up_to,
-)
+from grpo_dist.algorithms.policy_losses import clip_cov, kl_cov
+from grpo_dist.algorithms.selection import lowest, random_keys, token_covariances, up_to
 from tests.support.numbers_by_hand import close, row
 
 ONES = torch.ones(1, 4, dtype=torch.bool)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_dist.algorithms.divergences import DIVERGENCES
+from grpo_dist.algorithms.kl import DIVERGENCES
 
 VOCABULARY = 9
 EXACT = {

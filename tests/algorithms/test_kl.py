@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.kl import KL_ESTIMATORS, k1, k2, k3
-from grpo_dist.algorithms.kl_control import next_kl_coef
+from grpo_dist.algorithms.schedules import next_kl_coef
 from tests.support.numbers_by_hand import close, row
 
 

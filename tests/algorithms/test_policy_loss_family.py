@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.aggregation import MODES, aggregate
-from grpo_dist.algorithms.dppo import dppo_tv
-from grpo_dist.algorithms.policy_losses import POLICY_LOSSES, cispo, policy_gradient, sapo
-from grpo_dist.algorithms.sequence_losses import gmpo, gspo, gspo_segment
+from grpo_dist.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    cispo,
+    dppo_tv,
+    gmpo,
+    gspo,
+    gspo_segment,
+    policy_gradient,
+    sapo,
+)
 from tests.support.numbers_by_hand import close, mask_of, one_row, row
 
 

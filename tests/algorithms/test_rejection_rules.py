@@ -7,9 +7,15 @@ import math
 import pytest
 import torch
 
-from grpo_dist.algorithms.offpolicy import correction, mean_weight_sums
-from grpo_dist.algorithms.rejection import RULES, RejectionRule, accepted, off_policy_sequence_mask
-from grpo_dist.algorithms.segments import segment_mean
+from grpo_dist.algorithms.offpolicy import (
+    RULES,
+    RejectionRule,
+    accepted,
+    correction,
+    mean_weight_sums,
+    off_policy_sequence_mask,
+)
+from grpo_dist.algorithms.ratios import segment_mean
 from tests.support.numbers_by_hand import NAN, close, mask_of
 
 # Log-ratios trainer - engine; the third row is masked but for its first token.

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.algorithms.process import sum_so_far
-from grpo_dist.algorithms.token_baseline import optimal_token_baseline
+from grpo_dist.algorithms.token_advantages import optimal_token_baseline, sum_so_far
 from tests.support.numbers_by_hand import NAN, close, mask_of, tensor
 
 NORMS = torch.tensor([[0.2, 0.4, 0.0], [0.6, 0.0, 0.5]], dtype=torch.float64)

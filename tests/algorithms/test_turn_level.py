@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_dist.algorithms.advantages import grpo
-from grpo_dist.algorithms.turn_level import turn_level
+from grpo_dist.algorithms.token_advantages import turn_level
 
 
 def of(episodes, rewards, groups=None, **how):

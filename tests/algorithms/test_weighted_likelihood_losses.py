@@ -7,10 +7,18 @@ import math
 import pytest
 import torch
 
-from grpo_dist.algorithms.dppo import binary_kl, dppo_kl, dppo_tv, total_variation
-from grpo_dist.algorithms.penalised_losses import dro, kimi15
-from grpo_dist.algorithms.policy_losses import ppo_clip
-from grpo_dist.algorithms.tapered_losses import reinforce_is, topr, topr_token, vespo
+from grpo_dist.algorithms.kl import binary_kl, total_variation
+from grpo_dist.algorithms.policy_losses import (
+    dppo_kl,
+    dppo_tv,
+    dro,
+    kimi15,
+    ppo_clip,
+    reinforce_is,
+    topr,
+    topr_token,
+    vespo,
+)
 from tests.support.numbers_by_hand import close, mask_of, one_row, row
 
 

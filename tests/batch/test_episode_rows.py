@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_dist.algorithms.aggregation import MODES
-from grpo_dist.algorithms.process import sum_to_go
+from grpo_dist.algorithms.token_advantages import sum_to_go
 from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages, token_advantages
 from grpo_dist.batch.rows import make_batch, split_updates
 from grpo_dist.batch.sharding import packed_micro_batches, shard

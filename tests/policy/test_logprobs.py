@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_dist.algorithms.divergences import DIVERGENCES
+from grpo_dist.algorithms.kl import DIVERGENCES
 from grpo_dist.policy import logprobs
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.packing import padded

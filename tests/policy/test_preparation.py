@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_dist.algorithms.covariance import token_covariances
 from grpo_dist.algorithms.offpolicy import correction
+from grpo_dist.algorithms.selection import token_covariances
 from grpo_dist.batch.sharding import shard
 from grpo_dist.policy.preparation import Preparation
 from tests.support import made_groups

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.aggregation import MODES
-from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
-from grpo_dist.algorithms.sequence_losses import gmpo
+from grpo_dist.algorithms.policy_losses import POLICY_LOSSES, gmpo
 from grpo_dist.policy.loss import batch_loss
 from tests.support import made_groups
 from tests.support.losses import change, objective

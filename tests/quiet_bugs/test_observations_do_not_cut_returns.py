@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.algorithms.process import sum_to_go
-from grpo_dist.algorithms.turn_level import turn_level
+from grpo_dist.algorithms.token_advantages import sum_to_go, turn_level
 from grpo_dist.batch.credit_assignment import AdvantageSettings, token_advantages
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.types import Group, Prompt, Rollout, Turn

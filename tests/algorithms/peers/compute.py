@@ -4,12 +4,10 @@ import torch
 
 from grpo_dist.algorithms.aggregation import aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
-from grpo_dist.algorithms.kl_control import next_kl_coef
-from grpo_dist.algorithms.moments import Moments
-from grpo_dist.algorithms.normalise import whiten
-from grpo_dist.algorithms.offpolicy import correction, mean_weight_sums
-from grpo_dist.algorithms.rejection import accepted
-from grpo_dist.algorithms.segments import segment_mean
+from grpo_dist.algorithms.normalise import Moments, whiten
+from grpo_dist.algorithms.offpolicy import accepted, correction, mean_weight_sums
+from grpo_dist.algorithms.ratios import segment_mean
+from grpo_dist.algorithms.schedules import next_kl_coef
 from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.logprobs import selected_logprobs
 from grpo_dist.rewards.length import overlong_punishment, repeated_share

@@ -7,8 +7,8 @@ import torch
 
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
 from grpo_dist.algorithms.normalise import length_weights
-from grpo_dist.algorithms.rejection import RejectionRule
-from grpo_dist.algorithms.token_baseline import optimal_token_baseline
+from grpo_dist.algorithms.offpolicy import RejectionRule
+from grpo_dist.algorithms.token_advantages import optimal_token_baseline
 from grpo_dist.batch.credit_assignment import sample_advantages, token_advantages
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import AlgorithmConfig, RewardsConfig

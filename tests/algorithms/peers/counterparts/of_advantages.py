@@ -7,9 +7,8 @@ import torch
 
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.normalise import whiten
-from grpo_dist.algorithms.process import discounted_to_go
-from grpo_dist.algorithms.ratios import sequence_mean
-from grpo_dist.algorithms.segments import segment_mean
+from grpo_dist.algorithms.ratios import segment_mean, sequence_mean
+from grpo_dist.algorithms.token_advantages import discounted_to_go
 from tests.algorithms.peers import ours
 from tests.algorithms.peers.compute import run
 from tests.algorithms.peers.counterparts.of_losses import differing

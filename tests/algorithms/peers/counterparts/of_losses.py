@@ -8,11 +8,10 @@ from itertools import pairwise
 import torch
 
 from grpo_dist.algorithms.aggregation import aggregate
-from grpo_dist.algorithms.covariance import random_keys, token_covariances
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
-from grpo_dist.algorithms.offpolicy import correction
+from grpo_dist.algorithms.offpolicy import accepted, correction
 from grpo_dist.algorithms.ratios import sequence_mean
-from grpo_dist.algorithms.rejection import accepted
+from grpo_dist.algorithms.selection import random_keys, token_covariances
 from tests.algorithms.peers import ours
 from tests.algorithms.peers.compute import run
 from tests.algorithms.peers.counterparts.base import Difference
@@ -319,9 +318,7 @@ def sign_of_score(case, own):
         x = case.tensors()
         counts = {"num_tokens": float(x["mask"].sum()), "num_sequences": float(x["mask"].any(dim=1).sum())}
         mode = {"aggregation": own.section["aggregation"]}
-        good = run(
-            case, {"loss": "dro", "beta": 1e-30} | mode, counts, lambda x: change(x, x["rewards"] > 0)
-        )
+        good = run(case, {"loss": "dro", "beta": 1e-30} | mode, counts, lambda x: change(x, x["rewards"] > 0))
         bad = {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.0} | mode
         bad = run(case, bad, counts, lambda x: change(x, x["rewards"] <= 0))
         return {key: good[key] + bad[key] for key in good}

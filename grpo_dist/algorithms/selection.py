@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: hold the few tokens whose probability and advantage are high together.
+"""Choosing tokens over a whole update: for clip_cov, kl_cov and `algorithm.top_entropy_share`.
 
 Cui et al. 2025, "The entropy mechanism of reinforcement learning" (arXiv:2505.22617): entropy falls by the
 covariance of log-probs and advantages over the tokens of an update, and few tokens have most of it.
@@ -17,39 +17,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_dist.algorithms.clipped_losses import ppo_clip
-from grpo_dist.algorithms.ratios import bounded_exp, masked_inputs, ratio_stats
-from grpo_dist.algorithms.shapes import LossAndStats, Number, TokenMask, TokenValues
+from grpo_dist.algorithms.ratios import TokenMask, TokenValues
 
 _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's constants, as int64
-
-
-def clip_cov(
-    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask,
-    selected: TokenMask | None = None, *, clip_low: Number = 0.2, clip_high: Number = 0.2,
-) -> LossAndStats:  # fmt: skip
-    """`ppo_clip` without the tokens ``selected``; None: no token is. Equation 12 of the paper."""
-    losses, stats = ppo_clip(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high)
-    chosen = _within(selected, mask)
-    return torch.where(chosen, 0.0, losses), stats | {"selected": chosen.sum()}
-
-
-def kl_cov(
-    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask,
-    selected: TokenMask | None = None, *, cov_kl_coef: Number = 1.0,
-) -> LossAndStats:  # fmt: skip
-    """-r A, and for the tokens ``selected`` + cov_kl_coef |log r|; None: no token is. Equation 13.
-
-    Nothing bounds the ratio of the others: the penalty is what keeps the policy from collapsing.
-    """
-    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
-    ratio, chosen = bounded_exp(log_ratio, advantages != 0), _within(selected, mask)
-    losses = torch.where(chosen, cov_kl_coef * log_ratio.abs(), 0.0) - ratio * advantages
-    return torch.where(mask, losses, 0.0), ratio_stats(log_ratio, mask) | {"selected": chosen.sum()}
-
-
-def _within(selected: TokenMask | None, mask: TokenMask) -> TokenMask:
-    return torch.zeros_like(mask) if selected is None else mask & selected
 
 
 def token_covariances(
