@@ -85,6 +85,7 @@ def contradictions(config: Sections) -> Iterator[str]:
     yield from _check_single_rewards(config)
     yield from _check_binary_rewards(config)
     yield from _check_environments(config)
+    yield from _check_prefills(config)
     yield from _check_sources(config)
     yield from _check_source_rewards(config)
     yield from _check_teachers(config)
@@ -700,6 +701,25 @@ def _check_environments(config: Sections) -> Iterator[str]:
             "(`algorithm.advantage` = process then takes the rewards of turns) or the environment, or give "
             f"the source rewards without it in `rewards.by_source.{label}`"
         )
+
+
+def _check_prefills(config: Sections) -> Iterator[str]:
+    data, rewards = config.data, config.rewards
+    prefilled = [source for source in data.with_prompts((*data.train, *data.eval)) if source.prefill]
+    if data.prefill_as == "completion" and not prefilled:
+        yield "`data.prefill_as` = completion has no effect without a `data.prefill`; set that, or remove it"
+    for source in prefilled:
+        if data.environment_of(source) is not None:
+            yield (
+                f"`data.prefill` begins the answer, but the environment of source {source.label} makes "
+                "episodes of several; set the source's `prefill` to empty, or write the prefill behind "
+                "`add_generation_prompt` of a `model.chat_template`, which begins every turn so"
+            )
+        if data.prefill_as == "completion" and rewards.for_source(source.label).scores_steps:
+            yield (
+                "`data.prefill_as` = completion: a reward of steps finds them in the sampled tokens, which "
+                "the prefill is none of; set data.prefill_as=prompt"
+            )
 
 
 def _check_sources(config: Sections) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
@@ -13,6 +13,7 @@ import regex
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import Choice, Section, Tagged, Temperature
+from grpo_dist.config.text import names_in
 from grpo_dist.errors import expanded
 from grpo_dist.plugins.user_code import ORDER, SOURCE, OwnOrder, OwnPiece, registered
 
@@ -24,6 +25,7 @@ _TEMPLATE_ARGUMENTS = frozenset(
         "tokenizer_kwargs",
     )
 )  # fmt: skip
+_JINJA = re.compile(r"\{%|\{\{-?\s[^{}]*\}\}|\{\{[^{}]*\|[^{}]*\}\}")  # no template of ours has these
 _OWN_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")  # module:name
 # Endings of the files that `grpo_dist.data.files` reads; those of text may be followed by .gz.
 TEXT_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
@@ -46,6 +48,24 @@ def _check_date(value: str) -> str:
         return date.fromisoformat(value).isoformat()
     except ValueError:
         raise ValueError(f"{value!r} is no date; expected year-month-day, e.g. 2026-07-31") from None
+
+
+def _read_chat_template(value: str) -> str:
+    """Return the text of a chat template: ``value``, or the content of the file that it names."""
+    if "{{" in value or "{%" in value:
+        return value
+    try:
+        text = expanded(value).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{value[:200]!r} cannot be read ({error}); expected a file with a chat template in Jinja, or "
+            "its text"
+        ) from error
+    if "{{" not in text and "{%" not in text:
+        raise ValueError(
+            f"{value} is no chat template: it has neither {{{{ nor {{% of Jinja; name another file"
+        )
+    return text
 
 
 class ModelConfig(Section):
@@ -80,11 +100,27 @@ class ModelConfig(Section):
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     trust_remote_code: bool = Field(False, description="run Python code that ships with the model")
+    chat_template: Annotated[str, AfterValidator(_read_chat_template)] | None = Field(
+        None,
+        description="chat template in place of the model's own: a file, or its text in Jinja; checkpoints "
+        "and exports have it; null: the model's",
+    )
     max_length: PositiveInt | None = Field(
         None,
         description="longest prompt + completion, tokens; null: data.max_prompt_tokens + the longest "
         "completion",
     )
+
+
+class FewShotMessage(Section):
+    """A message of an example in every prompt."""
+
+    role: Literal["user", "assistant"] = Field(description="who says it: user first, then in turn")
+    content: str = Field(description="its text")
+
+
+# Keys that say how a row becomes a prompt: those of `data` hold for the sources that do not set them.
+PROMPT_KEYS = ("template", "system_prompt", "instruction", "few_shot", "prefill")
 
 
 class DataSourceConfig(Section):
@@ -116,6 +152,13 @@ class DataSourceConfig(Section):
         description="text of the problem with {columns}, in place of problem_column: `Make {target} of "
         "{nums}.`",
     )
+    template: str | None = Field(None, description="in place of `data.template`")
+    system_prompt: str | None = Field(None, description="in place of `data.system_prompt`; empty: none")
+    instruction: str | None = Field(None, description="in place of `data.instruction`; empty: none")
+    few_shot: tuple[FewShotMessage, ...] | None = Field(
+        None, description="in place of `data.few_shot`; empty: none"
+    )
+    prefill: str | None = Field(None, description="in place of `data.prefill`; empty: none")
     system_column: str | None = Field(
         None, description="column with the system prompt of a row; empty there: data.system_prompt"
     )
@@ -214,6 +257,7 @@ class DataSourceConfig(Section):
                 f"problem_template takes the place of problem_column = {self.problem_column}; remove one of "
                 "them"
             )
+        yield from _prompt_problems(self.template, self.few_shot or ())
         if "size" in self.kwargs and not self.is_own:
             yield f"kwargs.size = {self.kwargs['size']}: expected `max_rows` for it; set that"
         if self.answer_pattern is None:
@@ -225,6 +269,24 @@ class DataSourceConfig(Section):
             return
         if groups < 1:
             yield f"answer_pattern {self.answer_pattern!r} has no group; put ( ) around the answer"
+
+
+def _prompt_problems(template: str | None, few_shot: tuple[FewShotMessage, ...]) -> Iterator[str]:
+    if template and _JINJA.search(template):
+        yield (
+            f"template = {template[:80]!r} is written in Jinja; expected the text of the user's message with "
+            "{problem} and other {columns} (Jinja is for `model.chat_template`)"
+        )
+    if template and not names_in(template):
+        yield (
+            f"template = {template[:80]!r} names no column, so that all prompts would be the same; write "
+            "{problem} where the problem stands"
+        )
+    for number, message in enumerate(few_shot):
+        if message.role != ("user", "assistant")[number % 2]:
+            yield f"few_shot.{number}.role = {message.role}; expected user and assistant in turn, user first"
+    if len(few_shot) % 2:
+        yield "few_shot ends with a message of the user; expected the assistant's answer behind it"
 
 
 DropSolved = Annotated[
@@ -286,8 +348,28 @@ class DataConfig(Section):
     system_prompt: str | None = Field(
         None, description="text before every problem: the chat template's system message, or a first line"
     )
+    template: str | None = Field(
+        None,
+        description="text of the user's message with {problem} and other {columns} of the row; `{{x}}` is "
+        "the text {x}, other braces stay as they are; null: the problem",
+    )
     instruction: str | None = Field(None, description="appended to every problem")
-    chat_template: Literal["model", "none"] = Field("model", description="none: the plain problem text")
+    few_shot: tuple[FewShotMessage, ...] = Field(
+        (), description="examples before every problem, as messages of user and assistant in turn"
+    )
+    prefill: str | None = Field(
+        None,
+        description="text with which every answer begins, such as `<think>\\n`: the policy continues it, and "
+        "its tokens are never trained",
+    )
+    prefill_as: Literal["prompt", "completion"] = Field(
+        "prompt",
+        description="what rewards, sample files and evaluations take the prefill for: prompt: they see what "
+        "follows it; completion: they see both",
+    )
+    chat_template: Literal["model", "none"] = Field(
+        "model", description="model: the model's, or `model.chat_template`; none: the plain problem text"
+    )
     template_kwargs: dict[str, Any] = Field({}, description="further arguments of the chat template")
     template_date: Annotated[str, AfterValidator(_check_date)] | None = Field(
         None,
@@ -363,6 +445,16 @@ class DataConfig(Section):
                 f"template_kwargs.{taken[0]} = {self.template_kwargs[taken[0]]} is no variable of the chat "
                 "template, and the run sets it; remove it"
             )
+        yield from _prompt_problems(self.template, self.few_shot)
+
+    def with_prompts(self, sources: Sequence[DataSourceConfig]) -> tuple[DataSourceConfig, ...]:
+        """Return ``sources``, each with the keys of prompts that it does not set as this section has them."""
+        return tuple(
+            source.model_copy(
+                update={key: getattr(self, key) for key in PROMPT_KEYS if getattr(source, key) is None}
+            )
+            for source in sources
+        )
 
     def environment_of(self, source: DataSourceConfig) -> str | None:
         """Return the environment of a source; None: it has none."""

@@ -47,6 +47,7 @@ class TeacherConfig(Section):
         """Return the policy's section `model` with the teacher's model, which may have no kernels."""
         kernels = "torch" if policy.kernels == "torch" else "auto"
         changes = {"path": self.model, "revision": self.revision, "adapter": None, "kernels": kernels}
+        changes["chat_template"] = None
         return policy.model_copy(update=changes)
 
     def teaches(self, source: str) -> bool:

@@ -271,8 +271,8 @@ class RewardsConfig(Section):
     )
     require_box: bool = Field(
         False,
-        description="math: only an answer in `\\boxed{}` counts; not set: true where `data.instruction`, "
-        "`data.system_prompt`, or the `problem_template` of every training source asks for a box",
+        description="math: only an answer in `\\boxed{}` counts; not set: true where the prompts of every "
+        "training source ask for a box: instruction, system prompt, `template` or `problem_template`",
     )
     thought_tags: tuple[str, str] | None = Field(
         None,

@@ -46,11 +46,14 @@ def _asks_for_box(data: Mapping[str, Any]) -> bool:
     alone has its sources there, too.
     """
     sources = data.get("train")
-    sources = sources if isinstance(sources, list | tuple) else ()
-    templates = [str(source.get("problem_template")) for source in sources if isinstance(source, Mapping)]
-    texts = [str(data.get("instruction")), str(data.get("system_prompt"))]
-    in_all = bool(templates) and all("\\boxed" in text for text in templates)
-    return in_all or any("\\boxed" in text for text in texts)
+    sources = [s for s in sources if isinstance(s, Mapping)] if isinstance(sources, list | tuple) else []
+
+    def asks(source: Mapping[str, Any]) -> bool:
+        keys = ("template", "instruction", "system_prompt")
+        texts = [data.get(key) if source.get(key) is None else source[key] for key in keys]
+        return any("\\boxed" in str(text) for text in (*texts, source.get("problem_template")))
+
+    return all(map(asks, sources or [{}]))
 
 
 class Sections(Section):

@@ -1,6 +1,6 @@
 """Texts of a configuration: checks before its keys are read, of nesting that would overflow the stack of the
 YAML reader, of characters that a UTF-8 file cannot contain, of text that YAML drops and of numbers that it
-reads in another base, and the escape of ``${``.
+reads in another base, and the escape of ``${``; and templates with {names}.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import yaml
+
+# A column in a template, and text in doubled braces, which stays in single ones.
+_PLACE = re.compile(r"\{\{(?P<text>[^{}]*)\}\}(?!\})|\{(?P<name>\w+(?:\.[\w-]+)*)\}")
 
 _DEEPEST = 32  # levels of mappings and lists; this project's tree has 6
 
@@ -41,6 +44,25 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {key: _changed(inner, change) for key, inner in value.items()}
     return [_changed(inner, change) for inner in value] if isinstance(value, list) else value
+
+
+def fill(template: str, value: Callable[[str], str]) -> str:
+    """Return ``template`` with each {name} replaced by ``value`` of the name, and {{text}} by {text}. Other
+    braces stay.
+
+    "{problem} Write \\boxed{} or \\boxed{{x}}." -> "1+1=? Write \\boxed{} or \\boxed{x}."
+    """
+
+    def filled(place: re.Match[str]) -> str:
+        name = place["name"]
+        return f"{{{place['text']}}}" if name is None else value(name)
+
+    return _PLACE.sub(filled, template)
+
+
+def names_in(template: str) -> list[str]:
+    """Return the names that `fill` replaces in ``template``, each once."""
+    return list(dict.fromkeys(place["name"] for place in _PLACE.finditer(template) if place["name"]))
 
 
 def check_nesting(text: str) -> None:

@@ -10,7 +10,8 @@ A row of a data file, such as JSON Lines or Parquet, is one of
                                          assistant's are learned, those of `tool`, `user` and `system` given
     {"conversations": [{"from": "human", "value": ...}, ...]}           the same, as ShareGPT writes it
 
-with optional `template_kwargs` for the chat template, e.g. {"tools": [...]}, and `special_tokens`: "keep"
+with optional `template_kwargs` for the chat template, e.g. {"tools": [...]}, `prefill`: text between the
+prompt and a `completion`, which is read and never trained, as of `data.prefill`, and `special_tokens`: "keep"
 where special tokens in messages are meant as such, as in a system prompt of the configuration. A `completion`
 is text, or a list of segments of which some are given, such as a tool's output: they are read and never
 trained. The token that ends a sample is added behind it, see `grpo_dist.chat.ends`.
@@ -48,7 +49,7 @@ from grpo_dist.config.data import data_ending
 from grpo_dist.data.files import file_rows
 from grpo_dist.data.made_problems import demonstrations
 from grpo_dist.data.order import shuffled
-from grpo_dist.data.prompts import PromptFormat, render_messages, tokenise_messages
+from grpo_dist.data.prompts import PromptFormat, render_messages
 from grpo_dist.data.readers import is_conversation, read_messages
 from grpo_dist.data.sources import records
 from grpo_dist.environments.base import Message
@@ -187,6 +188,7 @@ Sources = SFTConfig | DemonstrationStreamConfig
 _KEYS_OF_A_ROW = "the row's messages and `template_kwargs`"
 _OPTIONAL: dict[str, type] = {
     "system": str, "template_kwargs": dict, "chat_template": str, "special_tokens": str,
+    "prefill": str,
 }  # fmt: skip
 
 
@@ -371,6 +373,10 @@ def _checked(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     for key, kind in _OPTIONAL.items():
         if not isinstance(record.get(key), kind | None):
             raise ValueError(f"{where}: `{key}` is a {type(record[key]).__name__}; expected {kind.__name__}")
+    if record.get("prefill") and "completion" not in record:
+        raise ValueError(
+            f"{where}: `prefill` without a `completion` that goes on behind it; write the last answer there"
+        )
     if record.get("chat_template") not in (None, "model", "none"):
         raise ValueError(
             f"{where}: `chat_template` = {record['chat_template']!r}; expected model (the default) or none"
@@ -482,11 +488,9 @@ class _Tokeniser:
     def _prompt_ids(
         self, record: Mapping[str, Any], arguments: Mapping[str, Any], templated: bool
     ) -> list[int]:
-        if "messages" in record:
-            return tokenise_messages(
-                record["messages"], self._tokenizer, arguments, day=self._day, keys=_KEYS_OF_A_ROW
-            )
         prompt_format = PromptFormat(
-            record.get("system"), None, templated, arguments, _KEYS_OF_A_ROW, day=self._day
-        )
-        return prompt_format.encode(prompt_format.text(record["prompt"], self._tokenizer), self._tokenizer)
+            record.get("system"), None, templated, arguments, _KEYS_OF_A_ROW, day=self._day,
+            prefill=record.get("prefill") or "",
+        )  # fmt: skip
+        asked = record["messages"] if "messages" in record else record["prompt"]
+        return prompt_format.encode(prompt_format.text(asked, self._tokenizer), self._tokenizer)

@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Literal
 
@@ -22,7 +22,8 @@ from grpo_dist.chat.template import (
     encode_prompt,
     render,
 )
-from grpo_dist.config import DataConfig
+from grpo_dist.config import DataConfig, DataSourceConfig
+from grpo_dist.config.text import fill
 from grpo_dist.data.readers import DataRow
 from grpo_dist.data.tasks import SourceTasks
 from grpo_dist.environments.base import Message
@@ -98,11 +99,15 @@ class PromptFormat:
     """How a problem becomes the text of a prompt.
 
     Attributes:
-        instruction: text on a line of its own after the problem.
+        instruction: text on a line of its own after the question.
         use_chat_template: False for the plain text.
         template_kwargs: further arguments of the chat template.
         keys: what to check where the template fails, for messages.
         day: what the chat template writes as today's date; None: today.
+        template: text of the question with {problem} and other columns; None: the problem.
+        few_shot: examples in front of the question, behind a system prompt.
+        prefill: text of the answer with which the prompt ends.
+        scored_prefill: ``prefill`` where rewards read it as the begin of the completion, else "".
     """
 
     system_prompt: str | None = None
@@ -111,34 +116,56 @@ class PromptFormat:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     keys: str = KEYS_OF_DATA
     day: date | None = None
+    template: str | None = None
+    few_shot: tuple[Message, ...] = ()
+    prefill: str = ""
+    scored_prefill: str = ""
 
     @classmethod
-    def from_config(cls, data: DataConfig) -> PromptFormat:
-        """Read the format from section `data` of the configuration."""
+    def from_config(cls, data: DataConfig, source: DataSourceConfig | None = None) -> PromptFormat:
+        """Read the format of the prompts of ``source`` from section `data` of the configuration; None: of a
+        source that sets nothing of it.
+        """
+        keys = data if source is None else data.with_prompts([source])[0]
+        prefill = keys.prefill or ""
         return cls(
-            data.system_prompt,
-            data.instruction,
+            keys.system_prompt,
+            keys.instruction,
             data.chat_template == "model",
             data.template_kwargs,
             day=data.day,
+            template=keys.template or None,
+            few_shot=tuple(message.model_dump() for message in keys.few_shot or ()),
+            prefill=prefill,
+            scored_prefill=prefill if data.prefill_as == "completion" else "",
         )
 
-    def asked(self, problem: str, messages: Sequence[Message] = ()) -> str | Sequence[Message]:
-        """Return what a prompt asks: ``problem``, or the row's ``messages`` with ``problem`` and the
+    @classmethod
+    def by_source(cls, data: DataConfig) -> dict[str, PromptFormat]:
+        """Return the formats of all training sources, by label."""
+        return {source.label: cls.from_config(data, source) for source in data.train}
+
+    def question(self, problem: str, values: Mapping[str, str] = {}) -> str:
+        """Return the template with ``problem`` and the ``values`` of other columns, or ``problem``."""
+        if self.template is None:
+            return problem
+        return fill(self.template, {**values, "problem": problem}.__getitem__)
+
+    def asked(self, question: str, messages: Sequence[Message] = ()) -> str | Sequence[Message]:
+        """Return what a prompt asks: ``question``, or the row's ``messages`` with ``question`` and the
         instruction as the last user message.
         """
         if not messages:
-            return problem
-        last = max(i for i, message in enumerate(messages) if message["role"] == "user")
-        question = {**messages[last], "content": user_content(problem, self.instruction)}
-        return [*messages[:last], question, *messages[last + 1 :]]
+            return question
+        return with_question(messages, user_content(question, self.instruction))
 
     def text(self, asked: str | Sequence[Message], tokenizer: Any) -> str:
-        """Render the prompt that asks ``asked``, up to where the model's answer begins."""
+        """Render the prompt that asks ``asked``, with the prefill, behind which the policy goes on."""
         messages = self.messages(asked)
         if not self.use_chat_template:
-            return plain_text(messages)
-        return render_messages(messages, tokenizer, self.template_kwargs, day=self.day, keys=self.keys)
+            return plain_text(messages) + self.prefill
+        text = render_messages(messages, tokenizer, self.template_kwargs, day=self.day, keys=self.keys)
+        return text + self.prefill
 
     def messages(self, asked: str | Sequence[Message]) -> list[Message]:
         """Return the messages of a prompt: ``asked`` is the problem, or messages that get no instruction. A
@@ -146,15 +173,17 @@ class PromptFormat:
         """
         if isinstance(asked, str):
             asked = [{"role": "user", "content": user_content(asked, self.instruction)}]
+        front = list(asked[:1]) if asked and asked[0]["role"] == "system" else []
+        behind = asked[len(front) :]
         if self.system_prompt and all(message["role"] != "system" for message in asked):
-            return [{"role": "system", "content": self.system_prompt}, *asked]
-        return list(asked)
+            front = [{"role": "system", "content": self.system_prompt}]
+        return [*front, *self.few_shot, *behind]
 
-    def token_ids(self, problem: str, tokenizer: Any, messages: Sequence[Message] = ()) -> list[int]:
-        """Tokenise the prompt of a row, as `asked` takes it, up to where the model's answer begins."""
+    def token_ids(self, question: str, tokenizer: Any, messages: Sequence[Message] = ()) -> list[int]:
+        """Tokenise the prompt of a row, as `asked` takes it, up to where the policy goes on."""
         if self.use_chat_template:
-            problem, messages = ControlTokens(tokenizer).as_text((problem, messages))
-        return self.encode(self.text(self.asked(problem, messages), tokenizer), tokenizer)
+            question, messages = ControlTokens(tokenizer).as_text((question, messages))
+        return self.encode(self.text(self.asked(question, messages), tokenizer), tokenizer)
 
     def encode(self, text: str, tokenizer: Any) -> list[int]:
         """Tokenise a rendered prompt; a chat template has written its special tokens already."""
@@ -216,15 +245,25 @@ def build_prompts(
     prompts: list[Prompt] = []
     dropped: list[Dropped] = []
     counts = Counter(uid_counts or {})
-    thoughts = _Thoughts(tokenizer, prompt_format.use_chat_template)
+    thoughts = _Thoughts(tokenizer, prompt_format)
     parts, specials = PartsCheck(tokenizer, day=prompt_format.day), _SpecialTokens(tokenizer, prompt_format)
     row_uids = [_uid(row) for row in rows]
     for index, row in enumerate(rows):
         # Before the instruction is added: the configuration may have special tokens, a row may not.
+        messages: Sequence[Message] = row.messages
         if tasks is not None and tasks.questions:
+            if prompt_format.template is not None:
+                raise ValueError(
+                    f"{row.location}: the environment asks in its own words, so that `data.template` has no "
+                    "effect; remove it, or set the source's `template` to empty"
+                )
             asked = specials.as_text(tasks.questions[index], row)
         else:
-            asked = prompt_format.asked(*specials.as_text((row.problem, row.messages), row))
+            problem, messages, values = specials.as_text((row.problem, row.messages, row.values), row)
+            question = prompt_format.question(problem, values)
+            asked = prompt_format.asked(question, messages)
+            if prompt_format.template is not None:
+                messages = with_question(messages or [{"role": "user", "content": ""}], question)
         task, text = _task_and_text(row, asked, prompt_format, tokenizer, tasks)
         token_ids = prompt_format.encode(text, tokenizer)
         specials.count_ends(token_ids, row)
@@ -250,13 +289,23 @@ def build_prompts(
         unique = uid if counts[uid] == 1 else f"{uid}-{counts[uid]}"
         ids, columns = np.asarray(token_ids, np.int32), dict(row.columns)
         thought = thoughts.detect(text)
-        prompt = Prompt(unique, ids, row.answer, row.source, row.problem, columns, thought, task)
-        prompts.append(replace(prompt, messages=row.messages) if row.messages else prompt)
+        prompts.append(
+            Prompt(
+                unique, ids, row.answer, row.source, row.problem, columns, thought, task,
+                messages=tuple(messages), prefill=prompt_format.scored_prefill,
+            )
+        )  # fmt: skip
     if dropped and not prompts:
         raise ValueError(
             f"{dropped[0].reason}, and so has every one of the {len(dropped)} prompts; raise the limit"
         )
     return BuiltPrompts(prompts, dropped, counts, row_uids, specials.warnings(len(rows)))
+
+
+def with_question(messages: Sequence[Message], question: str) -> list[Message]:
+    """Return ``messages`` with ``question`` as the content of the last one of the user."""
+    last = max(i for i, message in enumerate(messages) if message["role"] == "user")
+    return [*messages[:last], {**messages[last], "content": question}, *messages[last + 1 :]]
 
 
 def plain_text(messages: Sequence[Message]) -> str:
@@ -284,12 +333,13 @@ def _check_parts(
 class _SpecialTokens:
     """Counts special tokens that nobody asked for in the prompts of one source, by row.
 
-    With a chat template, control tokens in the text of a row are broken: text of data is text. Without one
-    the text of a row is the prompt, which may have been rendered, so that they stay.
+    With a chat template or `data.template`, control tokens in the text of a row are broken: text of data is
+    text. Without either the text of a row is the prompt, which may have been rendered, so that they stay.
     """
 
     def __init__(self, tokenizer: Any, prompt_format: PromptFormat) -> None:
         self._tokenizer, self._templated = tokenizer, prompt_format.use_chat_template
+        self._breaks = self._templated or prompt_format.template is not None
         self._controls = ControlTokens(tokenizer)
         self._found: Counter[str] = Counter()
         self._written: list[str] = []  # rows with control tokens in their text
@@ -300,7 +350,7 @@ class _SpecialTokens:
         if controls := set(self._controls.find(str(asked))):
             self._found.update(controls)
             self._written.append(row.location)
-        return self._controls.as_text(asked) if self._templated else asked
+        return self._controls.as_text(asked) if self._breaks else asked
 
     def count_ends(self, token_ids: Sequence[int], row: DataRow) -> None:
         """Note a prompt behind whose end the policy would go on."""
@@ -316,7 +366,7 @@ class _SpecialTokens:
             return
         names = ", ".join(repr(name) for name, _ in self._found.most_common(3))
         treated = (
-            "each is broken by a space, so that it stays text" if self._templated
+            "each is broken by a space, so that it stays text" if self._breaks
             else "`data.chat_template` = none takes a row as the rendered prompt, so they are read as tokens"
         )  # fmt: skip
         yield (
@@ -363,18 +413,22 @@ def _task_and_text(
 class _Thoughts:
     """Detects the thought that each prompt of one tokenizer begins."""
 
-    def __init__(self, tokenizer: Any, use_chat_template: bool) -> None:
-        template = getattr(tokenizer, "chat_template", None) if use_chat_template else None
+    def __init__(self, tokenizer: Any, prompt_format: PromptFormat) -> None:
+        template = getattr(tokenizer, "chat_template", None) if prompt_format.use_chat_template else None
         self._tokenizer, self._template = tokenizer, template if isinstance(template, str) else ""
+        self._scored = prompt_format.scored_prefill
         self._kept: dict[str, bool] = {}
 
     def detect(self, text: str) -> Thought:
         """Return the thought of a completion of ``text``.
 
-        When decoding drops the closing tag, the end of a thought is invisible, so the prompt counts as
-        opening none.
+        ``text`` ends with the prefill. When decoding drops the closing tag, the end of a thought is
+        invisible, so the prompt counts as opening none.
         """
         thought = detect_thought(text, self._template)
+        if self._scored:  # the completion that rewards see begins with it
+            before = detect_thought(text.removesuffix(self._scored), self._template)
+            thought = Thought(thought.opening, thought.closing, before.prompt)
         if not thought.prompt:
             return thought
         if thought.closing not in self._kept:

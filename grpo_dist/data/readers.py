@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from decimal import Decimal
 from itertools import islice
@@ -24,6 +24,7 @@ from typing import Any
 import regex
 
 from grpo_dist.config import DataConfig, DataSourceConfig
+from grpo_dist.config.text import fill, names_in
 from grpo_dist.data.sources import OwnProblems, records
 from grpo_dist.environments.base import Message
 
@@ -98,7 +99,6 @@ def _part(number: int, part: Any) -> str:
 
 
 PATTERN_S = 10.0  # processor time of answer_pattern on one row: a search may hang, as (a+)+b does
-_PLACE = re.compile(r"\{(\w+(?:\.[\w-]+)*)\}")  # a column in `problem_template`
 _LONGEST_JSON = 10_000  # characters of text in which nested columns are looked for, for messages
 _NAMED = 30  # columns that a message lists
 
@@ -111,6 +111,7 @@ class DataRow:
         problem: its text; of messages that of the last user message.
         location: for messages: ``gsm8k.jsonl:17``.
         messages: the conversation that the prompt is, where it has more than the problem.
+        values: of the columns that `template` of its source names, as text.
         left_out: the assistant's message behind it, which the policy writes in its place; "": none.
     """
 
@@ -121,6 +122,7 @@ class DataRow:
     columns: Mapping[str, Any]
     messages: tuple[Message, ...] = ()
     left_out: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
 
 
 def read(
@@ -312,7 +314,8 @@ def _top_columns(source: DataSourceConfig) -> list[str]:
     reward_model.ground_truth -> reward_model, reward_model.ground_truth
     """
     template = source.problem_template
-    problem = [source.problem_column] if template is None else _PLACE.findall(template)
+    problem = [source.problem_column] if template is None else names_in(template)
+    problem += names_in(source.template or "")
     earlier = [name for name in (source.system_column, source.history_column) if name is not None]
     names = [*problem, *earlier, source.answer_column, *source.columns]
     parts = [name.split(".") for name in names]
@@ -331,9 +334,10 @@ def _column(record: Mapping[str, Any], name: str, location: str, setting: str) -
     hint = f"; did you mean `{near[0]}`?" if near else "."
     both = "`problem_column` and `answer_column`"
     wanted = both if setting in ("problem_column", "answer_column") else f"`{setting}`"
+    literal = f"; {{{{{name}}}}} is the text {{{name}}}" if setting.endswith("template") else ""
     raise MissingColumn(
         f"{location}: no column `{name}`{hint} The row has: {_listed(names)}. Set {wanted} of the data "
-        "source",
+        f"source{literal}",
         setting,
     )
 
@@ -361,7 +365,9 @@ def _row(record: Mapping[str, Any], location: str, source: DataSourceConfig, lab
     else:
         answer = _answer(record, location, source)
         columns = {name: _column(record, name, location, "columns") for name in source.columns}
-    return DataRow(problem, answer, label, location, columns, messages, left_out)
+    named = [name for name in names_in(source.template or "") if name != "problem"]
+    values = {name: _filled(record, name, location, "template") for name in named}
+    return DataRow(problem, answer, label, location, columns, messages, left_out, values)
 
 
 def _problem(
@@ -369,7 +375,7 @@ def _problem(
 ) -> tuple[str, tuple[Message, ...], str]:
     """Return the text of the problem, the conversation around it, and the answer to it that is left out."""
     if (template := source.problem_template) is not None:
-        return _PLACE.sub(lambda place: _filled(record, place[1], location), template), (), ""
+        return fill(template, lambda name: _filled(record, name, location, "problem_template")), (), ""
     name = source.problem_column
     value = _column(record, name, location, "problem_column")
     if isinstance(value, str) and value.startswith("[{") and is_conversation(stored := _stored_in(value)):
@@ -425,8 +431,8 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
-def _filled(record: Mapping[str, Any], name: str, location: str) -> str:
-    value = _column(record, name, location, "problem_template")
+def _filled(record: Mapping[str, Any], name: str, location: str, setting: str) -> str:
+    value = _column(record, name, location, setting)
     if isinstance(value, list | Mapping):
         return json.dumps(value, ensure_ascii=False, default=str)
     return _as_text(value, name, location, record)

@@ -157,6 +157,8 @@ def _settings(config: Config, base: str, run_dir: Path, hub: _HubIds, *, supervi
         "base model": _model_name(base, hub) + (", supervised first" if cold else ""),
         "data": ", ".join(_data_name(path, name, hub) for name, path in sources),
         "system prompt": config.data.system_prompt and json.dumps(config.data.system_prompt),
+        "template of each prompt": config.data.template and json.dumps(config.data.template),
+        "begin of each answer": config.data.prefill and json.dumps(config.data.prefill),
         "instruction after each problem": config.data.instruction and json.dumps(config.data.instruction),
     }
     if not supervised:

@@ -52,7 +52,9 @@ from grpo_dist.runs.own_trials import own_code_problems
 from grpo_dist.runs.prepare_teachers import load_stream, load_teachers
 from grpo_dist.runs.run_weights import checkpoint_model, is_checkpoint, is_supervised_run
 from grpo_dist.runs.start_checks import readable_model
+from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.hardware import quiet_libraries
+from grpo_dist.runtime.model_files import cached, fingerprint
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.types import Prompt
 
@@ -248,17 +250,17 @@ def resolve_model(
     quiet_libraries()
     if model.path == "sft":
         assert sft is not None  # the configuration was checked
-        base = sft_model(sft, say)
+        base = sft_model(sft, model.chat_template, say)
         return run_sft(sft, base, say, day=day) if train_first else base
     base = _named_model(model, seed, say, trains=trains, key=key)
     if model.adapter is None:
-        return base
+        return with_chat_template(base, model.chat_template)
     where, local = f"model.adapter = {model.adapter}", expanded(model.adapter)
     adapter = local.resolve() if local.is_dir() else download(model.adapter, None, "model.adapter")
     made = apply_start_adapter(base, adapter, where, continued=trains_adapter)
     if not trains_adapter:
         say(f"{where}: merged into a copy of the weights, {made}")
-    return made
+    return with_chat_template(made, model.chat_template)
 
 
 def starting_model(config: Config, run_dir: Path, say: Callable[[str], None]) -> Path:
@@ -266,7 +268,7 @@ def starting_model(config: Config, run_dir: Path, say: Callable[[str], None]) ->
     that a checkpoint of the run holds as a whole.
     """
     if config.sft is not None and is_supervised_run(run_dir):
-        return sft_model(config.sft, say)
+        return sft_model(config.sft, config.model.chat_template, say)
     adapts = config.policy.lora is not None  # to weights that the checkpoint does not hold
     return resolve_model(
         config.model, config.sft, config.seed, say,
@@ -274,9 +276,29 @@ def starting_model(config: Config, run_dir: Path, say: Callable[[str], None]) ->
     )  # fmt: skip
 
 
-def sft_model(sft: SFTConfig, say: Callable[[str], None]) -> Path:
-    """Return the directory of `sft.model`, which supervised training starts from."""
-    return _named_model(ModelConfig(path=sft.model), sft.seed, say, trains=True, key="sft.model")
+def sft_model(sft: SFTConfig, chat_template: str | None, say: Callable[[str], None]) -> Path:
+    """Return the directory of `sft.model`, which supervised training starts from. ``chat_template``:
+    `model.chat_template`.
+    """
+    base = _named_model(ModelConfig(path=sft.model), sft.seed, say, trains=True, key="sft.model")
+    return with_chat_template(base, chat_template)
+
+
+def with_chat_template(model_dir: Path, template: str | None) -> Path:
+    """Return a directory with the files of ``model_dir`` and the chat template ``template``, cached, so that
+    engines, rewards and exports read it like any other; None: ``model_dir`` itself.
+    """
+    if template is None:
+        return model_dir
+
+    def write(made: Path) -> None:
+        for entry in model_dir.iterdir():
+            if not entry.name.startswith(("chat_template", "additional_chat_templates")):
+                (made / entry.name).symlink_to(entry.resolve())
+        write_text(made / "chat_template.jinja", template)
+
+    decides = {"model": str(model_dir), "files": fingerprint(model_dir), "template": template}
+    return cached(f"templated-{model_dir.name}", decides, write)
 
 
 def _named_model(
@@ -369,7 +391,7 @@ def load_prompts(
     built = build_prompts(
         rows,
         tokenizer,
-        PromptFormat.from_config(data),
+        PromptFormat.from_config(data, source),
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong,
         uid_counts=uid_counts,

@@ -56,7 +56,7 @@ def load_supervised_inputs(
     assert sft is not None
     refuse(setting_problems(config, device))
     with stage("model", sft.model):
-        model_dir = sft_model(sft, say)
+        model_dir = sft_model(sft, config.model.chat_template, say)
     with stage("model files", "are checked"):
         refuse(model_problems(config, device, model_dir))
     with stage("tokenizer", "is loaded"):

@@ -4,7 +4,6 @@ demonstrations.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
@@ -20,6 +19,7 @@ from grpo_dist.config import (
     ModelConfig,
     TeacherConfig,
 )
+from grpo_dist.config.text import fill
 from grpo_dist.data.demonstrations import Demonstration, load_demonstrations
 from grpo_dist.data.prompts import PromptFormat
 from grpo_dist.errors import refuse
@@ -27,8 +27,6 @@ from grpo_dist.policy.lora import empty_model
 from grpo_dist.policy.model import check_supported, vocabulary_size
 from grpo_dist.runs.start_checks import position_limit, readable_model
 from grpo_dist.types import Prompt
-
-_NAME = re.compile(r"\{(\w+)\}")
 
 
 def key_of(teacher: TeacherConfig) -> str:
@@ -129,10 +127,11 @@ def with_teacher_prompts(
     shown = [(t, t.prompt) for t in distillation.teachers if t.prompt is not None]
     if not shown:
         return list(prompts)
-    rendered = PromptFormat.from_config(data)
+    formats = PromptFormat.by_source(data)
 
     def read_by(teacher: TeacherConfig, template: str, prompt: Prompt) -> np.ndarray:
         text = _filled(template, prompt, key_of(teacher))
+        rendered = formats[prompt.source]
         return np.asarray(rendered.token_ids(text, tokenizer, prompt.messages), np.int32)
 
     return [
@@ -145,18 +144,18 @@ def with_teacher_prompts(
 
 
 def _filled(template: str, prompt: Prompt, key: str) -> str:
-    """Return ``template`` with {problem}, {answer} and {name of a column} replaced; "{}" stays."""
     known: Mapping[str, Any] = {**prompt.columns, "problem": prompt.text, "answer": prompt.answer}
 
-    def value(match: re.Match[str]) -> str:
-        if match[1] not in known:
+    def value(name: str) -> str:
+        if name not in known:
             raise ValueError(
-                f"{key}: `prompt` has {match[0]}, and problem {prompt.uid} has no such column; expected one "
-                f"of {', '.join(sorted(known))}, and further columns in `data.train.*.columns`"
+                f"{key}: `prompt` has {{{name}}}, and problem {prompt.uid} has no such column; expected one "
+                f"of {', '.join(sorted(known))}, and further columns in `data.train.*.columns`; "
+                f"{{{{{name}}}}} is the text {{{name}}}"
             )
-        return str(known[match[1]])
+        return str(known[name])
 
-    return _NAME.sub(value, template)
+    return fill(template, value)
 
 
 def teacher_problems(

@@ -51,6 +51,7 @@ def check_data(start: Start) -> str:
     read_sets: dict[str, list[SourceRows]] = {"data.train": [], "data.eval": []}
     with stage("data", "problems are read"):
         for (key, found), sources in zip(read_sets.items(), (data.train, data.eval), strict=True):
+            sources = data.with_prompts(sources)
             for number, source in enumerate(sources):
                 try:
                     found += read_all([source], key, own, asked=asked, first=number)

@@ -89,7 +89,9 @@ class Prompt:
     task: Task | None = None  # None: one completion and no environment
     # int32 [P] by the name of a teacher: what it reads in place of ``token_ids``; no entry: the same
     teacher_ids: Mapping[str, np.ndarray] = field(default_factory=dict)
-    messages: tuple[Mapping[str, Any], ...] = ()  # those of the row where they are more than ``text``
+    # Those of the row, with `data.template` filled, where they are more than ``text``.
+    messages: tuple[Mapping[str, Any], ...] = ()
+    prefill: str = ""  # the end of the prompt that ``Rollout.text`` begins with
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the tokens as bytes: every call for a group carries a prompt, and an array costs the driver
@@ -99,15 +101,14 @@ class Prompt:
         thought = None if self.thought == NO_THOUGHT else self.thought
         return _prompt, (
             *(self.uid, ids, self.answer, self.source, self.text, self.columns),
-            *(thought, self.task, self.teacher_ids, self.messages),
+            *(thought, self.task, self.teacher_ids, self.messages, self.prefill),
         )
 
 
 def _prompt(uid: str, ids: Any, answer: str, source: str, text: str, columns: Any, *how: Any) -> Prompt:
     token_ids = np.frombuffer(ids, np.int32) if isinstance(ids, bytes) else ids
-    thought, task, teacher_ids, messages = how
-    thought = thought or NO_THOUGHT
-    return Prompt(uid, token_ids, answer, source, text, columns, thought, task, teacher_ids, messages)
+    thought, *others = how
+    return Prompt(uid, token_ids, answer, source, text, columns, thought or NO_THOUGHT, *others)
 
 
 @dataclass(frozen=True, slots=True)

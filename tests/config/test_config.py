@@ -153,6 +153,8 @@ SOURCE = {"path": "demo:add3"}
         ({"train": [SOURCE | {"problem_template": "{problem} " + BOX}, SOURCE]}, {}, False),
         ({"train": [SOURCE | {"problem_template": "{problem} " + BOX}], "eval": [SOURCE]}, {}, True),
         ({"eval": [SOURCE | {"problem_template": "{problem} " + BOX}]}, {}, False),
+        ({"template": "{problem} " + BOX}, {}, True),
+        ({"train": [SOURCE | {"instruction": ""}], "instruction": BOX}, {}, False),
     ],
 )
 def test_where_the_prompt_asks_for_a_box_only_a_box_is_an_answer(tmp_path, data, rewards, required):

@@ -66,7 +66,9 @@ FOUND = {
     "sft.model, before a cold start": lambda file, say: resolve_model(
         ModelConfig(path="sft"), SFTConfig(model=file, data="demo:add3"), 0, say, train_first=False
     ),
-    "sft.model, on the ranks": lambda file, say: sft_model(SFTConfig(model=file, data="demo:add3"), say),
+    "sft.model, on the ranks": lambda file, say: sft_model(
+        SFTConfig(model=file, data="demo:add3"), None, say
+    ),
 }
 
 

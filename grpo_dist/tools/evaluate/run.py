@@ -130,7 +130,8 @@ def _read_sets(
 
     Columns that only the breakdown needs are hidden from the rewards, which see the same as in training.
     """
-    own, sources = own_problems(sections.data, sections.environments), sections.data.eval
+    data = sections.data
+    own, sources = own_problems(data, sections.environments), data.with_prompts(data.eval)
     columns = [
         [name for name in common_columns(source, own) if name in (by or breakdown(source))]
         for source in sources

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import Config, ModelConfig
+from grpo_dist.config.data import PROMPT_KEYS
 from grpo_dist.config.differences import changes, listed
 from grpo_dist.config.secrets import masked
 from grpo_dist.data.files import json_lines
@@ -142,11 +143,19 @@ def sample_settings(config: Config) -> dict[str, Any]:
     tree, sample_s = config.model_dump(mode="json"), config.cluster.timeouts.sample_s
     draw = Draw.from_config(config.evaluation, config.sampling, seed=config.seed, sample_s=sample_s)
     prompt = ("system_prompt", "instruction", "chat_template", "template_kwargs")
+    sources = {
+        source["name"] or source["path"]: {key: source[key] for key in PROMPT_KEYS if source[key] is not None}
+        for source in tree["data"]["eval"]
+        if any(source[key] is not None for key in PROMPT_KEYS)
+    }
     reward_models = [expanded(model.path) for model in config.rewards.models]
     settings = {
         "seed": config.seed,
         "model": {"dtype": str(resolve_dtype(config.model.dtype)).removeprefix("torch.")},
         "data": {key: tree["data"][key] for key in prompt}
+        | {key: tree["data"][key] for key in ("template", "few_shot", "prefill") if tree["data"][key]}
+        | ({"prefill_as": "completion"} if config.data.prefill_as == "completion" else {})
+        | ({"eval": sources} if sources else {})
         | ({"template_date": config.data.template_date} if config.data.template_date else {}),
         "sampling": {"max_new_tokens": config.sampling.longest}
         | ({"stop": list(config.sampling.stop)} if config.sampling.stop else {}),

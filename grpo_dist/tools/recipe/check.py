@@ -99,7 +99,7 @@ def _ancestor(stage: ResolvedStage, ancestors: dict[str, Path]) -> Path:
     if start.startswith("stage:"):
         return ancestors[start.removeprefix("stage:")]
     if stage.kind == "sft" and stage.config.sft:
-        return sft_model(stage.config.sft, _quiet)
+        return sft_model(stage.config.sft, stage.config.model.chat_template, _quiet)
     config = stage.config
     return resolve_model(
         config.model, config.sft, config.seed, _quiet,
@@ -141,7 +141,9 @@ def _check_sft(stage: ResolvedStage, config: Config, device: DeviceType) -> None
         _check_sampling(config, device)
         prepare_eval(
             PromptSections(config.data, config.rewards, config.environments),
-            read_all(config.data.eval, own=own_problems(config.data, config.environments)),
+            read_all(
+                config.data.with_prompts(config.data.eval), own=own_problems(config.data, config.environments)
+            ),
             tokenizer,
             [],
             _quiet,
@@ -204,7 +206,7 @@ def _check_prompts(config: Config, sections: PromptSections, sources: list[DataS
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
     check_rendering(config.data, config.sampling, tokenizer, _quiet)
     own = own_problems(sections.data, sections.environments)
-    train_prompts(sections, read_all(sources, own=own), tokenizer, _quiet)
+    train_prompts(sections, read_all(config.data.with_prompts(sources), own=own), tokenizer, _quiet)
 
 
 def _there(stage: ResolvedStage) -> list[DataSourceConfig]:

@@ -63,9 +63,13 @@ class Selection:
         self._settings, self._data, self._tokenizer, self._seed = settings, data, tokenizer, seed
         controls = ControlTokens(tokenizer)
         self._special, self._ends, self._as_text = controls.ids, ends_of(data, tokenizer), controls.as_text
-        # The configuration's own are read as tokens; a row's are text.
-        configured = f"{data.system_prompt or ''}\n{data.instruction or ''}"
-        self._keeps_special = data.chat_template == "model" and bool(controls.find(configured))
+        self._formats = PromptFormat.by_source(data)
+        # Those of the configuration are read as tokens; those of a row are text.
+        self._keeps_special = {
+            name: form.use_chat_template
+            and bool(controls.find(f"{form.system_prompt}{form.template}{form.instruction}{form.few_shot}"))
+            for name, form in self._formats.items()
+        }
         self._seen: set[tuple[str, str]] = set()
         self.report = Report()
 
@@ -96,7 +100,7 @@ class Selection:
         report.kept += len(kept)
         report.prompts_kept += bool(kept)
         report.tokens_kept += sum(len(group.rollouts[i].completion_ids) for i in kept)
-        report.respelled += sum(self._is_respelled(group.rollouts[i]) for i in kept)
+        report.respelled += sum(self._is_respelled(group.prompt, group.rollouts[i]) for i in kept)
         return [self._record(group, i, pass_rate) for i in kept]
 
     def _objection(self, prompt: Prompt, rollout: Rollout, *, scored: bool, passed: bool) -> str:
@@ -111,7 +115,7 @@ class Selection:
             return "stop_text"  # so it would here: a demonstration ends with a token of its own
         if self._hides_tokens(rollout):
             return "hidden_tokens"
-        text = "".join(part["text"] for part in self._segments(rollout))
+        text = "".join(part["text"] for part in self._segments(prompt, rollout))
         if not rollout.text or "\N{REPLACEMENT CHARACTER}" in text:
             return "no_text"  # empty, or incomplete characters
         asked = f"{prompt.text}{prompt.messages or ''}"
@@ -120,9 +124,11 @@ class Selection:
         self._seen.add((asked, text))
         return ""
 
-    def _segments(self, rollout: Rollout) -> list[dict[str, Any]]:
+    def _segments(self, prompt: Prompt, rollout: Rollout) -> list[dict[str, Any]]:
         """Return the text of a completion, or the actions of an episode and what was given between them."""
-        return episode_segments(rollout, self._tokenizer) if rollout.turns else [{"text": rollout.text}]
+        if rollout.turns:
+            return episode_segments(rollout, self._tokenizer)
+        return [{"text": rollout.text.removeprefix(prompt.prefill)}]
 
     def _hides_tokens(self, rollout: Rollout) -> bool:
         """Return True when the text lacks tokens: special ones, or ids beyond the tokenizer.
@@ -133,9 +139,10 @@ class Selection:
         hidden = not rollout.turns and bool(self._special.intersection(ids))  # an episode shows them
         return hidden or max(ids, default=0) >= len(self._tokenizer)
 
-    def _is_respelled(self, rollout: Rollout) -> bool:
+    def _is_respelled(self, prompt: Prompt, rollout: Rollout) -> bool:
         """Return whether the tokenizer encodes the text of the sample differently from the policy."""
-        ids = [token for part in self._segments(rollout) for token in encode(part["text"], self._tokenizer)]
+        texts = [part["text"] for part in self._segments(prompt, rollout)]
+        ids = [token for text in texts for token in encode(text, self._tokenizer)]
         return ids != rollout.completion_ids[:-1].tolist()
 
     def _preferred(self, group: Group, indices: Sequence[int]) -> list[int]:
@@ -150,7 +157,9 @@ class Selection:
         """Return a row for `data.demonstrations` with its origin."""
         prompt, rollout = group.prompt, group.rollouts[index]
         return self._question(prompt) | {
-            "completion": self._segments(rollout) if rollout.turns else rollout.text,
+            "completion": self._segments(prompt, rollout)
+            if rollout.turns
+            else rollout.text.removeprefix(prompt.prefill),
             "problem": prompt.text,
             "answer": prompt.answer,
             "source": prompt.source,
@@ -161,21 +170,25 @@ class Selection:
         }
 
     def _question(self, prompt: Prompt) -> dict[str, Any]:
-        data, kept = self._data, {"special_tokens": "keep"} if self._keeps_special else {}
+        data, form = self._data, self._formats[prompt.source]
+        kept = {"special_tokens": "keep"} if self._keeps_special[prompt.source] else {}
         if prompt.task is not None:
             return episode_question(prompt, data, self._tokenizer) | kept
         problem, messages = prompt.text, prompt.messages
-        if kept:
+        if form.template is not None:  # filled, and its values are text already
+            problem = next(m["content"] for m in reversed(messages) if m["role"] == "user")
+        elif kept:
             problem, messages = self._as_text((problem, messages))
-        if messages:
-            form = PromptFormat.from_config(data)
+        if messages or form.few_shot:
             turns = form.messages(form.asked(problem, messages))
             key = "messages" if form.use_chat_template else "prompt"
             asked: dict[str, Any] = {key: turns if form.use_chat_template else plain_text(turns)}
         else:
-            asked = {"prompt": user_content(problem, data.instruction)}
-        if data.system_prompt and not prompt.messages:
-            asked["system"] = data.system_prompt
+            asked = {"prompt": user_content(problem, form.instruction)}
+            if form.system_prompt:
+                asked["system"] = form.system_prompt
+        if form.prefill:
+            asked["prefill"] = form.prefill
         if data.chat_template == "none":
             asked["chat_template"] = "none"
         if data.template_kwargs:

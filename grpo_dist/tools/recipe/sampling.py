@@ -58,7 +58,8 @@ def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) ->
         check_rendering(config.data, config.sampling, tokenizer, say)
         own = own_problems(config.data, config.environments)
         sections = PromptSections(config.data, config.rewards, config.environments)
-        read = read_all(config.data.train, own=own, asked=asked_columns(config.rewards))
+        sources = config.data.with_prompts(config.data.train)
+        read = read_all(sources, own=own, asked=asked_columns(config.rewards))
         found = train_prompts(sections, read, tokenizer, say).prompts
         chunks = _chunks(config.rejection, _drawn(found, config.rejection.max_prompts, config.seed))
     sample_s = config.cluster.timeouts.sample_s

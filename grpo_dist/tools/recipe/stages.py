@@ -59,7 +59,8 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
         return StageResult(before)
     if not before and stage.config.evaluation.before:
         with as_user_errors():
-            before = evaluate_stage(stage.config, sft_model(settings, say), stage.directory, say)
+            base = sft_model(settings, stage.config.model.chat_template, say)
+            before = evaluate_stage(stage.config, base, stage.directory, say)
     after = evaluate_stage(stage.config, stage.result, stage.directory, say)
     write_text(stage.directory / "evaluation.json", json.dumps({"before": before, "after": after}, indent=1))
     return StageResult(before, after)

@@ -26,12 +26,13 @@ def config(rejection=(), **data) -> Config:
     return Config.model_validate(
         {
             "model": {"path": "demo:tiny"},
-            "data": {"train": [{"path": "demo:add3"}], **data},
+            "data": {"train": [{"path": "demo:add3", "name": "made"}], **data},
             "rejection": dict(rejection),
         }
     )
 
 
+SHOTS = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
 CHAT = (
     {"role": "user", "content": "2+2="},
     {"role": "assistant", "content": "4"},
@@ -41,7 +42,8 @@ CHAT = (
 
 def prompts(tokenizer, data, *problems, turns=()) -> list[Prompt]:
     rows = [DataRow(problem, "1", "made", f"made:{i}", {}, turns) for i, problem in enumerate(problems)]
-    return build_prompts(rows, tokenizer, PromptFormat.from_config(data), max_prompt_tokens=200).prompts
+    prompt_format = PromptFormat.from_config(data, data.train[0])
+    return build_prompts(rows, tokenizer, prompt_format, max_prompt_tokens=200).prompts
 
 
 def group(tokenizer, prompt, *samples) -> Group:
@@ -52,7 +54,7 @@ def group(tokenizer, prompt, *samples) -> Group:
         reason = finish[0] if finish else "stop"
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [END] * (reason == "stop")
         array = np.array(ids, np.int32)
-        plain = tokenizer.decode(ids, skip_special_tokens=True)
+        plain = prompt.prefill + tokenizer.decode(ids, skip_special_tokens=True)
         rollouts.append(
             Rollout(prompt.uid, i, array, np.zeros(len(ids), np.float32), reason, plain, np.zeros_like(array))
         )
@@ -165,6 +167,10 @@ def test_unscored_samples_do_not_enter_the_pass_rate(tokenizer):
         {"instruction": "Think first."},
         {"system_prompt": "You add.", "instruction": "Think first."},
         {"chat_template": "none", "system_prompt": "You add.", "instruction": "Think first."},
+        {"template": "{problem} <|end|>?", "few_shot": SHOTS, "prefill": "<think>\n"},
+        {"few_shot": SHOTS, "system_prompt": "You add.", "prefill": "So ", "prefill_as": "completion"},
+        {"chat_template": "none", "template": "Q: {problem}", "few_shot": SHOTS, "prefill": "A:"},
+        {"train": [{"path": "demo:add3", "name": "made", "instruction": "", "prefill": "<think>"}]},
     ],
 )
 @pytest.mark.parametrize("turns", [(), CHAT])

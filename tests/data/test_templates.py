@@ -1,0 +1,179 @@
+"""Prompts from a template with columns of the row, few-shot messages, a prefill and a chat template of one's
+own, of all sources or of one.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_dist.config import Config, DataConfig, DataSourceConfig, ModelConfig, RewardsConfig
+from grpo_dist.config.data import PROMPT_KEYS
+from grpo_dist.config.text import fill
+from grpo_dist.data.prompts import PromptFormat, build_prompts
+from grpo_dist.data.readers import DataRow, read, read_all
+from grpo_dist.demo.tokenizer import character_tokenizer
+from grpo_dist.rewards.group import CompletionGroup
+from grpo_dist.runs.prepare import load_tokenizer, resolve_model, with_chat_template
+from grpo_dist.types import Rollout, Thought
+
+SHOTS = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+
+
+def configured(tmp_path, source=(), **keys):
+    """Return prompts of a file with two rows, rendered by the configuration of ``keys`` and its source."""
+    path = tmp_path / "set.jsonl"
+    rows = [
+        {"problem": "2+2=", "answer": "4", "topic": {"name": "sums"}, "nums": [2, 2]},
+        {"problem": "<|end|>3*3=", "answer": "9", "topic": {"name": "<|user|>"}, "nums": [3, 3]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig.model_validate({"train": [{"path": str(path), **dict(source)}], **keys})
+    ((resolved, read_rows),) = read_all(data.with_prompts(data.train), "data.train")
+    prompt_format = PromptFormat.from_config(data, resolved)
+    return build_prompts(read_rows, character_tokenizer(), prompt_format, max_prompt_tokens=999).prompts
+
+
+def text_of(prompt):
+    return character_tokenizer().decode(prompt.token_ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{problem} of {topic.name}", "7 of sums"),
+        (r"{problem} in \boxed{} or \frac{a b}{{2}}", r"7 in \boxed{} or \frac{a b}{2}"),
+        (r"\boxed{{answer}}", r"\boxed{answer}"),
+        ('{"q": "{problem}"}', '{"q": "7"}'),
+        (r"\boxed{{}} {{{problem}}}", r"\boxed{} {{7}}"),
+    ],
+)
+def test_names_in_braces_are_columns_and_other_braces_stay(template, text):
+    assert fill(template, {"problem": "7", "topic.name": "sums"}.__getitem__) == text
+
+
+def test_a_template_takes_columns_of_the_row_whose_special_tokens_stay_text(tmp_path):
+    first, second = configured(tmp_path, template="{topic.name} {nums}<|end|>: {problem}", instruction="Now.")
+    assert text_of(first) == "<|user|>sums [2, 2]<|end|>: 2+2=\nNow.<|assistant|>"
+    assert text_of(second) == "<|user|>< |user|> [3, 3]<|end|>: < |end|>3*3=\nNow.<|assistant|>"
+    assert (first.text, first.columns) == ("2+2=", {})  # rewards see the problem, and the columns asked for
+    plain, _ = configured(tmp_path)
+    assert plain.uid == first.uid  # an evaluation with another template has the same problems
+    assert text_of(configured(tmp_path, chat_template="none", template="Q: {problem}\nA:")[1]) == (
+        "Q: < |end|>3*3=\nA:"
+    )
+
+
+def test_a_template_is_filled_in_the_last_message_of_a_conversation(tmp_path):
+    turns = [{"role": "system", "content": "Add."}, *SHOTS, {"role": "user", "content": "2+2="}]
+    path = tmp_path / "set.jsonl"
+    path.write_text(json.dumps({"problem": turns, "answer": "4"}) + "\n")
+    source = DataSourceConfig(path=str(path), template="{problem}?", few_shot=SHOTS)
+    prompt_format = PromptFormat.from_config(DataConfig(train=(source,)), source)
+    [prompt] = build_prompts(
+        read(source), character_tokenizer(), prompt_format, max_prompt_tokens=999
+    ).prompts
+    shots = "<|user|>1+1=<|assistant|>2<|end|>"
+    assert text_of(prompt) == f"<|system|>Add.{shots}{shots}<|user|>2+2=?<|assistant|>"
+
+
+def test_what_a_source_sets_is_in_place_of_the_whole(tmp_path):
+    whole = {
+        "template": "{problem}?", "system_prompt": "Add.", "instruction": "Now.", "few_shot": SHOTS,
+        "prefill": "So ",
+    }  # fmt: skip
+    first, _ = configured(tmp_path, **whole)
+    assert text_of(first) == (
+        "<|system|>Add.<|user|>1+1=<|assistant|>2<|end|><|user|>2+2=?\nNow.<|assistant|>So "
+    )
+    empty = dict.fromkeys(PROMPT_KEYS, "") | {"few_shot": ()}
+    assert text_of(configured(tmp_path, empty, **whole)[0]) == "<|user|>2+2=<|assistant|>"
+    other = {"system_prompt": "Sum.", "template": "{problem}!"}
+    assert text_of(configured(tmp_path, other, **whole | {"few_shot": []})[0]) == (
+        "<|system|>Sum.<|user|>2+2=!\nNow.<|assistant|>So "
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "prompt", "seen", "thought"),
+    [
+        ({"prefill": "<think>\n"}, "<think>\n", "2</think>", Thought("<think>", "</think>", "opens")),
+        (
+            {"prefill": "<think>\n", "prefill_as": "completion"},
+            "<think>\n", "<think>\n2</think>", Thought("<think>", "</think>", ""),
+        ),
+        ({"prefill": "So ", "prefill_as": "completion"}, "So ", "So 2</think>", Thought()),
+    ],
+)  # fmt: skip
+def test_a_prefill_ends_the_prompt_and_rewards_see_it_where_it_counts_as_completion(
+    tmp_path, keys, prompt, seen, thought
+):
+    first, _ = configured(tmp_path, **keys)
+    assert text_of(first).endswith(f"<|assistant|>{prompt}")
+    ids = np.arange(3, dtype=np.int32)
+    text = f"{first.prefill}2</think>"  # as an engine's worker writes it
+    sample = Rollout(first.uid, 0, ids, np.zeros(3, np.float32), "stop", text, ids)
+    group = CompletionGroup.from_rollouts(first, [sample], max_new_tokens=9, settings=RewardsConfig())
+    assert (group.completions, group.thought) == ((seen,), thought)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"template": "{problem} of {subject}"}, ["set.jsonl:1: no column `subject`", "topic"]),
+        ({"template": r"{problem}: \frac{1}{2}"}, ["no column `1`", "{{1}} is the text {1}"]),
+        ({"template": "{{ content | trim }} Think."}, ["written in Jinja", "{problem}"]),
+        ({"template": "Solve it."}, ["names no column", "{problem}"]),
+        ({"few_shot": SHOTS[:1]}, ["few_shot ends with a message of the user"]),
+        ({"few_shot": SHOTS[::-1]}, ["few_shot.0.role = assistant; expected user"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_filled_is_refused_with_what_there_is(tmp_path, keys, words):
+    with pytest.raises(ValueError) as error:
+        configured(tmp_path, **keys)
+    assert not [word for word in words if word not in str(error.value)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data": {"environment": "calculator", "prefill": "<think>"}}, "makes episodes of several"),
+        ({"data": {"prefill_as": "completion"}}, "no effect without a `data.prefill`"),
+    ],
+)
+def test_a_prefill_that_has_no_meaning_is_refused(changes, words):
+    data = {"train": [{"path": "demo:add3"}]} | changes["data"]
+    with pytest.raises(ValueError, match=words):
+        Config.model_validate({"model": {"path": "demo:tiny"}, "data": data})
+
+
+OWN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}[answer]"
+
+
+def test_a_chat_template_of_ones_own_is_the_model_s_for_all_that_read_it(tmp_path, tiny_model):
+    file = tmp_path / "own.jinja"
+    file.write_text(OWN)
+    settings = ModelConfig(path=str(tiny_model), chat_template=str(file))
+    assert settings.chat_template == OWN == settings.model_validate(settings.model_dump()).chat_template
+    made = resolve_model(settings, None, 0, lambda _: None)
+    base = resolve_model(ModelConfig(path=str(tiny_model)), None, 0, lambda _: None)
+    tokenizer = load_tokenizer(made, False)
+    [prompt] = build_prompts(
+        [DataRow("2+2=", "4", "set", "set:1", {})], tokenizer, PromptFormat(), max_prompt_tokens=99
+    ).prompts
+    assert tokenizer.decode(prompt.token_ids.tolist()) == "[user]2+2=<|end|>[answer]"
+    names = {p.name for p in made.iterdir()}
+    assert names == {p.name for p in base.iterdir()} | {"chat_template.jinja"}
+    assert (made / "model.safetensors").resolve() == (base / "model.safetensors").resolve()
+    assert with_chat_template(base, OWN) == made  # once for all runs
+    assert with_chat_template(base, f"{OWN} ") != made and with_chat_template(base, None) == base
+
+
+@pytest.mark.parametrize(("value", "words"), [("no/such.jinja", "cannot be read"), (__file__, "")])
+def test_what_is_no_chat_template_is_refused(tmp_path, value, words):
+    if not words:
+        value, words = str(tmp_path / "plain.txt"), "is no chat template"
+        Path(value).write_text("Answer the question.")
+    with pytest.raises(ValueError, match=words):
+        ModelConfig(path="demo:tiny", chat_template=value)
