@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_dist.config import Config
 from grpo_dist.config.files import ConfigError, load_config, parser_reason, validated, with_overrides
 from grpo_dist.config.secrets import masked_setting
-from grpo_dist.errors import UserError
+from grpo_dist.errors import UserError, as_user_errors
 
 if TYPE_CHECKING:  # imports torch
     from grpo_dist.runs.training_cluster import TrainingCluster
@@ -72,10 +72,11 @@ def cluster(config: Source, overrides: Sequence[str] = ()) -> TrainingCluster:
     settings = resolved(config, overrides)
     if threading.current_thread() is not threading.main_thread():
         raise UserError("cluster() must be called by the main thread of a program or notebook")
-    from grpo_dist.runs.training_cluster import (
-        TrainingCluster,  # imports torch, which the package does without
-    )
+    from grpo_dist.runs.start import with_steps  # imports torch, which the package does without
+    from grpo_dist.runs.training_cluster import TrainingCluster
 
+    with as_user_errors():
+        settings = with_steps(settings, print)
     return TrainingCluster(settings)
 
 

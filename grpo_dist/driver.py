@@ -46,8 +46,9 @@ async def run(
     *,
     demonstrations: Sequence[Demonstration] = (),
     stop_requested: Callable[[], bool] = lambda: False,
-) -> None:
+) -> int:
     """Train to step ``config.steps``, from that of ``progress``, whose version the engines hold on entry.
+    Returns the last step, which may be an earlier one with `checkpoint.patience` and `checkpoint.target`.
 
     ``demonstrations``: those that `config.demonstrations` names, for the cross-entropy in every update. Once
     ``stop_requested`` is true, the run saves the current step and ends; while samples are still missing
@@ -69,6 +70,9 @@ async def run(
     async with pipeline, probe, chores:
         await chores.before_first_step(progress)
         for step in range(progress.step, config.steps):
+            if reason := chores.ends_early(step):
+                recorder.note(f"the run ends after step {step} of {config.steps}: {reason}")
+                break
             timer = Stopwatch(recorder.phase)
             probe.begin(step)
             await pipeline.launch(through=min(step + config.max_staleness, config.steps - 1))
@@ -90,6 +94,9 @@ async def run(
             metrics |= await publish(step + 1, config.reference, workers, pipeline, timer, stop_requested)
             metrics |= kl.observe(metrics)
             await chores.after_step(step + 1, staged, values, metrics, timer, trained=trainable)
+        else:
+            step = config.steps
         await chores.after_last_step()
         await checkpoints.settle()
         recorder.phase("end")
+    return step

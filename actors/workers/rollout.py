@@ -346,7 +346,8 @@ class RolloutWorker(WeightReceiver, Probeable):
         """Sample for the sync probe, outside of admission: it counts neither as work nor as finished load.
         Environments are not asked.
         """
-        ids, most = prompt.token_ids.tolist(), sampling.max_new_tokens
+        ids = prompt.token_ids.tolist()
+        most = min(sampling.max_new_tokens, self._spec.max_length - len(ids))
         outputs = await asyncio.gather(*(self._generate(ids, seed, sampling, most) for seed in seeds))
         return tuple(stored(drawn(self._rollout(prompt.uid, i, o), sampling)) for i, o in enumerate(outputs))
 
@@ -361,18 +362,24 @@ class RolloutWorker(WeightReceiver, Probeable):
     async def _sample_one(
         self, prompt: Prompt, sample: int, seed: int, sampling: Sampling, length: int | None
     ) -> Rollout | SamplesFailed:
-        """Return the sample, or why it was given up. An engine that fails as a whole raises."""
+        """Return the sample, or why it was given up. An engine that fails as a whole raises.
+
+        Behind a long prompt, `model.max_length` may leave fewer tokens than ``sampling``, which stays the
+        label of the sample.
+        """
+        room = self._spec.max_length - len(prompt.token_ids)
+        bounded = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
         try:
             if prompt.task is not None:
                 assert self._episodes is not None, "the configuration has no environment"
-                rollout = await self._episodes.sample(prompt, sample, seed, sampling, length)
+                rollout = await self._episodes.sample(prompt, sample, seed, bounded, length)
             elif self._own is not None and length is None:  # exact lengths are a benchmark's
                 rollout = await self._own.sample(
-                    prompt, sample, seed, sampling, self._generate, self._tokenizer
+                    prompt, sample, seed, bounded, self._generate, self._tokenizer
                 )
                 self.meter.count("tokens", rollout.num_sampled)
             else:
-                most, exact = length or sampling.max_new_tokens, length is not None
+                most, exact = length or bounded.max_new_tokens, length is not None
                 ids, stop = prompt.token_ids.tolist(), () if exact else sampling.stop
                 output = await self._generate(ids, seed, sampling, most, exact=exact, stop=stop)
                 self.meter.count("tokens", len(output.token_ids))

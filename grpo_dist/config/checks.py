@@ -353,6 +353,13 @@ RULES = (
         "an evaluation on engines of its own ends after later steps, whose weights the checkpoint would have",
         "set `evaluation.num_workers` to 0, or remove `checkpoint.keep_best`",
     ),
+    *(
+        _unread(f"checkpoint.{key}", breaks, "a metric to look at, `checkpoint.keep_best`")
+        for key, breaks in {
+            "patience": lambda c: c.checkpoint.patience is not None and c.checkpoint.keep_best is None,
+            "target": lambda c: c.checkpoint.target is not None and c.checkpoint.keep_best is None,
+        }.items()
+    ),
     # Data and environments
     Rule(
         "sampling.stop data.environment",
@@ -536,11 +543,10 @@ RULES = (
 
 def _check_sizes(config: Sections) -> Iterator[str]:
     b, ranks = config.batch, config.policy.replicas
-    needed = config.data.max_prompt_tokens + config.longest_completion
-    if config.max_length < needed:
+    if config.max_length <= config.data.max_prompt_tokens:
         yield (
-            f"`model.max_length` = {config.model.max_length} is below `data.max_prompt_tokens` + the "
-            f"longest completion = {needed}; raise `model.max_length` or lower the others"
+            f"`model.max_length` = {config.model.max_length} leaves no token for an answer behind a prompt "
+            f"of `data.max_prompt_tokens` = {config.data.max_prompt_tokens}; raise it, or lower that"
         )
     if b.prompts_per_step % b.updates_per_step:
         near = _divisors_near(b.prompts_per_step, b.updates_per_step)

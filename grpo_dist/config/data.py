@@ -107,8 +107,8 @@ class ModelConfig(Section):
     )
     max_length: PositiveInt | None = Field(
         None,
-        description="longest prompt + completion, tokens; null: data.max_prompt_tokens + the longest "
-        "completion",
+        description="longest prompt + completion, tokens, which may shorten completions behind long prompts; "
+        "null: data.max_prompt_tokens + the longest completion",
     )
 
 

@@ -108,6 +108,13 @@ class CheckpointConfig(Section):
         description="metric of `evaluation`, e.g. eval/SET/pass@1: the checkpoint of its highest value is "
         "made and kept, too",
     )
+    patience: PositiveInt | None = Field(
+        None,
+        description="the run ends after this many evaluations without a new highest `keep_best`; null: never",
+    )
+    target: float | None = Field(
+        None, description="the run ends once `keep_best` is at least this; null: never"
+    )
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto: resume from the newest undamaged checkpoint, if any"
     )

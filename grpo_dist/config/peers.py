@@ -68,11 +68,11 @@ PEER_TABLE = (
         verl="@ref.log_prob_micro_batch_size_per_gpu @ref.log_prob_max_token_len_per_gpu "
         "@ref.log_prob_micro_batch_size @ref.log_prob_use_dynamic_bsz",
         roll="max_tokens_per_microbatch_in_infer"),
-    row("steps", "training steps; from epochs: epochs * prompts of the data / batch.prompts_per_step. "
-        "TRL's max_steps counts optimiser updates: divide by batch.updates_per_step * "
-        "batch.epochs_per_batch", verl="trainer.total_training_steps trainer.total_epochs",
-        trl="max_steps num_train_epochs", openrlhf="train.num_episodes num_episodes",
-        roll="max_steps training_args.num_train_epochs"),
+    row("steps", "training steps. TRL's max_steps counts optimiser updates: divide by "
+        "batch.updates_per_step * batch.epochs_per_batch", verl="trainer.total_training_steps",
+        trl="max_steps", roll="max_steps"),
+    row("epochs", verl="trainer.total_epochs", trl="num_train_epochs",
+        openrlhf="train.num_episodes num_episodes", roll="training_args.num_train_epochs"),
     row("max_staleness", "0: synchronous; 1: one step off policy",
         verl="trainer.v1.trainer_mode trainer.v1.sampler.max_off_policy_threshold",
         openrlhf="train.async_enable async_train train.async_queue_size", roll="async_generation_ratio"),
@@ -277,10 +277,10 @@ PEER_TABLE = (
     row("policy.optimizer.schedule", verl="@actor.optim.lr_scheduler_type @actor.optim.warmup_style",
         trl="lr_scheduler_type", openrlhf="actor.lr_scheduler lr_scheduler",
         roll="training_args.lr_scheduler_type"),
-    row("policy.optimizer.warmup_steps", "updates; a ratio times all updates of the run",
-        verl="@actor.optim.lr_warmup_steps @actor.optim.lr_warmup_steps_ratio", trl="warmup_ratio",
-        openrlhf="actor.lr_warmup_ratio lr_warmup_ratio",
-        roll="training_args.warmup_steps training_args.warmup_ratio"),
+    row("policy.optimizer.warmup_steps", "updates", verl="@actor.optim.lr_warmup_steps",
+        roll="training_args.warmup_steps"),
+    row("policy.optimizer.warmup_share", verl="@actor.optim.lr_warmup_steps_ratio", trl="warmup_ratio",
+        openrlhf="actor.lr_warmup_ratio lr_warmup_ratio", roll="training_args.warmup_ratio"),
     row("policy.optimizer.min_lr_ratio", verl="@actor.optim.min_lr_ratio", trl="lr_scheduler_kwargs",
         openrlhf="actor.min_lr_ratio"),
     # Rollout

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.base import Count, DirectoryName, Section, Seed
@@ -63,6 +63,11 @@ class Sections(Section):
     output_dir: str = Field("runs", description="directory that contains the run directories")
     seed: Seed = Field(0, description="random seed of the prompt order, all samples, and demo models")
     steps: PositiveInt = Field(100, description="training steps of the whole run")
+    epochs: PositiveFloat | None = Field(
+        None,
+        description="passes over the rows of data.train, in place of `steps`, which are then epochs * rows / "
+        "batch.prompts_per_step, rounded down",
+    )
     max_staleness: Count = Field(
         0, description="0: synchronous, on-policy; n: sampling runs up to n steps ahead"
     )

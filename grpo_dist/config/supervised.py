@@ -28,12 +28,17 @@ class SupervisedConfig(Config):
         batch |= {"samples_per_prompt": max(2, config.batch.samples_per_prompt)}
         changes = {
             "seed": sft.seed,
+            "epochs": None,
             "steps": steps or sft.steps,
             "max_staleness": 0,
             "batch": batch,
             "sampling": plain["sampling"] | {"temperature": 1.0},
             "policy": plain["policy"]
-            | {"optimizer": plain["policy"]["optimizer"] | sft.model_dump(include=OPTIMIZER)},
+            | {
+                "optimizer": plain["policy"]["optimizer"]
+                | {"warmup_share": 0.0}
+                | sft.model_dump(include=OPTIMIZER)
+            },
             "health": plain["health"] | {"min_signal_groups": 0},
         }
         unused = {

@@ -157,7 +157,21 @@ class OptimizerConfig(Section):
         "constant", description="decay of the learning rate after warm-up, over all updates of the run"
     )
     warmup_steps: Count = Field(0, description="optimiser updates over which the learning rate rises")
+    warmup_share: Fraction = Field(
+        0.0, description="in place of warmup_steps: share of all updates of the run, rounded down"
+    )
     min_lr_ratio: Fraction = Field(0.0, description="final learning rate as a share of lr")
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.warmup_steps and self.warmup_share:
+            yield (
+                f"warmup_share = {self.warmup_share:g} and warmup_steps = {self.warmup_steps} both give the "
+                "length of the warm-up; remove one of them"
+            )
+
+    def warmup(self, total: int) -> int:
+        """Return the updates of the warm-up in a run of ``total``."""
+        return self.warmup_steps or int(self.warmup_share * total)
 
 
 class LoRAConfig(Section):

@@ -67,6 +67,7 @@ class StepTimes:
     traced: tuple[int, ...]
     checkpoint: CheckpointConfig
     last: int
+    evaluated: int = 0  # `evaluation.every`
 
 
 class StepChores:
@@ -152,12 +153,26 @@ class StepChores:
             self._best = (step, metrics[name])
             self._recorder.note(f"the checkpoint of step {step} is the best: {name} = {metrics[name]:.6g}")
 
+    def ends_early(self, step: int) -> str:
+        """Return why the run ends after ``step``, by `checkpoint.patience` or `target`; "": it goes on."""
+        settings = self._times.checkpoint
+        if self._best is None:
+            return ""
+        best, value = self._best
+        highest = f"{settings.keep_best} = {value:.6g} of step {best}"
+        if settings.target is not None and value >= settings.target:
+            return f"{highest} has reached `checkpoint.target` = {settings.target:g}"
+        every = self._times.evaluated
+        if settings.patience is not None and every and step // every - best // every >= settings.patience:
+            return f"{highest} was not exceeded by {settings.patience} evaluations (`checkpoint.patience`)"
+        return ""
+
     async def _save_where_due(self, step: int) -> None:
         """Save after ``step`` where that is due by steps, by time or as the best, or a node of the policy is
         about to go. Raises Preempted in a run that is asked to end.
         """
         settings = self._times.checkpoint
-        due = is_due(step, settings.every) or step == self._times.last
+        due = is_due(step, settings.every) or step == self._times.last or self.ends_early(step) != ""
         due = due or (self._best is not None and self._best[0] == step)
         if settings.every_minutes is not None:
             elapsed_s = asyncio.get_running_loop().time() - self._saved_s
@@ -242,7 +257,7 @@ class Chores(StepChores):
         evaluation: Callable[..., Coroutine[Any, Any, dict[str, float]]],
         stop_requested: Callable[[], bool],
     ) -> None:
-        times = StepTimes(config.profile.steps, config.checkpoint, config.steps)
+        times = StepTimes(config.profile.steps, config.checkpoint, config.steps, config.evaluation.every)
         super().__init__(times, workers, recorder, checkpoints, parts, stop_requested)
         self._config, self._parts, self._evaluation = config, parts, evaluation
         self._own_metrics = OwnMetrics(

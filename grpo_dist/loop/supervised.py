@@ -40,9 +40,9 @@ async def run(
     progress: Progress | None = None,
     *,
     stop_requested: Callable[[], bool] = lambda: False,
-) -> None:
-    """Train to step ``config.steps``, from that of ``progress``. Once ``stop_requested`` is true, save the
-    current step and end.
+) -> int:
+    """Train to step ``config.steps``, from that of ``progress``, and return it. Once ``stop_requested`` is
+    true, save the current step and end.
 
     Raises what a worker raises; TimeoutError naming a stage of `cluster.timeouts`; Unhealthy and Rollback
     from `health`; Preempted once it is saved.
@@ -75,6 +75,7 @@ async def run(
         ahead.cancel()
     await checkpoints.settle()
     recorder.phase("end")
+    return config.steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,7 +271,7 @@ class Trainer:
             self._updates,
             lr=o.lr,
             schedule=o.schedule,
-            warmup=o.warmup_steps,
+            warmup=o.warmup(self._total_updates),
             total=self._total_updates,
             min_ratio=o.min_lr_ratio,
         )

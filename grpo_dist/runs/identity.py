@@ -148,13 +148,19 @@ class Change:
         if config.is_supervised and section not in _SUPERVISED:
             return False
         if section == "steps":
-            return config.policy.optimizer.schedule != "constant"
+            return _depends_on_steps(config)
         if section == "health":
             return self.key == "health.min_signal_groups"
         if section == "sft":
             return config.model.path == "sft" and key not in FREE_SFT
         is_free = any(fnmatchcase(f"{self.key}.", f"{pattern}.*") for pattern in _FREE_KEYS)
         return not self.is_layout and section not in _FREE and not is_free
+
+
+def _depends_on_steps(config: Config) -> bool:
+    """Return whether the learning rate of a step depends on the number of all steps."""
+    optimizer = config.policy.optimizer
+    return optimizer.schedule != "constant" or optimizer.warmup_share > 0
 
 
 def fingerprint(config: Config) -> str:
@@ -170,8 +176,8 @@ def fingerprint(config: Config) -> str:
         kept["sft"] = {key: value for key, value in kept["sft"].items() if key not in FREE_SFT}
     if config.is_supervised:
         kept = {section: value for section, value in kept.items() if section in _SUPERVISED}
-    if config.policy.optimizer.schedule != "constant":
-        kept["steps"] = config.steps  # the schedule ends there
+    if _depends_on_steps(config):
+        kept["steps"] = config.steps
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 

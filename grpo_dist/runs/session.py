@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,7 +62,7 @@ from grpo_dist.runs.run_directory import (
     write_environment,
 )
 from grpo_dist.runs.run_weights import as_begun
-from grpo_dist.runs.start import load_inputs
+from grpo_dist.runs.start import load_inputs, with_steps
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.files import check_room, keep_backup, write_text
 from grpo_dist.runtime.stage_log import log_ready, print_line, stage
@@ -145,7 +145,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
         check_trackers(config.tracking)
         run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
         existing = check_writable(run_dir)
-        config = as_begun(config, run_dir, print_line)
+        config = as_begun(with_steps(config, print_line), run_dir, print_line)
         identity = config if identity is None else keep_require_box(identity, run_dir)
         config = set_template_date(config, read_template_date(run_dir))
     with explain_resume(config.checkpoint, run_dir), exclusive_directory(run_dir, existing):
@@ -162,13 +162,13 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
                 origin=inputs.origin,
             )
             run = Run(config, identity, inputs, run_dir, tracker, checkpoints)
-            final = asyncio.run(_session(run, point))
+            run, final = asyncio.run(_session(run, point))
             # Before the run is marked done: nothing may build on a wrong ledger.
             with stage("ledger", quiet=True):
                 totals = None if config.is_supervised else audit(run)
             tracker.flush()
             if config.checkpoint.export and (run_dir / MODEL).is_dir():
-                add_file(run_dir / MODEL, CARD, model_card(config, run_dir, config.steps))
+                add_file(run_dir / MODEL, CARD, model_card(config, run_dir, run.config.steps))
         mark_finished(run)
         _print_result(run_dir, final)
         if totals:
@@ -215,8 +215,10 @@ def _open_tracker(run_dir: Path, config: Config, inputs: RunInputs, point: Resum
     return tracker
 
 
-async def _session(run: Run, first: ResumePoint) -> dict[str, float]:
-    """Train to the end. Returns the evaluation of the exported model, {} where there is none."""
+async def _session(run: Run, first: ResumePoint) -> tuple[Run, dict[str, float]]:
+    """Train to the end. Returns the run, with the steps it made, and the evaluation of the exported model, {}
+    where there is none.
+    """
     from actors.cluster import (
         Cluster,  # imports Ray
         SupervisedCluster,
@@ -244,12 +246,15 @@ async def _session(run: Run, first: ResumePoint) -> dict[str, float]:
                 await _restore(run, point, workers)
                 loop, stop_requested = _loop(run, workers), interruption.stop_requested
                 with interruption.finishing():
-                    await loop(run.tracker, run.checkpoints, point.progress, stop_requested=stop_requested)
+                    steps = await loop(
+                        run.tracker, run.checkpoints, point.progress, stop_requested=stop_requested
+                    )
+                run = replace(run, config=config.model_copy(update={"steps": steps}))
                 await _finish(run, workers)
         if not (evaluates_export(config.evaluation, config.checkpoint) and inputs.eval_sets):
-            return {}
+            return run, {}
         await cluster.stop_workers()
-        return await _evaluate_export(run, cluster)
+        return run, await _evaluate_export(run, cluster)
 
 
 async def _start(run: Run, cluster: Cluster, first: ResumePoint) -> Workers:
@@ -269,7 +274,7 @@ async def _start(run: Run, cluster: Cluster, first: ResumePoint) -> Workers:
     return workers
 
 
-def _loop(run: Run, workers: Workers) -> Callable[..., Awaitable[None]]:
+def _loop(run: Run, workers: Workers) -> Callable[..., Awaitable[int]]:
     """Return the loop of the run on ``workers``: that of the driver, or of supervised training."""
     config, inputs = run.config, run.inputs
     if isinstance(inputs, SupervisedInputs):

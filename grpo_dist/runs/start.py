@@ -18,7 +18,13 @@ from grpo_dist.data.tasks import own_problems
 from grpo_dist.rewards.checks import asked_columns
 from grpo_dist.runs.identity import shadowed
 from grpo_dist.runs.own_trials import own_code_problems
-from grpo_dist.runs.prepare import RunInputs, build_inputs, load_tokenizer, resolve_model
+from grpo_dist.runs.prepare import (
+    RunInputs,
+    build_inputs,
+    load_tokenizer,
+    resolve_model,
+    without_duplicates,
+)
 from grpo_dist.runs.start_checks import model_problems, position_limit, setting_problems
 from grpo_dist.runs.trials import CheckSkipped, Start, check_environments, check_reward, fail
 from grpo_dist.runtime.hardware import DeviceType, device_type
@@ -134,6 +140,21 @@ CHECKS: dict[str, Callable[[Start], str]] = {
     "environments": check_environments,
     "reward": check_reward,
 }
+
+
+def with_steps(config: Config, say: Callable[[str], None]) -> Config:
+    """Return ``config`` with the steps of its `epochs`, if it has these. Raises ValueError for rows that
+    cannot be read.
+    """
+    if config.epochs is None:
+        return config
+    data, per_step = config.data, config.batch.prompts_per_step
+    own = own_problems(data, config.environments)
+    sources = read_all(data.with_prompts(data.train), "data.train", own)
+    rows = sum(len(rows) for _, rows in without_duplicates(data, sources, "data.train", lambda _: None))
+    steps = max(1, int(config.epochs * rows / per_step + 1e-9))
+    say(f"`epochs` = {config.epochs:g} of {rows} rows, {per_step} a step: {steps} steps")
+    return config.model_copy(update={"steps": steps, "epochs": None})
 
 
 def load_inputs(

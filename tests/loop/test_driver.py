@@ -22,7 +22,7 @@ DEMO = [{"path": "demo:add3"}]
 
 def train(world, config, prompts, eval_sets=(), **kwargs):
     workers = world.workers(reference=config.needs_reference)
-    asyncio.run(run(config, workers, prompts, list(eval_sets), world, world, **kwargs))
+    return asyncio.run(run(config, workers, prompts, list(eval_sets), world, world, **kwargs))
 
 
 def test_synchronous_loop_samples_updates_and_syncs_in_turn():
@@ -205,6 +205,32 @@ def test_the_best_checkpoint_is_made_when_it_is_measured_and_remembered_over_a_r
     unknown = fakes.config(steps=3, evaluation=how, checkpoint={"keep_best": "eval/other/pass@1"}, data=data)
     train(world := Peak(), unknown, fakes.prompts(20), sets)
     assert "the evaluation of step 2 has no such metric; it has eval/held/" in world.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("ends", "last", "words"),
+    [
+        ({"patience": 1}, 6, "1 of step 4 was not exceeded by 1 evaluations"),
+        ({"patience": 2}, 8, "1 of step 4 was not exceeded by 2 evaluations"),
+        ({"target": 0.9}, 4, "1 of step 4 has reached `checkpoint.target` = 0.9"),
+        ({"target": 1.1, "patience": 9}, 12, ""),
+    ],
+)
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_run_ends_early_by_its_best_evaluation_and_so_does_its_resume(ends, last, words, staleness):
+    how = {"before": False, "every": 2, "samples_per_prompt": 2}
+    checkpoint = {"every": 5, "keep_best": "eval/held/pass@1", **ends}
+    data = {"train": DEMO, "eval": DEMO}
+    config = fakes.config(
+        steps=12, evaluation=how, checkpoint=checkpoint, data=data, max_staleness=staleness
+    )
+    sets = [EvalSet("held", fakes.prompts(3))]
+    world, resumed = Peak(), Peak()
+    assert train(world, config, fakes.prompts(20), sets) == last == max(world.saved)
+    assert words in world.notes[-1]
+    resumed.version = last
+    assert train(resumed, config, fakes.prompts(20), sets, progress=world.saved[last]) == last
+    assert not resumed.saved and not resumed.updates
 
 
 @pytest.mark.parametrize(("minutes", "saved"), [(1e-9, [1, 2, 3]), (1e9, [3]), (None, [3])])

@@ -29,6 +29,7 @@ from grpo_dist.runs.identity import (
 )
 from grpo_dist.runs.resume import load_state
 from grpo_dist.runs.run_directory import keep_require_box
+from grpo_dist.runs.start import with_steps
 from tests.support import fakes, made_checkpoints
 from tests.support.patience import HANG_S
 
@@ -398,3 +399,27 @@ def test_the_digest_of_columns_ignores_the_order_of_keys_and_sees_the_order_of_r
     holds_itself.append(holds_itself)
     assert digest({"x": holds_itself}) == digest({"x": holds_itself})
     assert len({digest({"a": 1}, {"a": 2}), digest({"a": 2}, {"a": 1}), digest({"a": "1"}, {"a": 2})}) == 3
+
+
+def test_a_run_by_epochs_is_the_run_of_its_steps(tmp_path):
+    path = tmp_path / "set.jsonl"
+    path.write_text(
+        "".join(json.dumps({"problem": f"{i % 7}+1=", "answer": str(i % 7 + 1)}) + "\n" for i in range(9))
+    )
+    data = {"train": [{"path": str(path)}]}
+    batch = {"prompts_per_step": 2, "samples_per_prompt": 2}
+    said = []
+    resolved = with_steps(config(data=data, batch=batch, epochs=3, steps=50), said.append)
+    assert resolved == config(data=data, batch=batch, steps=13)
+    assert said == ["`epochs` = 3 of 9 rows, 2 a step: 13 steps"]
+    distinct = {**data, "deduplicate": True}
+    assert with_steps(config(data=distinct, batch=batch, epochs=0.1), said.append).steps == 1
+    assert said[1] == "`epochs` = 0.1 of 7 rows, 2 a step: 1 steps"
+
+
+@pytest.mark.parametrize(("share", "length"), [(0.1, 2), (0.0, 0), (1.0, 25)])
+def test_a_warm_up_by_share_is_that_of_its_updates_and_decides_with_the_steps(share, length):
+    optimizer = {"warmup_share": share}
+    first, longer = (config(steps=steps, policy={"optimizer": optimizer}) for steps in (25, 50))
+    assert first.policy.optimizer.warmup(25) == length
+    assert (fingerprint(first) == fingerprint(longer)) is (share == 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from grpo_dist.config import Config
-from grpo_dist.errors import UserError
+from grpo_dist.errors import UserError, as_user_errors
 from grpo_dist.observe.profiling import write_trace
 from grpo_dist.runtime.files import check_replaceable
 from grpo_dist.tools.plan.accelerators import parse_cluster
@@ -32,6 +32,11 @@ def plan(
         raise UserError("--timeline: --tail compares several runs and writes no trace; remove it")
     if timeline:
         check_replaceable(Path(timeline))
+    if config.epochs is not None:
+        from grpo_dist.runs.start import with_steps  # imports torch, which a plan does without
+
+        with as_user_errors():
+            config = with_steps(config, print)
     if tail:
         longest = at_its_longest(config)
         print_tail(longest, build_setting(longest, parse_cluster(cluster, price=price), assumed))

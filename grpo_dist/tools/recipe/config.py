@@ -265,6 +265,11 @@ def _check_kind(kind: Kind, config: Config, where: str) -> None:
         raise ConfigError(
             f"{where}: `model.path` = {config.model.path}: an sft stage starts from `sft.model`; set that"
         )
+    if kind == "grpo" and config.epochs is not None:
+        raise ConfigError(
+            f"{where}: `epochs` = {config.epochs:g}: a pipeline is checked before its data exists; set "
+            "`steps` in place of it"
+        )
     if kind == "sample" and config.rewards.shuffle:
         raise ConfigError(
             f"{where}: `rewards.shuffle` = true: a control of training, and a sample stage does not train; "
