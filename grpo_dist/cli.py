@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_dist.errors import RERUN, RunEnded, UserError
+from grpo_dist.errors import RERUN, RunEnded, UserError, find_cause
 from grpo_dist.runtime import __version__
 from grpo_dist.runtime.processes import libraries_loaded
 from grpo_dist.runtime.stage_log import print_line, stages_logged, unread_output_dropped
@@ -61,7 +61,7 @@ def report_end(end: UserError | RunEnded | KeyboardInterrupt) -> int:
 
     code, text = 130, f"interrupted; {RERUN}"
     if isinstance(end, UserError):
-        code, text = USER_ERROR, f"error: {masked(str(end))}"
+        code, text = USER_ERROR, f"error: {masked(str(find_cause(end)))}"
     elif isinstance(end, RunEnded):
         code, text = end.exit_code, masked(str(end))
     with suppress(OSError):  # nobody reads stderr; and a name in it need not be text

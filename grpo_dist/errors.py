@@ -4,8 +4,10 @@ that end themselves before their last step.
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,8 @@ from pathlib import Path
 RERUN = "rerun the same command to resume from the last checkpoint"  # the remedy of messages
 
 _PACKAGE = str(Path(__file__).parent)
+_LONGEST = 600  # characters of an exception's text
+_PLACE = re.compile(r"\([^()]+:\d+ in \S+\)$")  # at the end of what `raised` returns
 
 
 class UserError(ValueError):
@@ -81,9 +85,19 @@ def expanded(path: str | Path) -> Path:
         ) from error
 
 
+def searched(path: str | Path) -> str:
+    """Return where a relative path is looked for, for messages: `` in /home/me``; "": it is absolute."""
+    return "" if expanded(path).is_absolute() else f" in {Path.cwd()}"
+
+
 def find_cause(error: BaseException) -> BaseException:
     """Return the exception of an actor without Ray's remote traceback in its message."""
     return getattr(error, "cause", None) or error
+
+
+def one_line(text: str) -> str:
+    """Join the lines of ``text``, and escape what a terminal would not print: a completion may be in it."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
 
 
 def raised(error: BaseException) -> str:
@@ -92,7 +106,11 @@ def raised(error: BaseException) -> str:
 
         ZeroDivisionError: division by zero (/home/me/rewards.py:7 in score)
     """
-    named = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    try:
+        text = one_line(str(error))[:_LONGEST]
+    except BaseException:  # a class of the user's own
+        text = "its text cannot be read"
+    named = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
     installed, library = (sysconfig.get_path(name) for name in ("purelib", "stdlib"))
     packages = [f for f in frames if f.filename.startswith(installed)]
@@ -101,6 +119,21 @@ def raised(error: BaseException) -> str:
         return named
     last = user_frames[-1]
     return f"{named} ({last.filename}:{last.lineno} in {last.name})"
+
+
+def failure_kind(reason: str) -> str:
+    """Return file and line where `raised` made ``reason``: exceptions of one line are one kind, whatever the
+    text. Others are kinds of their own.
+    """
+    place = _PLACE.search(reason)
+    return place[0] if place else reason
+
+
+def count_failures(reasons: Iterable[str]) -> list[tuple[str, int]]:
+    """Return the first reason of each `failure_kind` and how many are of it, the most frequent first."""
+    first: dict[str, str] = {}
+    counts = Counter(first.setdefault(failure_kind(reason), reason) for reason in reasons)
+    return counts.most_common()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from actors.lifecycle.probe import Probeable
 from actors.lifecycle.team import ActorSpec, Team
 from grpo_dist.config import ModelConfig, RewardModelConfig, RewardsConfig
 from grpo_dist.config.rewards import ProcessRewardConfig
-from grpo_dist.errors import expanded
+from grpo_dist.errors import expanded, failure_kind
 from grpo_dist.rewards.format import is_degenerate
 from grpo_dist.rewards.functions import StepScores
 from grpo_dist.rewards.group import CompletionGroup, ModelScores
@@ -242,10 +242,10 @@ class RewardPool:
             news = (f"reward: {_ATTEMPTS} workers were lost over prompt {prompt.uid} ({reason(error)})",)
             samples = await fetched(rollouts) if isinstance(rollouts, ray.ObjectRef) else rollouts
             group = with_steps(not_scored(prompt, samples, self._settings), modelled)
-            group = replace(group, failures=news)
+            group = replace(group, failures=(news,) * len(samples))
         for detail in news:
-            if detail not in self._logged:
-                self._logged.add(detail)
+            if (kind := failure_kind(detail)) not in self._logged:
+                self._logged.add(kind)
                 logger.warning("%s; a sample without a score counts as not scored", detail)
         return group
 

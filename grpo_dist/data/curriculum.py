@@ -19,7 +19,7 @@ import numpy as np
 from grpo_dist.config.data import UserOrderConfig
 from grpo_dist.data.order import OrderState
 from grpo_dist.plugins.inputs import OrderInputs
-from grpo_dist.plugins.user_code import ORDER, call, call_in_time, load
+from grpo_dist.plugins.user_code import ORDER, call, call_in_time, failures_named, load
 from grpo_dist.types import Group, Prompt, correctness
 
 _DECAY = 0.5  # weight of earlier observations when a prompt is observed again
@@ -107,7 +107,9 @@ class OwnOrder(Curriculum):
 
 def chosen(name: str, code_paths: Sequence[str], kwargs: Mapping[str, Any], inputs: OrderInputs) -> list[int]:
     """Call the function ``name``. Raises ValueError unless it returns distinct indices of prompts."""
-    chosen_indices = call(load(ORDER, name, code_paths), inputs, kwargs)
+    choose = load(ORDER, name, code_paths)
+    with failures_named(ORDER, name):
+        chosen_indices = call(choose, inputs, kwargs)
     last = len(inputs.prompts) - 1
     try:
         indices = [operator.index(index) for index in chosen_indices]

@@ -168,6 +168,12 @@ def _csv_rows(path: Path, name: str, delimiter: str) -> Iterator[Located]:
                 continue
             if header is None:
                 header = fields
+                other = ";" if delimiter == "," else ","
+                if len(fields) == 1 and other in fields[0]:
+                    raise ValueError(
+                        f"{location}: the header is one field, `{fields[0][:80]}`; {expected}: save the "
+                        f"file with them in place of `{other}`"
+                    )
                 if doubled := next((column for column in header if header.count(column) > 1), None):
                     raise ValueError(f"{location}: the header has the column `{doubled}` twice; rename one")
             elif len(fields) != len(header):

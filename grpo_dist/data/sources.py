@@ -12,13 +12,15 @@ import hashlib
 import json
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import unquote
+from urllib.parse import unquote, urlparse
+from urllib.request import getproxies
 
 from grpo_dist.config import DataSourceConfig
 from grpo_dist.config.data import DATA_FILES, data_ending
@@ -26,7 +28,7 @@ from grpo_dist.data.files import Located, count_file_rows, file_rows, table_rows
 from grpo_dist.data.made_problems import SPLITS, problems
 from grpo_dist.data.made_problems import Split as DemoSplit
 from grpo_dist.environments.registry import load_environment
-from grpo_dist.errors import expanded
+from grpo_dist.errors import expanded, searched
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.model_files import cache_dir
 
@@ -38,6 +40,7 @@ T = TypeVar("T")
 _BATCH = 1000  # rows that `datasets` gives at once
 _HUB_FILE = re.compile(r"hf://datasets/([^@]+)@([^/]+)/(.+)")  # repository, revision, file
 _REASON = 400  # characters of a reason in a message
+_CONNECT_S = 5.0
 _EXPECTED = f"a data file ({' '.join(DATA_FILES)}), a data set directory, or a hub id such as openai/gsm8k"
 
 
@@ -90,17 +93,20 @@ def records(
         or source.path.count("/") > 1
         or data_ending(path)
     ):
-        raise ValueError(f"{source.path}: no such file or directory; expected {_EXPECTED}")
+        raise ValueError(f"{source.path}: no such file or directory{searched(path)}; expected {_EXPECTED}")
     return _listed(source, path, columns)
 
 
 def _listed(source: DataSourceConfig, path: Path, columns: Sequence[str]) -> Iterator[Located]:
     """Yield the rows of a directory or hub data set, whose files `datasets` assigns to splits."""
     import datasets  # heavy: files and generated problems do not need it
+    from huggingface_hub import constants
 
     datasets.disable_progress_bars()
     is_local = os.path.isdir(path)
     name = str(path) if is_local else str(source.path)
+    if not is_local and find_hub_failure():
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True  # else each call tries for 25 s
     files, kind = _guard(lambda: _list_files(name, source.subset, keep=not is_local), source)
     unread = [file for listed in files.values() for file in listed if not data_ending(file)]
     if files and not unread:
@@ -138,6 +144,22 @@ def _list_files(name: str, subset: str | None, *, keep: bool) -> tuple[dict[str,
             write_text(kept, json.dumps(files))
         return files, type(builder).__module__.rpartition(".")[2]
     return (json.loads(kept.read_text()) if keep and kept.is_file() else {}), ""
+
+
+@lru_cache
+def find_hub_failure() -> str:
+    """Return why no connection to the hub can be made; "": one can, a proxy decides, or none is wanted."""
+    from huggingface_hub import constants  # heavy, as above
+
+    endpoint = urlparse(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or endpoint.scheme in getproxies() or endpoint.hostname is None:
+        return ""
+    try:
+        port = endpoint.port or (443 if endpoint.scheme == "https" else 80)
+        socket.create_connection((endpoint.hostname, port), timeout=_CONNECT_S).close()
+    except OSError as error:
+        return f"{constants.ENDPOINT} cannot be reached: {error}"
+    return ""
 
 
 def _saved(source: DataSourceConfig, path: Path, columns: Sequence[str]) -> Iterator[Located]:
@@ -244,6 +266,8 @@ def _guard(load: Callable[[], T], source: DataSourceConfig) -> T:
         return load()
     except Exception as error:
         reason = " ".join(str(error).split())[:_REASON] or type(error).__name__
+        if "OfflineModeIsEnabled" in reason and (failure := find_hub_failure()):
+            reason = f"{failure}, and the data set is not in the cache"
         raise ValueError(
             f"{source.path}: the data set cannot be loaded ({reason}); check the path or hub id, `split` = "
             f"{source.split}, `subset` = {source.subset} and the network"

@@ -16,6 +16,7 @@ from grpo_dist.environments.base import Message, Problem
 from grpo_dist.environments.dialogue import Renderer, result_messages
 from grpo_dist.environments.runner import Description, EnvironmentProbe, StartFailed
 from grpo_dist.environments.tools import missing_tokens
+from grpo_dist.errors import raised
 from grpo_dist.plugins.inputs import SourceInputs
 from grpo_dist.plugins.user_code import SOURCE, call, check_signature, load
 from grpo_dist.types import Task
@@ -79,7 +80,7 @@ def _rows_of_function(source: DataSourceConfig, code_paths: Sequence[str]) -> It
             yield f"{name}/{source.split}:{number}", row
     except Exception as error:  # a user's function may raise anything
         raise ValueError(
-            f"{SOURCE.title} {name} failed after row {number} ({type(error).__name__}: {error}); expected it "
+            f"{SOURCE.title} {name} failed after row {number} ({raised(error)}); expected it "
             "to yield a mapping of column names to values for each row"
         ) from error
 

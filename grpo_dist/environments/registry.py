@@ -17,6 +17,7 @@ from grpo_dist.config import DataConfig
 from grpo_dist.config.environments import check_environment_name
 from grpo_dist.environments import builtin
 from grpo_dist.environments.base import Environment
+from grpo_dist.errors import raised
 from grpo_dist.plugins.user_code import ENVIRONMENT, OwnPiece, resolve_target
 
 BUILTIN: dict[str, type[Environment]] = {"python": builtin.Python, "calculator": builtin.Calculator}
@@ -72,5 +73,5 @@ def _imported(module: str, remedy: str) -> ModuleType:
         return importlib.import_module(module)
     except Exception as error:  # a user's module may raise anything
         raise ValueError(
-            f"environment module `{module}` cannot be imported ({type(error).__name__}: {error}); {remedy}"
+            f"environment module `{module}` cannot be imported ({raised(error)}); {remedy}"
         ) from error

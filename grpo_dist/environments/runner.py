@@ -29,7 +29,7 @@ from grpo_dist.environments.registry import BUILTIN
 from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
 from grpo_dist.environments.sandbox.isolation import Limits
 from grpo_dist.environments.sandbox.python import PythonSandbox
-from grpo_dist.errors import UserError
+from grpo_dist.errors import UserError, raised
 from grpo_dist.types import Task, ToolCall
 
 _CLOSE_S = 5.0  # deadline of an environment's `close`
@@ -161,7 +161,7 @@ class EpisodeRunner:
             state.failed = True  # its process has been killed, and none is started to close it
             raise
         except Exception as error:  # an environment of this package failed, or its code path is missing
-            return Observed(failed=f"{task.environment}: {type(error).__name__}: {error}"[:_REASON])
+            return Observed(failed=f"{task.environment}: {raised(error)}"[:_REASON])
         observation = answer["observation"]
         content = observation if isinstance(observation, str) else tuple(observation)
         return Observed(content, reward=answer["reward"], done=answer["done"])

@@ -99,6 +99,7 @@ async def evaluate(
         metrics |= {f"eval/{eval_set.name}/{k}": v for k, v in summarise(correct, settings.k).items()}
         lengths = [r.num_tokens for g in groups for r in g.rollouts if not is_missing(r)]
         metrics[f"eval/{eval_set.name}/length_tokens"] = float(np.mean(lengths)) if lengths else math.nan
+        metrics[f"eval/{eval_set.name}/problems"] = float(sum(not np.isnan(c).all() for c in correct))
         metrics[f"eval/{eval_set.name}/unscored"] = float(sum(np.isnan(c).sum() for c in correct))
         if any(rollout.turns for group in groups for rollout in group.rollouts):
             share = _tool_call_share(groups)

@@ -9,7 +9,6 @@ run decides and warns the same.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
@@ -18,7 +17,7 @@ import numpy as np
 
 from grpo_dist.config import Config
 from grpo_dist.config.checks import learns_from_equal_rewards
-from grpo_dist.errors import RERUN, Rollback, Unhealthy
+from grpo_dist.errors import RERUN, Rollback, Unhealthy, count_failures
 from grpo_dist.health.bounds import (
     BAD_WEIGHTS,
     GRAD_NORM,
@@ -228,9 +227,10 @@ class HealthWatch:
 
 
 def _why_unscored(groups: Sequence[Group]) -> str:
-    """Return up to three reasons, those of most groups first."""
-    reasons = Counter(reason for group in groups for reason in group.failures)
-    return "; ".join(reason for reason, _ in reasons.most_common(3)) or "the rewards gave no reason"
+    """Return up to three reasons, those of most samples first, with how many have them."""
+    counts = count_failures(reason for group in groups for own in group.failures for reason in own)
+    shown = (reason if len(counts) == 1 else f"{count} times {reason}" for reason, count in counts[:3])
+    return "; ".join(shown) or "the rewards gave no reason"
 
 
 def _describe(beyond: Sequence[Bound], metrics: Mapping[str, float]) -> str:

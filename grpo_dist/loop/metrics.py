@@ -20,9 +20,10 @@ from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.config import MetricConfig, RewardsConfig
 from grpo_dist.config.environments import BudgetOutcome
 from grpo_dist.data.pools import pool_metrics
+from grpo_dist.errors import raised
 from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.plugins.inputs import MetricInputs
-from grpo_dist.plugins.user_code import METRIC, call, call_in_time, load
+from grpo_dist.plugins.user_code import METRIC, call, call_in_time, failures_named, load
 from grpo_dist.types import FurtherRow, Group, Rollout, count_signals, select_sampled, training_rows
 
 OUTCOMES = ("correct", "wrong", "no_answer", "timeout", "error")
@@ -257,9 +258,10 @@ class OwnMetrics:
             except Exception as error:  # a user's function may raise anything
                 if metric.label not in self._failed:
                     self._failed.add(metric.label)
-                    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
-                    self._warn(f"{what} failed in step {inputs.step} ({reason}); the run "
-                               "continues, and this is not repeated for later steps")  # fmt: skip
+                    self._warn(
+                        f"{what} failed in step {inputs.step} ({raised(error.__cause__ or error)}); the run "
+                        "continues, and this is not repeated for later steps"
+                    )
         return values
 
 
@@ -269,7 +271,9 @@ def own_metric(
     """Call the function ``name``: 0.5 -> {"own/LABEL": 0.5}, {"a": 1} -> {"own/LABEL/a": 1.0}. Raises
     ValueError or TypeError for what is neither a number nor numbers by name.
     """
-    value = call(load(METRIC, name, code_paths), inputs, kwargs)
+    measure = load(METRIC, name, code_paths)
+    with failures_named(METRIC, name):
+        value = call(measure, inputs, kwargs)
     if isinstance(value, Mapping):
         return {f"own/{label}/{key}": float(each) for key, each in value.items()}
     return {f"own/{label}": float(value)}

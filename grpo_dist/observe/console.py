@@ -16,6 +16,7 @@ from grpo_dist.observe.live_view import LiveView
 from grpo_dist.runtime.stage_log import shown_by_view
 from grpo_dist.runtime.tables import Terminal, make_table, print_lines
 
+_Z95 = 1.96  # of a two-sided interval of 95 %
 # label, metric, format
 _COLUMNS = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -100,11 +101,17 @@ def eval_sets(metrics: dict[str, float]) -> list[str]:
 
 def with_error(metrics: Mapping[str, float | None], key: str, form: str) -> str:
     """Return the estimate ``key`` with its standard error, "–" for either where it is missing or NaN, which
-    `metrics.jsonl` has as null: 0.500 ± 0.100, 1.000 ± –, –
+    `metrics.jsonl` has as null: 0.500 ± 0.100, 1.000 ± –, –. Where all problems are right, or all wrong, the
+    error is 0 and says nothing: then it is the 95 % interval of Wilson (1927), 0.000 (0.000 to 0.278).
     """
-    value, error = (_number(metrics.get(name)) for name in (key, f"{key}_stderr"))
+    names = (key, f"{key}_stderr", "/".join([*key.split("/")[:-1], "problems"]))
+    value, error, problems = (_number(metrics.get(name)) for name in names)
     if math.isnan(value):
         return "–"
+    if error == 0 and value in (0, 1) and problems > 0:
+        width = _Z95**2 / (problems + _Z95**2)
+        low, high = (0.0, width) if value == 0 else (1 - width, 1.0)
+        return f"{value:{form}} ({low:{form}} to {high:{form}})"
     return f"{value:{form}} ± " + ("–" if math.isnan(error) else f"{error:{form}}")
 
 

@@ -273,6 +273,7 @@ METRICS = (
            "at wandb alone: the step of the evaluated weights, the x-axis of `eval/` and `validation/`", ""),
     Metric("eval/<set>/length_tokens", "tokens", "mean over samples", "length of an evaluated completion",
            ""),
+    Metric("eval/<set>/problems", "problems", "count", "evaluated problems with a scored sample", ""),
     Metric("eval/<set>/unscored", "samples", "count", "evaluated samples without a verdict, left out",
            "near 0"),
     # The machine

@@ -129,7 +129,7 @@ def _table(groups: list[Group], values: ValuesOfSamples, with_routes: bool) -> p
         ),
     }
     if any(g.failures for g in groups):
-        reasons = [_reasons(g, i) for g in groups for i in range(len(g.rollouts))]
+        reasons = [own for g in groups for own in g.failures or [()] * len(g.rollouts)]
         columns["failures"] = pa.array(reasons, pa.list_(pa.string()))
     if any(g.step_rewards is not None for g in groups):
         samples = [(g, i) for g in groups for i in range(len(g.rollouts))]
@@ -146,14 +146,6 @@ def _table(groups: list[Group], values: ValuesOfSamples, with_routes: bool) -> p
     for name in dict.fromkeys(name for g in groups for name in g.reward_parts):
         columns[_PART + name] = _part(groups, name)
     return pa.table(columns)
-
-
-def _reasons(group: Group, sample: int) -> list[str]:
-    """Return why a sample was not scored: the reasons that name a part that it lacks, without one all."""
-    if not np.isnan(group.rewards[sample]):
-        return []
-    lacking = tuple(f"reward {name}: " for name, part in group.reward_parts.items() if np.isnan(part[sample]))
-    return [reason for reason in group.failures if reason.startswith(lacking)] or list(group.failures)
 
 
 def _part(groups: list[Group], name: str) -> pa.Array:
@@ -217,6 +209,7 @@ def _lists(arrays: list[np.ndarray], kind: pa.ListType) -> pa.Array:
 
 
 def _group(prompt: Prompt, rows: list[dict]) -> Group:
+    failures = tuple(tuple(row.get("failures") or ()) for row in rows)
     parts = [key for key, value in rows[0].items() if key.startswith(_PART) and value is not None]
     return Group(
         prompt=prompt,
@@ -231,7 +224,7 @@ def _group(prompt: Prompt, rows: list[dict]) -> Group:
         baseline_reward=rows[0]["baseline_reward"],
         step_rewards=_steps(rows, "step_rewards", np.float32),
         step_ends=_steps(rows, "step_ends", np.int32),
-        failures=tuple(dict.fromkeys(reason for row in rows for reason in row.get("failures") or ())),
+        failures=failures if any(failures) else (),
     )
 
 

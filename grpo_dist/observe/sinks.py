@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from grpo_dist.errors import raised
 from grpo_dist.observe.completions import Table
 
 _PENDING, _TABLES_PENDING = 1000, 8  # queued; tables are large
@@ -96,18 +97,18 @@ class AsyncSink:
         try:
             sink = self._open(self._note)
         except Exception as error:
-            self._complain(f"cannot be started; the run continues without it: {_describe(error)}")
+            self._complain(f"cannot be started; the run continues without it: {raised(error)}")
             return
         while (work := self._next()) is not None:
             try:
                 work(sink)
                 self._done += 1
             except Exception as error:
-                self._complain(f"failed; records that it refuses are dropped: {_describe(error)}")
+                self._complain(f"failed; records that it refuses are dropped: {raised(error)}")
         try:
             sink.close(failed=bool(self._failed))
         except Exception as error:
-            self._complain(f"cannot be closed: {_describe(error)}")
+            self._complain(f"cannot be closed: {raised(error)}")
 
     def _next(self) -> Callable[[Sink], None] | None:
         """Return the next piece of work; None at the end of the run."""
@@ -136,7 +137,3 @@ def close_all(sinks: Sequence[AsyncSink], *, failed: bool) -> None:
         sink.end(failed=failed)
     for sink in sinks:
         sink.join(deadline)
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]

@@ -27,7 +27,8 @@ from types import TracebackType
 
 from grpo_dist.batch.token_values import ValuesOfSamples, has_tokens
 from grpo_dist.config import Config, SinkConfig
-from grpo_dist.errors import Preempted, RunEnded
+from grpo_dist.config.secrets import masked
+from grpo_dist.errors import Preempted, RunEnded, UserError, find_cause, raised
 from grpo_dist.observe.completions import step_of, table_of
 from grpo_dist.observe.console import Console
 from grpo_dist.observe.metrics_file import METRICS, MetricsFile
@@ -197,8 +198,10 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _LOGGER.removeHandler(self._warned)
-        if isinstance(error, RunEnded) and not isinstance(error, Preempted):
-            self.note(f"the run ended: {error}")
+        if isinstance(error, Exception) and not isinstance(error, Preempted):
+            cause = find_cause(error)
+            text = str(cause) if isinstance(cause, RunEnded | UserError) else raised(cause)
+            self.note(f"the run ended: {masked(text)}")
         self._stages.end(failed=error is not None)
         failed = error
         try:

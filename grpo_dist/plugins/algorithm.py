@@ -15,7 +15,17 @@ from torch import Tensor
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.ratios import Stats, masked_inputs, ratio_stats
 from grpo_dist.plugins.inputs import AdvantageInputs, AggregationInputs, KLInputs, PolicyLossInputs
-from grpo_dist.plugins.user_code import ADVANTAGE, AGGREGATION, KL, LOSS, Kind, OwnPiece, call, load
+from grpo_dist.plugins.user_code import (
+    ADVANTAGE,
+    AGGREGATION,
+    KL,
+    LOSS,
+    Kind,
+    OwnPiece,
+    call,
+    failures_named,
+    load,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +91,9 @@ def own_aggregation(name: str, own: OwnCode, inputs: AggregationInputs) -> Float
 
 
 def _called(kind: Kind, name: str, own: OwnCode, inputs: Any, key: str) -> Tensor:
-    found = call(load(kind, name, own.code_paths), inputs, own.kwargs.get(key, {}))
+    function = load(kind, name, own.code_paths)
+    with failures_named(kind, name):
+        found = call(function, inputs, own.kwargs.get(key, {}))
     if not isinstance(found, Tensor) or not found.is_floating_point():
         shown = f"a tensor of {found.dtype}" if isinstance(found, Tensor) else repr(type(found).__name__)
         raise ValueError(f"{kind.title} {name} returned {shown}; expected a tensor of floats")

@@ -34,7 +34,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-from grpo_dist.errors import expanded
+from grpo_dist.errors import UserError, expanded, raised
 
 _LOCK = RLock()
 _HUNG_S = 60.0
@@ -224,9 +224,8 @@ def _loaded(kind: Kind, name: str, directories: tuple[str, ...]) -> Any:
     try:
         module = _imported(module_name, directories)
     except Exception as error:  # a user's module may raise anything
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(
-            f"{kind.title} {name}: module `{module_name}` cannot be imported ({reason}); expected "
+            f"{kind.title} {name}: module `{module_name}` cannot be imported ({raised(error)}); expected "
             f"`module:name` in a directory of `code_paths` ({', '.join(directories) or 'empty'}) or an "
             "installed package"
         ) from error
@@ -264,6 +263,21 @@ def _imported(name: str, directories: tuple[str, ...]) -> ModuleType:
             with suppress(ValueError):
                 sys.path.remove(directory)
         sys.path += [directory for directory in directories if directory not in sys.path]
+
+
+class UserCodeFailed(UserError):
+    """User code raised an exception, which is the cause of this one."""
+
+
+@contextmanager
+def failures_named(kind: Kind, name: str) -> Iterator[None]:
+    """Raise an exception of the block, which calls user code alone, as UserCodeFailed: the piece, the
+    exception, and its file and line.
+    """
+    try:
+        yield
+    except Exception as error:  # user code may raise anything
+        raise UserCodeFailed(f"{kind.title} {name} failed: {raised(error)}; correct it") from error
 
 
 def call(piece: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any]) -> Any:

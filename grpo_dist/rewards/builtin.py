@@ -11,11 +11,12 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, PrivateAttr, field_validator
 
 from grpo_dist.config import Fraction, NonNegative, Section
+from grpo_dist.config.environments import BudgetOutcome
 from grpo_dist.rewards.format import think_answer_format
 from grpo_dist.rewards.group import CompletionGroup, Verdicts, sum_rewarded_turns
 from grpo_dist.rewards.language import SCRIPTS, Script, script_share
@@ -274,6 +275,21 @@ class EnvironmentSum(Builtin):
     episode without any is worth 0 where `environments.outcome_rewards` has its end.
     """
 
+    _note: Note | None = PrivateAttr(None)
+
+    def start(self, *, workers: int, note: Note) -> None:
+        self._note = note
+
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
-        episodes = zip(group.turns or [()] * len(group.completions), group.finish_reasons, strict=True)
-        return [sum_rewarded_turns(turns, end, verdicts.rewarded_ends) for turns, end in episodes]
+        scores = []
+        for turns, end in zip(
+            group.turns or [()] * len(group.completions), group.finish_reasons, strict=True
+        ):
+            scores.append(sum_rewarded_turns(turns, end, verdicts.rewarded_ends))
+            unrewarded = all(turn["reward"] is None for turn in turns)
+            if self._note and unrewarded and math.isnan(scores[-1]) and end in get_args(BudgetOutcome):
+                self._note(
+                    f"episodes ended with {end} before a turn had a reward; to score them, set "
+                    f"`environments.outcome_rewards: {{{end}: 0}}`"
+                )
+        return scores

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
@@ -107,22 +107,32 @@ class HasColumns(Protocol):
     def columns(self) -> Mapping[str, Any]: ...
 
 
-def column_problems(settings: RewardsConfig, rows: Sequence[HasColumns], remedy: str) -> Iterator[str]:
+def column_problems(
+    settings: RewardsConfig,
+    rows: Sequence[HasColumns],
+    remedy: str,
+    available: Callable[[], Iterable[str]] | None = None,
+) -> Iterator[str]:
     """Yield a message for every built-in reward that lacks a column in one of ``rows``, or cannot read it.
 
     Args:
         rows: of one source.
         remedy: how a row gets a column: ``add it to `data.train.0.columns` ``.
+        available: returns all columns that the source has, of which rows may keep some; None: they keep all.
     """
     if not rows:
         return
     for spec in reward_specs(settings.for_source(rows[0].source)):
         if spec.function in REWARDS and (reward := make(spec)).data_columns:
-            yield from _problems(spec.name, reward, rows, remedy)
+            yield from _problems(spec.name, reward, rows, remedy, available)
 
 
 def user_column_problems(
-    settings: RewardsConfig, rows: Sequence[HasColumns], remedy: str, pool: GraderPool
+    settings: RewardsConfig,
+    rows: Sequence[HasColumns],
+    remedy: str,
+    pool: GraderPool,
+    available: Callable[[], Iterable[str]] | None = None,
 ) -> Iterator[str]:
     """Yield a message for every column that a user's function needs and one of ``rows`` lacks.
 
@@ -130,7 +140,11 @@ def user_column_problems(
     """
     for spec in reward_specs(settings.for_source(rows[0].source)) if rows else ():
         if spec.function not in REWARDS:
-            yield from _missing(spec.name, load_user_function(spec, pool).data_columns, rows, remedy)
+            columns = load_user_function(spec, pool).data_columns
+            for problem in _missing(spec.name, columns, rows, remedy, available):
+                named = next((column for column in columns if f"column `{column}`" in problem), "")
+                here = _NAMES_OF_PEERS.get(named)
+                yield problem + (f". What other trainers call `{named}` is `{here}` here" if here else "")
 
 
 def asked_columns(settings: RewardsConfig) -> frozenset[str]:
@@ -148,22 +162,46 @@ def asked_columns(settings: RewardsConfig) -> frozenset[str]:
     return frozenset(asked)
 
 
-def _missing(name: str, columns: Sequence[str], rows: Sequence[HasColumns], remedy: str) -> Iterator[str]:
+# Arguments of reward functions of TRL, verl and OpenRLHF.
+_NAMES_OF_PEERS = {
+    "prompt": "problem", "prompts": "problem", "ground_truth": "answer", "solution": "answer",
+    "label": "answer", "labels": "answer", "solution_str": "completion", "response": "completion",
+    "responses": "completions", "queries": "completions", "completion_ids": "token_ids",
+    "data_source": "source",
+}  # fmt: skip
+
+
+def _missing(
+    name: str,
+    columns: Sequence[str],
+    rows: Sequence[HasColumns],
+    remedy: str,
+    available: Callable[[], Iterable[str]] | None,
+) -> Iterator[str]:
     wanted = [column for column in columns if column != "problem"]
     known = [(row, named_columns(row.columns)) for row in rows] if wanted else []
     for column in wanted:
         lacking = next((row for row, has in known if column not in has), None)
         if lacking is not None:
+            has = {"problem", *lacking.columns}
+            with suppress(ValueError):  # of a source that only the run can read
+                has = set(available()) if available else has
             other = f"give source {lacking.source} other rewards in `rewards.by_source`"
             yield (
                 f"reward {name} reads column `{column}`, but {lacking.location} has only "
-                f"{', '.join(sorted({'problem', *lacking.columns}))}: {remedy}, correct the kwargs of the "
-                f"reward, or {other if lacking.source else 'choose another reward'}"
+                f"{', '.join(sorted(has))}: {remedy}, correct the kwargs of the reward, or "
+                f"{other if lacking.source else 'choose another reward'}"
             )
 
 
-def _problems(name: str, reward: Builtin, rows: Sequence[HasColumns], remedy: str) -> Iterator[str]:
-    missing = list(_missing(name, reward.data_columns, rows, remedy))
+def _problems(
+    name: str,
+    reward: Builtin,
+    rows: Sequence[HasColumns],
+    remedy: str,
+    available: Callable[[], Iterable[str]] | None,
+) -> Iterator[str]:
+    missing = list(_missing(name, reward.data_columns, rows, remedy, available))
     yield from missing
     for row in () if missing else rows:
         try:

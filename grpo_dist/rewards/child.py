@@ -26,7 +26,6 @@ from typing import Any
 from grpo_dist.errors import raised
 from grpo_dist.runtime.processes import die_with, fork_guarded, limit_address_space, without_collections
 
-_REASON = 1000  # characters of why a call failed
 _CANCELLED_S = 1.0  # seconds that cancelled calls have to end
 
 
@@ -92,7 +91,7 @@ def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
     except MemoryError:
         return ["memory", f"out of memory: more than {memory_mb} MB above the process's size at start"]
     except BaseException as error:  # includes SystemExit: graded code must not end the process
-        return ["failed", raised(error)[:_REASON]]
+        return ["failed", raised(error)]
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
@@ -153,7 +152,7 @@ async def _await_all(
         try:
             return ["ok", _checked(path, task.result(), size)]  # bounded: it is done
         except BaseException as error:  # as in `_answer`, and a cancelled task
-            return ["failed", raised(error)[:_REASON]]
+            return ["failed", raised(error)]
 
     replies = await asyncio.gather(*map(reply, calls, limits, sizes))
     if late:

@@ -165,10 +165,11 @@ class Verdicts:
         return [grade.reward for grade in self.grades]
 
     @property
-    def failure(self) -> str:
-        """Why the last answer without a verdict has none; "" where all have one, or none was asked for."""
-        failed = [grade for grade in vars(self).get("grades", ()) if math.isnan(grade.reward)]
-        return failed[-1].detail or failed[-1].outcome if failed else ""
+    def failures(self) -> list[str]:
+        """Why each answer has no verdict; "" where it has one, or none was asked for. [G]"""
+        if "grades" not in vars(self):
+            return [""] * len(self._group.completions)
+        return [(g.detail or g.outcome) if math.isnan(g.reward) else "" for g in self.grades]
 
     @property
     def outcomes(self) -> list[str]:

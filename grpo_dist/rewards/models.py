@@ -57,7 +57,7 @@ from grpo_dist.config.rewards import (
     SkyworkConfig,
     TokenClassifierConfig,
 )
-from grpo_dist.errors import expanded
+from grpo_dist.errors import expanded, searched
 from grpo_dist.rewards.group import ModelScores
 from grpo_dist.rewards.steps import REDUCE, decoded_length, split_steps, token_ends
 from grpo_dist.runtime.hardware import device_type, limit_gpu_memory, quiet_libraries, resolve_dtype
@@ -540,7 +540,9 @@ def check_model(settings: RewardModelConfig) -> None:
     where = f"rewards.models {settings.name}: path = {settings.path}"
     local = expanded(settings.path)
     if not local.is_dir() and (local.is_absolute() or settings.path.count("/") != 1):
-        raise ValueError(f"{where}: no such directory; expected a model directory or a hub id owner/name")
+        raise ValueError(
+            f"{where}: no such directory{searched(local)}; expected a model directory or a hub id owner/name"
+        )
     from transformers import AutoConfig  # heavy: only for runs with reward models
 
     try:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Float64
 
 from grpo_dist.config import RewardsConfig
+from grpo_dist.errors import failure_kind
 from grpo_dist.rewards.functions import StepScores
 from grpo_dist.rewards.group import CompletionGroup, Turns, Verdicts, describe_failure
 from grpo_dist.rewards.judges import deciding_judge, judged_outcomes
@@ -41,21 +42,21 @@ class Scores:
         parts: of each reward by name, before weights and gates.
         outcomes: [G] of the math grader, or of a judge in its place; "" if no reward used either.
         steps: of a function of kind process.
-        failures: why rewards gave no score, one reason of each.
+        failures: [G] why each sample was not scored, a reason of each reward that it lacks; (): all were.
     """
 
     rewards: Float32[np.ndarray, " G"]
     parts: dict[str, Float32[np.ndarray, " G"]]
     outcomes: list[str]
     steps: StepScores | None = None
-    failures: tuple[str, ...] = ()
+    failures: tuple[tuple[str, ...], ...] = ()
 
 
 class Scorer:
     """Scores completions of one problem with every reward. Thread-safe.
 
-    ``failures`` counts the messages of samples that a reward could not score; `news` returns each message
-    once.
+    ``failures`` counts why samples could not be scored, by reward and the first message of each
+    `failure_kind`; `news` returns these messages once.
 
     Args:
         models: weights and gates of reward models, whose scores are passed to `score`.
@@ -80,6 +81,7 @@ class Scorer:
         self._terms = [*(spec.term for spec in specs), *models]
         self.failures: dict[str, Counter[str]] = {}
         self._news: list[str] = []
+        self._first: dict[str, str] = {}  # message of each kind
         self._last: dict[str, str] = {}
         names = [term.name for term in self._terms]
         if len(set(names)) != len(names):
@@ -108,26 +110,34 @@ class Scorer:
         values: dict[str, Any] = dict(modelled or {})
         for name, reward in self._builtin.items():
             values[name] = reward.score(group, verdicts)
-        steps = None
+        steps, details = None, dict[str, list[str]]()
         for name, own in self._own.items():
             results, of_steps = own.score(group)
             steps = steps or of_steps
             values[name] = [math.nan if isinstance(result, Failure) else result for result in results]
-            for result in results:
-                if isinstance(result, Failure):
-                    self._note(name, result.detail)
+            details[name] = [result.detail if isinstance(result, Failure) else "" for result in results]
+            for detail in filter(None, details[name]):
+                self._note(name, detail)
         parts = {term.name: to_part(values[term.name]) for term in self._terms}
         for name, part in parts.items():
-            self._note_overflow(name, values[name], part)
-        failures = tuple(
-            f"reward {term.name}: {self._latest(term.name, verdicts)}"
-            for term in self._terms
-            if term.weight and np.isnan(parts[term.name]).any()
-        )
+            details.setdefault(name, [""] * len(part))
+            for i, value in enumerate(np.asarray(values[name], dtype=np.float64)):
+                if np.isnan(part[i]) and not np.isnan(value):  # NaN and None are intended, and need no note
+                    details[name][i] = (
+                        f"gave {value:g}, which is not finite as a float32; the sample is not scored"
+                    )
+                    self._note(name, details[name][i])
         judged = parts[self._judge].tolist() if self._judge else None
         outcomes = verdicts.outcomes if judged is None else judged_outcomes(judged, verdicts.outcomes)
         rewards = combine(parts, self._terms)
-        return self._ended(group, Scores(rewards, parts, outcomes, steps, failures))
+        failures: list[list[str]] = [[] for _ in rewards]
+        for i in np.flatnonzero(np.isnan(rewards)).tolist():
+            lacking = [term for term in self._terms if np.isnan(parts[term.name][i])]
+            for term in [term for term in lacking if term.weight] or lacking:  # else it is a gate
+                reason = details[term.name][i] or self._latest(term.name, verdicts, i)
+                failures[i].append(f"reward {term.name}: {reason}")
+        scores = Scores(rewards, parts, outcomes, steps, _as_failures(failures))
+        return self._ended(group, scores) if any(group.turns) or "error" in group.finish_reasons else scores
 
     def news(self) -> tuple[str, ...]:
         """Return messages not returned before: why samples were not scored, and other notes of rewards."""
@@ -141,9 +151,8 @@ class Scorer:
 
     def _ended(self, group: CompletionGroup, scores: Scores) -> Scores:
         """Add what the ends of episodes are worth; samples that failed or were given up are not scored."""
-        if not any(group.turns) and "error" not in group.finish_reasons:
-            return scores
-        reasons, outcomes, failures = group.finish_reasons, list(scores.outcomes), list(scores.failures)
+        reasons, outcomes = group.finish_reasons, list(scores.outcomes)
+        failures: list[Sequence[str]] = list(scores.failures or [()] * len(reasons))
         turns: Sequence[Turns] = group.turns or [()] * len(reasons)
         rewards = add_outcome_rewards(scores.rewards, reasons, turns, self._outcome_rewards)
         failed = np.equal(reasons, "error")
@@ -151,36 +160,35 @@ class Scorer:
             outcomes[i] = outcomes[i] and "error"
             if group.turns:
                 self._note("environment", describe_failure(turns[i]))
-                failures.append(f"environment: {describe_failure(turns[i])}")
+                failures[i] = [f"environment: {describe_failure(turns[i])}"]
         parts = {name: np.where(failed, np.float32(np.nan), part) for name, part in scores.parts.items()}
         rewards = np.where(failed, np.float32(np.nan), rewards)
-        return Scores(rewards, parts, outcomes, scores.steps, tuple(dict.fromkeys(failures)))
+        return Scores(rewards, parts, outcomes, scores.steps, _as_failures(failures))
 
-    def _latest(self, name: str, verdicts: Verdicts) -> str:
-        """Return the last reason why reward ``name`` gave no score."""
+    def _latest(self, name: str, verdicts: Verdicts, sample: int) -> str:
+        """Return why the built-in reward or the model ``name`` gave no score, or a user's function None."""
         with self._lock:
-            if name in self._last:
+            if name in self._builtin and name in self._last:
                 return self._last[name]
-        if name in self._builtin and verdicts.failure:
-            return f"the math grader gave no verdict ({verdicts.failure})"
+        if name in self._builtin and (failure := verdicts.failures[sample]):
+            return f"the math grader gave no verdict ({failure})"
         return "it returned None or NaN, which mean that it could not be scored"
-
-    def _note_overflow(self, name: str, values: Any, part: np.ndarray) -> None:
-        """Note scores dropped because they are infinite. NaN and None are intended, so they need no note."""
-        scores = np.asarray(values, dtype=np.float64)
-        for value in scores[np.isnan(part) & ~np.isnan(scores)]:
-            self._note(name, f"gave {value:g}, which is not finite as a float32; the sample is not scored")
 
     def _note(self, name: str, detail: str) -> None:
         with self._lock:
             self._last[name] = detail
             seen = self.failures.setdefault(name, Counter())
-            new = detail not in seen
+            first = self._first.setdefault(f"{name} {failure_kind(detail)}", detail)
+            new = first not in seen
             if new and len(seen) >= _WARNINGS_PER_REWARD:
-                detail, new = "further messages", False
-            seen[detail] += 1
+                first, new = "further messages", False
+            seen[first] += 1
             if new:
-                self._news.append(f"reward {name}: {detail}")
+                self._news.append(f"reward {name}: {first}")
+
+
+def _as_failures(failures: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(map(tuple, failures)) if any(failures) else ()
 
 
 def to_part(values: Any) -> Float32[np.ndarray, " G"]:

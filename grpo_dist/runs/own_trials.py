@@ -18,6 +18,7 @@ from grpo_dist.config.secrets import masked_text
 from grpo_dist.data.curriculum import chosen
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.user_rollout import UserRollout
+from grpo_dist.errors import raised
 from grpo_dist.loop.metrics import own_metric
 from grpo_dist.plugins.algorithm import (
     OwnCode,
@@ -47,6 +48,7 @@ from grpo_dist.plugins.user_code import (
     SINK,
     Kind,
     OwnPiece,
+    UserCodeFailed,
     check_signature,
     load,
 )
@@ -78,12 +80,14 @@ def own_code_problems(
         if piece.kind not in _INPUTS:
             continue
         error = _failure(lambda piece=piece: _try(piece, code_paths, tokenizer))  # type: ignore[misc]
-        if isinstance(error, ValueError):
+        if isinstance(error, UserCodeFailed):
+            error = error.__cause__
+        elif isinstance(error, ValueError):
             yield f"`{piece.key}` = {piece.name}: {error}"
-        elif isinstance(error, KeyError):
-            continue  # names of the run's rewards, metrics and columns are not those of a made input
-        elif error is not None:
-            reason = masked_text(f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])
+            continue
+        # Names of the run's rewards, metrics and columns are not those of a made input.
+        if error is not None and not isinstance(error, KeyError):
+            reason = masked_text(raised(error))
             yield f"`{piece.key}` = {piece.name} fails on a small made input ({reason}); correct it"
 
 

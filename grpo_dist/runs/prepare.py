@@ -26,11 +26,18 @@ from grpo_dist.config import (
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.pools import check_pools
 from grpo_dist.data.prompts import BuiltPrompts, Dropped, PromptFormat, build_prompts, check_overlap
-from grpo_dist.data.readers import DataRow, SourceRows, find_duplicates, media_problem, source_name
+from grpo_dist.data.readers import (
+    DataRow,
+    SourceRows,
+    common_columns,
+    find_duplicates,
+    media_problem,
+    source_name,
+)
 from grpo_dist.data.stream import check_weights
 from grpo_dist.data.tasks import source_tasks
 from grpo_dist.demo.model import made_model, random_model
-from grpo_dist.errors import expanded, refuse
+from grpo_dist.errors import expanded, refuse, searched
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.loop.admission import Admission
 from grpo_dist.policy.lora import apply_start_adapter
@@ -94,7 +101,7 @@ def build_inputs(
 ) -> RunInputs:
     """Turn rows into prompts for the model. Raises ValueError as `load_inputs` does."""
     for key, sources in (("data.train", train_rows), ("data.eval", eval_rows)):
-        check_columns(config.rewards, [rows for _, rows in sources], key)
+        check_columns(config.rewards, sources, key)
     with stage("tokenizer", "is loaded"):
         tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
     refuse(own_code_problems(config.rollout.own_pieces, config.code_paths, tokenizer))
@@ -155,14 +162,16 @@ def check_rendering(
         )
 
 
-def check_columns(rewards: RewardsConfig, sources: Iterable[Sequence[DataRow]], key: str) -> None:
+def check_columns(rewards: RewardsConfig, sources: Iterable[SourceRows], key: str) -> None:
     """Raise ValueError where rewards lack columns in the rows of ``sources``, or cannot read them. ``key``:
     of the sources in the configuration.
     """
     refuse(
         problem
-        for number, rows in enumerate(sources)
-        for problem in column_problems(rewards, rows, f"add it to `{key}.{number}.columns`")
+        for number, (source, rows) in enumerate(sources)
+        for problem in column_problems(
+            rewards, rows, f"add it to `{key}.{number}.columns`", partial(common_columns, source)
+        )
     )
 
 
@@ -326,7 +335,8 @@ def _named_model(
         )
     if local.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
         raise ValueError(
-            f"{where}: no such directory; expected a local model directory or a hub id owner/name"
+            f"{where}: no such directory{searched(path)}; expected a local model directory or a hub id "
+            "owner/name"
         )
     return usable(download(path, model.revision, key))
 
@@ -341,7 +351,7 @@ def download(hub_id: str, revision: str | None, key: str) -> Path:
         )
     except Exception as error:
         raise ValueError(
-            f"{key} = {hub_id}: no such directory here, and downloading it from the hub failed "
+            f"{key} = {hub_id}: no such directory{searched(hub_id)}, and downloading it from the hub failed "
             f"({type(error).__name__}: {str(error).splitlines()[0]}); check the name, the network and "
             "HF_TOKEN"
         ) from error

@@ -85,6 +85,13 @@ def as_begun(config: Config, run_dir: Path, say: Callable[[str], None]) -> Confi
     Raises ValueError.
     """
     begun = keep_require_box(pinned(config, run_dir), run_dir)
+    for key, path in flat(begun.model_dump(mode="json")).items():
+        if any(fnmatchcase(key, model) for model in _MODELS) and is_checkpoint(str(path)):
+            run, step = split_reference(path)
+            say(
+                f"note: {key} = {path}: this run reads that checkpoint again when it resumes; where {run} "
+                f"may delete it (`checkpoint.keep`), use an export: grpo-dist export {run} --step {step}"
+            )
     if begun.rewards.require_box != config.rewards.require_box:
         say("`rewards.require_box` = false, as the run began; another `name` begins one that requires a box")
     return begun
@@ -104,7 +111,10 @@ def find_checkpoint(path: str, say: Callable[[str], None]) -> Path:
             raise ValueError(f"{path}: damaged checkpoint {matching[0]}: {damage}; use another step")
         return matching[0]
     steps = ", ".join(str(step_of(c)) for c in checkpoints)
-    raise ValueError(f"{path}: no such checkpoint in {run / CHECKPOINTS}; it has {steps or 'none'}")
+    raise ValueError(
+        f"{path}: no such checkpoint in {run / CHECKPOINTS}; it has {steps or 'none'} (a run "
+        "deletes the oldest beyond `checkpoint.keep`)"
+    )
 
 
 def checkpoint_model(

@@ -8,19 +8,20 @@ import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grpo_dist.config import Config, EnvironmentsConfig, RewardsConfig, SamplingConfig
-from grpo_dist.data.readers import SourceRows
+from grpo_dist.data.readers import SourceRows, common_columns
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.dialogue import template_text
 from grpo_dist.environments.episode import Action, Call, Observed
 from grpo_dist.environments.runner import Description, EnvironmentProbe, EpisodeRunner
 from grpo_dist.environments.tools import CODE, resolve_format
+from grpo_dist.errors import count_failures
 from grpo_dist.rewards.checks import user_column_problems
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
@@ -152,8 +153,10 @@ def _check_all(start: Start, pool: GraderPool) -> str:
     fail(
         problem
         for sources in start.rows or ()
-        for _, rows in sources
-        for problem in user_column_problems(rewards, rows, "add it to the data", pool)
+        for source, rows in sources
+        for problem in user_column_problems(
+            rewards, rows, "add it to the data", pool, partial(common_columns, source)
+        )
     )
     _warn_of_boxes(start)
     if not rewards.by_source:
@@ -289,8 +292,9 @@ def _tried(
     )
     raised = any(counts.total() > before.get(name, 0) for name, counts in scorer.failures.items())
     parts = {name: (float(part[0]), float(part[1])) for name, part in scores.parts.items()}
+    failures = dict(count_failures(reason for own in scores.failures for reason in own))
     return RewardTrial(
-        texts, (float(scores.rewards[0]), float(scores.rewards[1])), parts, scores.failures, raised
+        texts, (float(scores.rewards[0]), float(scores.rewards[1])), parts, tuple(failures), raised
     )
 
 

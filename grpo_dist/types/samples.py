@@ -272,7 +272,7 @@ class Group:
     # [S], the index in completion_ids of each step's last token, not decreasing.
     step_rewards: tuple[np.ndarray, ...] | None = None
     step_ends: tuple[np.ndarray, ...] | None = None
-    failures: tuple[str, ...] = ()  # why samples of it could not be scored, each reason once
+    failures: tuple[tuple[str, ...], ...] = ()  # [G] why each sample could not be scored; (): all were
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the samples as one array: dozens of small ones cost more than their bytes."""

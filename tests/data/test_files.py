@@ -198,7 +198,8 @@ def test_a_csv_file_may_quote_and_its_lines_are_counted_as_an_editor_does(tmp_pa
         ("set.csv", b'problem,answer\n"p" q,1\n', ":2: not valid CSV ("),
         ("set.csv", b'problem,answer\np,1\n"q,1\n', ": not valid CSV (unexpected end of data)"),
         ("set.csv", b"problem,answer\n\xff,1\n", ": not UTF-8 ("),
-        ("set.csv", b"problem;answer\np;1\n", ":2: no column `problem`"),
+        ("set.csv", b"problem;answer\np;1\n", ":1: the header is one field, `problem;answer`"),
+        ("set.tsv", b"problem,answer\np,1\n", "separated by tabs: save the file with them in place of `,`"),
         ("set.csv", b"", ": no rows; expected at least one"),
         ("set.csv", b"problem,answer\n", ": no rows; expected at least one"),
         ("set.jsonl.gz", b"no gzip", ": the file cannot be loaded (Not a gzipped file"),
@@ -316,12 +317,11 @@ def test_a_data_set_of_the_hub_is_read_like_its_files_also_later_without_a_netwo
         "me/sums: no split `dev`; it has train, test",
     ]
     assert _read_from_hub(caches | {"HF_HUB_OFFLINE": "1"}) == online
-    (absent, *_) = _read_from_hub(
-        {name: f"{path}_empty" for name, path in caches.items()} | {"HF_HUB_OFFLINE": "1"}
-    )
-    assert absent.startswith("me/sums: the data set cannot be loaded (") and absent.endswith(
-        "and the network"
-    )
+    unreachable = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:1"}
+    assert _read_from_hub(caches | unreachable) == online
+    (absent, *_) = _read_from_hub({name: f"{path}_empty" for name, path in caches.items()} | unreachable)
+    assert absent.startswith("me/sums: the data set cannot be loaded (http://127.0.0.1:1 cannot be reached: ")
+    assert "and the data set is not in the cache" in absent and absent.endswith("and the network")
 
 
 def _read_from_hub(environment):

@@ -1,15 +1,18 @@
-"""The examples: plans of all of them, and checks with a real server, tool and tracker."""
+"""The examples: a plan, a check and two training steps of each, with a real server, tool and tracker."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from grpo_dist.cli import main
 from tests.support.documents import ROOT
 from tests.support.patience import HANG_S
+from tests.support.real_runs import metrics
 from tests.support.services import StandIn
 
 FOLDER = ROOT / "configs/examples"
@@ -24,22 +27,38 @@ CLUSTERS = {
 # The model and the problems of the demo, as small as they can be.
 TOY = (
     "model.path=demo:tiny", "steps=2", "batch.prompts_per_step=2", "batch.samples_per_prompt=2",
-    "sampling.max_new_tokens=16", "data.max_prompt_tokens=256", "rewards.num_workers=1",
-    "rewards.processes_per_worker=1", "rollout.kv_cache_gib=0.25", "rollout.enforce_eager=true",
+    "batch.micro_batch_tokens=1024", "sampling.max_new_tokens=16", "data.max_prompt_tokens=512",
+    "rewards.num_workers=1", "rewards.processes_per_worker=1", "policy.num_workers=1",
+    "rollout.num_workers=1", "rollout.kv_cache_gib=0.25", "rollout.enforce_eager=true",
     "algorithm.kl.coef=0", "evaluation.every=0", "checkpoint.every=0", "checkpoint.export=false",
+    # Random weights never answer right, and repeat themselves: such steps are trained on, too.
+    "health.min_signal_groups=0", "health.degenerate_above=null",
 )  # fmt: skip
 SUMS = ('data.train=[{path: "demo:add3", max_rows: 20}]', "data.eval=[]")
 
 
-def checked(name, *settings, **variables):
-    """Check an example at toy size as a reader does; return what is printed."""
+def grpo_dist(verb, name, *settings, **variables):
+    """Run a command on an example at toy size as a reader does; return what is printed."""
     done = subprocess.run(
-        [sys.executable, "-m", "grpo_dist.cli", "check", f"configs/examples/{name}.yaml", *TOY, *settings],
+        [sys.executable, "-m", "grpo_dist.cli", verb, f"configs/examples/{name}.yaml", *TOY, *settings],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
         capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def trains(name, *settings, **variables):
+    """Check an example and take its two steps, in the working directory; return what the check says and the
+    metrics of the steps.
+    """
+    told = grpo_dist("check", name, *settings, **variables)
+    grpo_dist("train", name, *settings, **variables)
+    (run,) = Path("runs").iterdir()
+    steps = [line for line in metrics(Path.cwd(), run.name) if line["step"]]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert all(line["train/tokens"] > 0 and math.isfinite(line["loss/total"]) for line in steps)
+    return told, steps
 
 
 @pytest.fixture
@@ -69,36 +88,51 @@ def test_the_job_of_two_nodes_asks_for_them(place, capsys):
     assert "--nodes=2" in job and "--time=12:00:00" in job
 
 
+@pytest.mark.machine
 @pytest.mark.slow
-def test_the_reward_server_scores_the_trial(place):
+@pytest.mark.parametrize(
+    ("name", "expected"), [("lora_qwen2.5_7b_1gpu", ""), ("slurm_2nodes", ""), ("wandb", "wandb")]
+)
+def test_an_example_takes_two_steps(place, name, expected):
+    offline = {"WANDB_MODE": "offline", "WANDB_API_KEY": ""}
+    told, _ = trains(name, *SUMS, **offline)
+    assert expected in told
+    assert name != "wandb" or list(Path("runs/wandb-example/wandb").glob("offline-run-*"))
+
+
+@pytest.mark.machine
+@pytest.mark.slow
+def test_the_reward_server_scores_the_steps(place):
     server = subprocess.Popen(
         [sys.executable, "configs/examples/reward_server.py", "0"], stdout=subprocess.PIPE, text=True
     )
     try:
         url = server.stdout.readline().strip()
-        told = checked("http_reward", *SUMS, "tracking.wandb=null", REWARD_URL=url)
+        told, steps = trains("http_reward", *SUMS, REWARD_URL=url)
     finally:
         server.terminate()
         server.wait(timeout=HANG_S)
     assert "a right and a wrong answer get math 1 and 0, brevity 1 and 1" in told
+    assert [line["reward/brevity"] for line in steps] == [1, 1]
 
 
+@pytest.mark.machine
 @pytest.mark.slow
 def test_the_judge_and_the_writer_of_scores_are_asked(place):
     def reply(request, number):
         return "Score: 7" if "Score: N" in json.dumps(request) else "No"
 
     with StandIn(reply) as judge:
-        told = checked("llm_judge", *SUMS, "tracking.wandb=null", JUDGE_URL=judge.base_url)
+        told, steps = trains("llm_judge", *SUMS, JUDGE_URL=judge.base_url)
     assert "judge 1 and 0, clarity 0.7" in told
     assert {"Qwen/Qwen2.5-7B-Instruct"} == {request["model"] for request in judge.requests}
+    assert all(line["reward/clarity"] == pytest.approx(0.7) for line in steps)
 
 
+@pytest.mark.machine
 @pytest.mark.slow
 def test_the_tool_of_the_shop_is_called(place):
-    assert "stock" in checked("tool_environment")
-
-
-@pytest.mark.slow
-def test_wandb_is_among_the_trackers(place):
-    assert "wandb" in checked("wandb", *SUMS, WANDB_MODE="offline", WANDB_API_KEY="")
+    told, steps = trains("tool_environment")
+    assert "stock" in told
+    assert [line["reward/unscored"] for line in steps] == [0, 0]
+    assert all(line["episode/turns"] for line in steps)

@@ -107,7 +107,7 @@ def unscored_in(world, steps):
 
     async def with_reasons(prompt, rollouts):
         group = await score(prompt, rollouts)
-        return dataclasses.replace(group, failures=(reason,) if np.isnan(group.rewards).all() else ())
+        return dataclasses.replace(group, failures=[(reason,)] * 2 if np.isnan(group.rewards).all() else ())
 
     world.score = with_reasons
     return reason

@@ -197,6 +197,16 @@ def test_a_set_of_one_problem_has_no_error_and_is_printed(capsys):
     assert cells == ["", "one", "pass@1", "0.0% ± –", "100.0% ± –", "+100.0%", ""]
 
 
+def test_an_error_of_zero_is_an_interval(capsys):
+    """8 of 8 right: Wilson's interval begins at 8 / (8 + 1.96^2) = 0.676; 0 of 8 ends at 0.324."""
+    none = {"eval/s/pass@1": 0.0, "eval/s/pass@1_stderr": 0.0, "eval/s/problems": 8.0}
+    Console("demo", 3, 0).log(1, none)
+    print_before_after(none, none | {"eval/s/pass@1": 1.0}, "runs/a")
+    out = capsys.readouterr().out
+    assert "s: pass@1 0.000 (0.000 to 0.324)" in out
+    assert "0.0% (0.0% to 32.4%)" in out and "100.0% (67.6% to 100.0%)" in out
+
+
 def test_a_terminal_shows_the_view_below_its_lines_and_is_restored(monkeypatch):
     out = io.StringIO()
     out.isatty = lambda: True

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -77,7 +78,7 @@ def test_a_failing_tracker_is_reported_once_and_gets_later_metrics():
         own.log(step, {})
     close_all([own], failed=False)
     assert kept.steps == [0, 3, 4, 6, 7] and kept.failed is False
-    assert warnings == [
+    assert [re.sub(r" \(/.*/test_sinks\.py:\d+ in log\)", "", warning) for warning in warnings] == [
         "kept: failed; records that it refuses are dropped: ConnectionError: step 1: no route to host",
         "kept: 3 of 8 records are missing; the run directory has all of them",
     ]
@@ -92,8 +93,8 @@ def test_a_tracker_that_does_not_start_is_left_out():
     for step in range(3000):
         own.log(step, {})
     close_all([own], failed=False)
-    assert warnings[0] == (
-        "broken: cannot be started; the run continues without it: RuntimeError: no such server"
+    assert warnings[0].startswith(
+        "broken: cannot be started; the run continues without it: RuntimeError: no such server (/"
     )
     assert warnings[-1].startswith("broken: 3000 of 3000 records are missing")
     assert len([w for w in warnings if "records" not in w]) == 1

@@ -55,6 +55,13 @@ def test_a_column_that_a_row_lacks_is_named_with_those_it_has():
     assert len(problems({"functions": [CODE]}, row("a", 1))) == 2
 
 
+def test_columns_that_the_source_has_and_rows_do_not_keep_are_listed():
+    own = [row("a", 1, level=1)]
+    settings = RewardsConfig.model_validate({"functions": [CODE]})
+    first, _ = column_problems(settings, own, "add it", lambda: ["question", "answer", "Setup"])
+    assert "a.jsonl:1 has only Setup, answer, question: add it" in first
+
+
 def rated(prompt):
     kwargs = {"base_url": "http://scorer", "model": "m", "prompt": prompt}
     return {"functions": [{"function": "generative", "kwargs": kwargs}]}
@@ -84,7 +91,8 @@ def test_a_column_is_found_wherever_its_name_stands(text):
 
 def test_every_source_needs_the_columns_of_its_own_rewards():
     """Else none of its completions could be scored, for a whole run."""
-    code, other = [row("code", 1, tests=TESTS)], [row("other", 1)]
+    nowhere = DataSourceConfig(path="./absent.jsonl")
+    code, other = (nowhere, [row("code", 1, tests=TESTS)]), (nowhere, [row("other", 1)])
     own = {"function": "unit_tests"}
     with pytest.raises(ValueError, match=r"other.jsonl:1 has only problem: add it to `data.eval.1.columns`"):
         check_columns(RewardsConfig(functions=(own,)), [code, other], "data.eval")

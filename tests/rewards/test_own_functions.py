@@ -28,6 +28,9 @@ def longest(completions, answer, finish_reason, source):
     assert finish_reason == ["stop", "length", "stop"] and source == "gsm8k"
     return [None if not text else float(len(text) == max(map(len, completions))) for text in completions]
 
+def quotes(completion):
+    return float(completion) if completion == "4" else {}[completion]
+
 async def ranked(completions, token_ids):
     await asyncio.sleep(0.01)
     return [sum(ids) for ids in token_ids]
@@ -160,10 +163,25 @@ def test_a_truth_value_is_a_score(pool):
     assert scores.rewards.tolist() == [1.0, 0.0] and scores.failures == ()
 
 
-def test_none_is_a_reason_of_the_group_and_no_failure(pool):
+def test_none_is_a_reason_of_its_sample_and_no_failure(pool):
     scores, scorer = scored(pool, "longest", ["ab", "", "abc"])
-    assert scorer.failures == {} and len(scores.failures) == 1
-    assert scores.failures[0].startswith("reward own: it returned None or NaN, which mean that")
+    assert scorer.failures == {} and [len(own) for own in scores.failures] == [0, 1, 0]
+    assert scores.failures[1][0].startswith("reward own: it returned None or NaN, which mean that")
+
+
+def test_exceptions_of_one_line_are_counted_as_one_with_the_first_text(pool):
+    """Their texts differ, and hold what a terminal would obey."""
+    scores, scorer = scored(pool, "quotes", ["a\x1b[2J\nb", "c\x00d", "4"])
+    ((reason, count),) = scorer.failures["own"].items()
+    assert count == 2 and len(scorer.news()) == 1
+    assert re.fullmatch(r"KeyError: .*a\\x1b\[2J.*b.* \(/.*/own_rewards\.py:\d+ in quotes\)", reason)
+    assert "c" in scores.failures[1][0] and reason.isprintable() and scores.failures[2] == ()
+
+
+def test_a_long_text_of_an_exception_keeps_its_line(pool):
+    _, scorer = scored(pool, "quotes", ["long" * 1000])
+    (reason,) = scorer.failures["own"]
+    assert reason.endswith(" in quotes)") and len(reason) < 900
 
 
 def test_a_function_of_a_group_that_hangs_is_killed(code):
@@ -179,7 +197,10 @@ def test_asynchronous_calls_of_a_group_run_at_the_same_time(pool):
     np.testing.assert_array_equal(scores.rewards, [1.0] * 7 + [np.nan, np.nan, 2.0])
     ((reason, count),) = scorer.failures["own"].items()
     assert re.fullmatch(r"RuntimeError: bad one \(/.*/own_rewards\.py:\d+ in asked\)", reason) and count == 1
-    assert scores.failures == (f"reward own: {reason}",)
+    assert [own for own in scores.failures if own] == [
+        (f"reward own: {reason}",),
+        ("reward own: it returned None or NaN, which mean that it could not be scored",),
+    ]
 
 
 @pytest.mark.slow

@@ -118,6 +118,9 @@ def raises(completion, answer):
 def text(completion):
     return "0.5"
 
+def trl(prompts, completions, ground_truth):
+    return [1.0] * len(completions)
+
 def of_topic(completion, topic):
     return float(topic in completion)
 """
@@ -128,7 +131,8 @@ def of_topic(completion, topic):
     [
         ("raises", ["KeyError: '1' (", "mine.py:3 in raises)"]),
         ("text", ["mine:text returned the text '0.5'; expected a finite number"]),
-        ("of_topic", ["mine:of_topic reads column `topic`, but train.jsonl:1 has only problem"]),
+        ("of_topic", ["mine:of_topic reads column `topic`, but train.jsonl:1 has only answer, problem"]),
+        ("trl", ["mine:trl reads column `prompts`", "What other trainers call `prompts` is `problem` here"]),
     ],
 )
 def test_rewards_are_tried_before_anything_is_started(here, capsys, function, words):

@@ -98,8 +98,10 @@ def test_a_resumed_run_begins_with_what_it_began_with_and_says_so(run, tmp_path)
     (new / "config.yaml").write_text(yaml.safe_dump(old))
     begun = as_begun(config, new, said.append)
     assert begun.model.path == "runs/mine@2" and not begun.rewards.require_box
-    assert len(said) == 1 and "require_box" in said[0]
-    assert as_begun(config, tmp_path / "runs/other", said.append).rewards.require_box and len(said) == 1
+    kept, box = said
+    assert "note: model.path = runs/mine@2: this run reads that checkpoint again when it resumes" in kept
+    assert "grpo-dist export runs/mine --step 2" in kept and "require_box" in box
+    assert as_begun(config, tmp_path / "runs/other", said.append).rewards.require_box and len(said) == 3
 
 
 def test_a_run_keeps_the_checkpoint_that_it_began_with(run, tmp_path):

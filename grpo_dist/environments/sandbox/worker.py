@@ -18,8 +18,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from grpo_dist.environments.sandbox.frames import INNER, read, write
-
-_REASON = 2000  # characters of an error
+from grpo_dist.errors import raised
 
 
 def serve(make: Callable[[], Any], requests: int, replies: int) -> NoReturn:
@@ -48,7 +47,7 @@ def serve(make: Callable[[], Any], requests: int, replies: int) -> NoReturn:
                     result = runner.run(_result_of(result))
                 reply = json.dumps(["ok", result]).encode()
             except BaseException as error:  # includes SystemExit: a program must not end its process
-                body = ["memory" if isinstance(error, MemoryError) else "error", _reason(error)]
+                body = ["memory" if isinstance(error, MemoryError) else "error", raised(error)]
                 reply = json.dumps(body).encode()
             _flush()
             write(replies, INNER.pack(token, len(reply)) + reply)
@@ -94,14 +93,6 @@ async def _readable(descriptor: int) -> None:
 
 async def _result_of(result: Any) -> Any:
     return await result
-
-
-def _reason(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except BaseException:  # a class of the user's own
-        text = "its text cannot be read"
-    return f"{type(error).__name__}: {text}"[:_REASON]
 
 
 def _close(*descriptors: int) -> None:

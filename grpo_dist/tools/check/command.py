@@ -61,15 +61,18 @@ _NO_PROBLEM_ELSEWHERE = ("disk", "shared memory", "ports")
 
 @dataclass(frozen=True)
 class CheckResult:
-    """``detail``: what the check found, or why it is ``skipped``. ``problem``: the user must fix it."""
+    """``detail``: what the check found, or why it is ``skipped``. ``problem``: the user must fix it.
+    ``note``: a problem of this machine, which the nodes of the run need not have.
+    """
 
     name: str
     detail: str
     problem: bool = False
     skipped: bool = False
+    note: bool = False
 
     def __str__(self) -> str:
-        mark = "FIX" if self.problem else "-- " if self.skipped else "ok "
+        mark = "FIX" if self.problem else "-- " if self.skipped else "?? " if self.note else "ok "
         return f"{mark} {self.name}: {'not checked: ' if self.skipped else ''}{masked(self.detail)}"
 
 
@@ -106,7 +109,7 @@ def run_checks(config: Config, *, cluster: str | None) -> Iterator[CheckResult]:
                 yield CheckResult(name, "fix the same problem above first", skipped=True)
             is_note = elsewhere and name in _NO_PROBLEM_ELSEWHERE
             for problem in fresh:
-                yield CheckResult(name, f"{where}{problem}", problem=not is_note)
+                yield CheckResult(name, f"{where}{problem}", problem=not is_note, note=is_note)
 
 
 def problems(results: Sequence[CheckResult]) -> UserError | None:
@@ -121,5 +124,5 @@ def problems(results: Sequence[CheckResult]) -> UserError | None:
 def summary(results: Sequence[CheckResult]) -> str:
     """Return how many checks passed, and the names of those that were skipped."""
     skipped = [result.name for result in results if result.skipped]
-    passed = sum(not result.problem and not result.skipped for result in results)
+    passed = sum(not (result.problem or result.skipped or result.note) for result in results)
     return f"{passed} checks passed" + (f"; not checked: {', '.join(skipped)}" if skipped else "")

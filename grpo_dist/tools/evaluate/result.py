@@ -216,7 +216,8 @@ def _measured(
         samples=samples,
         unscored=sum(c is None for v in verdicts for c in v.correct),
         truncated=sum(v.truncated for v in verdicts) / samples,
-        length_tokens=float(np.mean(lengths)) if lengths else math.nan,
+        # Completions that were not sampled here have no tokens.
+        length_tokens=float(np.mean(lengths)) if any(lengths) else math.nan,
         estimates={
             n: estimate(values(n), samples=samples)
             for n in dict.fromkeys(n for j in judged for n in j.values)

@@ -151,7 +151,7 @@ def _read_sets(
         return [replace(x, columns={name: x.columns[name] for name in source.columns}) for x in items]
 
     rows = read_all(with_columns, "data.eval", own, asked=asked_columns(sections.rewards))
-    scored = [visible(source, of_set) for source, (_, of_set) in zip(sources, rows, strict=True)]
+    scored = [(source, visible(source, of_set)) for source, (_, of_set) in zip(sources, rows, strict=True)]
     check_columns(sections.rewards, scored, "data.eval")
     sets = []
     loaded = prepare_eval(sections, rows, tokenizer, [], say)

@@ -19,7 +19,7 @@ def add_export(commands: Any) -> None:
     sub.add_argument("config", nargs=1, metavar="RUN", help="run directory, e.g. runs/demo, or RUN@STEP")
     sub.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; default: the newest")
     sub.add_argument(
-        "--out", type=file_path, metavar="DIR", help="new or empty directory; default RUN/export/step_N"
+        "--out", type=file_path, metavar="DIR", help="new or empty directory; default RUN/export/step_000020"
     )
     sub.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="type of the weights; default: as they were trained"

@@ -63,7 +63,7 @@ def export(
 
     Args:
         step: None: the newest undamaged one.
-        out: None: `export/step_N` in the run's directory.
+        out: None: `export/step_000020` or the like in the run's directory.
         dtype: None: as the weights were trained.
         adapter: write the LoRA adapter alone; else it is merged.
         push: repository of the hub to upload to.
@@ -82,7 +82,7 @@ def export(
             origin = {"checkpoint": fingerprint(checkpoint / MANIFEST), "dtype": dtype, "adapter": adapter}
         if adapter and config.policy.lora is None:
             raise UserError(f"--adapter: {run_dir} trained all weights (no `policy.lora`); leave it out")
-        name = f"step_{step}" + ("_adapter" if adapter else "") + (f"_{dtype}" if dtype else "")
+        name = checkpoint.name + ("_adapter" if adapter else "") + (f"_{dtype}" if dtype else "")
         out = out or run_dir / "export" / name
         if push and is_export_from(out, origin):
             say(f"{out}: step {step} of {run_dir}, exported before")

@@ -76,7 +76,8 @@ def make_plan(
         refused = str(error)
     if option and not refused:
         simulated = planned(option)
-    result = search(config, setting) if splits and setting.cluster.gpus > 1 else SearchResult(None, [])
+    searches = splits and setting.cluster.gpus > 1
+    result = search(config, setting, simulated) if searches else SearchResult(None, [])
     shown: Planned | None = simulated or result.best
     if shown is None:
         raise UserError(f"{config.name} on {setting.cluster}: {refused}")

@@ -15,7 +15,7 @@ from typing import Any
 from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.config import Config, ModelConfig, RewardModelConfig, SFTConfig, TeacherConfig
 from grpo_dist.config.files import load_recorded
-from grpo_dist.errors import UserError, as_user_errors, expanded
+from grpo_dist.errors import UserError, as_user_errors, expanded, searched
 from grpo_dist.policy.attention import attention_layers
 from grpo_dist.policy.gguf_model import gguf_config, is_gguf
 from grpo_dist.runs.run_weights import find_checkpoint, is_checkpoint, is_supervised_run
@@ -365,6 +365,12 @@ def model_of(model: ModelConfig, sft: SFTConfig | None, seed: int) -> ModelShape
             raise UserError(str(error)) from error
     if found := _known_locally(path, model.revision, _policy(path)):
         return found
+    if expanded(path).is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
+        raise UserError(
+            f"{_policy(path)}: no such directory{searched(path)}; write one that has config.json, "
+            "model.path=random:config.json for such a file alone, or the id of a model of the same size: "
+            f"{', '.join(_PUBLISHED)}"
+        )
     raise UserError(
         f"{_policy(path)}: {_NOWHERE} ({', '.join(_PUBLISHED)}); fetch its config.json and plan with "
         "model.path=random:config.json"

@@ -69,9 +69,9 @@ class SearchResult:
     tried: list[Tried]
 
 
-def search(config: Config, setting: Setting) -> SearchResult:
+def search(config: Config, setting: Setting, configured: Planned | None = None) -> SearchResult:
     """Try all splits. The option with the highest bound of each placement and ZeRO stage is always simulated,
-    so that the plan can say what bounds it.
+    so that the plan can say what bounds it. ``configured``: the plan of ``config`` as it is, if it can run.
     """
     options = [(c, option_or_reason(config, c, setting)) for c in changes_of(config, setting)]
     limits = {i: bound(option) for i, (_, option) in enumerate(options) if isinstance(option, Option)}
@@ -89,7 +89,17 @@ def search(config: Config, setting: Setting) -> SearchResult:
             fastest[kind] = tried
         if best is None or _is_faster(tried, best):
             best = tried
-    return SearchResult(best and planned(best.option), list(_tried(options, fastest)))
+    # One split has one plan, wherever it is printed: those of the comparison are of fewer steps.
+    plans = [configured] if configured else []
+
+    def final(compared: Planned) -> Planned:
+        same = (plan for plan in plans if plan.option.config == compared.option.config)
+        return next(same, compared)
+
+    if best and final(best) is best:
+        plans.append(planned(best.option))
+    fastest = {kind: final(compared) for kind, compared in fastest.items()}
+    return SearchResult(best and final(best), list(_tried(options, fastest)))
 
 
 def _is_faster(one: Planned, other: Planned) -> bool:

@@ -16,7 +16,7 @@ from grpo_dist.config import Config, presets
 from grpo_dist.config.differences import flat
 from grpo_dist.config.secrets import masked
 from grpo_dist.config.text import check_nesting, unescaped
-from grpo_dist.errors import UserError, expanded
+from grpo_dist.errors import UserError, expanded, searched
 from grpo_dist.runtime.files import parse_json
 
 TRAINING, QUARANTINE = "training", "quarantine"
@@ -66,8 +66,8 @@ def open_runs(paths: Sequence[str]) -> list[RunDir]:
     for path in found:
         if not path.is_dir():
             raise UserError(
-                f"{path}: no such directory; expected a run directory of grpo-dist train, e.g. runs/demo, or "
-                "the directory of a grpo-dist eval"
+                f"{path}: no such directory{searched(path)}; expected a run directory of grpo-dist train, "
+                "e.g. runs/demo, or the directory of a grpo-dist eval"
             )
         if not any((path / name).is_file() for name in ("metrics.jsonl", _CONFIG, _EVALUATION)):
             raise UserError(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from grpo_dist.config import Config
 from grpo_dist.config.files import to_yaml
-from grpo_dist.errors import UserError, expanded
+from grpo_dist.errors import UserError, expanded, searched
 from grpo_dist.runtime import __version__
 
 CONFIG = "config.yaml"
@@ -114,7 +114,7 @@ def _own_code(code_paths: Sequence[str]) -> Iterator[str]:
                 "with the job; submit from a parent directory, or give an absolute path on the cluster"
             )
         if not path.is_dir():
-            raise UserError(f"`code_paths`: {given}: no such directory here")
+            raise UserError(f"`code_paths`: {given}: no such directory{searched(given)}")
         if relative not in found:
             found.add(relative)
             yield relative

@@ -62,11 +62,11 @@ def submit(
     target = _target(to, options)
     check_no_secrets(job)
     target.check(job)
-    if dry_run:
-        print(target.render(job), end="")  # includes the warning as a comment
-        return
     if (warning := target.idle(job, to)) is not None:
         print(warning, file=sys.stderr)
+    if dry_run:
+        print(target.render(job), end="")
+        return
     record = target.submit(job)
     record.write()
     print(f"submitted to {to}{' at ' + record.where if record.where else ''}: {record.job}")

@@ -113,9 +113,7 @@ class KubeRayTarget(NodeSizes):
         gpus = self.gpus_per_node or 0
         gib = self.memory_gib or gpus * _GIB_PER_GPU or _GIB_ON_CPUS
         _size(group["template"]["spec"], cpus=self.cpus, memory_gib=gib, shm=4, gpus=gpus)
-        text = yaml.dump_all([config, rayjob], Dumper=_Dumper, sort_keys=False, width=110)
-        warning = self.idle(job, "kuberay")
-        return f"# {warning}\n{text}" if warning else text
+        return yaml.dump_all([config, rayjob], Dumper=_Dumper, sort_keys=False, width=110)
 
     def submit(self, job: Job) -> SubmissionRecord:
         kubectl = _kubectl(self.namespace)

@@ -39,7 +39,12 @@ _DECIDED = (
     ("output", "o", _LOG),
     ("error", "e", _LOG),
     ("open-mode", "", "a requeued job appends to its log"),
-    ("array", "a", "submit each run with its own `name`, e.g. in a loop over seeds"),
+    (
+        "array",
+        "a",
+        "the tasks of an array have one job name, and of the jobs of a name one runs at a time: no two train "
+        "in one directory; submit each run with its own `name`, e.g. in a loop over seeds",
+    ),
     ("signal", "", "set `checkpoint.grace_s`"),
     ("chdir", "D", "submit from that directory"),
     ("clusters", "M", "submit on a machine of that cluster"),
@@ -129,7 +134,6 @@ class SlurmTarget(NodeSizes):
         return (
             "".join(f"#SBATCH {option}\n" for option in options)
             + f"# {' '.join(described.split())}\n"
-            + (f"# {warning}\n" if (warning := self.idle(job, "slurm")) else "")
             + "prepare() {\n" + "".join(f"    {line}\n" for line in prepare) + "}\n"
             + f"train=({shlex.join(train)})\n"
             + f"nodes_log={shlex.quote(_pattern(job, 'slurm-%j-nodes.log'))}\n"

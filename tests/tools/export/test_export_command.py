@@ -62,14 +62,14 @@ def logits(model):
 def test_the_newest_checkpoint_becomes_a_directory_of_transformers(run, tiny_model, capsys):
     run_dir, trained = run
     assert main(["export", str(run_dir)]) == 0
-    out = run_dir / "export/step_3"
+    out = run_dir / "export/step_000003"
     assert f"{out}: step 3" in capsys.readouterr().out
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.dtype == torch.float32 and torch.equal(logits(loaded), logits(trained))
     theirs, ours = (AutoTokenizer.from_pretrained(path) for path in (tiny_model, out))
     assert ours.chat_template == theirs.chat_template is not None
     assert (out / "generation_config.json").is_file() and why_no_export(out) == ""
-    assert [path.name for path in out.parent.iterdir()] == ["step_3"]  # nothing half-written
+    assert [path.name for path in out.parent.iterdir()] == ["step_000003"]  # nothing half-written
 
 
 def test_a_checkpoint_of_an_earlier_version_is_exported(run):
@@ -82,7 +82,7 @@ def test_a_checkpoint_of_an_earlier_version_is_exported(run):
     (checkpoint / "config.yaml").write_text(yaml.safe_dump(recorded))
     write_manifest(checkpoint)
     assert main(["export", str(run_dir)]) == 0
-    assert (run_dir / "export/step_3/model.safetensors").is_file()
+    assert (run_dir / "export/step_000003/model.safetensors").is_file()
 
 
 def test_the_card_names_model_data_settings_and_accuracy(run):
@@ -211,13 +211,13 @@ def test_a_step_without_an_evaluation_shows_the_newest_before_it(run):
     run_dir, _ = run
     write_scores(run_dir, {0: (0.25, 0.03), 2: (0.5, 0.04)})
     assert main(["export", str(run_dir), "--step", "3"]) == 0
-    assert "The newest evaluation is that of step 2." in card_of(run_dir / "export/step_3")[1]
+    assert "The newest evaluation is that of step 2." in card_of(run_dir / "export/step_000003")[1]
 
 
 def test_weights_are_written_in_another_type(run):
     run_dir, trained = run
     assert main(["export", str(run_dir), "--dtype", "bfloat16"]) == 0
-    written = load_file(run_dir / "export/step_3_bfloat16/model.safetensors")
+    written = load_file(run_dir / "export/step_000003_bfloat16/model.safetensors")
     weights = trained.state_dict()
     assert all(torch.equal(tensor, weights[name].bfloat16()) for name, tensor in written.items())
 
@@ -225,7 +225,7 @@ def test_weights_are_written_in_another_type(run):
 def test_a_run_in_bfloat16_is_exported_in_it_on_any_machine(tiny_model, tmp_path):
     run_dir, trained = make_run(tmp_path / "run", tiny_model, torch.bfloat16)
     assert main(["export", str(run_dir)]) == 0
-    loaded = AutoModelForCausalLM.from_pretrained(run_dir / "export/step_3")
+    loaded = AutoModelForCausalLM.from_pretrained(run_dir / "export/step_000003")
     assert loaded.dtype == torch.bfloat16 and torch.equal(logits(loaded), logits(trained))
 
 
@@ -247,7 +247,7 @@ def test_only_rounded_weights_may_give_other_log_probs(tiny_model, tmp_path, cap
 def test_an_adapter_is_merged_or_written_alone(tiny_model, tmp_path, capsys):
     run_dir, trained = make_run(tmp_path / "run", tiny_model, policy={"lora": {"rank": 4}})
     assert main(["export", str(run_dir)]) == main(["export", str(run_dir), "--adapter"]) == 0
-    merged, alone = run_dir / "export/step_3", run_dir / "export/step_3_adapter"
+    merged, alone = run_dir / "export/step_000003", run_dir / "export/step_000003_adapter"
     expected = logits(trained)
     assert (expected - logits(AutoModelForCausalLM.from_pretrained(tiny_model))).abs().max() > 0.01
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, atol=1e-5)
@@ -410,4 +410,4 @@ def test_a_refused_upload_keeps_the_files_and_says_how_to_go_on(run, monkeypatch
     message = capsys.readouterr().err
     assert "--push me/mine: the hub did not take the files" in message and "401" in message
     assert "hf upload me/mine" in message and "hf_made_for_a_test" not in message
-    assert (run_dir / "export/step_3/model.safetensors").is_file()
+    assert (run_dir / "export/step_000003/model.safetensors").is_file()

@@ -63,6 +63,15 @@ def test_the_bound_of_a_split_holds_where_dynamic_sampling_discards_groups(stale
         assert planned(option, steps=2).simulated.tokens_per_s <= 1.05 * bound(option)
 
 
+@pytest.mark.slow
+def test_a_split_has_the_same_numbers_wherever_the_plan_prints_it():
+    made = make_plan(wide(), "1x2xH100", ASSUMED)
+    plans = [made.simulated, made.search.best, *(t.best for t in made.search.tried if t.best)]
+    same = [(one, other) for one in plans for other in plans if one.option.config == other.option.config]
+    assert len(same) > len(plans)  # the best split is among those that were tried
+    assert all(one.simulated.step_s == other.simulated.step_s for one, other in same)
+
+
 def test_a_plan_in_which_no_split_can_run_gives_the_reasons():
     made = make_plan(wide(), "1x2xH100", ASSUMED)
     tried = [replace(t, best=None, fitting=0, why="a reason") for t in made.search.tried]

@@ -19,7 +19,8 @@ def dry_run(capsys, directory, to, *arguments):
 def test_a_job_that_requests_more_gpus_than_the_run_uses_gets_a_warning(tmp_path, capsys, to):
     status, said = dry_run(capsys, tmp_path, to, "--gpus-per-node", "8", "cluster.placement=separate")
     assert status == 0
-    assert "the job asks for 8 GPU(s), 1 node(s) with 8 each, and the run uses 2: 6 would be idle" in said
+    asks = "warning: the job asks for 8 GPU(s), 1 node(s) with 8 each, and the run uses 2: 6 would be idle"
+    assert asks in said
     assert "give --gpus-per-node 2" in said
 
 
