@@ -13,7 +13,10 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils import cpp_extension
@@ -83,14 +86,22 @@ def build_in_own_directory() -> None:
 
 
 def kernel_directory() -> Path:
-    """Return the directory of this environment's kernels."""
+    """Return the directory of the kernels of these versions on this processor, for every environment."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     if cpp_extension.FileBaton is BuildLock:  # `build_in_own_directory` has set it
         return root
-    # Environments have headers of their own, so each builds its own kernels.
-    environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
-    kind = f"py{platform.python_version()}-torch{torch.__version__}-{platform.machine()}-{environment}"
-    return root / "grpo-dist" / kind
+    versions = f"py{platform.python_version()}-torch{torch.__version__}-deepspeed{version('deepspeed')}"
+    return root / "grpo-dist" / f"{versions}-{_processor()}"
+
+
+def _processor() -> str:
+    """Return a digest of what this machine's processor can do: kernels are compiled for it (-march=native),
+    and machines of several kinds may share a home directory.
+    """
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else [platform.processor()]
+    able = [line for line in lines if line.startswith(("flags", "Features"))]
+    return f"{platform.machine()}-{hashlib.sha256((able or lines)[0].encode()).hexdigest()[:8]}"
 
 
 def list_kernels(policy: PolicyConfig, device: str) -> list[str]:
@@ -111,11 +122,26 @@ def list_kernels(policy: PolicyConfig, device: str) -> list[str]:
 
 
 def unbuilt(builders: Sequence[str]) -> list[str]:
-    """Return those of ``builders`` whose kernels this machine does not have yet. A file may be damaged, or of
-    other settings: the ranks find out.
+    """Return those of ``builders`` whose kernels this machine does not have yet."""
+    return [name for name in builders if not _mark(name).exists()]
+
+
+def _mark(builder: str) -> Path:
+    """Return the file that says that a kernel has been built to its end and loaded."""
+    return kernel_directory() / _NAMES[builder] / "built"
+
+
+def _load_built(builder: Any) -> None:
+    """Make DeepSpeed's ``builder`` use the library that is there. Raises ImportError for a damaged one.
+
+    DeepSpeed would call ninja, which builds anew what another environment built: its headers lie elsewhere.
     """
-    directory = kernel_directory()
-    return [name for name in builders if not (directory / _NAMES[name] / f"{_NAMES[name]}.so").exists()]
+    library = kernel_directory() / builder.name / f"{builder.name}.so"
+    spec = spec_from_file_location(builder.name, library)
+    assert spec is not None and spec.loader is not None, library
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    builder._loaded_ops[builder.name] = module
 
 
 def build_kernels(builders: Sequence[str], begin: Callable[[str], None] = lambda _: None) -> None:
@@ -130,10 +156,20 @@ def build_kernels(builders: Sequence[str], begin: Callable[[str], None] = lambda
         if builder is None or (name == "ShareMemCommBuilder" and not builder.is_compatible(verbose=False)):
             continue  # DeepSpeed does without it
         begin(f"kernel {_NAMES[name]}")
+        mark = _mark(name)
+        # One with code for GPUs is of the kind of GPU it was built on: ninja compares.
+        if mark.exists() and name != "QuantizerBuilder":
+            try:
+                _load_built(builder)
+                continue
+            except ImportError:  # damaged: built again
+                mark.unlink(missing_ok=True)
         try:
             builder.load(verbose=False)
         except Exception as error:
             raise UserError(_why_not_built(_NAMES[name], error)) from error
+        mark.parent.mkdir(parents=True, exist_ok=True)  # DeepSpeed may have been installed with its kernels
+        mark.touch()
 
 
 def _why_not_built(kernel: str, error: Exception) -> str:

@@ -118,8 +118,12 @@ def test_a_kernel_is_built_once_and_found_by_ranks(tmp_path, monkeypatch):
     assert unbuilt(builders) == []
     (library,) = tmp_path.rglob("deepspeed_shm_comm.so")
     built = library.stat().st_mtime_ns
+    library.with_name(".ninja_log").unlink()  # to ninja, another environment's build is as good as none
     asyncio.run(build_kernels_here(builders))
     assert library.stat().st_mtime_ns == built
+    library.write_bytes(b"damaged")
+    asyncio.run(build_kernels_here(builders))
+    assert library.stat().st_size > 1000 and unbuilt(builders) == []
 
 
 def test_a_build_that_is_killed_is_named(monkeypatch):
