@@ -1,7 +1,7 @@
 """The command line: ``grpo-dist train|sft|sample|check|bench|plan|submit CONFIG [key=value ...]``,
 ``grpo-dist eval MODEL DATA``, ``grpo-dist score COMPLETIONS``, ``grpo-dist pipeline FILE``, ``grpo-dist
-status|logs|stop RUN``, ``grpo-dist report RUN [RUN ...]`` and ``grpo-dist export RUN``. Heavy imports are
-inside the commands.
+status|logs|stop RUN``, ``grpo-dist report RUN [RUN ...]``, ``grpo-dist export RUN`` and ``grpo-dist import
+RECIPE``. Heavy imports are inside the commands.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from grpo_dist.runtime.stage_log import print_line, stages_logged, unread_output
 from grpo_dist.tools.arguments import add_command, add_inputs, parse
 from grpo_dist.tools.evaluate.command import add_commands as add_evaluation
 from grpo_dist.tools.export.arguments import add_export
+from grpo_dist.tools.recipe_import.command import add_import
 from grpo_dist.tools.report.arguments import add_report
 from grpo_dist.tools.submit.arguments import add_commands as add_submission
 
@@ -203,6 +204,7 @@ def command_parser() -> argparse.ArgumentParser:
     add_report(commands)
     add_export(commands)
     add_submission(commands)
+    add_import(commands)
     parser.set_defaults(command=None)
     return parser
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from grpo_dist.config import Config
 from grpo_dist.config.base import PLAIN, Choice, member_called, members
-from grpo_dist.config.peers import answer, hint, is_section
+from grpo_dist.config.peers import answer, hint, is_section, likely_trainer
 from grpo_dist.config.secrets import shown_value
 
 _SHOULD_BE = "Input should be "
@@ -153,6 +153,8 @@ def explain(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> str:
     and for all unknown keys with the same answer.
     """
     items = readable(errors, root)
+    unknown_keys = [key for item in items if item["type"] == "extra_forbidden" for key in _keys_in(item)]
+    trainer = likely_trainer(unknown_keys)
     lines, explained = _name_the_member(items)
     unknown: dict[str, list[str]] = {}
     for item in items:
@@ -163,7 +165,7 @@ def explain(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> str:
             if reason := _of_another_member(item["place"]):
                 lines.append(f"`{where}` is {reason}")
                 continue
-            for key, advice in _advise(item["place"], root, item["input"]):
+            for key, advice in _advise(item["place"], root, item["input"], trainer):
                 unknown.setdefault(advice, []).append(f"`{key}`")
         elif moved := _earlier_keys(item["loc"], item["input"]):
             lines += moved
@@ -238,19 +240,27 @@ def _of_another_member(place: KeyPlace) -> str | None:
     return f"no setting of {what} {place.label}; {takes}{has}"
 
 
-def _advise(place: KeyPlace, root: type[BaseModel], value: Any) -> Iterator[tuple[str, str]]:
-    """Yield each unknown key at ``place``, of a section of another framework all in it, with what to set
-    instead, after "; ", or "" where nothing is known.
+def _advise(
+    place: KeyPlace, root: type[BaseModel], value: Any, trainer: str | None
+) -> Iterator[tuple[str, str]]:
+    """Yield each unknown key at ``place``, of a section of another trainer all in it, with what to set
+    instead, after "; ", or "" where nothing is known. ``trainer``: whose settings most unknown keys are.
     """
     where = ".".join(map(str, place.keys))
     if root is Config and isinstance(value, Mapping) and is_section(where):
         for key in _leaves(value, f"{where}."):
-            yield key, f"; {advice}" if (advice := hint(key)) else ""
+            yield key, f"; {advice}" if (advice := hint(key, trainer=trainer)) else ""
     else:
-        yield where, f"; {advice}" if (advice := _advice(place, root)) else ""
+        yield where, f"; {advice}" if (advice := _advice(place, root, trainer)) else ""
 
 
-def _advice(place: KeyPlace, root: type[BaseModel]) -> str:
+def _keys_in(item: Mapping[str, Any]) -> list[str]:
+    """Return the dotted keys of an unknown key, all in it if it is a section."""
+    where, value = ".".join(map(str, item["loc"])), item["input"]
+    return list(_leaves(value, f"{where}.")) if isinstance(value, Mapping) and value else [where]
+
+
+def _advice(place: KeyPlace, root: type[BaseModel], trainer: str | None = None) -> str:
     """Return what to set instead of an unknown key; "" where nothing is known."""
     *path, name = map(str, place.keys)
     known, fields = _all_keys(root), list(place.section.model_fields) if place.section else []
@@ -263,7 +273,7 @@ def _advice(place: KeyPlace, root: type[BaseModel]) -> str:
     # If another section has the same key, only the full path identifies the framework it is from. So it does
     # where any name may be an argument.
     by_end = not elsewhere and not takes_arguments
-    if root is Config and (of_peer := hint(".".join((*path, name)), ends=by_end)):
+    if root is Config and (of_peer := hint(".".join((*path, name)), ends=by_end, trainer=trainer)):
         return of_peer
     near = "problem_column" if name in _PROBLEM and "problem_column" in fields else _near(name, fields)
     if near:

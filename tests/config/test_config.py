@@ -208,7 +208,7 @@ def test_where_the_prompt_asks_for_a_box_only_a_box_is_an_answer(tmp_path, data,
         ("algorithm.kl={coef: 0.1, estimator: k3+, in_reward: true}", ["remove the +"]),
         ("polcy.lr=1", ["unknown key `polcy`", "did you mean `policy`?"]),
         ("policy.optimizer.learning_rate=1", ["unknown key `policy.optimizer.learning_rate`"]),
-        ("lr=1", ["unknown key `lr`", "did you mean `policy.optimizer.lr` or `sft.lr`?"]),
+        ("lr=1", ["unknown key `lr`", "did you mean `policy.optimizer.lr`?"]),
         (
             "data.train.1.path=x",
             ["`data.train`: 0 to 0", "set the list as a whole: data.train=[...]"],

@@ -1,14 +1,13 @@
 """Unknown keys that are settings of other frameworks are answered with ours."""
 
 import re
-from collections import Counter
 
 import pytest
 
 from grpo_dist.cli import main
 from grpo_dist.config import AlgorithmConfig, Config
 from grpo_dist.config.files import ConfigError, load_config
-from grpo_dist.config.peers import EARLIER_KEYS, FRAMEWORKS, PEER_TABLE, hint, lookup
+from grpo_dist.config.peers import EARLIER_KEYS, hint, lookup, trainers
 from grpo_dist.tools.config_reference import keys, sections
 from tests.support.documents import ROOT
 
@@ -22,30 +21,36 @@ def base(tmp_path):
     return path
 
 
-def test_every_key_of_ours_in_the_table_exists():
+FREE = ("rollout.engine.", "data.template_kwargs.")  # arguments of others, by their own names
+
+
+def test_every_key_of_ours_in_the_tables_exists():
     known = {key.path for prefix, section in sections(Config) for key in keys(section, prefix)}
-    named = {key for row in PEER_TABLE for key in row.ours} | {
-        key for row in PEER_TABLE for key in re.findall(r"`([a-z_.]+)`", row.note) if "." in key
+    rows = [row for trainer in trainers().values() for row in trainer.rows.values()]
+    derived = {key for trainer in trainers().values() for key in trainer.derived}
+    named = {key for row in rows for key in row.keys} | derived
+    texts = [row.note for row in rows] + [
+        t for row in rows for t in row.values.values() if isinstance(t, str)
+    ]
+    named |= {
+        key.replace(".0.", ".N.")
+        for text in texts
+        for key in re.findall(r"`([a-z_.N0]+)`", text)
+        if "." in key
     }
     written = {
         key for now in EARLIER_KEYS.values() for key in re.findall(r"`([a-z_.]+)[`:]", now) if "." in key
     }
     assert written <= known and not known & EARLIER_KEYS.keys()
-    assert len(named) > 90 and named - known == {"cluster.timeouts", "policy.lora"} & named - known
+    assert len(named) > 120 and [key for key in named - known if not key.startswith(FREE)] == []
 
 
-def test_the_table_covers_the_frameworks():
-    count = {f: sum(len(row.names.get(f, ())) for row in PEER_TABLE) for f in FRAMEWORKS}
-    assert min(count.values()) > 80 and sum(count.values()) > 500, count
-    for row in PEER_TABLE:
-        assert row.ours or row.note, "a setting without a counterpart needs a reason"
-        assert row.names
-
-
-def test_no_framework_has_one_name_in_two_rows():
-    for framework in FRAMEWORKS:
-        names = Counter(name for row in PEER_TABLE for name in row.names.get(framework, ()))
-        assert [name for name, count in names.items() if count > 1] == [], framework
+def test_the_tables_say_what_each_setting_is_here():
+    assert len(trainers()) > 16
+    for trainer in trainers().values():
+        assert len(trainer.rows) > 20 and trainer.version and trainer.words, trainer.name
+        for name, row in trainer.rows.items():
+            assert row.keys or row.note, f"{trainer.name}: {name} without a counterpart needs a reason"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +65,7 @@ def test_no_framework_has_one_name_in_two_rows():
             "unknown key `actor_rollout_ref.actor.ppo_epochs`; did you mean `batch.epochs_per_batch`?",
         ]),
         ("num_generations=8", ["did you mean `batch.samples_per_prompt`?", "TRL's `num_generations`"]),
-        ("temperature=0.9", ["did you mean `sampling.temperature`?", "TRL's"]),
+        ("temperature=0.9", ["did you mean `sampling.temperature`?", "of TRL, OpenRLHF"]),
         ("gradient_checkpointing=true", ["did you mean `model.gradient_checkpointing`?"]),
         ("ds3_gather_for_generation=true", ["has no counterpart", "bucket by bucket"]),
         ("actor_rollout_ref.actor.tis_imp_ratio_cap=2", ["did you mean `algorithm.correction.high`?"]),
@@ -86,7 +91,7 @@ def test_no_framework_has_one_name_in_two_rows():
         ),
         ("scale_rewards=batch", ["did you mean `algorithm.advantage.std`?", "batch_raw"]),
         ("policy.learning_rate=1", ["did you mean `policy.optimizer.lr`?"]),
-        ("n_samples_per_prompt=8", ["did you mean `batch.samples_per_prompt`?", "OpenRLHF's"]),
+        ("n_samples_per_prompt=8", ["did you mean `batch.samples_per_prompt`?", "of OpenRLHF, slime"]),
         ("rollout.n_samples_per_prompt=8", ["did you mean `batch.samples_per_prompt`?"]),
         ("eval.temperature=0", ["did you mean `evaluation.temperature`?"]),
         ("rollout.temperature=1", ["did you mean `sampling.temperature`?"]),
@@ -100,15 +105,15 @@ def test_no_framework_has_one_name_in_two_rows():
         ("generate_max_len=512", ["did you mean `sampling.max_new_tokens`?", "OpenRLHF's"]),
         ("use_vllm=true", ["no counterpart", "vLLM always samples"]),
         ("disable_dropout=true", ["no counterpart", "without dropout"]),
-        ("filter_groups=true", ["`dynamic_sampling`", "verl's `algorithm.filter_groups.enable`"]),
+        ("filter_groups=true", ["`dynamic_sampling`", "verl's `algorithm.filter_groups`"]),
         ("filter_groups={enable: true, max_num_gen_batches: 3}", [
             "unknown key `filter_groups.enable`; did you mean `dynamic_sampling`?",
             "unknown key `filter_groups.max_num_gen_batches`; "
             "did you mean `dynamic_sampling.max_extra_prompts`?",
         ]),
         ("algorithm.filter_groups.enable=true", ["did you mean `dynamic_sampling`?"]),
-        ("critic.model.path=m", ["`critic.model.path`; verl's `critic`", "no counterpart", "no critic"]),
-        ("critic={optim: {lr: 1}, ppo_epochs: 2}", ["keys `critic.optim.lr`, `critic.ppo_epochs`; verl's"]),
+        ("critic.model.path=m", ["`critic.model.path`; `critic` of verl, OpenRLHF", "no counterpart"]),
+        ("critic={optim: {lr: 1}, ppo_epochs: 2}", ["keys `critic.optim.lr`, `critic.ppo_epochs`; `critic`"]),
         ("critic_pretrain=m", ["no critic"]),
         ("reward_model.rollout.gpu_memory_utilization=0.5", ["did you mean `rewards.models`?"]),
         ("ref.num_nodes=2", ["did you mean `reference.num_workers`?"]),
@@ -128,11 +133,37 @@ def test_an_unknown_key_of_another_framework_is_answered_with_ours(base, overrid
     assert "unknown key" in message and [word for word in words if word not in message] == []
 
 
-@pytest.mark.parametrize("key", ["filter_low", "stop_strings", "group_size"])
-def test_a_key_that_only_looks_alike_is_no_answer(base, key):
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [
+        ("filter_low", "EasyR1's `algorithm.filter_low` has no counterpart: `dynamic_sampling` replaces"),
+        ("stop_strings", "did you mean `sampling.stop`?"),
+        ("group_size", "did you mean `batch.samples_per_prompt`?"),
+        ("max_tokens", "did you mean `sampling.max_new_tokens`?"),
+        ("vllm_gpu_ratio", "did you mean `rollout.gpu_memory_utilization`?"),
+        ("no_such_word", None),
+    ],
+)
+def test_a_key_that_only_looks_alike_is_no_answer(base, key, answer):
     with pytest.raises(ConfigError) as refusal:
         load_config(base, [f"{key}=1"])
-    assert str(refusal.value) == f"{base}: unknown key `{key}`"
+    message = str(refusal.value).removeprefix(f"{base}: unknown key `{key}`")
+    assert message == "" if answer is None else message.startswith(f"; {answer}")
+
+
+def test_a_pasted_recipe_is_answered_by_its_own_trainer(base):
+    """`batch_size`, `seq_len` and `max_steps` alone have several meanings."""
+    with pytest.raises(ConfigError) as refusal:
+        load_config(base, ["orchestrator={batch_size: 512, group_size: 8, seq_len: 8192}", "max_steps=5"])
+    assert str(refusal.value).splitlines()[1:] == [
+        "  unknown key `orchestrator.batch_size`; did you mean `batch.prompts_per_step`? (prime-rl's "
+        "`orchestrator.batch_size`; samples there: divide by group_size)",
+        "  unknown key `orchestrator.group_size`; did you mean `batch.samples_per_prompt`? (prime-rl's "
+        "`orchestrator.group_size`)",
+        "  unknown key `orchestrator.seq_len`; did you mean `model.max_length`? (prime-rl's "
+        "`orchestrator.seq_len`; prompt and completion together)",
+        "  unknown key `max_steps`; did you mean `steps`? (prime-rl's `max_steps`)",
+    ]
 
 
 def test_unknown_keys_with_one_answer_share_a_line_and_a_message_has_at_most_40(base):
@@ -150,18 +181,9 @@ def test_unknown_keys_with_one_answer_share_a_line_and_a_message_has_at_most_40(
     assert len(lines) == 41 and lines[-1] == "  and 22 more"
 
 
-def test_every_name_of_the_table_finds_its_row():
-    for row in PEER_TABLE:
-        for framework, names in row.names.items():
-            for name in names:
-                assert any(one.row is row and one.framework == framework for one in lookup(name)), name
-
-
 @pytest.mark.parametrize(
     "name",
-    ["path", "enable", "mode", "no_such_thing", "data.custom_cls.name", "data.sampler",
-     "actor_rollout_ref.rollout.trace.backend", "actor_rollout_ref.rollout.prometheus.enable",
-     "actor_rollout_ref.model.tiled_mlp.enabled"],
+    ["path", "enable", "mode", "no_such_thing", "actor_rollout_ref.model.tiled_mlp.enabled", "batch_size"],
 )  # fmt: skip
 def test_a_word_with_many_meanings_has_no_answer(name):
     assert hint(name) is None
@@ -170,7 +192,7 @@ def test_a_word_with_many_meanings_has_no_answer(name):
 @pytest.mark.parametrize("name", ["model.path", "optim.lr", "ppo_mini_batch_size", "enable", "strategy"])
 def test_a_setting_of_the_critic_is_never_answered_with_one_of_the_policy(name):
     found = lookup(f"critic.{name}")
-    assert {one.row.ours for one in found} == {()}
+    assert {one.row.keys for one in found} == {()}
 
 
 def test_a_flag_of_another_framework_is_answered_with_our_key(base, capsys):

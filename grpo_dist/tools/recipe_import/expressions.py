@@ -1,0 +1,129 @@
+"""Expressions of the tables and of shell arithmetic: numbers, comparisons, choices and a few functions."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")
+_OPERATIONS: Mapping[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Eq: operator.eq, ast.NotEq: operator.ne,
+    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b, ast.Not: operator.not_,
+    ast.USub: operator.neg, ast.UAdd: operator.pos,
+}  # fmt: skip
+_LARGEST_POWER = 64
+
+
+class Uncomputable(ValueError):
+    """An expression without a value."""
+
+
+def slug(text: Any) -> str:
+    """Return a name for a directory: `qwen3 8b_$(date)` -> qwen3-8b."""
+    plain = re.sub(r"\$\([^)]*\)|\$\{[^}]*\}", "", str(text))
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-_.") or "run"
+
+
+def count_gpus(value: Any) -> int:
+    """Return the number of devices of a list, of `list(range(0,16))`, or of a number."""
+    if isinstance(value, int):
+        return value
+    if isinstance(value, list):
+        return len(value)
+    spans = re.findall(r"range\(\s*(\d+)\s*,\s*(\d+)\s*\)", str(value))
+    if not spans:
+        raise Uncomputable(f"no devices: {value}")
+    return sum(int(end) - int(start) for start, end in spans)
+
+
+def parallel(backend: Any, letter: str) -> int:
+    """Return one size of AReaL's backends: parallel("fsdp:d4p1t2", "t") is 2."""
+    match = re.search(rf"{letter}(\d+)", str(backend).rpartition(":")[2])
+    return int(match[1]) if match else 1
+
+
+def name_the_problem(text: Any) -> Any:
+    """Return an OpenRLHF template with the problem's name in its braces: "Q: {}" -> "Q: {problem}"."""
+    return str(text).replace("{}", "{problem}") if text else None
+
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "slug": slug, "gpus": count_gpus, "parallel": parallel, "template": name_the_problem, "max": max,
+    "min": min, "int": int, "text": str, "before": lambda text, sign: str(text).partition(sign)[0],
+    "total": lambda value: sum(value) if isinstance(value, list) else value,
+}  # fmt: skip
+
+
+def evaluate(expression: str, values: Mapping[str, Any]) -> Any:
+    """Return the value of an expression in which ``{name}`` stands for an entry of ``values``.
+
+    Raises Uncomputable where it has none.
+    """
+    places = dict[str, Any]()
+
+    def name_of(match: re.Match[str]) -> str:
+        places[f"_{len(places)}"] = values.get(match[1])
+        return f"_{len(places) - 1}"
+
+    try:
+        return _value(ast.parse(_NAME.sub(name_of, expression).strip(), mode="eval").body, places)
+    except (SyntaxError, TypeError, LookupError, ArithmeticError, ValueError, RecursionError) as error:
+        raise Uncomputable(str(error)) from error
+
+
+def _value(node: ast.AST, places: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Constant(value):
+            return value
+        case ast.Name(name):
+            return {"true": True, "false": False, "null": None, **places}[name]
+        case ast.List(items):
+            return [_value(item, places) for item in items]
+        case ast.Dict(keys, items):
+            return {_value(k, places): _value(v, places) for k, v in zip(keys, items, strict=True) if k}
+        case ast.UnaryOp(op, operand):
+            return _OPERATIONS[type(op)](_value(operand, places))
+        case ast.BinOp(left, ast.Pow(), right):
+            base, power = _value(left, places), _value(right, places)
+            if abs(power) > _LARGEST_POWER or abs(base) > 1e9:
+                raise Uncomputable("a power that is too large")
+            return base**power
+        case ast.BinOp(left, op, right):
+            one, other = _value(left, places), _value(right, places)
+            if not isinstance(op, ast.Add) and not isinstance(one, int | float):
+                raise Uncomputable(f"{one!r} is no number")
+            return _whole(_OPERATIONS[type(op)](one, other))
+        case ast.Compare(left, [op], [right]):
+            return _OPERATIONS[type(op)](_value(left, places), _value(right, places))
+        case ast.BoolOp(ast.And(), parts):
+            result: Any = True
+            for part in parts:
+                if not (result := _value(part, places)):
+                    break
+            return result
+        case ast.BoolOp(ast.Or(), parts):
+            result = None
+            for part in parts:
+                if result := _value(part, places):
+                    break
+            return result
+        case ast.IfExp(test, then, other):
+            return _value(then if _value(test, places) else other, places)
+        case ast.Subscript(inner, ast.Slice(lower, None, step)):
+            first, stride = (_value(part, places) if part else None for part in (lower, step))
+            return _value(inner, places)[first::stride]
+        case ast.Subscript(inner, index):
+            return _value(inner, places)[_value(index, places)]
+        case ast.Call(ast.Name(name), arguments, []):
+            return _FUNCTIONS[name](*(_value(argument, places) for argument in arguments))
+    raise Uncomputable(ast.dump(node))
+
+
+def _whole(value: Any) -> Any:
+    """Return a quotient without remainder as an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value

@@ -1,0 +1,350 @@
+"""From the settings of a recipe to a configuration of this project, by the table of its trainer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from grpo_dist.config import Config
+from grpo_dist.config.base import tagged_unions
+from grpo_dist.config.messages import explain, readable
+from grpo_dist.config.peers import UNSET, Row, Trainer, of_value
+from grpo_dist.tools.recipe_import.expressions import Uncomputable, evaluate
+from grpo_dist.tools.recipe_import.readers import Recipe, Setting
+
+Path = tuple[str | int, ...]
+_NOTHING = "off, or as it is here: nothing to set"
+_PLACEHOLDERS: tuple[tuple[Path, str], ...] = (
+    (("model", "path"), "MODEL"),
+    (("data", "train", 0, "path"), "DATA"),
+)
+_MOST_REFUSALS = 60
+
+
+@dataclass(slots=True)
+class Entry:
+    """What became of a setting.
+
+    Attributes:
+        source: the setting as the recipe has it, or where the value is from.
+        values: keys of this project and their values; empty: none.
+        remark: why there is none, or what to know.
+        kind: written; answered: nothing to write, with the reason; lost: cannot be carried over; unknown: no
+            table has it; added: the recipe does not say it, but the trainer does it.
+    """
+
+    source: str
+    values: dict[Path, Any] = field(default_factory=dict)
+    remark: str = ""
+    kind: str = "written"
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    trainer: Trainer
+    entries: tuple[Entry, ...]
+    remarks: tuple[str, ...]
+
+    def tree(self) -> dict[str, Any]:
+        """Return the configuration."""
+        return _nest({path: value for entry in self.entries for path, value in entry.values.items()})
+
+    def count(self, *kinds: str) -> int:
+        return sum(entry.kind in kinds for entry in self.entries)
+
+
+def translate(recipe: Recipe, trainer: Trainer) -> Translation:
+    """Translate ``recipe``, which is one of ``trainer``, so that the result is a valid configuration."""
+    reader = _Reader(recipe, trainer)
+    entries = [reader.entry(setting) for setting in recipe.settings]
+    _spread(entries)
+    _drop_doubles(entries)
+    entries += reader.unwritten(entries)
+    _spread(entries)
+    paths = {path for entry in entries for path in entry.values}
+    for path, text in _PLACEHOLDERS:
+        if path not in paths and not (path[:2] == ("data", "train") and _environment_brings_rows(entries)):
+            entries.append(Entry("not in the recipe: set it", {path: text}, kind="added"))
+    remarks = _make_valid(entries)
+    return Translation(trainer, tuple(entries), (*recipe.remarks, *remarks))
+
+
+def _environment_brings_rows(entries: Sequence[Entry]) -> bool:
+    paths = [path for entry in entries for path in entry.values]
+    return any(path[-1] == "environment" and path[:2] == ("data", "train") for path in paths)
+
+
+class _Reader:
+    def __init__(self, recipe: Recipe, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.given = {setting.name: setting.value for setting in recipe.settings}
+        self.by_row = {id(row): value for name, value in self.given.items() if (row := trainer.row(name))}
+
+    def entry(self, setting: Setting) -> Entry:
+        row = self.trainer.row(setting.name)
+        if row is None:
+            return Entry(str(setting), remark="no table has it", kind="unknown")
+        return self.converted(str(setting), row, setting.value, setting.name)
+
+    def converted(self, source: str, row: Row, value: Any, name: str) -> Entry:
+        """Apply a row to a value."""
+        result = self._result(row, value)
+        if result is None:
+            return Entry(source, remark=_NOTHING if row.keys or row.lost else row.note, kind="answered")
+        if isinstance(result, _Reason):
+            return Entry(source, remark=str(result), kind="lost" if result.lost else "answered")
+        indices = [int(part) for part in name.split(".") if part.isdigit()]
+        many = len(row.keys) > 1 and isinstance(result, list) and len(result) == len(row.keys)
+        pairs = zip(row.keys, result if many else [result] * len(row.keys), strict=True)
+        values = {path: one for key, part in pairs for path, one in _placed(key, part, indices)}
+        return Entry(source, values)
+
+    def _result(self, row: Row, value: Any) -> Any:
+        """Return the value here; None: nothing to write; or a reason."""
+        if isinstance(value, str) and "$(" in value and "slug" not in row.expression:
+            return _Reason("what a command prints; set it", lost=True)
+        listed = of_value(row, value)
+        names = [one for one in row.values.values() if one is not None]
+        if listed is UNSET and names and isinstance(value, list) and row.keys:
+            return self._each(row, value)
+        if listed is not UNSET and not row.expression:
+            return _Reason(listed, lost=True) if isinstance(listed, str) and " " in listed else listed
+        if row.expression and listed is UNSET:
+            try:
+                return evaluate(row.expression, {"value": value, **_Names(self)})
+            except Uncomputable:
+                return _Reason(row.note or f"the value follows from {row.expression}", lost=True)
+        if listed is not UNSET:
+            return listed
+        if names or not row.keys or row.lost:
+            reason = row.note or "no such value here"
+            return _Reason(reason, lost=row.lost or bool(row.keys))
+        return value
+
+    @staticmethod
+    def _each(row: Row, items: list[Any]) -> Any:
+        """Map each item of a list; what no table has is code of the user's, to be named."""
+        names = [of_value(row, item) for item in items]
+        known = [name for name in names if name is not UNSET and name is not None]
+        if not known:
+            return _Reason(row.note, lost=True)
+        return [n if n in known else f"my_rewards:{_word(i)}" for i, n in zip(items, names, strict=True)]
+
+    def value_of(self, name: str) -> Any:
+        """Return a setting of the recipe, else the trainer's default, else None."""
+        if name in self.given:
+            return self.given[name]
+        row = self.trainer.rows.get(name)
+        if row is None:
+            return None
+        return self.by_row.get(id(row), None if row.default is UNSET else row.default)
+
+    def unwritten(self, entries: Sequence[Entry]) -> Iterator[Entry]:
+        """Yield the trainer's defaults that differ from those here, and what follows from others."""
+        written = {path for entry in entries for path in entry.values}
+        least = {"model": {"path": "m"}, "data": {"train": [{"path": "d"}]}}
+        ours = Config.model_validate(least).model_dump()
+        done = set(self.by_row)
+        for name, row in self.trainer.rows.items():
+            if row.default is UNSET or id(row) in done:
+                continue
+            done.add(id(row))
+            entry = self.converted(f"{self.trainer.name}'s default", row, row.default, name)
+            entry.values = {p: v for p, v in entry.values.items() if p not in written and _at(ours, p) != v}
+            if entry.values:
+                yield replace(entry, kind="added")
+        for key, expression in self.trainer.derived.items():
+            try:
+                value = evaluate(expression, _Names(self))
+            except Uncomputable:
+                continue
+            paths = [path for path, _ in _placed(key, value, [])]
+            if value is not None and not written.intersection(paths):
+                yield Entry(f"as in {self.trainer.name}", dict(_placed(key, value, [])), kind="added")
+
+
+class _Names(dict[str, Any]):
+    """Settings by name, for expressions."""
+
+    def __init__(self, reader: _Reader) -> None:
+        super().__init__({name: reader.value_of(name) for name in (*reader.trainer.rows, *reader.given)})
+
+
+class _Reason(str):
+    """Why a setting has no value here."""
+
+    lost: bool
+
+    def __new__(cls, text: str, *, lost: bool) -> _Reason:
+        reason = super().__new__(cls, text)
+        reason.lost = lost
+        return reason
+
+
+def _word(item: Any) -> str:
+    return re.sub(r"\W+", "_", str(item).rpartition(".")[2]).strip("_") or "reward"
+
+
+def _placed(key: str, value: Any, indices: Sequence[int]) -> Iterator[tuple[Path, Any]]:
+    """Yield paths and values of a key. Its `N` is a position: of the items of a list, that in the setting's
+    name, or all.
+    """
+    parts = key.split(".")
+    if "N" not in parts:
+        yield tuple(parts), value
+        return
+    at = parts.index("N")
+    items = list(enumerate(value)) if isinstance(value, list) else [(indices[0] if indices else "*", value)]
+    if parts[-1] in ("path", "function", "environment") and not isinstance(value, list) and not indices:
+        items = [(0, value)]
+    for index, item in items:
+        yield (*parts[:at], index, *parts[at + 1 :]), item
+
+
+def _spread(entries: Sequence[Entry]) -> None:
+    """Write a value of all entries of a list into each."""
+    paths = [path for entry in entries for path in entry.values]
+    lengths = dict[Path, int]()
+    for path in paths:
+        at = next((i for i, part in enumerate(path) if isinstance(part, int)), None)
+        if at is not None:
+            lengths[path[:at]] = max(lengths.get(path[:at], 0), int(path[at]) + 1)
+    lengths.setdefault(("data", "train"), 1)
+    for entry in entries:
+        for path, value in list(entry.values.items()):
+            if "*" in path and path[: path.index("*")] in lengths:
+                at = path.index("*")
+                del entry.values[path]
+                places = {(*path[:at], i, *path[at + 1 :]): value for i in range(lengths[path[:at]])}
+                entry.values |= {place: one for place, one in places.items() if place not in paths}
+            elif "*" in path:
+                del entry.values[path]
+        if not entry.values and entry.kind == "written":
+            entry.kind, entry.remark = "answered", entry.remark or "nothing here that it is about"
+
+
+def _drop_doubles(entries: Sequence[Entry]) -> None:
+    """Keep the last of several values of a key."""
+    last = {path: entry for entry in entries for path in entry.values}
+    for entry in entries:
+        for path in list(entry.values):
+            if last[path] is not entry:
+                same = last[path].values[path] == entry.values.pop(path)
+                if not entry.values:
+                    entry.remark = f"{'as' if same else 'replaced by'} `{_dotted(path)}` below"
+                    entry.kind = "answered"
+
+
+def _make_valid(entries: list[Entry]) -> list[str]:
+    """Take out the values that the configuration refuses, with its reason, those of defaults first."""
+    for _ in range(_MOST_REFUSALS):
+        tree = _nest({path: value for entry in entries for path, value in entry.values.items()})
+        try:
+            Config.model_validate(tree)
+            return []
+        except ValidationError as error:
+            if not _take_out(entries, error):
+                return [f"to be corrected: {explain(error.errors(), Config)}"]
+    return []
+
+
+def _take_out(entries: list[Entry], error: ValidationError) -> bool:
+    """Take the values that an error is about out of their entries; return whether there were any."""
+    taken = False
+    for each in readable(error.errors(), Config):
+        location, reason = tuple(each["loc"]), explain([each], Config)
+        entry, path = _entry_at(entries, location) if location else _entry_named(entries, reason)
+        if entry is not None:
+            entry.values = {p: v for p, v in entry.values.items() if p[: len(path)] != path}
+            if not entry.values:
+                entry.kind = "lost" if entry.kind == "written" else "dropped"
+                entry.remark = reason.split(" (")[0] if location else reason.split("; ")[0]
+            taken = True
+    return taken
+
+
+def _entry_at(entries: Sequence[Entry], location: Path) -> tuple[Entry | None, Path]:
+    """Return the entry that set a key, or one in it, or the section that it is missing in."""
+    for end in range(len(location), 0, -1):
+        for entry in reversed(entries):
+            for path in entry.values:
+                if path[:end] == location[:end]:
+                    return entry, path if end < len(location) else location
+    return None, ()
+
+
+def _entry_named(entries: Sequence[Entry], reason: str) -> tuple[Entry | None, Path]:
+    """Return the entry of the last key that a contradiction names, of a default before one of the recipe."""
+    named = [tuple(name.split(".")) for name in re.findall(r"`([a-z_.0-9]+)`", reason.split(";")[0])]
+    for kinds in (("added",), ("written",)):
+        for name in reversed(named):
+            for entry in entries:
+                for path in entry.values:
+                    if entry.kind in kinds and tuple(map(str, path))[: len(name)] == name:
+                        return entry, path
+    return None, ()
+
+
+def _nest(values: Mapping[Path, Any]) -> dict[str, Any]:
+    """Return nested mappings and lists of ``values``. The name of a member of a union that has other settings
+    stands among them.
+    """
+    tree: dict[Any, Any] = {}
+    for path, value in values.items():
+        node = tree
+        for part in path[:-1]:
+            child = node.get(part)
+            if not isinstance(child, dict):
+                child = node[part] = {} if child is None else {_tag(path, part): child}
+            node = child
+        here = node.get(path[-1])
+        if isinstance(here, dict) and not isinstance(value, dict) and (tag := TAGS.get(plain_path(path))):
+            here[tag] = value
+        else:
+            node[path[-1]] = deepcopy(value)
+    return _lists(tree)
+
+
+def _tag(path: Path, part: Any) -> str:
+    return TAGS.get(plain_path(path[: path.index(part) + 1]), "name")
+
+
+def plain_path(path: Path) -> tuple[str, ...]:
+    """Return a path with * for positions in lists."""
+    return tuple("*" if isinstance(part, int) else part for part in path)
+
+
+def _lists(node: Any) -> Any:
+    """Turn mappings with positions as keys into lists."""
+    if not isinstance(node, dict):
+        return node
+    if node and all(isinstance(key, int) for key in node):
+        return [_lists(node[key]) for key in sorted(node)]
+    return {key: _lists(value) for key, value in node.items()}
+
+
+def _at(tree: Any, path: Path) -> Any:
+    """Return the value at a path of a dumped configuration; of a union its name."""
+    for part in path:
+        if isinstance(tree, dict):
+            tree = tree.get(part)
+        elif isinstance(tree, list | tuple) and isinstance(part, int) and part < len(tree):
+            tree = tree[part]
+        else:
+            return None
+    if isinstance(tree, dict) and (tag := TAGS.get(plain_path(path))):
+        return tree.get(tag)
+    return list(tree) if isinstance(tree, tuple) else tree
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+# Where a name chooses a member of a union, and the key that it is short for.
+TAGS: Mapping[tuple[str, ...], str] = {path: union[0].tag for path, union in tagged_unions(Config)}

@@ -1,0 +1,372 @@
+"""`grpo-dist import`: recipes in the form that other trainers publish become valid configurations."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_dist.cli import main
+from grpo_dist.config.files import load_config
+from grpo_dist.config.peers import trainers
+from grpo_dist.tools.recipe_import.expressions import Uncomputable, evaluate
+from grpo_dist.tools.recipe_import.shell import read_commands
+
+VERL = r"""#!/usr/bin/env bash
+set -xeuo pipefail
+# Our own recipe in verl's form.
+MODEL=${MODEL:-"org/base-7B"}
+DATA_HOME=${DATA_HOME:-"${HOME}/data"}
+answer=$((1024 * 8)); prompt_bsz=128
+DEVICE=${DEVICE:-$(python3 -c 'import x' && echo npu || echo gpu)}
+EXTRA=()
+case "$DEVICE" in
+    gpu) gpus=8; EXTRA+=(actor_rollout_ref.rollout.enforce_eager=True) ;;
+    npu) gpus=16 ;;
+esac
+if [ "${FAST:-0}" = 1 ]; then answer=64; elif [ $gpus -ge 8 ]; then nodes=2; else nodes=1; fi
+ARGS=(
+    algorithm.adv_estimator=grpo   # the estimator
+    algorithm.use_kl_in_reward=False
+)
+ray job submit --no-wait --runtime-env="env.yaml" -- python3 -m verl.trainer.main_ppo "${ARGS[@]}" \
+    data.train_files="['$DATA_HOME/a.parquet', '$DATA_HOME/b.parquet']" \
+    data.val_files="${DATA_HOME}/test.parquet" \
+    data.train_batch_size=${prompt_bsz} \
+    data.max_response_length=${answer} \
+    actor_rollout_ref.model.path="$MODEL" \
+    actor_rollout_ref.actor.ppo_mini_batch_size=$((prompt_bsz / 4)) \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.rollout.n=16 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
+    algorithm.filter_groups.enable=True \
+    algorithm.filter_groups.max_num_gen_batches=3 \
+    trainer.logger='["console","wandb"]' \
+    trainer.project_name=ours \
+    trainer.experiment_name="ours 7b_$(date +%m%d)" \
+    trainer.n_gpus_per_node=${gpus} \
+    trainer.nnodes="${nodes}" \
+    trainer.test_freq=-1 \
+    trainer.no_such_key=1 \
+    "${EXTRA[@]}" "$@"
+"""
+OPENRLHF = """deepspeed --module openrlhf.cli.train_ppo_ray \\
+   --pretrain org/model --prompt_data org/data --input_key question --label_key gold \\
+   --rollout_batch_size 64 --n_samples_per_prompt 8 --train_batch_size 128 \\
+   --advantage_estimator reinforce_baseline --init_kl_coef 1e-3 --use_kl_loss --kl_estimator k2 \\
+   --eps_clip_low_high 0.2 0.27 --colocate_all_models --vllm_num_engines 8 \\
+   --vllm_gpu_memory_utilization 0.6 \\
+   --actor_num_gpus_per_node 8 --packing_samples --generate_max_len 1024 --actor_learning_rate 5e-7 --bf16
+"""
+TRL_YAML = """# open-r1's form
+model_name_or_path: org/model
+dataset_name: org/data
+dataset_prompt_column: problem
+system_prompt: "Think.\\nThen answer."
+num_generations: 16
+per_device_train_batch_size: 16
+gradient_accumulation_steps: 4
+max_completion_length: 512
+max_steps: 50
+learning_rate: 2.0e-05
+lr_scheduler_type: cosine
+report_to: [wandb]
+reward_funcs: [accuracy, format, tag_count]
+reward_weights: [1.0, 0.5, 0.25]
+push_to_hub: true
+"""
+TRL_PYTHON = '''"""Our own script."""
+from trl import GRPOConfig, GRPOTrainer
+STEPS = 20
+raise SystemExit("this file is read, not run")
+dataset = load_dataset("org/data", "main", split="train")
+args = GRPOConfig(output_dir="out", num_generations=4, per_device_train_batch_size=8, max_steps=STEPS,
+                  epsilon=0.2, loss_type="dr_grpo", scale_rewards=False, beta=0.01, seed=chosen())
+trainer = GRPOTrainer(model="org/model", args=args, reward_funcs=accuracy_reward, train_dataset=dataset,
+                      peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"]))
+'''
+ROLL = """exp_name: ours
+rollout_batch_size: 32
+num_return_sequences_in_group: 8
+response_length: 512
+adv_estimator: reinforce
+pretrain: org/model
+max_steps: 10
+actor_train:
+  training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 2, gradient_accumulation_steps: 16, warmup_steps: 5}
+  data_args: {file_name: [data/a.jsonl], messages: messages}
+  device_mapping: list(range(0,4))
+actor_infer:
+  generating_args: {max_new_tokens: "${response_length}", temperature: 0.9, top_p: 0.99}
+  device_mapping: list(range(4,8))
+"""  # noqa: E501
+FORMS = {
+    "run.sh": VERL,
+    "ppo.sh": OPENRLHF,
+    "config.yaml": TRL_YAML,
+    "train.py": TRL_PYTHON,
+    "roll.yaml": ROLL,
+    "swift.sh": """NPROC_PER_NODE=4 swift rlhf --rlhf_type grpo --model org/model --dataset org/data
+        --reward_funcs accuracy format --tuner_type lora --lora_rank 16 --per_device_train_batch_size 8
+        --num_generations 8 --deepspeed zero3 --beta 0.0 --vllm_mode colocate --use_vllm true""".replace(
+        "\n", " "
+    ),
+    "slime.sh": """MODEL_ARGS=(--hf-checkpoint /models/m)
+python3 train.py ${MODEL_ARGS[@]} --prompt-data /d.jsonl --label-key label --rollout-batch-size 32 \\
+  --n-samples-per-prompt 8 --global-batch-size 128 --num-rollout 100 --rm-type deepscaler --eps-clip 0.2 \\
+  --eps-clip-high 0.28 --advantage-estimator grpo --actor-num-gpus-per-node 8 --colocate --use-tis""",
+    "skyrl.sh": """uv run --extra vllm -m skyrl.train.entrypoints.main_base data.train_data="['a.parquet']" \\
+  trainer.policy.model.path=org/model trainer.train_batch_size=64 trainer.policy_mini_batch_size=16 \\
+  trainer.algorithm.policy_loss_type=gspo generator.n_samples_per_prompt=8 \\
+  trainer.placement.colocate_all=true \\
+  generator.sampling_params.max_generate_length=512 trainer.logger=console""",
+    "nemo.yaml": """# the shape of grpo_math
+grpo: {num_prompts_per_step: 16, num_generations_per_prompt: 8, max_num_steps: 100, val_period: 10}
+policy:
+  model_name: org/model
+  train_global_batch_size: 64
+  max_total_sequence_length: 1024
+  generation: {max_new_tokens: "${policy.max_total_sequence_length}", temperature: 1.0, top_p: 1.0}
+loss_fn: {reference_policy_kl_penalty: 0.01, ratio_clip_min: 0.2, ratio_clip_max: 0.28}
+cluster: {gpus_per_node: 8, num_nodes: 1}
+""",
+    "areal.yaml": """experiment_name: ours
+gconfig: {n_samples: 4, max_new_tokens: 256, temperature: 1.0}
+rollout: {backend: "vllm:d4t2", max_head_offpolicyness: 2}
+actor: {backend: "fsdp:d8", path: org/model, eps_clip: 0.2, kl_ctl: 0.0, ppo_n_minibatches: 2}
+train_dataset: {path: org/data, batch_size: 64, max_length: 512}
+""",
+    "prime.toml": """max_steps = 100
+[model]
+name = "org/model"
+[deployment]
+num_train_gpus = 2
+num_infer_gpus = 6
+[orchestrator]
+batch_size = 128
+group_size = 8
+[[orchestrator.train.source]]
+name = "sums"
+[orchestrator.train.source.env.taskset]
+id = "sums-env"
+""",
+    "tinker.sh": "python -m tinker_cookbook.recipes.math_rl.train env=gsm8k model_name=org/model "
+    "group_size=8 groups_per_batch=16 learning_rate=2e-5 max_tokens=256",
+    "open_instruct.sh": "python open_instruct/grpo_fast.py --exp_name ours --num_unique_prompts_rollout 16 "
+    "--num_samples_per_prompt_rollout 8 --total_episodes 12800 --model_name_or_path org/model "
+    "--dataset_mixer_list org/data 1.0 --dataset_mixer_list_splits train --response_length 512 "
+    "--num_learners_per_node 4 4 --kl_estimator 2",
+    "easy.yaml": """data: {train_files: org/data@train, rollout_batch_size: 128, max_response_length: 512}
+algorithm: {adv_estimator: grpo, kl_coef: 0.01, use_kl_loss: true, kl_penalty: low_var_kl}
+worker:
+  actor: {global_batch_size: 32, model: {model_path: org/model}, offload: {offload_params: true}}
+  rollout: {n: 5, temperature: 1.0, tensor_parallel_size: 2}
+trainer: {max_steps: 20, n_gpus_per_node: 8, nnodes: 1, experiment_name: ours, logger: [file]}
+""",
+    "oat.sh": "python train_zero_math.py --critic_type drgrpo --gpus 8 --collocate --pretrain org/model "
+    "--prompt_data ./data --input_key problem --output_key answer --num_samples 8 --rollout_batch_size 128 "
+    "--train_batch_size 128 --generate_max_length 3000 --beta 0 --oracle math --zero-stage 2",
+    "zero.yaml": """model: {pretrained_model_path: org/model, dtype: bfloat16}
+data: {path: org/countdown, test_size: 128}
+training: {batch_size: 256, num_questions_per_batch: 32, max_gen_len: 1024, betas: [0.9, 0.999]}
+""",
+    "x.yaml": """# X-R1's form
+model_name_or_path: org/model
+dataset_name: org/data
+num_processes: 3
+num_generations: 6
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 8
+max_completion_length: 128
+""",
+}
+
+
+@pytest.fixture
+def imported(tmp_path, capsys):
+    def run(name, *options):
+        """Return the configuration and both texts that the command writes."""
+        source, target = tmp_path / name, tmp_path / f"{name}.ours.yaml"
+        source.write_text(FORMS[name])
+        assert main(["import", str(source), *options]) == 0
+        out, err = capsys.readouterr()
+        target.write_text(out)
+        return SimpleNamespace(config=load_config(target), out=out, err=err)
+
+    return run
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_form_is_recognised_and_becomes_a_valid_configuration(imported, name):
+    result = imported(name)
+    assert result.config.model.path == {"slime.sh": "/models/m", "run.sh": "org/base-7B"}.get(
+        name, "org/model"
+    )
+    first = result.err.splitlines()[0]
+    unknown = int(first.split(" unknown")[0].rpartition(" ")[2])
+    assert unknown == (name == "run.sh"), result.err
+
+
+def test_a_recipe_of_verl_with_its_conversions_and_unwritten_defaults(imported):
+    result = imported("run.sh")
+    assert [source.path for source in result.config.data.train] == ["~/data/a.parquet", "~/data/b.parquet"]
+    assert {source.problem_column for source in (*result.config.data.train, *result.config.data.eval)} == {
+        "prompt"
+    }
+    assert (result.config.batch.prompts_per_step, result.config.batch.updates_per_step) == (128, 4)
+    assert (result.config.policy.num_workers, result.config.rollout.num_workers) == (16, 4)
+    assert result.config.sampling.max_new_tokens == 8192 and result.config.name == "ours-7b"
+    assert (result.config.algorithm.kl.coef, result.config.algorithm.kl.estimator.name) == (0.001, "k3")
+    assert result.config.dynamic_sampling.max_extra_prompts == 256 and result.config.rollout.enforce_eager
+    assert result.config.evaluation.every == 0 and result.config.tracking.wandb == "ours"
+    # Unwritten there, and other than here.
+    for line in (
+        "    betas: [0.9, 0.999]  # verl's default", "    weight_decay: 0.01  # verl's default",
+        "    dual_clip: 3.0  # verl's default", "  temperature: 0  # verl's default",
+        "  correction: none  # as in verl", "  gradient_checkpointing: true  # verl's default",
+    ):  # fmt: skip
+        assert line in result.out.splitlines(), line
+    assert "# algorithm.use_kl_in_reward=false: off, or as it is here" in result.out
+    assert (
+        " 0 not carried over, 1 unknown" in result.err
+        and "trainer.no_such_key=1: no table has it" in result.err
+    )
+
+
+def test_every_setting_of_a_recipe_is_in_the_file_once_in_its_section(imported):
+    result = imported("config.yaml")
+    for line in FORMS["config.yaml"].splitlines()[1:]:
+        assert result.out.count(f" {line.split(':')[0]}=") == 1, line
+
+
+def test_a_recipe_of_open_r1(imported):
+    result = imported("config.yaml")
+    rewards = [(reward.function, reward.weight) for reward in result.config.rewards.functions]
+    assert rewards == [("math", 1.0), ("format", 0.5), ("my_rewards:tag_count", 0.25)]
+    assert result.config.data.system_prompt == "Think.\nThen answer." and result.config.steps == 50
+    assert (
+        result.config.batch.prompts_per_step == 16 * 8 * 4 // 16
+        and result.config.policy.optimizer.betas == (0.9, 0.999)
+    )
+    assert "# push_to_hub=true: `grpo-dist export RUN --push USER/REPO` pushes to the hub" in result.out
+
+
+def test_a_python_script_is_read_and_not_run(imported):
+    result = imported("train.py")
+    assert (result.config.data.train[0].path, result.config.data.train[0].subset) == ("org/data", "main")
+    assert result.config.steps == 20 and result.config.algorithm.aggregation.name == "seq-mean-token-sum-norm"
+    assert result.config.algorithm.advantage.std == "none" and result.config.algorithm.kl.coef == 0.01
+    assert (result.config.policy.lora.rank, result.config.policy.lora.target_modules) == (8, ("q_proj",))
+    assert "chosen()" in result.err  # a value that only running it would give
+
+
+def test_flags_of_openrlhf(imported):
+    result = imported("ppo.sh")
+    assert (result.config.batch.prompts_per_step, result.config.batch.updates_per_step) == (64, 4)
+    assert (result.config.algorithm.loss.clip_low, result.config.algorithm.loss.clip_high) == (0.2, 0.27)
+    algorithm = result.config.algorithm
+    assert not algorithm.kl.in_reward and algorithm.advantage.name == "reinforce_pp_baseline"
+    assert result.config.policy.optimizer.schedule == "cosine" and algorithm.correction.kind == "none"
+
+
+def test_what_cannot_be_carried_over_is_said_with_its_reason(imported):
+    result = imported("roll.yaml")
+    assert result.config.batch.updates_per_step == 2 and result.config.rollout.num_workers == 4
+    assert "actor_infer.generating_args.top_p=0.99" in result.err
+
+
+def test_a_setting_of_another_loss_is_taken_out(imported):
+    """SkyRL's bounds are of any loss; a default of it that gspo refuses is not written."""
+    result = imported("skyrl.sh")
+    assert result.config.algorithm.loss.name == "gspo" and result.config.batch.updates_per_step == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "- 1\n", ["a.yaml: not .yaml", "mapping of keys"]),
+        ("a.sh", "echo hello\n", ["no settings found", "GRPOConfig"]),
+        ("a.py", "def f(:\n", ["a.py: not .py"]),
+        ("a.toml", "= 1", ["a.toml: not .toml"]),
+        ("a.yaml", "color: red\n", ["not recognised as a recipe of verl, TRL", "--from"]),
+        ("a.yaml", "a: &a [*a]\n", ["a.yaml: not .yaml"]),
+    ],
+)
+def test_what_is_no_recipe_is_refused(tmp_path, capsys, name, text, words):
+    (tmp_path / name).write_text(text)
+    assert main(["import", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and [word for word in words if word not in error] == []
+
+
+def test_the_trainer_can_be_named(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("temperature: 0.5\n")
+    assert main(["import", str(tmp_path / "a.yaml"), "--from", "ms-swift"]) == 0
+    assert capsys.readouterr().out.startswith("# a.yaml of ms-swift (settings of 4.6.0.dev0)")
+    assert main(["import", str(tmp_path / "a.yaml"), "--from", "nobody"]) == 2
+    assert "expected one of verl, TRL" in capsys.readouterr().err
+
+
+def test_no_secret_of_the_environment_gets_into_the_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TOKEN", "s3cret")
+    (tmp_path / "a.yaml").write_text('exp_name: "${oc.env:TOKEN}"\nrollout_batch_size: 8\npretrain: m\n')
+    script = "python -m verl.trainer.main_ppo trainer.experiment_name=$TOKEN data.train_batch_size=8\n"
+    (tmp_path / "a.sh").write_text(script)
+    for name, trainer in (("a.yaml", "roll"), ("a.sh", "verl")):
+        assert main(["import", str(tmp_path / name), "--from", trainer]) == 0
+        assert "s3cret" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("A=1\nrun --x $A ${B:-2} \"${C:-a b}\" '$A'", ["run", "--x", "1", "2", "a b", "$A"]),
+        ('X=(a "b c")\nX+=(d)\nrun "${X[@]}" ${X[1]} ${#X[@]}', ["run", "a", "b c", "d", "b", "c", "3"]),
+        ("run a \\\n  # not a comment inside\n b", ["run", "a"]),
+        ("run a#b # c", ["run", "a#b"]),
+        ("N=8\nrun $((N * 2 / 3)) $(( (N + 1) ** 2 ))", ["run", "5", "81"]),
+        ("if [ -z \"$A\" ]; then A=x; fi; run $A", ["run", "x"]),
+        ("if [[ $(uname) == Linux ]]; then A=x; else A=y; fi\nrun $A", ["run", "y"]),
+        ("for s in 3 4; do run $s; done", ["run", "3"]),
+        ("while true; do run a; done; run b", ["run", "b"]),
+        ("cat <<EOF\nrun no\nEOF\nrun yes > log 2>&1 &", ["run", "yes"]),
+        ("P=/a/b.c.d\nrun ${P##*/} ${P%.*} ${P/b/x}", ["run", "b.c.d", "/a/b.c", "/a/x.c.d"]),
+        ('D="$(cd "$(dirname "$0")/.." && pwd)"\nrun $D/x', ["run", "../x"]),
+        ("run $(rm -rf /) `id`", ["run", "$(rm -rf /)", "$(id)"]),
+        ('run "unclosed', ["run", "unclosed"]),
+        ("case a in b) run 1 ;; a|c) run 2 ;; *) run 3 ;; esac", ["run", "2"]),
+    ],
+)  # fmt: skip
+def test_a_shell_script_is_read_as_the_shell_would(script, words):
+    commands = [list(command.words) for command in read_commands(script) if command.words[0] == "run"]
+    assert commands[-1] == words
+
+
+def test_a_script_reads_files_of_its_own_folder_alone(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "a.sh").write_text("A=1\n")
+    (tmp_path / "b.sh").write_text("A=2\n")
+    for path, value in (("a.sh", "1"), ("../b.sh", "")):
+        (command,) = read_commands(f'source {path}\nrun "$A"', tmp_path / "own")
+        assert command.words == ("run", value)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["1 / 0", "{a} * 2", "open('x')", "().__class__", "9 ** 99999", "(" * 500, "'a' * 10**9", "x", "max()"],
+)
+def test_an_expression_without_a_value_is_refused(expression):
+    with pytest.raises(Uncomputable):
+        evaluate(expression, {"a": None})
+
+
+def test_expressions_of_the_tables():
+    """No placeholder of a table names a setting that it does not have."""
+    for trainer in trainers().values():
+        names = {name for name, row in trainer.rows.items()}
+        texts = [row.expression for row in trainer.rows.values()] + [*trainer.derived.values()]
+        used = {name for text in texts for name in re.findall(r"\{([A-Za-z_][\w.]*)\}", text)}
+        assert used - names - {"value"} == set(), trainer.name
