@@ -14,11 +14,13 @@ rounding error by a deviation of the same size gives 0.06 to 0.9.
 A reward that is NaN or infinite could not be scored: under every estimator the sample leaves the statistics
 and gets advantage 0.
 
-What else an estimator looks at, and what else holds of it, stands in `estimators.ESTIMATORS`.
+What checks and loop must know of an estimator, e.g. that it needs a group, is in `config.algorithm`, which
+imports no torch.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from math import comb, sqrt
 
@@ -26,7 +28,6 @@ import torch
 from jaxtyping import Float, Int, Real
 from torch import Tensor
 
-from grpo_dist.algorithms.estimators import ESTIMATORS
 from grpo_dist.algorithms.normalise import Groups, deviation, is_scored, typed_like
 
 
@@ -293,5 +294,8 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "maxrl": maxrl,
     "grpo_passk": grpo_passk,
 }
-# Keyword arguments of each, which the caller provides.
-ADVANTAGE_INPUTS = {name: ESTIMATORS[name].inputs for name in ADVANTAGES}
+# Keyword arguments of each, which the caller provides: settings, or what `credit_assignment` makes of groups.
+ADVANTAGE_INPUTS = {
+    name: tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
+    for name, function in ADVANTAGES.items()
+}

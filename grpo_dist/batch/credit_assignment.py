@@ -2,14 +2,14 @@
 
 rewards [G] of each group     clipped, normalised                  reward_clip, reward_norm
                               (what is not finite: not scored)
-  -> advantages [G]           the estimator                        advantage, std
+  -> advantages [G]           the estimator                        advantage
   -> advantages [B, T]        spread over tokens, or of steps      process, turn, otb
-                              plus those of steps                  outcome_coef, process_coef
+                              plus those of steps                  process.outcome_coef, process.coef
                               weighed                              reward_coef
                               less the KL still to come            kl_coef
-                              whitened over tokens                 whiten, then the weight
+                              whitened over tokens                 advantage.whiten, then the weight
                               plus those of a teacher              teacher_coef
-                              clipped                              clip
+                              clipped                              advantage_clip
                               weighed by length                    length_weights
 """
 
@@ -35,7 +35,9 @@ from grpo_dist.algorithms.token_advantages import (
     turn_level,
 )
 from grpo_dist.batch.rows import context_ids, sampled_tokens
-from grpo_dist.plugins.algorithm import NO_OWN_CODE, OwnCode, kl_estimate, own_advantages
+from grpo_dist.config import AlgorithmConfig
+from grpo_dist.config.algorithm import ReinforceAdvantage
+from grpo_dist.plugins.algorithm import OwnCode, kl_estimate, own_advantages
 from grpo_dist.plugins.inputs import AdvantageInputs
 from grpo_dist.types import Group, TrainBatch, Turn
 
@@ -45,33 +47,34 @@ PROCESS, TURN, OTB = "process", "turn", "otb"
 
 @dataclass(frozen=True, slots=True)
 class AdvantageSettings:
-    """How rewards become advantages. Names are those of the registries in `grpo_dist.algorithms`, or of the
-    user's own pieces.
+    """How rewards become advantages: the configuration, and what a run and its step add to it.
+
+    Attributes:
+        algorithm: estimator, normalisation and clips, with the settings of each.
+        weights: of each reward, for gdpo and user-supplied estimators.
+        moments: of all rewards so far, these groups' included, for `reward_norm` running.
+        kl_coef: weight of the KL term in the reward; 0: no such term.
+        reward_coef: weight of the advantages of rewards; whitened: not with a KL term.
+        teacher_coef: weight of a teacher's advantages; 0: it is no part of them.
+        code_paths: where user-supplied code is.
     """
 
-    estimator: str = "grpo"
-    std: str = "group"
-    eps: float = 1e-6
-    k: int = 4  # of pass_at_k
-    discount: float = 1.0  # of turn
-    gamma: float = 1.0  # discount of the reward, and of the KL in it, for each later token
-    outcome_coef: float = 1.0  # with process_coef: weight of the estimator's advantages
-    process_coef: float = 0.0  # weight of the advantages of steps, which are added; 0: none
-    weights: Mapping[str, float] = field(default_factory=dict)  # of each reward, for gdpo
-    reward_clip: float | None = None  # rewards are clipped to +- this
-    reward_norm: str = "none"
-    reward_shift: bool = True
-    reward_scale: bool = True
-    reward_eps: float = 1e-6  # added to the deviation of reward_norm
-    moments: Moments | None = None  # of reward_norm running: of all rewards so far, these groups' included
-    kl_coef: float = 0.0  # of the KL term in the reward; 0: no such term
-    kl_estimator: str = "k1"
-    whiten: bool = False
-    reward_coef: float = 1.0  # weight of the advantages of rewards; whitened: not with a KL term
-    teacher_coef: float = 0.0  # weight of a teacher's advantages; 0: it is no part of them
-    clip: float | None = None  # advantages are clipped to +- this
-    length_weights: bool = False  # weigh samples by their length
-    own: OwnCode = NO_OWN_CODE  # where names that are not built in are found
+    algorithm: AlgorithmConfig
+    weights: Mapping[str, float] = field(default_factory=dict)
+    moments: Moments | None = None
+    kl_coef: float = 0.0
+    reward_coef: float = 1.0
+    teacher_coef: float = 0.0
+    code_paths: Sequence[str] = ()
+
+    @property
+    def own(self) -> OwnCode:
+        """User-supplied pieces of the algorithm."""
+        return OwnCode.of_pieces(self.code_paths, self.algorithm.own_pieces)
+
+    def arguments(self, *names: str) -> dict[str, Any]:
+        """Return the settings called ``names`` that the estimator has."""
+        return {name: value for name, value in self.algorithm.advantage.arguments.items() if name in names}
 
 
 def sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[np.ndarray]:
@@ -82,16 +85,17 @@ def sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> l
     where the mean is large. float32 otherwise.
     """
     sizes = [len(g.rewards) for g in groups]
-    if settings.estimator in (PROCESS, TURN, OTB):
+    algorithm, name = settings.algorithm, settings.algorithm.advantage.name
+    if name in (PROCESS, TURN, OTB):
         return [np.zeros(size, np.float32) for size in sizes]
     rewards, ids = _normalised(groups, settings), _group_ids(groups)
-    if settings.estimator in ADVANTAGES:
-        inputs = {name: _INPUTS[name](groups, settings) for name in ADVANTAGE_INPUTS[settings.estimator]}
-        advantages = ADVANTAGES[settings.estimator](rewards, ids, **inputs)
+    if name in ADVANTAGES:
+        arguments = settings.arguments(*ADVANTAGE_INPUTS[name])
+        inputs = {key: _INPUTS[key](groups, settings) for key in ADVANTAGE_INPUTS[name] if key in _INPUTS}
+        advantages = ADVANTAGES[name](rewards, ids, **arguments, **inputs)
     else:
-        own = _own_inputs(rewards, ids, groups, settings)
-        advantages = own_advantages(settings.estimator, settings.own, own)
-    follows = settings.whiten or settings.kl_coef or settings.teacher_coef or settings.process_coef
+        advantages = own_advantages(name, settings.own, _own_inputs(rewards, ids, groups, settings))
+    follows = algorithm.advantage.whiten or algorithm.process or settings.kl_coef or settings.teacher_coef
     return [part.numpy() for part in (advantages if follows else advantages.float()).split(sizes)]
 
 
@@ -102,10 +106,10 @@ def clipped_rewards(groups: Sequence[Group], clip: float | None) -> Tensor:
 
 def _normalised(groups: Sequence[Group], settings: AdvantageSettings) -> Tensor:
     """Return the rewards of all groups end to end as an estimator takes them."""
+    algorithm = settings.algorithm
     return normalise_rewards(
-        clipped_rewards(groups, settings.reward_clip), _group_ids(groups), over=settings.reward_norm,
-        shift=settings.reward_shift, scale=settings.reward_scale, eps=settings.reward_eps,
-        moments=settings.moments,
+        clipped_rewards(groups, algorithm.reward_clip), _group_ids(groups), over=algorithm.reward_norm.name,
+        **algorithm.reward_norm.arguments, moments=settings.moments,
     )  # fmt: skip
 
 
@@ -124,33 +128,34 @@ def token_advantages(
     minus that of the policy that sampled (on-policy distillation, thinkingmachines.ai, October 2025). The
     batch is then without a teacher's stream.
     """
-    assert not (settings.whiten and settings.kl_coef) or settings.reward_coef == 1.0, "refused by the config"
+    algorithm, estimator = settings.algorithm, settings.algorithm.advantage
+    assert not (estimator.whiten and settings.kl_coef) or settings.reward_coef == 1.0, "refused by the config"
     whole, advantages, is_trained = batch, batch.policy.advantages, batch.policy.mask
     if settings.teacher_coef:  # a sample without a reward has none of its advantages, whatever follows
         is_trained = is_trained & _scored_rows(groups)[:, None]
         batch = replace(batch, policy=replace(batch.policy, mask=is_trained))
-    if settings.estimator == PROCESS:
+    if estimator.name == PROCESS:
         advantages = _process(batch, groups, settings)
-    if settings.estimator == TURN:
+    if estimator.name == TURN:
         advantages = _turn_level(batch, groups, settings)
-    if settings.estimator == OTB:
+    if estimator.name == OTB:
         assert score_norms is not None, "the policy gives them"
         # Samples that are not trained stay in the baseline of their siblings, as in that of a group.
         inputs = (_normalised(groups, settings), _group_ids(groups), score_norms, sampled_tokens(groups))
         every = optimal_token_baseline(*inputs, sequence_ids=_samples_of_rows(groups))
         advantages = torch.where(is_trained, every, 0.0)
-    if settings.process_coef:
+    if algorithm.process:
         # PRIME (Cui et al. 2025, arXiv:2502.01456), equation 6: each has a baseline of its own.
         steps = _process(batch, groups, settings)
-        advantages = settings.outcome_coef * advantages + settings.process_coef * steps
-    if settings.gamma < 1.0:
-        advantages = advantages * _discounted(batch, settings.gamma, _samples_of_rows(groups))
-    if not settings.whiten:  # which would undo any weight but 0
+        advantages = algorithm.process.outcome_coef * advantages + algorithm.process.coef * steps
+    if isinstance(estimator, ReinforceAdvantage) and estimator.gamma < 1.0:
+        advantages = advantages * _discounted(batch, estimator.gamma, _samples_of_rows(groups))
+    if not estimator.whiten:  # which would undo any weight but 0
         advantages = advantages * settings.reward_coef
     if settings.kl_coef:
         kl = _kl_to_go(batch, settings, _samples_of_rows(groups))
         advantages = advantages - settings.kl_coef * kl
-    if settings.whiten:
+    if estimator.whiten:
         # A KL that is not finite must not become advantage 0: the loss is then NaN, and the update refused.
         broken = is_trained & ~torch.isfinite(advantages)
         whitened = settings.reward_coef * whiten(advantages, is_trained)
@@ -158,11 +163,11 @@ def token_advantages(
     if settings.teacher_coef:
         advantages = advantages + settings.teacher_coef * _nearer_to_teacher(whole)
         whole = replace(whole, teacher=None, denominators=replace(whole.denominators, taught=0.0))
-    if settings.clip is not None:
+    if (bound := algorithm.advantage_clip) is not None:
         # An infinite KL must not become the bound either.
-        clipped = advantages.clamp(-settings.clip, settings.clip)
+        clipped = advantages.clamp(-bound, bound)
         advantages = torch.where(torch.isfinite(advantages), clipped, torch.nan)
-    if settings.length_weights:
+    if algorithm.length_weights:
         advantages = advantages * length_weights(whole.policy.mask, _samples_of_rows(groups))
     return replace(whole, policy=replace(whole.policy, advantages=advantages.float()))
 
@@ -211,13 +216,10 @@ def _weighted(settings: AdvantageSettings) -> dict[str, float]:
     return {name: weight for name, weight in settings.weights.items() if weight}
 
 
-# How each of `ADVANTAGE_INPUTS` is made.
+# The `ADVANTAGE_INPUTS` that are made of groups; the others are settings of the estimator.
 _INPUTS: dict[str, Callable[[Sequence[Group], AdvantageSettings], Any]] = {
-    "std": lambda groups, settings: settings.std,
-    "eps": lambda groups, settings: settings.eps,
-    "k": lambda groups, settings: settings.k,
     "lengths": _lengths,
-    "baselines": lambda groups, settings: clipped_baselines(groups, settings.reward_clip),
+    "baselines": lambda groups, settings: clipped_baselines(groups, settings.algorithm.reward_clip),
     "parts": _parts,
     "weights": _weights,
 }
@@ -280,8 +282,8 @@ def _samples_of_rows(groups: Sequence[Group]) -> Int[Tensor, " B"] | None:
 
 
 def _wants_steps(settings: AdvantageSettings) -> str:
-    by_coef = f"algorithm.process.coef = {settings.process_coef:g}"
-    return by_coef if settings.process_coef else "algorithm.advantage = process"
+    added = settings.algorithm.process
+    return f"algorithm.process.coef = {added.coef:g}" if added else "algorithm.advantage = process"
 
 
 def _process(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageSettings) -> Tensor:
@@ -311,8 +313,7 @@ def _process(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageSett
         batch.group_ids,
         batch.policy.mask,
         sequence_ids=_samples_of_rows(groups),
-        std=settings.std,
-        eps=settings.eps,
+        **settings.arguments("std", "eps"),
     )
 
 
@@ -323,9 +324,7 @@ def _turn_level(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageS
         torch.tensor([span.sample for span in spans], dtype=torch.long),
         _finite(torch.from_numpy(np.concatenate([g.rewards for g in groups]))),
         _group_ids(groups),
-        discount=settings.discount,
-        std=settings.std,
-        eps=settings.eps,
+        **settings.arguments("discount", "std", "eps"),
     )
     out = torch.zeros(batch.tokens.shape, dtype=torch.float64)
     for span, advantage in zip(spans, advantages.tolist(), strict=True):
@@ -348,8 +347,9 @@ def _kl_to_go(batch: TrainBatch, settings: AdvantageSettings, samples: Int[Tenso
     assert stream.ref_logprobs is not None, "a KL term in the reward needs reference log-probs"
     sampled = torch.where(mask, stream.rollout_logprobs, 0.0).double()
     ref = torch.where(mask, stream.ref_logprobs, 0.0).double()
-    kl = kl_estimate(settings.kl_estimator, settings.own, sampled, ref)
+    kl = kl_estimate(settings.algorithm.kl.estimator.name, settings.own, sampled, ref)
     kl = torch.where(mask, kl, 0.0)
-    if settings.gamma < 1.0:
-        return torch.where(mask, discounted_to_go(kl, mask, settings.gamma, samples), 0.0)
+    estimator = settings.algorithm.advantage
+    if isinstance(estimator, ReinforceAdvantage) and estimator.gamma < 1.0:
+        return torch.where(mask, discounted_to_go(kl, mask, estimator.gamma, samples), 0.0)
     return torch.where(mask, sum_to_go(kl, samples), 0.0)

@@ -1,7 +1,6 @@
 """Whether a group has a signal: something that its estimator turns into an advantage other than 0.
 
-    estimator        what must differ within the group; of one with the input `parts` or `baselines` what
-                     gdpo or remax looks at
+    estimator        what must differ within the group
     gdpo             any reward whose weight is not 0
     process          the rewards of steps, or of turns
     turn             the returns of a turn, over the episodes that have it
@@ -27,10 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.advantages import ADVANTAGES
-from grpo_dist.algorithms.estimators import estimator_of
+from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
 from grpo_dist.algorithms.token_advantages import turn_level
-from grpo_dist.batch.credit_assignment import PROCESS, TURN, clipped_baselines, clipped_rewards
+from grpo_dist.batch.credit_assignment import PROCESS, clipped_baselines, clipped_rewards
+from grpo_dist.config import AlgorithmConfig
+from grpo_dist.config.algorithm import PassAtKAdvantage, TurnAdvantage
 from grpo_dist.types import Group, correctness, has_signal
 
 ACCURACY = "accuracy"  # a metric of every run: right or wrong
@@ -41,54 +41,50 @@ class SignalRule:
     """Which groups have a signal.
 
     Attributes:
-        estimator: name in the registry of advantages.
-        metric: reward whose values must differ, or `ACCURACY`; None: what the estimator looks at.
+        algorithm: estimator, added steps, and the clip of total rewards.
+        metric: reward whose values must differ, or `ACCURACY`, compared as it is; None: what the estimator
+            looks at.
         weights: of each reward, for gdpo.
-        discount: of the estimator turn.
-        k: of the estimator pass_at_k.
-        steps: advantages of steps are added, `algorithm.process.coef`.
-        reward_clip: total rewards are clipped to +- this before the estimator; None: they are not. A
-            ``metric`` is compared as it is.
     """
 
-    estimator: str = "grpo"
+    algorithm: AlgorithmConfig
     metric: str | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
-    discount: float = 1.0
-    k: int = 4
-    steps: bool = False
-    reward_clip: float | None = None
 
     def __call__(self, group: Group) -> bool:
         """Return whether ``group`` has a signal. A sample without a total reward has no part in it."""
         if self.metric is not None:
             return has_signal(_of_scored(group, self._metric(group)))
-        return (self.steps and has_signal(_step_rewards(group))) or self._by_estimator(group)
+        if self.algorithm.process and has_signal(_step_rewards(group)):
+            return True
+        return self._by_estimator(group)
 
     def _by_estimator(self, group: Group) -> bool:
-        inputs = estimator_of(self.estimator).inputs
-        if "parts" in inputs:
+        advantage = self.algorithm.advantage
+        if advantage.traits.reads_each_reward:
             parts = [part for name, part in group.reward_parts.items() if self.weights.get(name)]
             return any(has_signal(_of_scored(group, part)) for part in parts)
-        if self.estimator == PROCESS:
+        if advantage.name == PROCESS:
             return has_signal(_step_rewards(group))
-        if self.estimator == TURN:
-            return _turns_differ(group, self.discount)
-        if "baselines" in inputs:
+        if isinstance(advantage, TurnAdvantage):
+            return _turns_differ(group, advantage.discount)
+        if advantage.traits.reads_greedy_answer:
             return self._differs_from_greedy(group)
-        rewards = clipped_rewards([group], self.reward_clip)
+        rewards = clipped_rewards([group], self.algorithm.reward_clip)
+        inputs = ADVANTAGE_INPUTS.get(advantage.name)
         if inputs and set(inputs) <= {"std", "eps", "k"}:
             return self._has_advantages(rewards)
         return has_signal(rewards.numpy())
 
     def _differs_from_greedy(self, group: Group) -> bool:
-        rewards, greedy = (own([group], self.reward_clip) for own in (clipped_rewards, clipped_baselines))
+        clip = self.algorithm.reward_clip
+        rewards, greedy = clipped_rewards([group], clip), clipped_baselines([group], clip)
         return bool((rewards[rewards.isfinite()] != greedy[rewards.isfinite()]).any())
 
     def _has_advantages(self, rewards: Tensor) -> bool:
-        own = {"k": self.k} if "k" in estimator_of(self.estimator).inputs else {}
-        ids = torch.zeros(len(rewards), dtype=torch.long)
-        return bool(ADVANTAGES[self.estimator](rewards, ids, **own).any())
+        advantage, ids = self.algorithm.advantage, torch.zeros(len(rewards), dtype=torch.long)
+        arguments = {"k": advantage.k} if isinstance(advantage, PassAtKAdvantage) else {}
+        return bool(ADVANTAGES[advantage.name](rewards, ids, **arguments).any())
 
     def _metric(self, group: Group) -> np.ndarray:
         """Return the metric of each sample [G]: the total reward where the group's source has no such
@@ -99,7 +95,7 @@ class SignalRule:
             return correctness(group)
         if self.metric in group.reward_parts:
             return group.reward_parts[self.metric]
-        return clipped_rewards([group], self.reward_clip).numpy()
+        return clipped_rewards([group], self.algorithm.reward_clip).numpy()
 
 
 def _of_scored(group: Group, values: np.ndarray) -> np.ndarray:
@@ -109,12 +105,12 @@ def _of_scored(group: Group, values: np.ndarray) -> np.ndarray:
 def _step_rewards(group: Group) -> np.ndarray:
     """Return the rewards of all steps and turns of the scored samples, end to end."""
     scored = np.isfinite(group.rewards)
-    steps = [own for own, is_scored in zip(group.step_rewards or (), scored, strict=False) if is_scored]
+    steps = [each for each, is_scored in zip(group.step_rewards or (), scored, strict=False) if is_scored]
     samples = zip(group.rollouts, scored, strict=True)
     turns = [turn.reward for sample, is_scored in samples if is_scored for turn in sample.turns]
-    given = np.array([reward for reward in turns if reward is not None], dtype=np.float64)
-    found = np.concatenate([given, *steps]).astype(np.float64)
-    return np.where(np.isfinite(found), found, np.nan)
+    of_turns = np.array([reward for reward in turns if reward is not None], dtype=np.float64)
+    rewards = np.concatenate([of_turns, *steps]).astype(np.float64)
+    return np.where(np.isfinite(rewards), rewards, np.nan)
 
 
 def _turns_differ(group: Group, discount: float) -> bool:

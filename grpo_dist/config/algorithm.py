@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from grpo_dist.algorithms.estimators import Estimator, estimator_of
 from grpo_dist.config.base import Choice, Fraction, NonNegative, Section, Tagged, repeated
 from grpo_dist.plugins.user_code import (
     ADVANTAGE,
@@ -33,6 +33,61 @@ Deviation = Annotated[
 Epsilon = Annotated[PositiveFloat, Field(description="added to the standard deviation that divides")]
 
 
+@dataclass(frozen=True, slots=True)
+class EstimatorTraits:
+    """What checks and loop must know of an estimator.
+
+    Attributes:
+        needs_group: it compares the samples of a prompt, so one sample alone has advantage 0.
+        learns_from_equal_rewards: a group of equal total rewards may have advantages, so a step of such
+            groups is trained on.
+        other_rewards: what it reads besides the total reward of each sample, for messages; None: nothing.
+            `algorithm.reward_norm` and `rewards.shuffle` change only the total, so they are refused.
+        reads_greedy_answer: it needs the reward of a greedy answer to each prompt, which `reward_clip` clips.
+        reads_each_reward: it takes each reward before weighting.
+        only_right_and_wrong: its total rewards must be 0 or 1.
+        reads_policy: it takes the score norms of the tokens under the weights before the update, one more
+            forward pass of the policy's ranks.
+    """
+
+    needs_group: bool = True
+    learns_from_equal_rewards: bool = False
+    other_rewards: str | None = None
+    reads_greedy_answer: bool = False
+    reads_each_reward: bool = False
+    only_right_and_wrong: bool = False
+    reads_policy: bool = False
+
+    @property
+    def learns_from_one_sample(self) -> bool:
+        """Whether a single sample may have a signal: it is compared with something else than its siblings."""
+        return not self.needs_group and self.other_rewards is not None
+
+
+# Estimators that look at more than differences of total rewards within a group.
+ESTIMATOR_TRAITS = {
+    "reinforce_pp": EstimatorTraits(needs_group=False, learns_from_equal_rewards=True),
+    "remax": EstimatorTraits(
+        needs_group=False,
+        learns_from_equal_rewards=True,
+        other_rewards="the reward of the greedy answer as well",
+        reads_greedy_answer=True,
+    ),
+    "gdpo": EstimatorTraits(
+        learns_from_equal_rewards=True, other_rewards="each reward separately", reads_each_reward=True
+    ),
+    "maxrl": EstimatorTraits(only_right_and_wrong=True),
+    "process": EstimatorTraits(
+        needs_group=False,
+        learns_from_equal_rewards=True,
+        other_rewards="the rewards of reasoning steps or turns",
+    ),
+    "turn": EstimatorTraits(learns_from_equal_rewards=True, other_rewards="the rewards of turns as well"),
+    # The end of a group's longest sample has no baseline, so equal rewards teach there.
+    "otb": EstimatorTraits(learns_from_equal_rewards=True, reads_policy=True),
+}
+
+
 class AdvantageConfig(Choice):
     """The estimator that turns the rewards of a group into advantages."""
 
@@ -40,9 +95,9 @@ class AdvantageConfig(Choice):
     whiten: bool = Field(False, description="scale to mean 0, deviation 1 over all tokens")
 
     @property
-    def traits(self) -> Estimator:
+    def traits(self) -> EstimatorTraits:
         """What holds of the estimator."""
-        return estimator_of(self.name)
+        return ESTIMATOR_TRAITS.get(self.name, EstimatorTraits())
 
 
 class NormalisedAdvantage(AdvantageConfig):
@@ -96,6 +151,11 @@ class UserAdvantage(AdvantageConfig):
 
     name: OwnAdvantage
     kwargs: Kwargs = Field({})
+
+    @property
+    def traits(self) -> EstimatorTraits:
+        """Nothing is known of it, so nothing is refused or skipped that it could learn from."""
+        return EstimatorTraits(needs_group=False, learns_from_equal_rewards=True)
 
 
 Advantage = Annotated[

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
-from grpo_dist.algorithms.estimators import ESTIMATORS
-from grpo_dist.config.algorithm import AlgorithmConfig
+from grpo_dist.config.algorithm import ESTIMATOR_TRAITS, AlgorithmConfig
 from grpo_dist.config.base import Choice
 from grpo_dist.config.bench import FixedLengths
 from grpo_dist.config.data import (
@@ -429,7 +428,7 @@ RULES = (
         lambda c: c.batch.samples_per_prompt == 1 and c.algorithm.advantage.traits.needs_group,
         "it compares the samples of a prompt, so that every advantage would be 0",
         "raise the second to 2 or more, or use "
-        f"{' or '.join(name for name, traits in ESTIMATORS.items() if not traits.needs_group)}",
+        f"{' or '.join(name for name, traits in ESTIMATOR_TRAITS.items() if not traits.needs_group)}",
     ),
     Rule(
         "dynamic_sampling.enabled batch.samples_per_prompt",
@@ -579,7 +578,7 @@ def _check_estimator(config: Sections) -> Iterator[str]:
     a, rewards = config.algorithm, config.rewards
     advantage, estimator = a.advantage.name, a.advantage.traits
     others = estimator.other_rewards
-    if others is not None and not estimator.clips_other_rewards and a.reward_clip is not None:
+    if others is not None and not estimator.reads_greedy_answer and a.reward_clip is not None:
         yield (
             f"`algorithm.reward_clip` = {a.reward_clip} clips total rewards, but `algorithm.advantage` = "
             f"{advantage} uses {others}; remove `algorithm.reward_clip`"
@@ -632,7 +631,7 @@ def _check_estimator(config: Sections) -> Iterator[str]:
 def _check_single_rewards(config: Sections) -> Iterator[str]:
     """Look at what keeps an estimator from taking each reward on its own."""
     advantage, rewards = config.algorithm.advantage, config.rewards
-    if "parts" not in advantage.traits.inputs:
+    if not advantage.traits.reads_each_reward:
         return
     gated = [r.gate for r in (*rewards.all_functions, *rewards.models) if r.gate is not None]
     if gated:
@@ -781,7 +780,7 @@ def _check_source_rewards(config: Sections) -> Iterator[str]:
                 f"source {label} has no rewards: `rewards.functions` and `rewards.models` are empty and "
                 f"`rewards.by_source` does not have it; add rewards.by_source.{label}"
             )
-    if "parts" in advantage.traits.inputs:
+    if advantage.traits.reads_each_reward:
         for name in rewards.names:
             weights = {each.weights[name] for each in rewards.variants.values() if name in each.weights}
             if len(weights) > 1:

@@ -161,8 +161,7 @@ class GroupDraw:
         least = batch.least_samples
         if isinstance(advantage, PassAtKAdvantage):  # smaller groups have no advantage
             least = max(least, advantage.k + 1)
-        greedy = "baselines" in advantage.traits.inputs
-        return cls(batch.samples_per_prompt, least, greedy, data.temperatures)
+        return cls(batch.samples_per_prompt, least, advantage.traits.reads_greedy_answer, data.temperatures)
 
 
 class GroupScorer:

@@ -24,6 +24,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 from grpo_dist.algorithms.schedules import is_due
+from grpo_dist.batch.signal import SignalRule
 from grpo_dist.config import Config, DynamicSamplingConfig, ReferenceConfig
 from grpo_dist.config.data import LengthOrderConfig, PassRateOrderConfig, PoolsOrderConfig, UserOrderConfig
 from grpo_dist.data.curriculum import Curriculum, OwnOrder
@@ -34,7 +35,6 @@ from grpo_dist.loop.admission import Admission, rounded_up
 from grpo_dist.loop.groups import FrozenModels, GroupDraw, GroupScorer, ScoredBatch, with_known_sampling
 from grpo_dist.loop.progress import PipelineState, SampledBatch
 from grpo_dist.loop.sampling_schedule import SamplingSchedule
-from grpo_dist.loop.updates import signal_rule
 from grpo_dist.runtime.concurrency import deadline, gather, task_group, wait_unless_stopped
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.types import Group, Prompt
@@ -119,7 +119,7 @@ class Pipeline:
         dynamic = config.dynamic_sampling
         self._dynamic = dynamic if isinstance(dynamic, DynamicSamplingConfig) else None
         metric = self._dynamic.metric if self._dynamic else None
-        self._has_signal = signal_rule(config.algorithm, config.rewards, metric)
+        self._has_signal = SignalRule(config.algorithm, metric, config.rewards.weights)
         self._per_step = config.batch.prompts_per_step
         self._drains = config.weight_sync.mode == "drain"
         self._sample_s = config.cluster.timeouts.sample_s

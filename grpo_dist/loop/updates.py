@@ -32,7 +32,6 @@ from grpo_dist.config.algorithm import DROLoss, KimiLoss
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.order import step_indices
 from grpo_dist.loop.groups import ScoredGroup
-from grpo_dist.plugins.algorithm import OwnCode
 from grpo_dist.plugins.user_code import AGGREGATION, LOSS
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.types import EpochUpdate, Group, TeacherLogprobs, TrainBatch
@@ -76,11 +75,14 @@ def make_updates(
     has_signal = _with_signal(config.algorithm, config.rewards, groups, given=advantages is not None)
     groups = [g if kept else _without_rewards(g) for g, kept in zip(groups, has_signal, strict=True)]
     moments = reward_moments(config.algorithm, scored, Moments()) if moments is None else moments
-    settings = replace(
-        advantage_settings(config.algorithm, config.rewards, kl_coef, config.code_paths),
-        moments=moments,
+    settings = AdvantageSettings(
+        config.algorithm,
+        config.rewards.weights,
+        moments,
+        kl_coef if config.algorithm.kl.in_reward else 0.0,
         reward_coef=config.distillation.reward_coef,
         teacher_coef=_coef_in_advantages(config.distillation),
+        code_paths=config.code_paths,
     )
     batch = make_batch(
         groups,
@@ -209,37 +211,6 @@ def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
     return [replace(group, rewards=part) for group, part in zip(groups, parts, strict=True)]
 
 
-def advantage_settings(
-    algorithm: AlgorithmConfig, rewards: RewardsConfig, kl_coef: float, code_paths: Sequence[str] = ()
-) -> AdvantageSettings:
-    """Translate the configuration: the maths takes numbers."""
-    advantage, norm, process = algorithm.advantage, algorithm.reward_norm, algorithm.process
-    return AdvantageSettings(
-        estimator=advantage.name,
-        **advantage.arguments,
-        outcome_coef=process.outcome_coef if process else 1.0,
-        process_coef=process.coef if process else 0.0,
-        weights=rewards.weights,
-        reward_clip=algorithm.reward_clip,
-        reward_norm=norm.name,
-        **{f"reward_{name}": value for name, value in norm.arguments.items()},
-        kl_coef=kl_coef if algorithm.kl.in_reward else 0.0,
-        kl_estimator=algorithm.kl.estimator.name,
-        clip=algorithm.advantage_clip,
-        length_weights=algorithm.length_weights,
-        own=OwnCode.of_pieces(code_paths, algorithm.own_pieces),
-    )
-
-
-def signal_rule(algorithm: AlgorithmConfig, rewards: RewardsConfig, metric: str | None) -> SignalRule:
-    """Return which groups dynamic sampling keeps. ``metric``: `dynamic_sampling.metric`."""
-    settings = advantage_settings(algorithm, rewards, 0.0)
-    return SignalRule(
-        settings.estimator, metric, settings.weights, settings.discount, settings.k,
-        steps=settings.process_coef > 0, reward_clip=settings.reward_clip,
-    )  # fmt: skip
-
-
 def _with_signal(
     algorithm: AlgorithmConfig, rewards: RewardsConfig, groups: Sequence[Group], *, given: bool
 ) -> list[bool]:
@@ -248,7 +219,7 @@ def _with_signal(
     """
     if given or not algorithm.zero_variance_filter:
         return [True] * len(groups)
-    rule = signal_rule(algorithm, rewards, None)
+    rule = SignalRule(algorithm, weights=rewards.weights)
     return [rule(group) for group in groups]
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
-from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config import RewardsConfig
+from grpo_dist.config.algorithm import ESTIMATOR_TRAITS
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.group import named_columns
 from grpo_dist.rewards.pool import GraderPool
@@ -61,7 +61,7 @@ def graded_problems(settings: RewardsConfig, advantage: str) -> Iterator[str]:
     """Yield a message for every built-in reward with other scores than 0 and 1, if the estimator needs those.
     Of user functions and servers nothing is known.
     """
-    if not estimator_of(advantage).only_right_and_wrong:
+    if advantage not in ESTIMATOR_TRAITS or not ESTIMATOR_TRAITS[advantage].only_right_and_wrong:
         return
     builtin = [r for r in settings.all_functions if r.weight and r.function in REWARDS]
     for reward in {r.function: r for r in reversed(builtin)}.values():

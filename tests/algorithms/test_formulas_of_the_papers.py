@@ -18,7 +18,9 @@ from grpo_dist.algorithms.aggregation import MODES, aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
-from grpo_dist.config import AlgorithmConfig
+from grpo_dist.batch.credit_assignment import OTB, PROCESS, TURN
+from grpo_dist.config import AlgorithmConfig, KLConfig
+from grpo_dist.config.base import choices
 from tests.support import papers
 
 LOSSES = {name: AlgorithmConfig(loss=name).loss for name in POLICY_LOSSES}
@@ -41,6 +43,20 @@ STEP = 1e-6
 def test_every_entry_of_a_registry_has_its_formula(what):
     ours, formulas = REGISTRIES[what]
     assert sorted(set(ours) - set(formulas)) == [], f"write the paper's formula of this {what}"
+
+
+def test_registries_hold_what_the_configuration_offers():
+    assert set(choices(AlgorithmConfig, "advantage")) == set(ADVANTAGES) | {PROCESS, TURN, OTB}
+    assert set(choices(AlgorithmConfig, "loss")) == set(POLICY_LOSSES)
+    assert set(choices(AlgorithmConfig, "aggregation")) == set(MODES)
+    assert set(choices(KLConfig, "estimator")) == set(KL_ESTIMATORS)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_the_configuration_of_a_loss_has_its_settings_and_their_defaults(name):
+    parameters = inspect.signature(POLICY_LOSSES[name]).parameters.values()
+    keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert AlgorithmConfig(loss=name).loss.token_arguments == keywords
 
 
 # --- policy losses
@@ -148,7 +164,11 @@ def drawn(seed, name):
     """Groups of rewards, each with what an estimator may ask for; some rewards could not be scored."""
     rng = np.random.default_rng(seed)
     sizes = [5, 4, 6, 1, 5]
-    rewards = [rng.integers(0, 2, n).astype(float) if name == "maxrl" else rng.normal(1, 2, n) for n in sizes]
+    values = {"maxrl": 2, "pass_at_k": 3}  # rewards 0 and 1; 0, 1 and 2, many of which are equal
+    rewards = [
+        rng.integers(0, values[name], n).astype(float) if name in values else rng.normal(1, 2, n)
+        for n in sizes
+    ]
     rewards[4][:] = 1.0  # without a signal
     unscored = [rng.random(n) < 0.15 if i < 3 else np.zeros(n, bool) for i, n in enumerate(sizes)]
     return rewards, unscored, rng
@@ -183,14 +203,19 @@ def scored(value, kept):
     return value
 
 
+VARIANTS = {
+    "grpo": [{"std": std} for std in ("group", "batch", "batch_raw", "none")],
+    "pass_at_k": [{"k": k} for k in (1, 2, 3, 4)],
+}
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_advantages_are_those_of_the_paper(name, seed):
     rewards, unscored, rng = drawn(seed, name)
     own = inputs(name, rewards, rng)
-    for std in ("group", "batch", "batch_raw", "none") if name == "grpo" else ("group",):
-        if "std" in own:
-            own["std"] = std
+    for variant in VARIANTS.get(name, [{}]):
+        own |= variant
         kept = [~lost for lost in unscored]
         expected = papers.ADVANTAGES[name](
             scored(rewards, kept), **{key: scored(value, kept) for key, value in own.items()}
@@ -198,11 +223,13 @@ def test_advantages_are_those_of_the_paper(name, seed):
         values = np.concatenate(rewards)
         values[np.concatenate(unscored)] = math.nan
         ids = np.repeat([7, 3, 11, 5, 2], [len(r) for r in rewards])
-        found = ADVANTAGES[name](
-            torch.from_numpy(values),
-            torch.from_numpy(ids),
-            **{key: flat(value) for key, value in own.items()},
-        ).numpy()
+        order = rng.permutation(len(values))  # samples of a group need not be neighbours
+        arguments = {
+            key: flat(value)[..., order] if key in ("parts", "lengths", "baselines") else flat(value)
+            for key, value in own.items()
+        }
+        found = ADVANTAGES[name](torch.from_numpy(values[order]), torch.from_numpy(ids[order]), **arguments)
+        found = found.numpy()[np.argsort(order)]
         assert not found[np.concatenate(unscored)].any()
         np.testing.assert_allclose(
             found[~np.concatenate(unscored)], np.concatenate(expected), rtol=1e-9, atol=1e-9

@@ -1,22 +1,56 @@
-"""KL estimators: golden values, gradients at extreme divergence, expectations."""
+"""KL estimators, binary divergences and those from a teacher: golden values, gradients, expectations."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from grpo_dist.algorithms.kl import KL_ESTIMATORS, k1, k2, k3
+from grpo_dist.algorithms.kl import DIVERGENCES, KL_ESTIMATORS, binary_kl, k3, total_variation
 from grpo_dist.algorithms.schedules import next_kl_coef
 from tests.support.numbers_by_hand import close, row
 
 
-def test_kl_estimators_have_their_golden_values():
+@pytest.mark.parametrize(
+    ("name", "values", "gradient"),
+    [
+        ("k1", (0.5, -1, 0), (1, 1, 1)),
+        ("k2", (0.125, 0.5, 0), (0.5, -1, 0)),
+        ("k3", (0.1065307, 0.7182818, 0), (0.3934693, -1.7182818, 0)),
+        ("k1+", (0.5, -1, 0), (0.5, -1, 0)),
+        ("k3+", (0.1065307, 0.7182818, 0), (0.5, -1, 0)),
+        ("abs", (0.5, 1, 0), (1, -1, 0)),
+    ],
+)
+def test_kl_estimators_have_their_golden_values_and_slopes(name, values, gradient):
+    """The straight-through forms have the value of k1 or k3 and the gradient of k2."""
     reference = row(-1, -2, -3)
-    d = row(0.5, -1, 0)
-    close(k1(reference + d, reference), row(0.5, -1, 0))
-    close(k2(reference + d, reference), row(0.125, 0.5, 0))
-    close(k3(reference + d, reference), row(0.1065307, 0.7182818, 0))
-    close(KL_ESTIMATORS["abs"](reference + d, reference), row(0.5, 1, 0))
+    logprobs = (reference + row(0.5, -1, 0)).requires_grad_()
+    estimates = KL_ESTIMATORS[name](logprobs, reference)
+    close(estimates.detach(), row(*values))
+    close(torch.autograd.grad(estimates.sum(), logprobs)[0], row(*gradient))
+
+
+def test_expectations_of_the_estimators_are_the_divergence():
+    """Exact over a vocabulary, for samples of the policy: E[k1] = E[k3] = KL(policy, ref). The mean gradient
+    of k1 is 0, that of k3 is of KL(ref, policy), that of k2 and straight-through forms of KL(policy, ref).
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits, other = torch.randn(2, 1, 50, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    logp, ref = logits.log_softmax(1), other.log_softmax(1)
+    p = logp.detach().exp()
+    kl, reverse = (logp.exp() * (logp - ref)).sum(), (ref.exp() * (ref - logp)).sum()
+    targets = {"k1": 0 * kl, "k2": kl, "k1+": kl, "k3+": kl, "k3": reverse}
+    for name, target in targets.items():
+        estimates = (p * KL_ESTIMATORS[name](logp, ref)).sum()
+        if name != "k2":
+            close(estimates.detach(), kl.detach(), 1e-12)
+        expected, actual = (
+            torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (target, estimates)
+        )
+        close(actual, expected, 1e-12)
 
 
 @pytest.mark.parametrize("d", [-50.0, -20.0, -12.0, 12.0, 50.0])
@@ -41,62 +75,6 @@ def test_k3_stays_exact_where_policies_almost_agree():
     assert (k3(torch.randn(1, 1000) * 1e-4, torch.zeros(1, 1000)) > -1e-7).all()
 
 
-def test_expectations_of_the_estimators_are_the_divergence():
-    """Exact over a vocabulary, for samples of the policy: E[k1] = E[k3] = KL(policy, ref); the mean gradients
-    of k1, k2 and k3 are 0, that of KL(policy, ref) and that of KL(ref, policy).
-    """
-    generator = torch.Generator().manual_seed(0)
-    logits, other = torch.randn(2, 1, 50, generator=generator, dtype=torch.float64)
-    logits.requires_grad_()
-    logp, ref = logits.log_softmax(1), other.log_softmax(1)
-    p = logp.detach().exp()
-    kl = (logp.exp() * (logp - ref)).sum()
-    close((p * k1(logp, ref)).sum().detach(), kl.detach(), 1e-12)
-    close((p * k3(logp, ref)).sum().detach(), kl.detach(), 1e-12)
-    reverse = (ref.exp() * (ref - logp)).sum()
-    for estimator, target in ((k1, 0 * kl), (k2, kl), (k3, reverse)):
-        (expected,) = torch.autograd.grad(target, logits, retain_graph=True)
-        (actual,) = torch.autograd.grad((p * estimator(logp, ref)).sum(), logits, retain_graph=True)
-        close(actual, expected, 1e-12)
-
-
-@pytest.mark.parametrize(("name", "value"), [("k1+", k1), ("k3+", k3)])
-def test_straight_through_forms_have_their_value_and_the_gradient_of_k2(name, value):
-    logprobs = row(-1.0, -2.0, -3.0, -40.0).requires_grad_()
-    reference = row(-1.5, -1.0, -3.0, -1.0)
-    got = KL_ESTIMATORS[name](logprobs, reference)
-    assert torch.equal(got, value(logprobs, reference))
-    (gradient,) = torch.autograd.grad(got.sum(), logprobs)
-    close(gradient, row(0.5, -1.0, 0.0, -39.0), 1e-12)
-
-
-def test_gradients_in_expectation_are_those_of_the_divergence_only_with_k2():
-    """A sum over a small distribution makes the expectations exact."""
-    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor([1.0, 0.2, -0.5, 0.0], dtype=torch.float64).log_softmax(0)
-    logp = logits.log_softmax(0)
-    divergence = (logp.exp() * (logp - reference)).sum()
-    (expected,) = torch.autograd.grad(divergence, logits, retain_graph=True)
-
-    def gradient(name):
-        values = KL_ESTIMATORS[name](logp[None], reference[None])[0]
-        return torch.autograd.grad((logp.exp().detach() * values).sum(), logits, retain_graph=True)[0]
-
-    for name in ("k2", "k1+", "k3+"):
-        close(gradient(name), expected.detach(), 1e-12)
-    close(gradient("k1"), torch.zeros(4), 1e-12)
-    assert float((gradient("k3") - expected).norm() / expected.norm()) > 0.2
-
-
-def test_the_kl_weight_moves_towards_the_target():
-    how = {"target": 0.1, "gain": 0.5}
-    assert next_kl_coef(0.2, 0.1, **how) == 0.2
-    assert next_kl_coef(0.2, 0.11, **how) == pytest.approx(0.2 * (1 + 0.5 * 0.1))
-    assert next_kl_coef(0.2, 9.0, **how) == pytest.approx(0.2 * 1.1)
-    assert next_kl_coef(0.2, 0.0, **how) == pytest.approx(0.2 * 0.9)
-    assert next_kl_coef(0.2, math.nan, **how) == 0.2
-
-
 @pytest.mark.parametrize("name", ["k1+", "k3+"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_straight_through_forms_are_finite_where_their_gradient_is(name, dtype):
@@ -112,3 +90,143 @@ def test_half_precision_logprobs_give_the_divergence_of_their_exact_values():
         exact = estimator(logprobs.double(), reference.double())
         got = estimator(logprobs, reference).double()
         torch.testing.assert_close(got, exact, rtol=1e-5, atol=0, msg=name)
+
+
+def test_the_kl_weight_moves_towards_the_target():
+    how = {"target": 0.1, "gain": 0.5}
+    assert next_kl_coef(0.2, 0.1, **how) == 0.2
+    assert next_kl_coef(0.2, 0.11, **how) == pytest.approx(0.2 * (1 + 0.5 * 0.1))
+    assert next_kl_coef(0.2, 9.0, **how) == pytest.approx(0.2 * 1.1)
+    assert next_kl_coef(0.2, 0.0, **how) == pytest.approx(0.2 * 0.9)
+    assert next_kl_coef(0.2, math.nan, **how) == 0.2
+
+
+def test_binary_divergences_have_the_values_of_the_table():
+    old, new = row(0.001, 0.4, 0.99).log(), row(0.002, 0.8, 0.5).log()
+    close(total_variation(old, new), row(0.001, 0.4, 0.49))
+    expected = [p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+                for p, q in ((0.001, 0.002), (0.4, 0.8), (0.99, 0.5))]  # fmt: skip
+    assert [round(v, 4) for v in expected] == [0.0003, 0.3819, 0.6371]
+    close(binary_kl(old, new), row(*expected), 1e-9)
+    assert not binary_kl(old, old).any()
+
+
+def test_a_token_that_is_certain_has_a_finite_binary_kl():
+    for dtype in (torch.float32, torch.float64):
+        old, new = torch.tensor([[0.0, -1.0]], dtype=dtype), torch.tensor([[-1.0, 0.0]], dtype=dtype)
+        got = binary_kl(old, new)
+        assert got.isfinite().all() and float(got[0, 0]) == pytest.approx(1.0, abs=1e-6)
+        q = math.exp(-1)
+        assert float(got[0, 1]) == pytest.approx(-q + (1 - q) * math.log((1 - q) / 1e-8), rel=1e-5)
+
+
+VOCABULARY = 9
+EXACT = {
+    "reverse": lambda p, q: (q * (q / p).log()).sum(-1),
+    "forward": lambda p, q: (p * (p / q).log()).sum(-1),
+    "jensen_shannon": lambda p, q: (
+        ((p * (2 * p / (p + q)).log()).sum(-1) + (q * (2 * q / (p + q)).log()).sum(-1)) / 2
+    ),
+}
+
+
+def divergence(name, q, p):
+    """``q``, ``p``: probabilities [K] of the teacher's likeliest tokens."""
+    return DIVERGENCES[name](*(torch.tensor(x).log()[None, None] for x in (q, p)))[0, 0].item()
+
+
+def distributions(seed, count=4, spread=2.0):
+    """Logits of a policy and log-probs of a teacher, float64 [1, count, V]."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(2, 1, count, VOCABULARY, generator=generator, dtype=torch.float64)
+    return logits[0], logits[1].log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("reverse", 0.25 * math.log(0.25 / 0.5) + 0.25 * math.log(0.25 / 0.25) + 0.5 * math.log(0.5 / 0.25)),
+        ("forward", 0.5 * math.log(0.5 / 0.25) + 0.25 * math.log(0.25 / 0.25) + 0.25 * math.log(0.25 / 0.5)),
+        (
+            "jensen_shannon",
+            (0.5 * math.log(0.5 / 0.375) + 0.25 * math.log(0.25 / 0.375)) / 2
+            + (0.25 * math.log(0.25 / 0.375) + 0.5 * math.log(0.5 / 0.375)) / 2,
+        ),
+    ],
+)
+def test_two_tokens_and_any_other_are_three_events(name, expected):
+    """The policy gives the teacher's likeliest tokens a quarter each, the teacher a half and a quarter."""
+    assert divergence(name, [0.25, 0.25], [0.5, 0.25]) == pytest.approx(expected, rel=1e-6)
+    assert expected > 0
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6), count=st.integers(1, VOCABULARY))
+def test_it_is_at_most_that_of_the_whole_distributions_and_not_negative(name, seed, count):
+    """And that itself with all tokens (the rest of 1 is then 0, and counts as 1e-5 for both)."""
+    logits, teacher = distributions(seed)
+    policy, (top, ids) = logits.log_softmax(-1), teacher.topk(count, dim=-1)
+    found = DIVERGENCES[name](policy.gather(-1, ids), top)
+    whole = EXACT[name](teacher.exp(), policy.exp())
+    assert (found > -1e-9).all() and (found <= whole + 1e-9).all()
+    if count == VOCABULARY:
+        torch.testing.assert_close(found, whole)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@settings(max_examples=20)
+@given(seed=st.integers(0, 10**6))
+def test_with_all_tokens_its_gradient_is_that_of_the_whole_distributions(name, seed):
+    logits, teacher = distributions(seed)
+    gradients = []
+    for whole in (False, True):
+        leaf = logits.clone().requires_grad_()
+        policy = leaf.log_softmax(-1)
+        value = EXACT[name](teacher.exp(), policy.exp()) if whole else DIVERGENCES[name](policy, teacher)
+        value.sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_policy_that_agrees_on_these_tokens_has_no_gradient(name):
+    """What it does among the others is not seen."""
+    logits, teacher = distributions(3)
+    top, ids = teacher.topk(4, dim=-1)
+    others = torch.ones(teacher.shape, dtype=torch.bool).scatter(-1, ids, False)
+    mass = (1 - top.exp().sum(-1, keepdim=True)).log()
+    within = torch.where(others, logits, -torch.inf).log_softmax(-1) + mass
+    leaf = torch.where(others, within, teacher).requires_grad_()
+    value = DIVERGENCES[name](leaf.log_softmax(-1).gather(-1, ids), top)
+    value.sum().backward()
+    assert value.abs().max() < 1e-12 and leaf.grad.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("ruled_out", ["by the teacher", "by the policy", "by both"])
+def test_probabilities_of_nearly_0_and_1_keep_value_and_gradient_finite(name, ruled_out):
+    """In float32, also for a token that the teacher or the policy rules out."""
+    logits = torch.tensor([[[80.0, 0.0, -80.0], [0.0, 80.0, 0.0]]])
+    teacher = torch.tensor([[[0.0, -90.0], [0.0, -90.0]]])
+    if ruled_out != "by the policy":
+        teacher[..., 1] = -torch.inf
+    if ruled_out != "by the teacher":
+        logits[0, 0, 1] = -torch.inf
+    logits.requires_grad_()
+    value = DIVERGENCES[name](logits.log_softmax(-1)[..., :2], teacher)
+    value.sum().backward()
+    assert value.isfinite().all() and logits.grad.isfinite().all()
+    assert value[0, 0] < 1e-6 and value[0, 1] > 0.6
+
+
+@pytest.mark.parametrize("left", [1e-3, 4e-5, 5e-6, 1e-6])
+def test_a_policy_that_is_sure_of_the_teachers_tokens_is_pulled_back_to_the_others(left):
+    """The teacher gives these 0.7. Below 1e-5 the pull falls with what the policy leaves, and is not lost."""
+    logits = torch.tensor([[[1 - left, left / 2, left / 2]]], dtype=torch.float64).log().requires_grad_()
+    teacher = torch.tensor([[[0.7]]], dtype=torch.float64).log()
+    DIVERGENCES["forward"](logits.log_softmax(-1)[..., :1], teacher).sum().backward()
+    expected = (1 - left) - 0.7  # of the whole: q - p
+    share = min(1.0, left / 1e-5)
+    assert logits.grad[0, 0, 0].item() == pytest.approx(share * expected, rel=1e-3)
+    assert logits.grad[0, 0, 1:].sum().item() == pytest.approx(-share * expected, rel=1e-3)

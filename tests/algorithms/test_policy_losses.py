@@ -1,12 +1,32 @@
-"""The clipped policy loss and its gradient, case by case."""
+"""Policy losses: values and gradients worked by hand, and what holds for all."""
 
 import math
 
 import pytest
 import torch
 
-from grpo_dist.algorithms.policy_losses import ppo_clip
-from tests.support.numbers_by_hand import row
+from grpo_dist.algorithms.aggregation import MODES, aggregate
+from grpo_dist.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    cispo,
+    clip_cov,
+    dppo_kl,
+    dppo_tv,
+    dro,
+    gmpo,
+    gspo,
+    gspo_segment,
+    kimi15,
+    kl_cov,
+    policy_gradient,
+    ppo_clip,
+    reinforce_is,
+    sapo,
+    topr,
+    topr_token,
+    vespo,
+)
+from tests.support.numbers_by_hand import close, mask_of, one_row, row
 
 
 def clip_one(ratio, advantage, **bounds):
@@ -58,19 +78,297 @@ def test_a_ratio_that_would_overflow_gives_no_nan_where_the_loss_is_bounded(adva
     assert (losses.item(), float(logprobs.grad)) == (pytest.approx(-1.2 * advantage), 0.0)
 
 
-def test_on_policy_the_gradient_is_the_policy_gradient_and_nothing_is_clipped():
-    generator = torch.Generator().manual_seed(1)
-    logprobs = torch.randn(4, 6, generator=generator, dtype=torch.float64).requires_grad_()
-    advantages = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    losses, stats = ppo_clip(logprobs, logprobs.detach(), advantages, torch.ones(4, 6, dtype=torch.bool))
-    losses.sum().backward()
-    assert torch.equal(logprobs.grad, -advantages)
-    assert {k: float(v) for k, v in stats.items()} == {
-        "ratio": 24.0, "ratio_max": 1.0, "clip_low": 0.0, "clip_high": 0.0, "dual_clip": 0.0, "approx_kl": 0.0
-    }  # fmt: skip
-
-
 def test_no_gradient_flows_into_old_logprobs():
     logprobs, old = torch.zeros(1, 2, requires_grad=True), torch.zeros(1, 2, requires_grad=True)
     ppo_clip(logprobs, old, torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool))[0].sum().backward()
     assert old.grad is None and logprobs.grad.tolist() == [[-1.0, -1.0]]
+
+
+def test_policy_gradient_ignores_the_ratio():
+    losses, gradient, stats = one_row(policy_gradient, [1.0, 3.0], [2.0, -1.0])
+    close(losses, row(-2, 1))
+    close(gradient, row(-2, 1))
+    assert stats["ratio_max"] == pytest.approx(3)
+
+
+def test_cispo_bounds_the_weight_and_keeps_every_gradient():
+    how = {"clip_low": 0.5, "clip_high": 1.0}
+    losses, gradient, stats = one_row(cispo, [0.1, 1.5, 4.0, 4.0], [1.0, 1.0, 1.0, -2.0], **how)
+    close(gradient, row(-0.5, -1.5, -2.0, 4.0))
+    close(losses, row(0.5, 1.5, 2.0, -4.0))  # - weight * A * log-prob, which is -1
+    assert stats["clip_low"] == 1 and stats["clip_high"] == 2
+
+
+def test_the_unified_mask_of_cispo_drops_what_ppo_clip_drops():
+    how = {"clip_low": 0.5, "clip_high": 1.0, "unified_mask": True}
+    ratios, advantages = [0.1, 0.1, 4.0, 4.0, 1.5], [1.0, -1.0, 1.0, -2.0, 1.0]
+    losses, gradient, stats = one_row(cispo, ratios, advantages, **how)
+    close(gradient, row(-0.5, 0.0, 0.0, 4.0, -1.5))
+    close(losses, row(0.5, 0.0, 0.0, -4.0, 1.5))
+    assert stats["clip_low"] == stats["clip_high"] == 1
+
+
+def test_sapo_has_ppos_gradient_on_policy_and_fades_away_from_it():
+    losses, gradient, _ = one_row(sapo, [1.0, 1.0], [1.0, -1.0], tau_positive=1.0, tau_negative=2.0)
+    close(losses, row(-2.0, 1.0))  # 4 / tau * sigmoid(0)
+    close(gradient, row(-1.0, 1.0))
+    _, gradient, _ = one_row(sapo, [3.0], [1.0], tau_positive=1.5)
+    gate = 1 / (1 + math.exp(-3.0))
+    close(gradient, row(-4 * gate * (1 - gate) * 3), 1e-12)
+
+
+def test_dppo_masks_by_the_change_of_probability():
+    """From 0.001 to 0.002 the ratio is 2 and the change negligible; from 0.4 to 0.8 it is 0.4."""
+    logprobs = [math.log(p) for p in (0.002, 0.8, 0.8, 0.2, 0.2)]
+    ratios, advantages = [2.0, 2.0, 2.0, 0.4, 0.4], [1.0, 1.0, -1.0, -1.0, 1.0]
+    _, gradient, stats = one_row(dppo_tv, ratios, advantages, logprobs=logprobs, clip_low=0.2, clip_high=0.3)
+    close(gradient, row(-2.0, 0.0, 2.0, 0.0, -0.4), 1e-12)
+    assert stats["clip_low"] == stats["clip_high"] == 1
+    _, gradient, _ = one_row(dppo_tv, [50.0], [1.0], logprobs=[-9.0], ratio_cap=20)
+    close(gradient, row(-20.0))
+
+
+def test_dppo_kl_drops_tokens_that_moved_too_far_in_their_advantages_direction():
+    """From 0.4 to 0.8 the divergence is 0.382, from 0.5 to 0.2 0.223, from 0.001 to 0.002 0.0003."""
+    logprobs = [math.log(p) for p in (0.002, 0.8, 0.8, 0.2, 0.2)]
+    ratios, advantages = [2.0, 2.0, 2.0, 0.4, 0.4], [1.0, 1.0, -1.0, -1.0, 1.0]
+    for low, high, kept in ((0.2, 0.3, [1, 0, 1, 0, 1]), (0.23, 0.4, [1, 1, 1, 1, 1])):
+        how = {"logprobs": logprobs, "clip_low": low, "clip_high": high}
+        _, gradient, stats = one_row(dppo_kl, ratios, advantages, **how)
+        expected = [-r * a * k for r, a, k in zip(ratios, advantages, kept, strict=True)]
+        close(gradient, row(*expected), 1e-12)
+        assert stats["clip_low"] == stats["clip_high"] == (5 - sum(kept)) / 2
+    _, gradient, _ = one_row(dppo_kl, [50.0], [1.0], logprobs=[-9.0], ratio_cap=20)
+    close(gradient, row(-20.0))
+
+
+def test_the_two_bounds_of_dppo_keep_different_tokens():
+    """From 1e-5 to 0.05 hardly any probability moves, but the KL of a binary choice is 0.051."""
+    how = {"logprobs": [math.log(0.05)], "clip_high": 0.05, "ratio_cap": 1e4}
+    for loss, ratio in ((dppo_tv, 5000.0), (dppo_kl, 5000.0)):
+        _, gradient, _ = one_row(loss, [ratio], [1.0], **how)
+        assert bool(gradient.any()) == (loss is dppo_tv)
+
+
+def test_gspo_takes_the_geometric_mean_of_the_sequence():
+    ratios = [1.1, 0.95, 1.0]
+    s = (1.1 * 0.95) ** (1 / 3)
+    losses, gradient, _ = one_row(gspo, ratios, [2.0] * 3, clip_low=0.1, clip_high=0.1)
+    close(losses, row(*[-2 * s] * 3), 1e-12)
+    close(gradient, row(*[-2 * s] * 3), 1e-12)
+    losses, gradient, stats = one_row(gspo, ratios, [2.0] * 3, clip_low=1e-3, clip_high=1e-3)
+    close(losses, row(*[-2 * 1.001] * 3), 1e-12)
+    assert not gradient.any() and stats["clip_high"] == 3
+
+
+def test_gspo_is_the_sequence_form_under_every_aggregation():
+    torch.manual_seed(0)
+    mask = mask_of([4, 2, 3], 4)
+    new = (torch.randn(3, 4, dtype=torch.float64) - 3).requires_grad_()
+    old = new.detach() + 0.1 * torch.randn(3, 4, dtype=torch.float64)
+    advantages = torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64).expand(3, 4)
+    how = {"num_tokens": 9.0, "num_sequences": 3.0, "max_tokens": 4}
+    for mode in MODES:
+        losses, _ = gspo(new, old, advantages, mask, clip_low=0.5, clip_high=0.5)
+        (ours,) = torch.autograd.grad(aggregate(losses, mask, mode, **how), new)
+        mean = (torch.where(mask, new - old, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp()
+        (theirs,) = torch.autograd.grad(aggregate(-mean * advantages, mask, mode, **how), new)
+        close(ours, theirs, 1e-12)
+
+
+def test_gspo_segment_takes_the_geometric_mean_of_each_action():
+    """Two actions around a given token: ratios 1.1, 0.95 and 1.2, 1.4. Token advantages keep their own."""
+    new = row(-1.0, -1.0, math.nan, -1.0, -1.0).requires_grad_()
+    mask = torch.tensor([[True, True, False, True, True]])
+    old = new.detach() - torch.log(row(1.1, 0.95, 7.0, 1.2, 1.4))
+    losses, stats = gspo_segment(new, old, row(2.0, -1.0, 5.0, 1.0, -1.0), mask)
+    first, second = math.sqrt(1.1 * 0.95), math.sqrt(1.2 * 1.4)
+    close(losses.detach(), row(-2 * first, first, 0.0, -1.2, second), 1e-12)  # the second is above 1.2
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    close(gradient, row(-2 * first, first, 0.0, 0.0, second), 1e-12)
+    assert stats["clip_high"] == 1 and stats["clip_low"] == 0
+
+
+def test_gmpo_clips_tokens_before_their_mean():
+    log_ratios, bound = [0.1, 0.9, -0.9], 0.4
+    ratios = [math.exp(d) for d in log_ratios]
+    s = math.exp((0.1 + bound - 0.9) / 3)
+    losses, gradient, stats = one_row(gmpo, ratios, [2.0] * 3, clip_low=bound, clip_high=bound)
+    close(losses, row(*[-2 * s] * 3), 1e-12)
+    close(gradient, row(-2 * s, 0.0, -2 * s), 1e-12)  # three tokens carry s, each a third of its gradient
+    assert stats["clip_high"] == 1 and stats["clip_low"] == 0
+    s = math.exp((0.1 + 0.9 - bound) / 3)
+    losses, gradient, stats = one_row(gmpo, ratios, [-1.0] * 3, clip_low=bound, clip_high=bound)
+    close(gradient, row(s, s, 0.0), 1e-12)
+
+
+def test_gmpo_is_the_mean_of_the_kept_tokens_alone():
+    """The second token is removed: two tokens are left, and each has half of the gradient of each term."""
+    new = row(0.1, 0.9, -0.3).requires_grad_()
+    mask, kept = torch.ones(1, 3, dtype=torch.bool), torch.tensor([[True, False, True]])
+    losses, _ = gmpo(new, torch.zeros_like(new), row(2.0, 2.0, 2.0), mask, kept)
+    s = math.exp((0.1 - 0.3) / 2)
+    close(losses[kept].detach(), row(-2 * s, -2 * s)[0], 1e-12)
+    (gradient,) = torch.autograd.grad(losses[kept].sum(), new)
+    close(gradient, row(-2 * s, 0.0, -2 * s), 1e-12)
+    nothing, _ = gmpo(new, torch.zeros_like(new), row(2.0, 2.0, 2.0), mask, ~mask)
+    assert nothing.tolist() == [[-2.0] * 3]
+
+
+def test_dro_adds_a_squared_log_ratio_for_each_token():
+    ratios, advantages = [math.exp(0.5), math.exp(-1), 1.0], [2.0, -1.0, 1.0]
+    losses, gradient, _ = one_row(dro, ratios, advantages, beta=0.4)
+    close(losses, row(2 + 0.2 * 0.25, -1 + 0.2 * 1, 1), 1e-12)  # -A log p with log p = -1
+    close(gradient, row(-2 + 0.4 * 0.5, 1 + 0.4 * -1, -1), 1e-12)
+
+
+def test_kimi15_squares_the_log_ratio_of_the_whole_sequence():
+    ratios, advantages = [math.exp(0.5), math.exp(-1), math.exp(0.2)], [2.0] * 3
+    losses, gradient, _ = one_row(kimi15, ratios, advantages, tau=0.4)
+    total = 0.5 - 1 + 0.2
+    assert float(losses.sum()) == pytest.approx(3 * 2 + 0.2 * total**2, rel=1e-12)
+    close(gradient, row(*[-2 + 0.4 * total] * 3), 1e-12)
+
+
+@pytest.mark.parametrize(("loss", "weights"), [(topr_token, [1.0, 0.5, 0.8]), (topr, [1.0] * 3)])
+def test_topr_tapers_bad_samples_by_their_ratio_and_good_ones_never(loss, weights):
+    """The product of 2, 0.5 and 0.8 is 0.8 for a whole sequence."""
+    ratios = [2.0, 0.5, 0.8]
+    tapered = [0.8] * 3 if loss is topr else weights
+    losses, gradient, stats = one_row(loss, ratios, [-2.0] * 3)
+    close(gradient, row(*(2 * w for w in tapered)), 1e-12)
+    close(losses, row(*(-2 * w for w in tapered)), 1e-12)
+    assert stats["clip_high"] == (0 if loss is topr else 1)
+    _, gradient, stats = one_row(loss, ratios, [3.0] * 3)
+    close(gradient, row(-3, -3, -3))
+    assert stats["clip_high"] == 0
+    _, gradient, _ = one_row(loss, [2.0, 3.0], [-1.0] * 2)
+    close(gradient, row(1, 1))
+
+
+@pytest.mark.parametrize("advantage", [-2.0, 3.0])
+def test_reinforce_weighs_a_sequence_by_its_ratio_up_to_the_cap(advantage):
+    """The product of 2, 0.5 and 0.8 is 0.8, that of 2, 0.5 and 3 is 3; the sign of A changes nothing."""
+    for ratios, how, weight in (
+        ([2.0, 0.5, 0.8], {}, 0.8), ([2.0, 0.5, 3.0], {}, 2.0), ([2.0, 0.5, 3.0], {"ratio_cap": 2.5}, 2.5),
+        ([2.0, 0.5, 0.8], {"ratio_cap": 0.5}, 0.5),
+    ):  # fmt: skip
+        losses, gradient, stats = one_row(reinforce_is, ratios, [advantage] * 3, **how)
+        close(gradient, row(*[-weight * advantage] * 3), 1e-12)
+        close(losses, row(*[weight * advantage] * 3), 1e-12)  # -w A log p with log p = -1
+        assert stats["clip_high"] == (0 if how == {} and weight == 0.8 else 3) and stats["clip_low"] == 0
+
+
+def test_vespo_weighs_sequences_by_a_gamma_function_of_their_ratio():
+    ratios = [1.2, 0.5, 1.1]
+    w = 1.2 * 0.5 * 1.1
+    for advantage, k, decay in ((1.5, 2.0, 3.0), (-0.5, 3.0, 2.0)):
+        phi = w**k * math.exp(decay * (1 - w))
+        losses, gradient, _ = one_row(vespo, ratios, [advantage] * 3)
+        close(gradient, row(*[-phi * advantage] * 3), 1e-12)
+        close(losses, row(*[phi * advantage] * 3), 1e-12)
+    _, gradient, _ = one_row(vespo, [2.0], [1.0], k_positive=1.0, lambda_positive=0.5)
+    close(gradient, row(-2 * math.exp(-0.5)), 1e-12)
+
+
+def test_vespo_forgets_sequences_far_from_the_policy_on_both_sides():
+    for log_ratio in (-30.0, 5.0, 200.0):
+        _, gradient, _ = one_row(vespo, [math.exp(log_ratio)], [1.0])
+        assert float(gradient.abs()) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("loss", "coef", "losses", "gradient"),
+    [
+        (clip_cov, {}, (0.0, -2.2, -2.4, 0.0), (0.0, -2.2, 0.0, 0.0)),
+        (
+            kl_cov,
+            {"cov_kl_coef": 0.5},
+            (-2.2 + 0.5 * math.log(1.1), -2.2, -6.0, 0.5 + 0.5 * math.log(2)),
+            (-2.2 + 0.5, -2.2, -6.0, 0.5 - 0.5),
+        ),
+    ],
+)
+def test_selected_tokens_lose_their_loss_or_pay_for_their_log_ratio(loss, coef, losses, gradient):
+    """clip_cov clips the others, kl_cov clips nothing."""
+    selected = torch.tensor([[True, False, False, True]])
+    found = one_row(loss, [1.1, 1.1, 3.0, 0.5], [2.0, 2.0, 2.0, -1.0], selected=selected, **coef)
+    close(found[0], row(*losses), 1e-12)
+    close(found[1], row(*gradient), 1e-12)
+    assert found[2]["selected"] == 2
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("advantage", [1.5, -0.5, 0.0])
+def test_on_policy_every_loss_has_the_policy_gradient(name, advantage):
+    """Gradients are summed over a sequence, because sequence losses spread them over their tokens."""
+    _, gradient, stats = one_row(POLICY_LOSSES[name], [1.0] * 4, [advantage] * 4)
+    close(gradient, row(*[-advantage] * 4), 1e-12)
+    assert stats["ratio"] == 4 and stats["clip_low"] == stats["clip_high"] == 0
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("log_ratio", [20.0, -20.0])
+def test_extreme_ratios_give_finite_losses_and_gradients(name, dtype, log_ratio):
+    new = torch.full((2, 3), -25.0, dtype=dtype, requires_grad=True)
+    old = new.detach() - log_ratio
+    advantages = torch.tensor([[1.0], [-1.0]], dtype=torch.float32).expand(2, 3)
+    losses, stats = POLICY_LOSSES[name](new, old, advantages, torch.ones(2, 3, dtype=torch.bool))
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    assert losses.isfinite().all() and gradient.isfinite().all()
+    assert all(value.isfinite() for value in stats.values())
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_garbage_where_masked_reaches_no_loss(name, garbage):
+    torch.manual_seed(1)
+    mask = mask_of([3, 0, 4], 4)
+    inputs = [torch.randn(3, 4, dtype=torch.float64) for _ in range(3)]
+    results = []
+    for fill in (0.0, garbage):
+        new, old, advantages = (torch.where(mask, t, fill) for t in inputs)
+        new.requires_grad_()
+        losses, stats = POLICY_LOSSES[name](new, old, advantages, mask)
+        (gradient,) = torch.autograd.grad(losses.sum(), new)
+        assert not losses.detach()[~mask].any() and not gradient[~mask].any()
+        results.append([losses.detach(), gradient, *stats.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gspo_segment", "gmpo"])
+def test_a_negative_advantage_keeps_its_gradient_at_the_largest_ratio(name):
+    """A ratio with A < 0 is unbounded: it stays exact at 70 nats, beyond the cut of bounded tokens."""
+    new = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    losses, _ = POLICY_LOSSES[name](new, torch.full((1, 2), -70.0), torch.full((1, 2), -1.0), mask)
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    assert losses.tolist() == [[pytest.approx(math.exp(70))] * 2]
+    assert gradient.tolist() == [[pytest.approx(math.exp(70))] * 2]
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_segment", "gmpo"])
+def test_an_overflowing_sequence_ratio_gives_no_nan_for_a_zero_advantage(name):
+    new = torch.zeros(2, 2, requires_grad=True)
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    losses, _ = POLICY_LOSSES[name](new, torch.full((2, 2), -200.0), torch.zeros(2, 2), mask)
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    assert not losses.any() and not gradient.any()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logprobs_are_clipped_at_their_exact_values(name, dtype):
+    """Bounds of 3e-4 are finer than bfloat16: differences and means must not be rounded to it."""
+    generator = torch.Generator().manual_seed(2)
+    old = -8 * torch.rand(64, 32, generator=generator)
+    new = (old + 2e-3 * torch.randn(64, 32, generator=generator)).to(dtype)
+    advantages = torch.randn(64, 1, generator=generator).expand(64, 32)
+    mask = torch.ones(64, 32, dtype=torch.bool)
+    _, exact = POLICY_LOSSES[name](new.double(), old.to(dtype).double(), advantages, mask)
+    losses, stats = POLICY_LOSSES[name](new, old.to(dtype), advantages, mask)
+    assert losses.dtype == torch.float32
+    assert {k: float(stats[k]) for k in ("clip_low", "clip_high")} == {
+        k: float(exact[k]) for k in ("clip_low", "clip_high")
+    }

@@ -15,9 +15,10 @@ from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantag
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config.files import read_tree
 from grpo_dist.loop.groups import ScoredGroup
-from grpo_dist.loop.updates import advantage_settings, reward_moments
+from grpo_dist.loop.updates import reward_moments
 from grpo_dist.types import Denominators
 from tests.support import fakes
+from tests.support.losses import algorithm, credit
 from tests.support.made_groups import group_of
 
 
@@ -29,7 +30,7 @@ def credited(groups, settings, ref_logprobs=None):
 
 
 def test_rewards_are_clipped_before_and_advantages_after():
-    settings = AdvantageSettings(std="none", reward_clip=1.0, clip=0.75)
+    settings = credit(std="none", reward_clip=1.0, advantage_clip=0.75)
     got = credited([group_of([5, -1, -9, 0.2], [1, 1, 1, 1])], settings)[:, 2]
     mean = (1 - 1 - 1 + 0.2) / 4
     expected = [0.75, -1 - mean, -1 - mean, 0.2 - mean]
@@ -40,7 +41,7 @@ def test_rewards_are_clipped_before_and_advantages_after():
 def test_a_sample_that_is_not_trained_stays_in_the_token_baseline_of_its_siblings():
     """One right and three cut: the right one is better than them, whether they are trained or not."""
     groups = [group_of([1, 0, 0, 0], [3, 4, 4, 4], reasons=["stop", "length", "length", "length"])]
-    settings = AdvantageSettings(estimator="otb")
+    settings = credit("otb")
     trained, masked = (
         make_batch(groups, sample_advantages(groups, settings), ref_logprobs=None, max_new_tokens=4,
                    mask_truncated=mask)
@@ -57,8 +58,8 @@ def test_a_sample_that_is_not_trained_stays_in_the_token_baseline_of_its_sibling
 def test_samples_are_weighed_by_their_length_after_all_other_steps():
     """Over the whole step: lengths 1, 3, 2, 2 weigh 1.5, 0.5, 1, 1. A clip does not hold the weighed ones."""
     groups = [group_of([5, -5], [1, 3]), group_of([0.1, 0], [2, 2])]
-    settings = AdvantageSettings(std="none", clip=0.75)
-    got = credited(groups, replace(settings, length_weights=True))
+    settings = credit(std="none", advantage_clip=0.75)
+    got = credited(groups, credit(std="none", advantage_clip=0.75, length_weights=True))
     weights = torch.tensor([1.5, 0.5, 1.0, 1.0])[:, None]
     torch.testing.assert_close(got, credited(groups, settings) * weights)
     assert float(got.max()) == 1.125
@@ -66,7 +67,7 @@ def test_samples_are_weighed_by_their_length_after_all_other_steps():
 
 def test_kl_in_the_reward_subtracts_from_each_token_its_own_and_all_later_kl():
     reference = [np.array([-1.5, -1.0, -3.0], np.float32), np.array([-1.0], np.float32)]  # k1: .5, 0, 2; 0
-    settings = AdvantageSettings(std="none", kl_coef=0.1, kl_estimator="k1")
+    settings = credit(std="none", kl_coef=0.1, kl={"estimator": "k1"})
     got = credited([group_of([1, 0], [3, 1])], settings, reference)
     torch.testing.assert_close(got[0], torch.tensor([0, 0, 0.5 - 0.25, 0.5 - 0.2, 0.5 - 0.2]))
     torch.testing.assert_close(got[1], torch.tensor([0, 0, -0.5, 0, 0]))
@@ -75,7 +76,7 @@ def test_kl_in_the_reward_subtracts_from_each_token_its_own_and_all_later_kl():
 @pytest.mark.parametrize("weight", [0.0, 0.5, 3.0])
 def test_the_weight_of_rewards_leaves_the_kl_in_the_reward_as_it_is(weight):
     reference = [np.array([-1.5, -1.0, -3.0], np.float32), np.array([-1.0], np.float32)]  # k1: .5, 0, 2; 0
-    settings = AdvantageSettings(std="none", kl_coef=0.1, kl_estimator="k1", reward_coef=weight)
+    settings = credit(std="none", kl_coef=0.1, kl={"estimator": "k1"}, reward_coef=weight)
     got = credited([group_of([1, 0], [3, 1])], settings, reference)
     half = 0.5 * weight
     torch.testing.assert_close(got[0], torch.tensor([0, 0, half - 0.25, half - 0.2, half - 0.2]))
@@ -84,14 +85,14 @@ def test_the_weight_of_rewards_leaves_the_kl_in_the_reward_as_it_is(weight):
 
 def test_whitened_advantages_are_weighed_after_whitening():
     groups = [group_of([1, 0], [2, 2]), group_of([3, 0], [1, 3], prompt_tokens=1)]
-    plain = AdvantageSettings(estimator="reinforce_pp", whiten=True)
+    plain = credit("reinforce_pp", whiten=True)
     expected = 0.5 * credited(groups, plain)
     torch.testing.assert_close(credited(groups, replace(plain, reward_coef=0.5)), expected)
 
 
 def test_whitening_comes_after_the_kl_and_covers_the_whole_step():
     groups = [group_of([1, 0], [2, 2]), group_of([3, 0], [1, 3], prompt_tokens=1)]
-    got = credited(groups, AdvantageSettings(estimator="reinforce_pp", whiten=True))
+    got = credited(groups, credit("reinforce_pp", whiten=True))
     tokens = [1, 1, 0, 0, 3, 0, 0, 0]
     mean = sum(tokens) / 8
     deviation = math.sqrt(sum((t - mean) ** 2 for t in tokens) / 7)
@@ -104,14 +105,14 @@ def test_step_rewards_become_token_advantages_at_their_positions():
     ends = (np.array([0, 2], np.int32), np.array([1], np.int32))
     got = credited(
         [group_of([1, 0], [3, 2], step_rewards=steps, step_ends=ends)],
-        AdvantageSettings(estimator="process", eps=0),
+        credit("process", eps=1e-12),
     )
     unit = math.sqrt(1 / 3)
     a, b = (1 / 3) / unit, (-2 / 3) / unit
     torch.testing.assert_close(got[0], torch.tensor([0, 0, a + b, b, b]))
     torch.testing.assert_close(got[1], torch.tensor([0, 0, a, a, 0]))
     with pytest.raises(ValueError, match="no step rewards; add a process reward model"):
-        credited([group_of([1, 0], [1, 1])], AdvantageSettings(estimator="process"))
+        credited([group_of([1, 0], [1, 1])], credit("process"))
 
 
 def with_steps(rewards=(1, 0)):
@@ -122,7 +123,7 @@ def with_steps(rewards=(1, 0)):
 
 def test_advantages_of_outcomes_and_steps_add_up_with_their_weights():
     """Outcomes 1, 0 centred: .5, -.5. Steps 1, 0, 1 centred: 1/3, -2/3, 1/3, summed from behind."""
-    how = AdvantageSettings(std="none", outcome_coef=2.0, process_coef=3.0)
+    how = credit(std="none", process={"coef": 3.0, "outcome_coef": 2.0})
     got = credited([with_steps()], how)
     torch.testing.assert_close(got[0], torch.tensor([0, 0, 1 - 1.0, 1 - 2.0, 1 - 2.0]))
     torch.testing.assert_close(got[1], torch.tensor([0, 0, -1 + 1.0, -1 + 1.0, 0]))
@@ -133,23 +134,24 @@ def test_advantages_of_outcomes_and_steps_add_up_with_their_weights():
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "dr_grpo", "reinforce_pp_baseline", "opo"])
 def test_steps_next_to_an_estimator_are_the_sum_of_both_alone(estimator):
     groups = [with_steps(), with_steps((0, 3))]
-    outcome = credited(groups, AdvantageSettings(estimator=estimator))
-    steps = credited(groups, AdvantageSettings(estimator="process"))
-    both = credited(groups, AdvantageSettings(estimator=estimator, outcome_coef=0.5, process_coef=2.0))
+    outcome = credited(groups, credit(estimator, whiten=False))
+    steps = credited(groups, credit("process"))
+    weights = {"coef": 2.0, "outcome_coef": 0.5}
+    both = credited(groups, credit(estimator, whiten=False, process=weights))
     torch.testing.assert_close(both, 0.5 * outcome + 2.0 * steps)
 
 
 def test_equal_outcomes_leave_the_signal_of_steps():
-    got = credited([with_steps((1, 1))], AdvantageSettings(process_coef=1.0))
-    torch.testing.assert_close(got, credited([with_steps()], AdvantageSettings(estimator="process")))
+    got = credited([with_steps((1, 1))], credit(process={"coef": 1.0}))
+    torch.testing.assert_close(got, credited([with_steps()], credit("process")))
     with pytest.raises(ValueError, match=r"algorithm\.process.coef = 1, but .* has no step rewards"):
-        credited([group_of([1, 0], [1, 1])], AdvantageSettings(process_coef=1.0))
+        credited([group_of([1, 0], [1, 1])], credit(process={"coef": 1.0}))
 
 
 def test_a_group_that_was_not_scored_at_all_needs_no_steps():
     """As after the loss of the workers that score steps: it trains nothing, and the others are trained."""
     lost = group_of([np.nan, np.nan], [2, 2])
-    how = AdvantageSettings(estimator="process")
+    how = credit("process")
     got = credited([with_steps(), lost], how)
     torch.testing.assert_close(got[:2], credited([with_steps()], how))
     assert not got[2:].any()
@@ -159,7 +161,7 @@ def test_steps_of_a_sample_without_a_reward_do_not_move_the_others():
     """The third sample has step scores, but its reward failed: its group must look as without it."""
     steps = [np.array(own, np.float32) for own in ([1.0, 0.0], [1.0], [9.0, -7.0])]
     ends = [np.array(own, np.int32) for own in ([0, 2], [1], [0, 1])]
-    how = AdvantageSettings(estimator="process", eps=0)
+    how = credit("process", eps=1e-12)
     two = group_of([1, 0], [3, 2], step_rewards=tuple(steps[:2]), step_ends=tuple(ends[:2]))
     three = group_of([1, 0, np.nan], [3, 2, 2], step_rewards=tuple(steps), step_ends=tuple(ends))
     got = credited([three], how)
@@ -170,9 +172,9 @@ def test_steps_of_a_sample_without_a_reward_do_not_move_the_others():
 def test_gdpo_normalises_each_reward_separately():
     parts = {"math": np.array([1, 1, 0, 0], np.float32), "format": np.array([0, 0, 0, 1], np.float32)}
     made = group_of([1, 1, 0, 1], [1] * 4, parts=parts)
-    got = credited([made], AdvantageSettings(estimator="gdpo", weights={"math": 1.0, "format": 1.0}))[:, 2]
+    got = credited([made], credit("gdpo", weights={"math": 1.0, "format": 1.0}))[:, 2]
     assert got[0] == got[1] and got[0] != got[3]
-    alone = credited([made], AdvantageSettings(estimator="gdpo", weights={"math": 1.0, "format": 0.0}))[:, 2]
+    alone = credited([made], credit("gdpo", weights={"math": 1.0, "format": 0.0}))[:, 2]
     torch.testing.assert_close(alone, torch.tensor([1.0, 1, -1, -1]) * math.sqrt(3 / 4), rtol=1e-5, atol=0)
 
 
@@ -184,7 +186,7 @@ def scored(*groups):
 def test_a_reward_that_other_sources_lack_has_their_weight_in_no_statistic(std):
     """One group with both rewards, and three of a source that has no math."""
     math, form = np.array([1, 1, 0, 0], np.float32), np.array([1, 0, 1, 0], np.float32)
-    settings = AdvantageSettings(estimator="gdpo", std=std, weights={"math": 1.0, "form": 1.0})
+    settings = credit("gdpo", std=std, weights={"math": 1.0, "form": 1.0})
     both = group_of(math + form, [1] * 4, parts={"math": math, "form": form})
     others = [group_of(form, [1] * 4, parts={"form": form}) for _ in range(3)]
     alone, beside = sample_advantages([both], settings)[0], sample_advantages([both, *others], settings)[0]
@@ -199,7 +201,7 @@ def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
     assert (len(short), short.denominators.tokens, short.denominators.sequences) == (2, 13.0, 4.0)
     reference = [np.full(n, -1.5, np.float32) for n in (4, 4)], [np.full(n, -1.5, np.float32) for n in (2, 3)]
     with_reference = [ScoredGroup(g, ref) for g, ref in zip((silent, useful), reference, strict=True)]
-    for algorithm in (
+    for settings in (
         {"skip_idle_rows": False},
         {"entropy": {"coef": 0.1}},
         {"top_entropy_share": 0.2},
@@ -210,9 +212,9 @@ def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
         {"kl": {"coef": 0.1}},
         {"kl": {"coef": 0.1, "in_reward": True}},
     ):
-        config = fakes.config(batch=batch, algorithm=algorithm)
+        config = fakes.config(batch=batch, algorithm=settings)
         (whole,) = fakes.make_batches(config, with_reference, 0, kl_coef=config.algorithm.kl.coef)
-        assert len(whole) == 4, algorithm
+        assert len(whole) == 4, settings
     (nothing,) = fakes.make_batches(fakes.config(batch=batch), scored(silent, silent), 0, kl_coef=0.0)
     assert len(nothing) == 4
 
@@ -250,7 +252,7 @@ def test_the_zero_variance_filter_leaves_groups_without_a_signal_out_as_if_they_
 
 def test_reward_clip_also_applies_to_the_baseline_of_remax():
     made = group_of([5, 0], [1, 1], baseline_reward=5.0)
-    got = sample_advantages([made], AdvantageSettings(estimator="remax", reward_clip=1.0))
+    got = sample_advantages([made], credit("remax", reward_clip=1.0))
     assert got[0].tolist() == [0.0, -1.0]
 
 
@@ -266,25 +268,18 @@ def test_truncated_samples_count_in_their_group_and_are_not_trained():
     torch.testing.assert_close(batch.policy.advantages[1, 2], torch.tensor(-1 / 3))
 
 
-def settings_of(**algorithm):
-    config = fakes.config(algorithm=algorithm)
-    return advantage_settings(config.algorithm, config.rewards, 0.0)
-
-
 def test_reinforce_pp_is_whitened_unless_the_configuration_sets_otherwise():
-    def whitened(**algorithm):
-        return settings_of(**algorithm).whiten
+    def whitened(name, **settings):
+        return algorithm(name, **settings).advantage.whiten
 
-    assert whitened(advantage="reinforce_pp") and whitened(advantage="reinforce_pp_baseline")
-    assert not whitened(advantage="grpo")
-    assert not whitened(advantage={"name": "reinforce_pp", "whiten": False})
-    assert whitened(advantage={"name": "grpo", "whiten": True})
+    assert whitened("reinforce_pp") and whitened("reinforce_pp_baseline") and not whitened("grpo")
+    assert not whitened("reinforce_pp", whiten=False) and whitened("grpo", whiten=True)
 
 
 def test_the_order_of_groups_changes_no_advantage():
     groups = [group_of([1, 0, 0], [3, 1, 2]), group_of([2, 5, 1], [1, 4, 1]), group_of([0, 0, 1], [2, 2, 2])]
     for estimator in ("grpo", "opo", "pass_at_k", "reinforce_pp"):
-        settings = AdvantageSettings(estimator=estimator, std="batch", whiten=True, k=2)
+        settings = credit(estimator, std="batch", whiten=True, k=2)
         forth = credited(groups, settings)
         back = credited(groups[::-1], settings)
         back = torch.cat([back[6:], back[3:6], back[:3]])
@@ -301,9 +296,9 @@ def in_float64(rewards):
 @pytest.mark.parametrize(("shift", "scale"), [(False, True), (True, True), (True, False)])
 def test_small_differences_of_large_rewards_survive_normalisation_and_whitening(estimator, shift, scale):
     rewards = [100, 100.001, 100, 100.002]
-    settings = AdvantageSettings(
-        estimator=estimator, std="none", reward_norm="batch", reward_shift=shift, reward_scale=scale,
-        whiten=estimator.startswith("reinforce"), reward_eps=1e-12, eps=1e-12,
+    settings = credit(
+        estimator, std="none", whiten=estimator.startswith("reinforce"), eps=1e-12,
+        reward_norm={"name": "batch", "shift": shift, "scale": scale, "eps": 1e-12},
     )  # fmt: skip
     got = credited([group_of(rewards, [1] * 4)], settings)[:, 2]
     assert got.dtype == torch.float32
@@ -318,9 +313,7 @@ def test_small_differences_of_large_rewards_survive_normalisation_and_whitening(
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp", "remax", "rloo", "opo", "pass_at_k"])
 def test_a_reward_that_is_not_finite_is_not_clipped_into_one(estimator, bad):
-    settings = AdvantageSettings(
-        estimator=estimator, reward_clip=10.0, k=1, whiten=estimator == "reinforce_pp"
-    )
+    settings = credit(estimator, reward_clip=10.0, k=1, whiten=estimator == "reinforce_pp")
     with_it = credited([group_of([bad, 1, 0, 0], [2, 1, 1, 1], baseline_reward=0.5)], settings)
     without = credited([group_of([1, 0, 0], [1, 1, 1], baseline_reward=0.5)], settings)
     assert not with_it[0].any() and torch.equal(with_it[1:, 2], without[:, 2])
@@ -352,8 +345,7 @@ def test_running_normalisation_continues_from_earlier_steps():
     everything = np.array([1, 0, 1, 1, 0, 4, 0, 2])
     assert after_two.mean == pytest.approx(everything.mean())
     assert after_two.deviation == pytest.approx(everything.std(ddof=1))
-    settings = advantage_settings(config.algorithm, config.rewards, 0.0)
-    settings = replace(settings, moments=after_two, whiten=False)
+    settings = credit("reinforce_pp", whiten=False, reward_norm="running", moments=after_two)
     (got,) = sample_advantages([s.group for s in second], settings)
     expected = (everything[4:] - everything.mean()) / (after_two.deviation + 1e-6)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
@@ -374,7 +366,7 @@ def test_the_preset_of_rolls_study_gives_rolls_advantages():
     preset = read_tree(Path(__file__).parents[2] / "configs" / "algorithms" / "roll.yaml").algorithm
     config = fakes.config(algorithm=OmegaConf.to_container(preset))
     groups = [group_of(r, n) for r, n in zip(rewards, lengths, strict=True)]
-    got = credited(groups, advantage_settings(config.algorithm, config.rewards, 0.0))
+    got = credited(groups, AdvantageSettings(config.algorithm))
     flat = [got[i, 2 : 2 + n].tolist() for i, n in enumerate(np.ravel(lengths))]
     np.testing.assert_allclose(np.concatenate(flat), of_roll(rewards, lengths, clip=2.0), rtol=1e-5)
     assert max(map(max, flat)) == 2.0, "the clip acts on these numbers"
@@ -390,7 +382,7 @@ def test_the_preset_of_rolls_study_gives_rolls_advantages():
 )
 def test_normalised_rewards_are_those_of_rolls_settings(norm, expected):
     """For one group [1, 0, 0, 1, 0, 0, 0, 0]; ROLL's adv_estimator reinforce uses the normalised reward."""
-    settings = settings_of(reward_norm=norm, advantage={"name": "reinforce_pp", "whiten": False})
+    settings = credit("reinforce_pp", whiten=False, reward_norm=norm)
     (got,) = sample_advantages([group_of([1, 0, 0, 1, 0, 0, 0, 0], [1] * 8)], settings)
     np.testing.assert_allclose(got[:2], expected, rtol=1e-6)
 
@@ -401,7 +393,7 @@ def test_normalised_rewards_are_those_of_rolls_settings(norm, expected):
 def test_a_kl_that_is_not_finite_is_neither_whitened_nor_clipped_away(broken, whiten, clip):
     """The loss stays non-finite, so the update is refused."""
     reference = [np.array([-1.0, broken], np.float32), np.array([-1.0], np.float32)]
-    settings = AdvantageSettings(std="none", kl_coef=0.1, kl_estimator="k1", whiten=whiten, clip=clip)
+    settings = credit(std="none", kl_coef=0.1, kl={"estimator": "k1"}, whiten=whiten, advantage_clip=clip)
     got = credited([group_of([1, 0], [2, 1])], settings, reference)
     assert not got[0, 2:4].isfinite().any() and got[1, 2].isfinite()
 
@@ -409,15 +401,16 @@ def test_a_kl_that_is_not_finite_is_neither_whitened_nor_clipped_away(broken, wh
 def test_gamma_discounts_the_reward_and_the_kl_for_each_later_token():
     """By hand, gamma 0.5, KL k1 of 0.1 a token: token 0 of three has 0.25 R - 0.1 (1 + 0.5 + 0.25) * 2."""
     made = group_of([1.0, -2.0], [3, 1])
-    how = AdvantageSettings(estimator="reinforce_pp", gamma=0.5, kl_coef=2.0)
+    how, whole, near = (
+        credit("reinforce_pp", whiten=False, gamma=gamma, kl_coef=2.0, kl={"estimator": "k1"})
+        for gamma in (0.5, 1.0, 1 - 1e-9)
+    )
     reference = [np.full(n, -1.1, np.float32) for n in (3, 1)]
     batch = make_batch([made], sample_advantages([made], how), ref_logprobs=reference, max_new_tokens=4)
     got = token_advantages(batch, [made], how).policy.advantages
     expected = [[0.25 - 0.35, 0.5 - 0.3, 1 - 0.2], [-2 - 0.2]]
     for row, values in zip(got, expected, strict=True):
         assert row[2 : 2 + len(values)].tolist() == pytest.approx(values, rel=1e-5)
-    whole = replace(how, gamma=1.0)
-    near = replace(how, gamma=1 - 1e-9)
     one, other = (token_advantages(batch, [made], each).policy.advantages for each in (whole, near))
     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 

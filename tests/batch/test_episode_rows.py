@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.algorithms.token_advantages import sum_to_go
-from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages, token_advantages
+from grpo_dist.batch.credit_assignment import sample_advantages, token_advantages
 from grpo_dist.batch.rows import make_batch, split_updates
 from grpo_dist.batch.sharding import packed_micro_batches, shard
 from grpo_dist.batch.shared_prefixes import shared_prefixes
@@ -26,7 +26,7 @@ from grpo_dist.policy.loss import batch_loss
 from grpo_dist.policy.packing import packed
 from grpo_dist.types import FurtherRow, Rollout
 from tests.support import made_groups
-from tests.support.losses import check_equal, objective
+from tests.support.losses import check_equal, credit, objective
 
 
 def row_by_row(groups, advantages, reference, *, masked=()):
@@ -198,7 +198,7 @@ def test_an_observation_does_not_cut_what_is_still_to_come():
     """
     assert sum_to_go(torch.tensor([[0.0, 0, 1]])).tolist() == [[1, 1, 1]]
     group = group_of([1, 0], episode(["aoa"]), episode(["aoa"]))
-    how = AdvantageSettings(estimator="turn", std="none", discount=0.5)
+    how = credit("turn", std="none", discount=0.5)
     batch, got = credited([group], how)
     assert got.policy.advantages[0].tolist() == [
         0,
@@ -216,7 +216,7 @@ def test_kl_in_the_reward_counts_sampled_tokens_of_all_rows_alone():
     group = group_of([0, 0], episode(["aooa", "aoa"]), episode(["a"]))
     reference = [np.array([-1.5, 9, np.nan, -1.5], np.float32), np.full(3, -1.5, np.float32),
                  np.full(1, -1.0, np.float32)]  # fmt: skip
-    how = AdvantageSettings(std="none", kl_coef=1.0, kl_estimator="k1")
+    how = credit(std="none", kl_coef=1.0, kl={"estimator": "k1"})
     _, got = credited([group], how, reference)
     assert got.policy.advantages.tolist() == [
         [0, 0, -2.0, 0, 0, -1.5],
@@ -228,7 +228,7 @@ def test_kl_in_the_reward_counts_sampled_tokens_of_all_rows_alone():
 def test_process_takes_the_rewards_of_turns_where_no_model_scores_steps():
     """Rewards 1, 0, 1 of three turns, one more turn without; deviation 1/sqrt(3), as for steps of a model."""
     group = group_of([1, 0], episode(["aaoa", "a"], (1.0, None, 0.0)), episode(["a"], (1.0,)))
-    _, got = credited([group], AdvantageSettings(estimator="process", eps=0))
+    _, got = credited([group], credit("process", eps=1e-12))
     unit = math.sqrt(1 / 3)
     a, b = (1 / 3) / unit, (-2 / 3) / unit
     torch.testing.assert_close(got.policy.advantages[0], torch.tensor([0, 0, a + b, a + b, 0, b]))
@@ -244,7 +244,7 @@ def test_steps_of_a_sample_stay_its_own_behind_a_sample_of_several_rows():
         step_rewards=(np.array([0], np.float32), np.array([1], np.float32)),
         step_ends=(np.array([2], np.int32), np.array([2], np.int32)),
     )
-    _, got = credited([group], AdvantageSettings(estimator="process", std="none"))
+    _, got = credited([group], credit("process", std="none"))
     assert got.policy.advantages.tolist() == [[0, 0, -0.5, -0.5, -0.5, 0], [0] * 6, [0, 0, 0.5, 0.5, 0.5, 0]]
 
 
@@ -252,7 +252,7 @@ def test_an_episode_without_a_reward_is_in_no_statistic_of_turns():
     scored = group_of([1, 0], episode(["aoa"], (1.0, 0.0)), episode(["aoa"], (0.0, 0.0)))
     lost = group_of([1, 0, math.nan], *scored.rollouts, episode(["aoa"], (9.0, 9.0)))
     for estimator in ("turn", "process"):
-        how = AdvantageSettings(estimator=estimator)
+        how = credit(estimator)
         _, two = credited([scored], how)
         _, three = credited([lost], how)
         torch.testing.assert_close(three.policy.advantages[:2], two.policy.advantages)
@@ -265,7 +265,7 @@ def test_an_episode_without_a_reward_is_in_no_statistic_of_turns():
 
 def test_opo_weighs_with_the_tokens_that_were_sampled():
     group = group_of([1, 0], episode(["aaooooa"]), episode(["a"]))
-    got = sample_advantages([group], AdvantageSettings(estimator="opo"))
+    got = sample_advantages([group], credit("opo"))
     np.testing.assert_allclose(got[0], [0.25, -0.75])
 
 

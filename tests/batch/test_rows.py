@@ -8,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages
+from grpo_dist.batch.credit_assignment import sample_advantages
 from grpo_dist.batch.rows import make_batch, split_updates
 from grpo_dist.batch.sharding import micro_batches, shard
 from grpo_dist.types import Group, Prompt, Rollout
 from tests.support import made_groups
+from tests.support.losses import credit
 
 
 def group(prompt, completions, rewards):
@@ -93,7 +94,7 @@ def test_batching_reads_read_only_arrays_and_shares_no_memory_with_them():
     for g in GROUPS:
         for array in (g.rewards, *(r.completion_ids for r in g.rollouts)):
             array.setflags(write=False)
-    advantages = sample_advantages(GROUPS, AdvantageSettings())
+    advantages = sample_advantages(GROUPS, credit())
     batch = make_batch(GROUPS, advantages, ref_logprobs=None, max_new_tokens=4)
     batch.tokens.zero_()
     assert GROUPS[0].rollouts[0].completion_ids.tolist() == [4, 5, EOS]
@@ -114,7 +115,7 @@ def test_advantages_are_computed_over_the_whole_step_group_by_group(estimator, s
         return group([1], [[EOS]] * len(rewards), rewards)
 
     groups = [of([1, 0, 0, 1, 0, 0, 0, 0]), of([0.7, 0.7]), of([math.nan, 1])]
-    actual = sample_advantages(groups, AdvantageSettings(estimator=estimator, std=std))
+    actual = sample_advantages(groups, credit(estimator, std=std))
     right, wrong = expected
     np.testing.assert_allclose(actual[0], [right, wrong, wrong, right, wrong, wrong, wrong, wrong], rtol=3e-6)
     assert [a.tolist() for a in actual[1:]] == [[0.0, 0.0], [0.0, 0.0]]

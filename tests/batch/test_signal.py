@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from grpo_dist.batch.signal import SignalRule
-from grpo_dist.loop.updates import signal_rule
 from grpo_dist.types import Turn
-from tests.support import fakes
+from tests.support.losses import algorithm
 from tests.support.made_groups import group_of
 
 NAN = float("nan")
@@ -27,9 +26,13 @@ def with_turns(group, *rewards):
     return replace(group, rollouts=tuple(rollouts))
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_pp", "opo", "somebodys_own"])
+def make_rule(advantage="grpo", *, metric=None, weights=None, **settings):
+    return SignalRule(algorithm(advantage, **settings), metric, weights or {})
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_pp", "opo", "somebodys:own"])
 def test_most_estimators_need_total_rewards_that_differ(estimator):
-    rule = SignalRule(estimator)
+    rule = make_rule(estimator)
     assert rule(group_of([0, 1], [3, 3]))
     assert not rule(group_of([0.7, 0.7, NAN], [3, 3, 3]))
     assert not rule(group_of([NAN, 1], [3, 3]))
@@ -40,103 +43,91 @@ def test_most_estimators_need_total_rewards_that_differ(estimator):
 def test_best_of_k_has_a_signal_where_the_tries_or_the_best_two_differ(right, value):
     """Of eight samples: with five right every four hold a right one; two right are equally the best."""
     group = group_of([value] * right + [0.0] * (8 - right), [3] * 8)
-    assert SignalRule("pass_at_k", k=4)(group) == (1 <= right <= 4)
-    assert SignalRule("pass_at_k", k=1)(group) == (1 <= right <= 7)
-    assert SignalRule("grpo_passk")(group) == (right == 1)
-    assert SignalRule("grpo")(group) == (1 <= right <= 7)
-
-
-def test_dynamic_sampling_asks_with_the_k_of_the_configuration():
-    settings = fakes.config(
-        algorithm={"advantage": {"name": "pass_at_k", "k": 2}}, batch={"samples_per_prompt": 4}
-    )
-    rule = signal_rule(settings.algorithm, settings.rewards, None)
-    assert rule(group_of([1, 1, 0, 0], [3] * 4)) and not rule(group_of([1, 1, 1, 0], [3] * 4))
+    assert make_rule("pass_at_k", k=4)(group) == (1 <= right <= 4)
+    assert make_rule("pass_at_k", k=2)(group) == (1 <= right <= 6)
+    assert make_rule("pass_at_k", k=1)(group) == (1 <= right <= 7)
+    assert make_rule("grpo_passk")(group) == (right == 1)
+    assert make_rule("grpo")(group) == (1 <= right <= 7)
 
 
 def test_a_metric_decides_in_place_of_the_total_reward():
     both_right = group_of([1.0, 0.8], [3, 9], parts=parts(math=[1, 1], brevity=[0, -0.2]))
-    assert SignalRule()(both_right)
-    assert not SignalRule(metric="math")(both_right)
-    assert SignalRule(metric="brevity")(both_right)
+    assert make_rule()(both_right)
+    assert not make_rule(metric="math")(both_right)
+    assert make_rule(metric="brevity")(both_right)
 
 
 def test_accuracy_is_by_the_grader_and_else_whether_the_reward_is_above_a_half():
     graded = replace(group_of([0.9, 0.6], [3, 3]), outcomes=("correct", "no_answer"))
-    assert SignalRule(metric="accuracy")(graded)
-    assert not SignalRule(metric="accuracy")(replace(graded, outcomes=("correct", "correct")))
-    assert not SignalRule(metric="accuracy")(group_of([0.9, 0.6], [3, 3]))
-    assert SignalRule(metric="accuracy")(group_of([0.9, 0.4], [3, 3]))
+    assert make_rule(metric="accuracy")(graded)
+    assert not make_rule(metric="accuracy")(replace(graded, outcomes=("correct", "correct")))
+    assert not make_rule(metric="accuracy")(group_of([0.9, 0.6], [3, 3]))
+    assert make_rule(metric="accuracy")(group_of([0.9, 0.4], [3, 3]))
     own = group_of([1, 1], [3, 3], parts=parts(accuracy=[0, 1]))
-    assert SignalRule(metric="accuracy")(own)  # a reward of that name is meant
+    assert make_rule(metric="accuracy")(own)  # a reward of that name is meant
 
 
 def test_a_sample_that_cannot_be_trained_on_is_no_part_of_the_signal():
     group = group_of([1, NAN], [3, 3], parts=parts(math=[1, 0], judge=[0, NAN]))
-    assert not SignalRule(metric="math")(group)
+    assert not make_rule(metric="math")(group)
 
 
 def test_a_group_without_the_chosen_reward_is_judged_by_its_total():
     group = group_of([0, 1], [3, 3], parts=parts(judge=[0, 1]))
-    assert SignalRule(metric="math")(group)
+    assert make_rule(metric="math")(group)
 
 
 def test_gdpo_needs_any_weighted_reward_to_differ_even_if_the_totals_are_equal():
     group = group_of([1, 1], [3, 3], parts=parts(a=[1, 0], b=[0, 1], c=[2, 3]))
-    assert SignalRule("gdpo", weights={"a": 1.0, "b": 1.0, "c": 0.0})(group)
-    assert not SignalRule("gdpo", weights={"a": 0.0, "b": 0.0, "c": 0.0})(group)
-    assert not SignalRule("gdpo", weights={"a": 1.0})(replace(group, reward_parts=parts(a=[1, 1])))
+    assert make_rule("gdpo", weights={"a": 1.0, "b": 1.0, "c": 0.0})(group)
+    assert not make_rule("gdpo", weights={"a": 0.0, "b": 0.0, "c": 0.0})(group)
+    assert not make_rule("gdpo", weights={"a": 1.0})(replace(group, reward_parts=parts(a=[1, 1])))
 
 
 def test_process_needs_step_rewards_that_differ():
     steps = (np.array([0.5, 0.5], np.float32), np.array([0.5], np.float32))
     ends = (np.array([0, 2], np.int32), np.array([2], np.int32))
     equal = replace(group_of([0, 1], [3, 3]), step_rewards=steps, step_ends=ends)
-    assert not SignalRule("process")(equal)
+    assert not make_rule("process")(equal)
     other = (steps[0], np.array([0.25], np.float32))
-    assert SignalRule("process")(replace(equal, step_rewards=other))
+    assert make_rule("process")(replace(equal, step_rewards=other))
     alike = replace(equal, rewards=np.ones(2, np.float32), step_rewards=other)
-    assert not SignalRule("grpo")(alike) and SignalRule("grpo", steps=True)(alike)
+    assert not make_rule("grpo")(alike) and make_rule("grpo", process={})(alike)
     unscored = group_of([0, NAN], [3, 3])
-    assert not SignalRule("process")(replace(unscored, step_rewards=other, step_ends=ends))
-    assert SignalRule("process")(with_turns(group_of([1, 1], [3, 3]), [0.0], [0.5]))
+    assert not make_rule("process")(replace(unscored, step_rewards=other, step_ends=ends))
+    assert make_rule("process")(with_turns(group_of([1, 1], [3, 3]), [0.0], [0.5]))
 
 
 def test_turn_level_needs_returns_of_one_turn_that_differ():
     same = group_of([1, 1], [3, 3])
-    assert SignalRule("turn")(with_turns(same, [0.5, 0.0], [0.0, 0.0]))
-    assert not SignalRule("turn")(with_turns(same, [0.5], [0.5]))
+    assert make_rule("turn")(with_turns(same, [0.5, 0.0], [0.0, 0.0]))
+    assert not make_rule("turn")(with_turns(same, [0.5], [0.5]))
     # Equal sums: the first turn returns 1.5 in both, and only one has a second. With a discount it differs.
-    assert not SignalRule("turn")(with_turns(same, [0.0, 0.5], [0.5]))
-    assert SignalRule("turn", discount=0.5)(with_turns(same, [0.0, 0.5], [0.5]))
+    assert not make_rule("turn")(with_turns(same, [0.0, 0.5], [0.5]))
+    assert make_rule("turn", discount=0.5)(with_turns(same, [0.0, 0.5], [0.5]))
 
 
 def test_remax_compares_with_the_greedy_answer():
     group = group_of([0.7, 0.7], [3, 3], baseline_reward=0.7)
-    assert not SignalRule("remax")(group)  # float32(0.7) is no other reward than 0.7
-    assert SignalRule("remax")(replace(group, baseline_reward=0.0))
+    assert not make_rule("remax")(group)  # float32(0.7) is no other reward than 0.7
+    assert make_rule("remax")(replace(group, baseline_reward=0.0))
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "pass_at_k", "somebodys_own"])
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "pass_at_k", "somebodys:own"])
 def test_rewards_are_compared_as_the_estimator_sees_them_clipped(estimator):
-    rule = SignalRule(estimator, k=1, reward_clip=1.0)
+    rule = make_rule(estimator, k=1, reward_clip=1.0)
     assert not rule(group_of([2, 3], [3, 3])) and not rule(group_of([-2, NAN, -3], [3, 3, 3]))
     assert rule(group_of([-2, 3], [3, 3])) and rule(group_of([0.5, 3], [3, 3]))
-    assert SignalRule(estimator, k=1)(group_of([2, 3], [3, 3]))
+    assert make_rule(estimator, k=1)(group_of([2, 3], [3, 3]))
 
 
 def test_remax_compares_clipped_rewards_with_the_clipped_one_of_the_greedy_answer():
     group = group_of([3, 3], [3, 3], baseline_reward=2.0)
-    assert not SignalRule("remax", reward_clip=1.0)(group) and SignalRule("remax")(group)
-    assert SignalRule("remax", reward_clip=2.5)(group)
+    assert not make_rule("remax", reward_clip=1.0)(group) and make_rule("remax")(group)
+    assert make_rule("remax", reward_clip=2.5)(group)
 
 
 def test_a_chosen_metric_is_not_clipped():
     group = group_of([2, 2], [3, 3], parts=parts(math=[2, 3]))
-    assert SignalRule(metric="math", reward_clip=1.0)(group)
-    assert not SignalRule(metric="absent", reward_clip=1.0)(group)  # the total reward stands for it
-
-
-def test_dynamic_sampling_asks_with_the_clip_of_the_configuration():
-    rule = signal_rule(fakes.config(algorithm={"reward_clip": 1.0}).algorithm, fakes.config().rewards, None)
-    assert not rule(group_of([2, 3], [3, 3])) and rule(group_of([0, 3], [3, 3]))
+    assert make_rule(reward_clip=1.0, metric="math")(group)
+    assert not make_rule(reward_clip=1.0, metric="absent")(group)  # the total reward stands for it

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from grpo_dist.batch.rows import sampled_tokens
+from grpo_dist.batch.signal import SignalRule
 from grpo_dist.config.files import load_config
 from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.loop.kl_controller import KLController
-from grpo_dist.loop.updates import make_updates, signal_rule
+from grpo_dist.loop.updates import make_updates
 from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.loss import Objective, batch_loss, finish_stats
 from grpo_dist.policy.preparation import Preparation
@@ -58,7 +59,7 @@ LOSSES = {
 RULES = [{"rule": "token_k1", "low": 0.9, "high": 1.2}, {"rule": "seq_mean_k3", "high": 0.01}]
 BATCH_NORM = {"name": "batch", "scale": False}
 SETTINGS = {
-    **{f"{name} settings": {"loss": {"name": name, **own}} for name, own in LOSSES.items()},
+    **{f"{name} settings": {"loss": {"name": name, **settings}} for name, settings in LOSSES.items()},
     "grpo batch": {"advantage": {"std": "batch", "eps": 0.1}},
     "grpo batch_raw": {"advantage": {"std": "batch_raw"}},
     "grpo none": {"advantage": {"std": "none"}},
@@ -114,15 +115,15 @@ SETTINGS = {
 
 
 def overrides(name):
-    kind, _, own = name.partition(" ")
+    kind, _, preset = name.partition(" ")
     if kind == "preset":
-        return [f"+algorithm={own}", *_needs(own)]
+        return [f"+algorithm={preset}", *_needs(preset)]
     if kind == "loss":
-        one = ["batch.updates_per_step=1"] if own == "policy_gradient" else []
-        return [*algorithm(loss=own), *one]
+        one = ["batch.updates_per_step=1"] if preset == "policy_gradient" else []
+        return [*algorithm(loss=preset), *one]
     if kind == "advantage":
-        k = {"k": 2} if own == "pass_at_k" else {}
-        return [*algorithm(advantage={"name": own, **k})[:2], *_needs(own)]
+        k = {"k": 2} if preset == "pass_at_k" else {}
+        return [*algorithm(advantage={"name": preset, **k})[:2], *_needs(preset)]
     return [*algorithm(**SETTINGS.get(name, {"aggregation": name})), *_needs(kind)]
 
 
@@ -169,7 +170,7 @@ def numbers(config):
         [-2 * rng.random(len(row.completion_ids), dtype=np.float32) for r in g.rollouts for row in r.rows]
         for g in made
     ]
-    scored = [ScoredGroup(g, own) for g, own in zip(made, reference, strict=True)]
+    scored = [ScoredGroup(g, logprobs) for g, logprobs in zip(made, reference, strict=True)]
     shape = sampled_tokens(made).shape
     norms = 0.5 + 0.4 * torch.sin(torch.arange(shape.numel())).view(shape)
     updates, later = make_updates(config, scored, 1, kl_coef=config.algorithm.kl.coef, score_norms=norms)
@@ -200,7 +201,8 @@ def numbers(config):
             len(update), loss.item(), projections(update.policy.advantages, update),
             [x for gradient in gradients if gradient is not None for x in projections(gradient, update)],
         ))  # fmt: skip
-    rule, overlong = signal_rule(config.algorithm, config.rewards, None), config.rewards.overlong_buffer
+    rule = SignalRule(config.algorithm, weights=config.rewards.weights)
+    overlong = config.rewards.overlong_buffer
     other = [
         [bool(rule(g)) for g in made], [epochs, config.batch.updates_per_step, len(later)],
         config.dynamic_sampling.enabled, [overlong.share, overlong.penalty],

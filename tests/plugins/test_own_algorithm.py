@@ -1,25 +1,23 @@
 """Own estimators, losses, KL and aggregations: their numbers; nothing masked or unscored reaches them."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
 from grpo_dist.batch.credit_assignment import (
-    AdvantageSettings,
     _own_inputs,
     sample_advantages,
     token_advantages,
 )
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.loop.updates import _reads_all_rows
-from grpo_dist.plugins.algorithm import OwnCode
 from grpo_dist.plugins.user_code import call, check_signature
 from grpo_dist.policy.loss import add_stats, batch_loss, finish_stats
 from tests.support import fakes
-from tests.support.losses import objective, train_batch
+from tests.support.losses import credit, objective, train_batch
 from tests.support.made_groups import group_of
 
 PIECES = """
@@ -159,12 +157,12 @@ def test_a_result_of_another_shape_is_refused(code, settings, message):
 
 def test_an_own_estimator_gets_rewards_lengths_and_parts(code):
     groups = [group_of([1.0, 0.0, np.nan], [1, 2, 3]), group_of([0.0, 3.0, 3.0], [4, 5, 6])]
-    settings = AdvantageSettings(estimator=own("centred"), own=OwnCode([code], {"advantage": {"scale": 2.0}}))
+    settings = credit(own("centred"), kwargs={"scale": 2.0}, code_paths=[code])
     first, second = sample_advantages(groups, settings)
     np.testing.assert_allclose(first, [1.0, -1.0, 0.0])  # the unscored one has 0
     np.testing.assert_allclose(second, [-4.0, 2.0, 2.0])
     group = group_of([1.0, 0.5], [2, 4], parts={"form": np.array([3.0, 2.0])}, reasons=["stop", "length"])
-    (found,) = sample_advantages([group], AdvantageSettings(estimator=own("per_token"), own=OwnCode([code])))
+    (found,) = sample_advantages([group], credit(own("per_token"), code_paths=[code]))
     np.testing.assert_allclose(found, [1.5, 0.0])
 
 
@@ -174,12 +172,12 @@ def test_an_own_estimator_gets_rewards_lengths_and_parts(code):
 def test_an_own_estimator_must_give_a_finite_number_to_each_scored_sample(code, name, message):
     groups = [group_of([1.0, 2.0], [1, 1])]
     with pytest.raises(ValueError, match=message):
-        sample_advantages(groups, AdvantageSettings(estimator=own(name), own=OwnCode([code])))
+        sample_advantages(groups, credit(own(name), code_paths=[code]))
 
 
 def test_an_own_kl_works_in_the_rewards_too(code):
     groups = [group_of([1.0, 0.0], [2, 3])]
-    plain = AdvantageSettings(estimator="dr_grpo", kl_coef=0.5, kl_estimator="k1")
+    plain = credit("dr_grpo", kl_coef=0.5, kl={"estimator": "k1"})
     refs = [np.full(len(r.completion_ids), -3.0, np.float32) for g in groups for r in g.rollouts]
 
     def found(settings):
@@ -187,7 +185,7 @@ def test_an_own_kl_works_in_the_rewards_too(code):
         batch = make_batch(groups, advantages, ref_logprobs=refs, max_new_tokens=10)
         return token_advantages(batch, groups, settings).policy.advantages
 
-    absolute = found(replace(plain, kl_estimator=own("absolute"), own=OwnCode([code])))
+    absolute = found(credit("dr_grpo", kl_coef=0.5, kl={"estimator": own("absolute")}, code_paths=[code]))
     assert not torch.equal(absolute, torch.zeros_like(absolute))
     torch.testing.assert_close(absolute, found(plain))  # all differences are positive here
 
@@ -225,7 +223,7 @@ def test_arguments_are_held_against_the_signature(kwargs, message):
 
 def test_an_own_estimator_gets_nan_where_a_source_has_no_such_reward():
     groups = [group_of([1, 0], [1, 1], parts={name: np.array([1.0, 0.0])}) for name in ("math", "code")]
-    settings = AdvantageSettings(weights={"math": 1.0, "code": 1.0})
+    settings = credit(weights={"math": 1.0, "code": 1.0})
     inputs = _own_inputs(torch.tensor([1.0, 0, 1, 0]), torch.tensor([0, 0, 1, 1]), groups, settings)
     nan = float("nan")
     expected = {"math": [1.0, 0.0, nan, nan], "code": [nan, nan, 1.0, 0.0]}

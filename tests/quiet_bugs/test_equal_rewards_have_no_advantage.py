@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.advantages import ADVANTAGES, grpo, rloo
-from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages
+from grpo_dist.batch.credit_assignment import sample_advantages
 from grpo_dist.types import has_signal
+from tests.support.losses import credit
 from tests.support.made_groups import group_of
 
 VALUES = [0.1, 0.2, 0.3, 0.7, 0.35, 1 / 3]
@@ -47,7 +48,7 @@ def test_the_bug_divides_by_the_rounding_of_a_deviation():
 def test_equal_rewards_give_exact_zeros(estimator, value):
     for size in (2, 3, 7, 8, 64):
         group = group_of([value] * size, [3] * size)
-        (found,) = sample_advantages([group], AdvantageSettings(estimator=estimator, k=2))
+        (found,) = sample_advantages([group], credit(estimator, k=2))
         assert not found.any()
         assert not has_signal(group.rewards)
 

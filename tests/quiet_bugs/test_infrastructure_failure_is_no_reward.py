@@ -6,7 +6,7 @@ The thread counts what that costs: at 5 % of failures and groups of 8, 1 - 0.95^
 import numpy as np
 import pytest
 
-from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages
+from grpo_dist.batch.credit_assignment import sample_advantages
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.evaluation.estimates import summarise
 from grpo_dist.rewards.group import describe_failure
@@ -15,6 +15,7 @@ from grpo_dist.rewards.scorer import combine
 from grpo_dist.types import Group, correctness
 from tests.support import fakes
 from tests.support.fakes import train
+from tests.support.losses import credit
 from tests.support.made_groups import group_of
 
 RIGHT, WRONG, FAILED = 1.0, 0.0, float("nan")
@@ -24,7 +25,7 @@ ESTIMATORS = ["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline"]
 
 def advantages(rewards, estimator="dr_grpo"):
     group = group_of(rewards, [3] * len(rewards))
-    (found,) = sample_advantages([group], AdvantageSettings(estimator=estimator))
+    (found,) = sample_advantages([group], credit(estimator))
     return found
 
 

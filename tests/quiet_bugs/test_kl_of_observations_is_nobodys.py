@@ -8,9 +8,10 @@ The thread's numbers: mask [1, 0, 0, 1], a KL of 1 each, a discount of 0.9: the 
 import numpy as np
 import pytest
 
-from grpo_dist.batch.credit_assignment import AdvantageSettings, token_advantages
+from grpo_dist.batch.credit_assignment import token_advantages
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.types import Group, Prompt, Rollout
+from tests.support.losses import credit
 
 MASK = np.array([True, False, False, True])
 
@@ -38,6 +39,6 @@ def test_an_action_pays_for_its_own_tokens_and_those_of_later_actions(given):
     group = Group(Prompt("p", np.array([1, 2], np.int32), "", "made"), rollouts, rewards, {}, ("", ""))
     reference = [np.where(MASK, -2.0, -given).astype(np.float32)] * 2
     batch = make_batch([group], [rewards], ref_logprobs=reference, max_new_tokens=9)
-    found = token_advantages(batch, [group], AdvantageSettings(kl_coef=1.0, kl_estimator="k1"))
+    found = token_advantages(batch, [group], credit(kl_coef=1.0, kl={"estimator": "k1"}))
     assert found.policy.advantages.tolist() == [[0, 0, -2, 0, 0, -1]] * 2
     assert returns(np.ones(4), 1.0)[0] == -4  # as it would be with the tool's tokens

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.token_advantages import sum_to_go, turn_level
-from grpo_dist.batch.credit_assignment import AdvantageSettings, token_advantages
+from grpo_dist.batch.credit_assignment import token_advantages
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.types import Group, Prompt, Rollout, Turn
+from tests.support.losses import credit
 
 SAMPLED = np.array([True, False, True])  # an action, a tool's answer, an action
 
@@ -51,7 +52,7 @@ def test_the_first_action_has_the_discounted_reward_of_the_last(discount, first)
     rewards = np.array([1, 0], np.float32)
     group = Group(prompt, (episode(0), episode(1)), rewards, {}, ("", ""))
     batch = make_batch([group], [np.zeros(2, np.float32)], ref_logprobs=None, max_new_tokens=9)
-    how = AdvantageSettings(estimator="turn", std="none", discount=discount)
+    how = credit("turn", std="none", discount=discount)
     found = token_advantages(batch, [group], how).policy.advantages
     # Less the mean of both samples, whose other one has no reward: half of each return is left.
     assert (2 * found[0]).tolist() == [0, 0, first, 0, 1]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
-from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages
+from grpo_dist.batch.credit_assignment import sample_advantages
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.policy.loss import batch_loss
-from tests.support.losses import objective
+from tests.support.losses import credit, objective
 from tests.support.made_groups import group_of
 
 LENGTH, PROMPT = 24, 2
@@ -24,7 +24,7 @@ def made(engine_logprobs=None):
     group = group_of([1, 0], [LENGTH, LENGTH], prompt_tokens=PROMPT)
     if engine_logprobs is not None:
         group.rollouts[0].logprobs[:] = engine_logprobs
-    advantages = sample_advantages([group], AdvantageSettings(estimator="dr_grpo"))
+    advantages = sample_advantages([group], credit("dr_grpo"))
     return make_batch([group], advantages, ref_logprobs=None, max_new_tokens=LENGTH)
 
 

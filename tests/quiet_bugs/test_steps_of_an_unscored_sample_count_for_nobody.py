@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages, token_advantages
+from grpo_dist.batch.credit_assignment import sample_advantages, token_advantages
 from grpo_dist.batch.rows import make_batch
+from tests.support.losses import credit
 from tests.support.made_groups import group_of
 
 STEPS = [[1.0], [0.0], [1.0, 1.0, 1.0]]
@@ -27,7 +28,7 @@ def credited(rewards):
         step_rewards=tuple(np.array(own, np.float32) for own in STEPS[:count]),
         step_ends=tuple(np.arange(n, dtype=np.int32) for n in LENGTHS[:count]),
     )
-    settings = AdvantageSettings(estimator="process", std="none")
+    settings = credit("process", std="none")
     batch = make_batch([group], sample_advantages([group], settings), ref_logprobs=None, max_new_tokens=3)
     return token_advantages(batch, [group], settings)
 
@@ -52,5 +53,5 @@ def test_a_scored_sample_does_count():
 def test_a_placeholder_reward_is_in_no_baseline():
     """[1, 3, 2] have mean 2; with a 0 that is no score it would be 1.5."""
     group = group_of([1, 3, 2, float("nan")], [1] * 4)
-    (found,) = sample_advantages([group], AdvantageSettings(estimator="dr_grpo"))
+    (found,) = sample_advantages([group], credit("dr_grpo"))
     assert found.tolist() == [-1, 1, 0, 0]

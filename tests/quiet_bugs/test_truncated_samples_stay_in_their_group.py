@@ -5,8 +5,9 @@ still divisible, samples were compared with those of another prompt.
 
 import numpy as np
 
-from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages
+from grpo_dist.batch.credit_assignment import sample_advantages
 from grpo_dist.batch.rows import make_batch
+from tests.support.losses import credit
 from tests.support.made_groups import group_of
 
 REWARDS = np.array([[1, 0, 0, 0], [1, 1, 1, 0]], np.float32)
@@ -28,12 +29,12 @@ def test_the_bug_compares_samples_of_two_prompts():
 
 
 def test_every_sample_is_compared_with_those_of_its_own_prompt():
-    found = sample_advantages(groups(), AdvantageSettings(estimator="dr_grpo"))
+    found = sample_advantages(groups(), credit("dr_grpo"))
     assert [own.tolist() for own in found] == [[0.75, -0.25, -0.25, -0.25], [0.25, 0.25, 0.25, -0.75]]
 
 
 def test_truncated_samples_are_in_the_baseline_and_not_in_the_loss():
-    advantages = sample_advantages(groups(), AdvantageSettings(estimator="dr_grpo"))
+    advantages = sample_advantages(groups(), credit("dr_grpo"))
     batch = make_batch(groups(), advantages, ref_logprobs=None, max_new_tokens=3, mask_truncated=True)
     assert (~batch.policy.mask.any(dim=1)).tolist() == TRUNCATED.reshape(-1).tolist()
     assert batch.policy.advantages[:, -1].tolist() == [0.75, 0, 0, 0, 0.25, 0.25, 0.25, 0]

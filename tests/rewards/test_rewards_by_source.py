@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from actors.workers.reward import RewardWorker
-from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages
+from grpo_dist.batch.credit_assignment import sample_advantages
 from grpo_dist.config import RewardsConfig, SamplingConfig
 from grpo_dist.loop.metrics import rollout_metrics
 from grpo_dist.observe.samples import read_groups, write_groups
@@ -21,6 +21,7 @@ from grpo_dist.tools.evaluate.completions import Columns, read_completions
 from grpo_dist.tools.evaluate.score import score_completions
 from grpo_dist.types import Prompt, Rollout
 from tests.support import fakes
+from tests.support.losses import credit
 from tests.support.made_groups import group_of
 from tests.support.patience import HANG_S
 
@@ -231,7 +232,7 @@ def test_gdpo_takes_each_reward_where_a_source_has_it():
     one, other = groups()
     equal = np.full(2, 0.5, np.float32)
     other = replace(other, rewards=equal, reward_parts={"exact": equal})
-    settings = AdvantageSettings(estimator="gdpo", weights={"math": 1.0, "exact": 1.0})
+    settings = credit("gdpo", weights={"math": 1.0, "exact": 1.0})
     mine, theirs = sample_advantages([one, other], settings)
     assert mine[0] == -mine[1] > 0 and theirs.tolist() == [0, 0]
 

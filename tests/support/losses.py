@@ -1,9 +1,10 @@
-"""Objectives and batches for tests of the loss."""
+"""Settings of the algorithm, and batches, for tests of advantages and the loss."""
 
 from dataclasses import fields, replace
 
 import torch
 
+from grpo_dist.batch.credit_assignment import AdvantageSettings
 from grpo_dist.config import AlgorithmConfig, DistillationConfig
 from grpo_dist.config.base import member_called, members
 from grpo_dist.policy.loss import Objective
@@ -24,6 +25,18 @@ def choose(key, name, **settings):
     """Return `algorithm.<key>` for the member ``name`` with those of ``settings`` that it has."""
     member = member_called(members(AlgorithmConfig.model_fields[key].annotation), name)
     return {member.tag: name, **{key: value for key, value in settings.items() if key in member.model_fields}}
+
+
+def algorithm(advantage="grpo", **settings):
+    """Return `algorithm`; ``settings``: its keys, and settings of the estimator, if that has them."""
+    keys = {name: value for name, value in settings.items() if name in AlgorithmConfig.model_fields}
+    return AlgorithmConfig(advantage=choose("advantage", advantage, **settings), **keys)
+
+
+def credit(advantage="grpo", **settings):
+    """Return advantage settings; ``settings``: their fields, or those of `algorithm`."""
+    names = {field.name for field in fields(AdvantageSettings)} & set(settings)
+    return AdvantageSettings(algorithm(advantage, **settings), **{name: settings[name] for name in names})
 
 
 def train_batch(mask, *, tokens=None, lengths=None, teacher=None, demonstrated=None, sizes=None, **policy):

@@ -250,7 +250,7 @@ def as_planned(scenario: Scenario) -> Config:
         **section("data", order=order, train=sources),
         **section("tracking", samples=False),
     }
-    if "baselines" not in config.algorithm.advantage.traits.inputs:  # one more answer of each prompt
+    if not config.algorithm.advantage.traits.reads_greedy_answer:  # one more answer of each prompt
         # Rewards of fake records have one part and no steps; which estimator reads them takes no time.
         parts |= section("algorithm", advantage=NormalisedAdvantage())
     return config.model_copy(update=parts)

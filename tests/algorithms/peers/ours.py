@@ -1,7 +1,5 @@
 """This project's numbers for an input, from a section `algorithm` of its configuration."""
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -9,11 +7,10 @@ from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
 from grpo_dist.algorithms.normalise import length_weights
 from grpo_dist.algorithms.offpolicy import RejectionRule
 from grpo_dist.algorithms.token_advantages import optimal_token_baseline
-from grpo_dist.batch.credit_assignment import sample_advantages, token_advantages
+from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages, token_advantages
 from grpo_dist.batch.rows import make_batch
-from grpo_dist.config import AlgorithmConfig, RewardsConfig
+from grpo_dist.config import AlgorithmConfig
 from grpo_dist.config.base import member_called, members
-from grpo_dist.loop.updates import advantage_settings
 from grpo_dist.policy.loss import Objective, batch_loss, finish_stats
 from grpo_dist.policy.preparation import Preparation
 from grpo_dist.types import Group, Prompt, Rollout
@@ -110,11 +107,8 @@ def advantages(x, section, *, weights=None, moments=None):
     """
     algorithm = configured(section)
     made, order = groups(x, weights=weights)
-    how = replace(
-        advantage_settings(algorithm, RewardsConfig(), algorithm.kl.coef),
-        weights=weights or {},
-        moments=moments,
-    )
+    kl_coef = algorithm.kl.coef if algorithm.kl.in_reward else 0.0
+    how = AdvantageSettings(algorithm, weights or {}, moments, kl_coef)
     own = sample_advantages(made, how)
     lengths = [len(r.completion_ids) for g in made for r in g.rollouts]
     reference = [

@@ -1,38 +1,9 @@
-"""Clip-Cov, KL-Cov and their choice of tokens; adaptive entropy: numbers worked by hand."""
-
-import math
+"""The choice of tokens over a whole update: numbers worked by hand."""
 
 import torch
 
-from grpo_dist.algorithms.policy_losses import clip_cov, kl_cov
 from grpo_dist.algorithms.selection import lowest, random_keys, token_covariances, up_to
 from tests.support.numbers_by_hand import close, row
-
-ONES = torch.ones(1, 4, dtype=torch.bool)
-
-
-def on_row(loss, **how):
-    new = row(-1.0, -1.0, -1.0, -1.0).requires_grad_()
-    old = new.detach() - torch.log(row(1.1, 1.1, 3.0, 0.5))
-    losses, stats = loss(new, old, row(2.0, 2.0, 2.0, -1.0), ONES, **how)
-    (gradient,) = torch.autograd.grad(losses.sum(), new)
-    return losses.detach(), gradient, int(stats["selected"])
-
-
-def test_clip_cov_takes_the_loss_from_selected_tokens_and_clips_the_others():
-    losses, gradient, count = on_row(clip_cov, selected=torch.tensor([[True, False, False, True]]))
-    close(losses, row(0.0, -2.2, -2.4, 0.0), 1e-12)
-    close(gradient, row(0.0, -2.2, 0.0, 0.0), 1e-12)
-    assert count == 2
-
-
-def test_kl_cov_adds_the_absolute_log_ratio_of_selected_tokens_and_clips_nothing():
-    losses, gradient, count = on_row(
-        kl_cov, selected=torch.tensor([[True, False, False, True]]), cov_kl_coef=0.5
-    )
-    close(losses, row(-2.2 + 0.5 * math.log(1.1), -2.2, -6.0, 0.5 + 0.5 * math.log(2)), 1e-12)
-    close(gradient, row(-2.2 + 0.5, -2.2, -6.0, 0.5 - 0.5), 1e-12)
-    assert count == 2
 
 
 def test_covariances_are_products_of_differences_from_the_means_of_the_update():
