@@ -6,12 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from actors.workers import reward
 from grpo_dist.cli import main
-from grpo_dist.errors import Preempted, Unhealthy
+from grpo_dist.errors import Preempted, Unhealthy, UserError
 from grpo_dist.observe import EVENTS, Tracker
 from grpo_dist.observe.console import step_line
+from grpo_dist.plugins.algorithm import OwnCode, own_advantages
+from grpo_dist.plugins.inputs import AdvantageInputs
 from grpo_dist.runs import session
 from grpo_dist.tools.report.command import write_report
 from grpo_dist.tools.report.source import ReportLimits
@@ -88,6 +91,18 @@ def test_why_a_run_ended_itself_is_its_last_event(tmp_path):
     with pytest.raises(Preempted), Tracker(fakes.config(tracking=OFF), tmp_path):
         raise Preempted("asked to end")
     assert len(events(tmp_path)) == 2
+
+
+def test_code_of_a_user_that_raises_is_the_last_event_with_its_file_and_line(tmp_path):
+    """Here in an advantage estimator, after the trial before the run."""
+    (tmp_path / "late.py").write_text("def late(rewards):\n    return rewards / []\n")
+    inputs = AdvantageInputs(torch.ones(2), torch.zeros(2), torch.ones(2), torch.zeros(2), {}, {})
+    with pytest.raises(UserError) as ended, Tracker(fakes.config(tracking=OFF), tmp_path):
+        own_advantages("late:late", OwnCode([str(tmp_path)]), inputs)
+    said = str(ended.value)
+    assert said.startswith("advantage estimator late:late failed: TypeError: ")
+    assert said.endswith(f"({tmp_path}/late.py:2 in late); correct it")
+    assert events(tmp_path) == [f"the run ended: {said}"]
 
 
 def test_the_line_of_a_step_counts_the_samples_that_were_not_scored():

@@ -51,6 +51,8 @@ def test_samples_that_were_given_up_are_not_short_completions(terminal):
     lengths = {m.set: m.length_tokens for m in measured}
     assert lengths["some"] == lengths["all problems"] == lengths["mean of sets"] == 6
     assert math.isnan(lengths["none"])
+    # Texts that were sampled elsewhere have no tokens: that is not 0.
+    assert all(math.isnan(m.length_tokens) for m in measure([judged("texts", (1.0, 0.0), (0, 0))]))
     print_measured(terminal, "m", measured)
     assert "nan" not in terminal.file.getvalue()
 
