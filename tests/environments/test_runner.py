@@ -214,7 +214,7 @@ def test_an_episode_keeps_its_state_and_others_have_their_own(settings: Environm
 
 
 @pytest.mark.parametrize(("action", "reason"), [
-    ("raise", "RuntimeError: broken"),
+    ("raise", "RuntimeError: broken (/"),  # with file and line
     ("die", "died"),
     ("nothing", "neither an observation nor done=True"),
     ("wrong type", "step returned a str, expected a Step"),
@@ -536,6 +536,7 @@ def test_a_start_that_fails_names_its_row(settings: EnvironmentsConfig) -> None:
     with pytest.raises(StartFailed) as failed:
         _probe(settings, "guessing:Guess").questions([_PROBLEM, Problem("impossible", "3")])
     assert failed.value.index == 1 and "no number" in failed.value.reason
+    assert failed.value.reason.endswith(" in start)") and "guessing.py:" in failed.value.reason
 
 
 def test_wrong_arguments_of_an_environment_are_refused(settings: EnvironmentsConfig) -> None:
