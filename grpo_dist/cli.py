@@ -242,7 +242,9 @@ def _add_plan(commands: Any) -> None:
     text = "predict memory, step time, cost and the best split of GPUs on a cluster, by simulating the loop"
     sub = add_command(commands, "plan", text, _plan)
     add_inputs(sub, "YAML file, e.g. configs/gsm8k_qwen2.5_1.5b.yaml", "e.g. bench.lengths.kind=fixed")
-    sub.add_argument("--cluster", required=True, help="NODESxGPUSxKIND, e.g. 8x8xH100; 1x0xCPU with --bench")
+    sub.add_argument(
+        "--cluster", default="", help="needed: NODESxGPUSxKIND, e.g. 8x8xH100; 1x0xCPU with --bench"
+    )
     sub.add_argument("--bench", metavar="FILE", help="take times from this bench.json of the same hardware")
     sub.add_argument("--price", type=float, help="dollars per GPU-hour")
     sub.add_argument("--prompt-tokens", type=int, help="mean tokens of a prompt")

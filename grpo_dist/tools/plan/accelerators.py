@@ -137,7 +137,8 @@ def parse_cluster(text: str, *, price: float | None = None) -> ClusterShape:
     """
     found = re.fullmatch(r"(\d+)x(\d+)x([A-Za-z0-9][\w.-]*)", text.strip())
     if not found:
-        raise UserError(f"--cluster {text}: expected {_EXAMPLE}")
+        what = f"--cluster {text}" if text.strip() else "--cluster is missing"
+        raise UserError(f"{what}: expected {_EXAMPLE}")
     kind = found[3]
     for number, (most, what) in zip(found.groups(), _BOUNDS, strict=False):
         if len(number) > len(str(most)) or int(number) > most:

@@ -240,7 +240,7 @@ def check_time(limit: str, grace_s: float) -> None:
 
 
 def check_left_open(option: str) -> None:
-    """Raise UserError for an option of sbatch that submit sets itself, as ``--long``, abbreviated, or ``-l``.
+    """Raise UserError for an option of sbatch that submit decides, as ``--long``, abbreviated, or ``-l``.
 
     A directive may have several options: "--partition=gpu --mem=0".
     """
@@ -252,7 +252,7 @@ def check_left_open(option: str) -> None:
         name = word.partition("=")[0]
         for long, letter, instead in _DECIDED:
             if _names(name, long, letter):
-                raise UserError(f"--sbatch={option}: submit sets --{long} itself; {instead}")
+                raise UserError(f"--sbatch={option}: submit decides --{long}; {instead}")
 
 
 def _names(word: str, long: str, letter: str) -> bool:
