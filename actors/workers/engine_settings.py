@@ -66,7 +66,8 @@ class EngineSpec:
     ranks, and sleeps while they train. ``sampling``: each way in which the run samples, with which the engine
     is warmed up. ``data``: the chat template's settings; None: prompts are plain text. ``environments``: None
     where no prompt has one. ``niceness``: added to that of its process where it computes on CPUs.
-    ``router_replay``: it returns the experts of every token. ``trains``: its samples are trained on, so they
+    ``router_replay``: it returns the experts of every token. ``returns_masks``: it returns the sampling masks
+    of samples that are not drawn from the whole vocabulary. ``trains``: its samples are trained on, so they
     keep these; else only those of the sync probe do. ``code_paths``: of a rollout function of the user's own.
     """
 
@@ -84,6 +85,7 @@ class EngineSpec:
     data: DataConfig | None = None
     niceness: int = 0
     router_replay: bool = False
+    returns_masks: bool = False
     trains: bool = True
     code_paths: tuple[str, ...] = ()
 
@@ -95,6 +97,7 @@ class EngineSpec:
             in_flight=0,  # as many as the cache has room for: an evaluation sends all prompts at once
             sampling=(Sampling(settings.temperature, settings.top_p, settings.top_k),),
             niceness=_NICENESS,
+            returns_masks=False,
             trains=False,
         )
 
@@ -117,6 +120,7 @@ class EngineSpec:
             environments=config.environments if config.has_environments else None,
             data=config.data,
             router_replay=config.policy.router_replay,
+            returns_masks=config.sampling.is_truncated,
             code_paths=config.code_paths,
         )
 
@@ -131,7 +135,8 @@ def _ways_to_sample(
     training: SamplingConfig, evaluation: EvaluationConfig, rejection: RejectionConfig
 ) -> tuple[Sampling, ...]:
     """Return the different ways in which training, evaluation and rejection sampling sample."""
-    ways = [Sampling(training.first_temperature)]
+    temperature = training.first_temperature
+    ways = [Sampling(temperature, training.top_p, training.top_k, min_p=training.min_p)]
     for section in (evaluation, rejection):
         ways.append(Sampling(section.temperature, section.top_p, section.top_k))
     return tuple(dict.fromkeys(ways))
@@ -239,6 +244,8 @@ def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_m
         arguments["distributed_executor_backend"] = "mp"
     if spec.router_replay:
         arguments |= _recording(spec, model, device)
+    if spec.returns_masks:
+        arguments |= _masks(spec, device)
     if settings.quantization != "none":
         arguments["quantization"] = _QUANTIZATION[settings.quantization]
     return arguments | settings.engine | _own_all_reduce(settings, device) | _speculation(settings)
@@ -274,6 +281,21 @@ def _recording(spec: EngineSpec, model: Any, device: DeviceType) -> dict[str, An
             f"{spec.rollout.tensor_parallel_size} puts the routers in other processes; set it to 1"
         )
     return {"worker_cls": RECORDING_WORKER}
+
+
+def _masks(spec: EngineSpec, device: DeviceType) -> dict[str, Any]:
+    """Return the arguments with which the engine returns sampling masks; {} where `mask_recorder` records
+    them. Raises UserError where it cannot.
+    """
+    keys = "`sampling.top_p`, `sampling.top_k`, `sampling.min_p`"
+    if device != "cpu":
+        return {"return_sampling_mask": True}
+    if spec.rollout.tensor_parallel_size > 1:
+        raise UserError(
+            f"{keys} without a GPU: `rollout.tensor_parallel_size` = {spec.rollout.tensor_parallel_size} "
+            "puts the sampler in another process; set it to 1"
+        )
+    return {}
 
 
 def _graph_sizes(spec: EngineSpec) -> dict[str, Any]:

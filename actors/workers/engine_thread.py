@@ -163,10 +163,12 @@ class EngineThread:
         imported: Callable[[], None] = lambda: None,
         preempted: Callable[[int], None] = lambda tokens: None,
         shares_tails: bool = False,
+        records_masks: bool = False,
     ) -> None:
         """``arguments``: those of `vllm.EngineArgs`. In the engine's thread ``imported`` is called once vLLM
         is imported, before the model is loaded, and ``preempted`` with the tokens that a step gave up for
-        want of cache. ``shares_tails``: `SharedTails`, where the engine can.
+        want of cache. ``shares_tails``: `SharedTails`, where the engine can. ``records_masks``: requests
+        return their sampling masks.
         """
         self._loop = asyncio.get_running_loop()
         self._commands: Queue[Callable[[], None] | None] = Queue()
@@ -179,7 +181,7 @@ class EngineThread:
         self._preempted = preempted
         self._preemptions: Preemptions | None = None
         self._tails: SharedTails | None = None
-        thread_arguments = (dict(arguments), imported, shares_tails)
+        thread_arguments = (dict(arguments), imported, shares_tails, records_masks)
         self._thread = Thread(target=self._run, args=thread_arguments, name="engine", daemon=True)
 
     async def start(self) -> None:
@@ -304,9 +306,19 @@ class EngineThread:
             raise RuntimeError("rollout: the engine is not running")
         self._commands.put(command)
 
-    def _run(self, arguments: dict[str, Any], imported: Callable[[], None], shares_tails: bool) -> None:
+    def _run(
+        self,
+        arguments: dict[str, Any],
+        imported: Callable[[], None],
+        shares_tails: bool,
+        records_masks: bool,
+    ) -> None:
         try:
             self._engine = make_engine(arguments, imported)
+            if records_masks:
+                from actors.workers.mask_recorder import record_masks  # imports vLLM
+
+                record_masks(self._core)
             self._preemptions = Preemptions(self._core.scheduler)
             self._tails = SharedTails.attach(self._core.scheduler) if shares_tails else None
         except BaseException as error:

@@ -40,10 +40,10 @@ from grpo_dist.runtime.load_balancer import Load
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.runtime.model_files import check_on_node
 from grpo_dist.runtime.stacks import pending_calls
-from grpo_dist.types import FurtherRow, HeldRoutes, Prompt, Rollout, Sampling
+from grpo_dist.types import FurtherRow, HeldRoutes, KeptTokens, Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
 
 _GIVEN_POLL_S = 0.02
 
@@ -257,6 +257,7 @@ class RolloutWorker(WeightReceiver, Probeable):
         self._episodes: EpisodeSampler | None = None  # None: no prompt has an environment
         self._own = UserRollout.from_config(spec.rollout, spec.code_paths)
         self._compiled = 0  # graphs
+        self._vocabulary = 0  # tokens of the model, where it returns sampling masks
         self._weights_on_host = False  # a copy, while the engine sleeps
 
     async def start(self, environments: EnvironmentAddresses | None = None) -> None:
@@ -284,8 +285,11 @@ class RolloutWorker(WeightReceiver, Probeable):
             imported=lambda: self.begin("model"),
             preempted=partial(self.meter.count, "preempted_tokens"),
             shares_tails=shares_tails(self._spec),
+            records_masks=self._spec.returns_masks and device_type() == "cpu",
         )
         await self._engine.start()
+        if self._spec.returns_masks:
+            self._vocabulary = (await self._engine.in_workers(_vocabulary_size))[0]
         if self._spec.rollout.speculation.tokens:
             await self._engine.in_workers(drafter.require_exact_sampler)
         self._note_compilation()
@@ -348,6 +352,7 @@ class RolloutWorker(WeightReceiver, Probeable):
         """
         ids = prompt.token_ids.tolist()
         most = min(sampling.max_new_tokens, self._spec.max_length - len(ids))
+        sampling = sampling if self._spec.returns_masks else sampling.untruncated
         outputs = await asyncio.gather(*(self._generate(ids, seed, sampling, most) for seed in seeds))
         return tuple(stored(drawn(self._rollout(prompt.uid, i, o), sampling)) for i, o in enumerate(outputs))
 
@@ -404,6 +409,8 @@ class RolloutWorker(WeightReceiver, Probeable):
         the object store, only where it may be trained on.
         """
         labelled = drawn(rollout, sampling)
+        has_masks = not (self._spec.returns_masks and sampling.is_truncated)
+        assert has_masks or all(row.kept for row in rollout.rows), "a row lacks its sampling masks"
         return stored(labelled) if self._spec.trains else labelled.without_routes()
 
     async def _generate(
@@ -426,10 +433,15 @@ class RolloutWorker(WeightReceiver, Probeable):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        temperature, top_k = sampling.temperature, sampling.top_k
+        if self._spec.returns_masks and device_type() == "cuda":
+            # vLLM refuses both where it returns masks. The likeliest token is what greedy decoding takes.
+            temperature, top_k = (temperature, top_k or self._vocabulary) if temperature else (1.0, 1)
         params = SamplingParams(
-            temperature=sampling.temperature,
+            temperature=temperature,
             top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            top_k=top_k,
+            min_p=sampling.min_p,
             max_tokens=max_tokens,
             ignore_eos=True,  # vLLM's own list of ends, to which `SampleEnds` may add one
             stop_token_ids=[] if exact else sorted(self._ends.ids),
@@ -442,7 +454,9 @@ class RolloutWorker(WeightReceiver, Probeable):
             skip_special_tokens=False,  # so that a stop text may be a special token
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        generation = _generation(await self._engine.generate(token_ids, params))
+        needs_mask = self._spec.returns_masks and sampling.is_truncated
+        output = await self._engine.generate(token_ids, params)
+        generation = _generation(output, self._vocabulary if needs_mask else None)
         assert not self._spec.router_replay or generation.routes is not None, "the engine records no routes"
         return generation
 
@@ -459,6 +473,7 @@ class RolloutWorker(WeightReceiver, Probeable):
             ),
             policy_versions=output.versions,
             routes=output.routes,
+            kept=output.kept,
         )
 
     async def health(self) -> Health:  # type: ignore[override]  # on the event loop, like all the rest
@@ -506,8 +521,10 @@ class RolloutWorker(WeightReceiver, Probeable):
             await self._engine.shutdown()
 
 
-def _generation(request: RequestOutput) -> Generation:
-    """Return the finished completion of ``request``, and which weights produced each token."""
+def _generation(request: RequestOutput, vocabulary: int | None = None) -> Generation:
+    """Return the finished completion of ``request``, and which weights produced each token. ``vocabulary``:
+    tokens of the model; None: sampling masks are not needed.
+    """
     output = request.outputs[0]
     if output.finish_reason not in ("stop", "length"):
         raise SamplesFailed(f"rollout: the engine ended a request with {output.finish_reason!r}")
@@ -522,7 +539,22 @@ def _generation(request: RequestOutput) -> Generation:
         output.finish_reason,
         request.num_cached_tokens or 0,
         None if output.routed_experts is None else HeldRoutes(output.routed_experts),
+        None if vocabulary is None else _kept_tokens(output, vocabulary),
     )
+
+
+def _kept_tokens(output: CompletionOutput, vocabulary: int) -> KeptTokens:
+    """Return the sampling masks of a completion. Raises SamplesFailed for one that lacks its token."""
+    mask, ids = output.sampling_mask, np.asarray(output.token_ids)
+    assert mask is not None and len(mask.token_ids) == len(ids), "the engine returns no sampling masks"
+    kept = KeptTokens.from_lists(mask.token_ids, vocabulary)
+    if not (contained := kept.contain(ids)).all():
+        raise SamplesFailed(f"rollout: the sampling mask of token {contained.argmin()} does not contain it")
+    return kept
+
+
+def _vocabulary_size(worker: Any) -> int:
+    return int(worker.model_config.get_vocab_size())
 
 
 def drawn(rollout: Rollout, sampling: Sampling) -> Rollout:

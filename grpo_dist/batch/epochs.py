@@ -60,9 +60,11 @@ def regrouped(batches: Sequence[TrainBatch], update: EpochUpdate) -> TrainBatch:
     ]
     parts = [part for part in parts if len(part)] or parts[:1]
     joined = replace(TrainBatch.combine(parts, _join), denominators=update.denominators)
-    if joined.routes is None:
-        return joined
-    return replace(joined, routes=tuple(routes for part in parts for routes in part.routes or ()))
+    routes, kept = (
+        None if getattr(joined, name) is None else tuple(own for part in parts for own in getattr(part, name))
+        for name in ("routes", "kept")
+    )
+    return replace(joined, routes=routes, kept=kept)
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:

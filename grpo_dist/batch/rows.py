@@ -83,6 +83,7 @@ def make_batch(
         prompt_lengths=torch.from_numpy(shared),
         temperatures=_temperatures(samples, owner),
         routes=tuple(row.routes for row in rows) if any(row.routes for row in rows) else None,
+        kept=tuple(row.kept for row in rows) if any(row.kept for row in rows) else None,
         row_ids=torch.arange(len(rows)),
         policy=PolicyStream(
             mask=torch.from_numpy(loss_mask),

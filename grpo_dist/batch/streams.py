@@ -55,5 +55,6 @@ def with_demonstrations(update: TrainBatch, groups: Sequence[Group], *, first_ro
         demonstrated=demonstrated,
         # No engine has sampled a demonstration.
         routes=None if update.routes is None else (*update.routes, *[None] * count),
+        kept=None if update.kept is None else (*update.kept, *[None] * count),
         denominators=replace(update.denominators, demonstrated=shown.denominators.tokens),
     )

@@ -41,6 +41,10 @@ def _greedy_or_warm(value: float) -> float:
     return value
 
 
+TopP = Annotated[float, Field(gt=0, le=1)]
+TOP_P = "sample from the likeliest tokens with this total probability; 1: from all"
+TopK = Annotated[int, Field(ge=-1), AfterValidator(lambda value: max(value, 0))]
+TOP_K = "sample from this many likeliest tokens; 0 or -1: from all"
 EvaluationTemperature = Annotated[float, Field(ge=0.0), AfterValidator(_greedy_or_warm)]
 
 _WHOLE = 2**31 - 1

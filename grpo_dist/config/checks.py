@@ -323,6 +323,18 @@ RULES = (
         "set `rollout.speculation.tokens` to 0, or remove what ends samples",
     ),
     Rule(
+        "sampling.top_p sampling.top_k sampling.min_p rollout.speculation.tokens",
+        lambda c: c.sampling.is_truncated and c.rollout.speculation.tokens,
+        "engines that verify drafts return no sampling masks, without which ratios would be biased",
+        "set `rollout.speculation.tokens` to 0, or sample from the whole vocabulary",
+    ),
+    Rule(
+        "sampling.top_p sampling.top_k sampling.min_p distillation.kl",
+        lambda c: c.sampling.is_truncated and _has_teachers(c) and c.distillation.top_k,
+        "the teacher's likeliest tokens may be none that the policy could sample",
+        "set `distillation.kl` to sampled or advantage, or sample from the whole vocabulary",
+    ),
+    Rule(
         "rollout.function",
         lambda c: c.rollout.function and all(map(c.data.environment_of, (*c.data.train, *c.data.eval))),
         "it draws samples of prompts without environment, and every source has one",

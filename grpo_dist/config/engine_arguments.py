@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.checks import corrects
+from grpo_dist.config.monitoring import EvaluationConfig
+from grpo_dist.config.sampling import SamplingConfig
 from grpo_dist.config.secrets import shown_setting
 from grpo_dist.config.workers import RolloutConfig
 
@@ -46,7 +48,7 @@ _SET_BY = {
     **_each("rollout.quantization", "quantization allow_deprecated_quantization"),
     **_each("cluster.placement", "enable_sleep_mode sleep_preserve_parameter_names"),
     "weight_transfer_config": "weight_sync.backend",
-    **_each("sampling", "generation_config override_generation_config"),
+    **_each("sampling", "generation_config override_generation_config return_sampling_mask"),
     **_each(
         "policy.lora",
         "enable_lora max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype "
@@ -126,6 +128,22 @@ def engine_problems(
                 f"{setting} makes the engine's log-probs differ from the trainer's, uncorrected; "
                 "set algorithm.correction (tis is the default), or remove it"
             )
+
+
+def mask_problems(
+    sampling: SamplingConfig, evaluation: EvaluationConfig, device: Literal["cpu", "cuda"]
+) -> Iterator[str]:
+    """Yield a problem where engines on GPUs would return whole vocabularies as sampling masks: vLLM returns
+    those of all samples of an engine.
+    """
+    from_all = evaluation.top_p == 1.0 and evaluation.top_k == 0 and evaluation.temperature > 0
+    lent = not evaluation.num_workers and (evaluation.before or evaluation.every)
+    if device == "cuda" and sampling.is_truncated and from_all and lent:
+        yield (
+            "`evaluation.top_p` = 1, `evaluation.top_k` = 0: engines that return the sampling masks of "
+            "`sampling` would return the whole vocabulary for every token of an evaluation; set one of them, "
+            "`evaluation.temperature` to 0, or `evaluation.num_workers` to 1 or more"
+        )
 
 
 def _nested_problems(engine: Mapping[str, Any]) -> Iterator[str]:

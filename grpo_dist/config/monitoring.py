@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from grpo_dist.config.base import Count, EvaluationTemperature, Fraction, Section, repeated
+from grpo_dist.config.base import (
+    TOP_K,
+    TOP_P,
+    Count,
+    EvaluationTemperature,
+    Fraction,
+    Section,
+    TopK,
+    TopP,
+    repeated,
+)
 from grpo_dist.plugins.user_code import METRIC, SINK, OwnMetric, OwnPiece, OwnSink
 
 
@@ -19,10 +29,8 @@ class EvaluationConfig(Section):
     after: bool = Field(True, description="evaluate the exported weights on a new engine after the last step")
     samples_per_prompt: PositiveInt = Field(1, description="samples per problem")
     temperature: EvaluationTemperature = Field(1.0, description="sampling temperature; 0: greedy")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="sample from the likeliest tokens with this total probability; 1: from all"
-    )
-    top_k: Count = Field(0, description="sample from this many likeliest tokens; 0: from all")
+    top_p: TopP = Field(1.0, description=TOP_P)
+    top_k: TopK = Field(0, description=TOP_K)
     max_new_tokens: PositiveInt | None = Field(None, description="null: the largest sampling.max_new_tokens")
     k: tuple[PositiveInt, ...] = Field((1,), description="pass@k to report; each at most samples_per_prompt")
     max_prompts: PositiveInt | None = Field(

@@ -8,7 +8,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from grpo_dist.config.base import Choice, Count, Fraction, Section, Tagged, Temperature
+from grpo_dist.config.base import (
+    TOP_K,
+    TOP_P,
+    Choice,
+    Count,
+    Fraction,
+    Section,
+    Tagged,
+    Temperature,
+    TopK,
+    TopP,
+)
 
 
 class Scheduled(Choice):
@@ -80,10 +91,17 @@ class AdaptiveTemperature(Choice):
 
 
 class SamplingConfig(Section):
-    """Sampling of training completions: from the full distribution, with a temperature only."""
+    """Sampling of training completions. With `top_p`, `top_k` or `min_p` the engine returns which tokens each
+    was sampled from, and the trainer's softmax is over these, too: ratios stay exact.
+    """
 
     temperature: Annotated[Temperature | TemperatureSchedule | AdaptiveTemperature, Tagged()] = Field(
         1.0, description="temperature of samples and of their log-probs; or how it changes during the run"
+    )
+    top_p: TopP = Field(1.0, description=TOP_P)
+    top_k: TopK = Field(0, description=TOP_K)
+    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="leave out tokens less likely than this share of the likeliest one; 0: none"
     )
     max_new_tokens: Annotated[PositiveInt | LengthSchedule | AdaptiveLength, Tagged()] = Field(
         512, description="longest completion, longer ones are truncated; or how it changes during the run"
@@ -93,6 +111,11 @@ class SamplingConfig(Section):
         description='texts that end a completion, as the end-of-sequence token does, e.g. ["\\n"]; the'
         " token that completes one belongs to the completion",
     )
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens are never sampled, so that engines return their sampling masks."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def lengths(self) -> Sequence[int]:

@@ -8,7 +8,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
-from grpo_dist.config.base import Count, Fraction, NonNegative, Section, Seed, Temperature
+from grpo_dist.config.base import (
+    TOP_K,
+    TOP_P,
+    Count,
+    Fraction,
+    NonNegative,
+    Section,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
 
 
 class RejectionConfig(Section):
@@ -17,11 +28,8 @@ class RejectionConfig(Section):
     samples_per_prompt: PositiveInt = Field(8, description="samples per prompt")
     max_prompts: PositiveInt | None = Field(None, description="number of prompts, drawn by seed; null: all")
     temperature: Temperature = Field(1.0, description="sampling temperature")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0,
-        description="sample from the likeliest tokens with this total probability; 1: from all",
-    )
-    top_k: Count = Field(0, description="sample from this many likeliest tokens; 0: from all")
+    top_p: TopP = Field(1.0, description=TOP_P)
+    top_k: TopK = Field(0, description=TOP_K)
     max_new_tokens: PositiveInt | None = Field(None, description="null: the largest sampling.max_new_tokens")
     min_reward: float = Field(1.0, description="keep samples with at least this total reward")
     keep_per_prompt: PositiveInt = Field(1, description="most distinct completions kept per prompt")

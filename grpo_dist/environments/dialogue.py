@@ -24,7 +24,7 @@ from grpo_dist.config import DataConfig, EnvironmentsConfig
 from grpo_dist.environments.base import Message
 from grpo_dist.environments.episode import Action, Generation, Observed
 from grpo_dist.environments.tools import CODE, CODE_STOP, CallParser, read_chat, read_code, resolve_format
-from grpo_dist.types import FurtherRow, Prompt, Rollout, Routes, Task, Thought, ToolCall, Turn
+from grpo_dist.types import FurtherRow, KeptTokens, Prompt, Rollout, Routes, Task, Thought, ToolCall, Turn
 
 # Text around turns
 
@@ -203,8 +203,11 @@ class _GrowingRow:
     sampled: list[bool] = field(default_factory=list)
     end: int = 0
     routes: Routes | None = None  # from the last action's request: all tokens up to ``end`` but the last
+    masks: list[tuple[KeptTokens | None, int]] = field(default_factory=list)  # of its parts up to ``end``
 
     def add(self, sampled: Generation) -> None:
+        given = len(self.ids) - self.end
+        self.masks += [(None, given), (sampled.kept, len(sampled.token_ids))]
         self.ids.extend(sampled.token_ids)
         self.logprobs.extend(sampled.logprobs.tolist())
         self.versions.extend(sampled.versions.tolist())
@@ -217,16 +220,17 @@ class _GrowingRow:
         self.versions.extend([-1] * len(ids))
         self.sampled.extend([False] * len(ids))
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return ids, log-probs, versions and mask up to the last sampled token; None: all are sampled."""
+    def arrays(self) -> dict[str, Any]:
+        """Return the arrays of a `FurtherRow` behind its context, up to the last sampled token."""
         end = self.end
-        sampled = None if all(self.sampled[:end]) else np.array(self.sampled[:end], dtype=bool)
-        return (
-            np.array(self.ids[:end], np.int32),
-            np.array(self.logprobs[:end], np.float32),
-            np.array(self.versions[:end], np.int32),
-            sampled,
-        )
+        return {
+            "completion_ids": np.array(self.ids[:end], np.int32),
+            "logprobs": np.array(self.logprobs[:end], np.float32),
+            "policy_versions": np.array(self.versions[:end], np.int32),
+            "sampled": None if all(self.sampled[:end]) else np.array(self.sampled[:end], dtype=bool),
+            "routes": self.routes,
+            "kept": KeptTokens.join(self.masks),
+        }
 
 
 class Dialogue:
@@ -281,21 +285,14 @@ class Dialogue:
         if self._action is not None:
             self._end_turn("", (), None)
         first, *others = (row for row in self._rows if row.end)
-        ids, logprobs, versions, sampled = first.arrays()
         return Rollout(
             prompt_uid=self._prompt.uid,
             sample=sample,
-            completion_ids=ids,
-            logprobs=logprobs,
             finish_reason=finish_reason,
             text=self._turns[-1].text,
-            policy_versions=versions,
-            sampled=sampled,
             turns=tuple(self._turns),
-            further_rows=tuple(
-                FurtherRow(np.array(r.context, np.int32), *r.arrays(), routes=r.routes) for r in others
-            ),
-            routes=first.routes,
+            further_rows=tuple(FurtherRow(np.array(r.context, np.int32), **r.arrays()) for r in others),
+            **first.arrays(),
         )
 
     def _observation_messages(self, observed: Observed) -> list[Message]:

@@ -26,7 +26,7 @@ import numpy as np
 from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.environments.base import Messages
 from grpo_dist.runtime.seeds import turn_seed
-from grpo_dist.types import Routes, ToolCall
+from grpo_dist.types import KeptTokens, Routes, ToolCall
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -130,6 +130,7 @@ class Generation:
     finish_reason: str
     cached: int = 0
     routes: Routes | None = None
+    kept: KeptTokens | None = None  # [C]; None: all were sampled from the whole vocabulary
 
 
 class EpisodeEngine(Protocol):

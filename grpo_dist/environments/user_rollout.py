@@ -18,7 +18,7 @@ from grpo_dist.environments.episode import Generation
 from grpo_dist.plugins.inputs import RolloutInputs
 from grpo_dist.plugins.user_code import ROLLOUT, call, load
 from grpo_dist.runtime.seeds import turn_seed
-from grpo_dist.types import Prompt, Rollout, Sampling
+from grpo_dist.types import KeptTokens, Prompt, Rollout, Sampling
 
 # Samples a continuation: (token ids, seed, sampling, most tokens, stop=texts).
 Generate = Callable[..., Awaitable[Generation]]
@@ -88,7 +88,7 @@ class UserRollout:
     ) -> Rollout:
         start = prompt.token_ids.tolist()
         ids: list[int] = []
-        logprobs, versions, sampled = [], [], []
+        logprobs, versions, sampled, masks = [], [], [], list[tuple[KeptTokens | None, int]]()
         reason = ""
         for part in parts:
             if isinstance(part, Generation):
@@ -97,6 +97,7 @@ class UserRollout:
                 logprobs.append(part.logprobs)
                 versions.append(part.versions)
                 sampled.append(np.ones(len(part.token_ids), bool))
+                masks.append((part.kept, len(part.token_ids)))
                 reason = part.finish_reason
             else:
                 tokens = [int(token) for token in part]
@@ -104,6 +105,7 @@ class UserRollout:
                 logprobs.append(np.zeros(len(tokens), np.float32))
                 versions.append(np.full(len(tokens), -1, np.int32))
                 sampled.append(np.zeros(len(tokens), bool))
+                masks.append((None, len(tokens)))
         if not reason or len(ids) > max_new_tokens:
             what = f"{len(ids)} tokens" if reason else "no part that `generate` returned"
             raise ValueError(
@@ -120,6 +122,7 @@ class UserRollout:
             text=tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
             policy_versions=np.concatenate(versions).astype(np.int32),
             sampled=None if mask.all() else mask,
+            kept=KeptTokens.join(masks),
         )
 
     def _check_parts(self, parts: Any, vocabulary: int) -> None:

@@ -63,6 +63,7 @@ def rollout_metrics(
         "rollout/nan_logprobs": float(np.count_nonzero(~have_logprobs(rollouts, finite))),
         "rollout/degenerate_share": sum(g.degenerate for g in groups) / len(lengths),
         **staleness_metrics(rows, version),
+        **_kept_metrics(rows),
     }
     if (first := rollouts[0]).temperature is not None and first.max_new_tokens is not None:
         temperatures = [r.temperature for r in rollouts if r.temperature is not None]
@@ -90,6 +91,19 @@ def rollout_metrics(
     if pools is not None:
         metrics |= pool_metrics(groups, pools)
     return metrics | episode_metrics([r for r in rollouts if r.turns])
+
+
+def _kept_metrics(rows: Sequence[Rollout | FurtherRow]) -> dict[str, float]:
+    """Compute how many tokens top_p, top_k and min_p kept; {} where they are not set."""
+    counts = [select_sampled(row, row.kept.counts) for row in rows if row.kept is not None]
+    if not counts:
+        return {}
+    together = np.concatenate(counts)
+    kept = together[together > 0]
+    return {
+        "sampling/kept_tokens_mean": float(kept.mean()) if len(kept) else float("nan"),
+        "sampling/kept_all_share": 1 - len(kept) / len(together),
+    }
 
 
 def staleness_metrics(rows: Sequence[Rollout | FurtherRow], version: int) -> dict[str, float]:

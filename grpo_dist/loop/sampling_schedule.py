@@ -44,7 +44,8 @@ class SamplingSchedule:
     def of(self, batch: int) -> Sampling:
         """Return how a batch is sampled that is launched now; step ``batch`` (from 0) trains on it."""
         temperature, length = self._temperature(batch), self._length(batch)
-        return Sampling(temperature, max_new_tokens=length, stop=self._settings.stop)
+        own = self._settings
+        return Sampling(temperature, own.top_p, own.top_k, length, stop=own.stop, min_p=own.min_p)
 
     def observe(self, groups: Sequence[Group], drawn: Sampling) -> None:
         """Steer by the ``groups`` of the next step, which were ``drawn`` that way."""

@@ -248,8 +248,11 @@ class SyncProbe:
         prompts = [self._prompts[(step * _PROMPTS + i) % count] for i in range(min(_PROMPTS, count))]
         seeds = [derived_seed(self._seed, f"sync probe {step}, sample {i}") for i in range(_SAMPLES)]
         sampling = Sampling(
-            temperature=self._sampling.first_temperature,
-            max_new_tokens=min(_TOKENS, self._sampling.longest),
+            self._sampling.first_temperature,
+            self._sampling.top_p,
+            self._sampling.top_k,
+            min(_TOKENS, self._sampling.longest),
+            min_p=self._sampling.min_p,
         )
         answers = await gather(self._probes.sample(e, prompts, seeds, sampling) for e in engines.values())
         return {

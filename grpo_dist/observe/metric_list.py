@@ -99,6 +99,12 @@ METRICS = (
            "as `sampling.temperature`"),
     Metric("sampling/max_new_tokens", "tokens", "of the step", "longest completion its samples could have",
            "as `sampling.max_new_tokens`"),
+    Metric("sampling/kept_tokens_mean", "tokens", "mean over tokens",
+           "with `sampling.top_p`, `top_k` or `min_p`: how many tokens each was sampled from, without those "
+           "that were sampled from all",
+           "1 to 100 with top_p = 0.95; thousands: set `sampling.top_k`, for engine, network and memory"),
+    Metric("sampling/kept_all_share", "share", "of the sampled tokens",
+           "tokens that nothing was left out for", "0; else `min_p` is too small to matter there"),
     Metric("rollout/nan_logprobs", "samples", "count",
            "samples with a token whose log-prob the engine gave as NaN or infinite; they are not trained on",
            "0; else the engine computes NaN: another dtype or attention backend (`rollout.engine`)"),

@@ -1,7 +1,7 @@
 """Groups as Parquet tables, one row per sample: the samples of a run, and the groups in a checkpoint.
 
-A table holds everything that a Group does, routes where asked: `read_groups` returns what `write_groups` got,
-bit for bit.
+A table holds everything that a Group does, sampling masks and routes where asked: `read_groups` returns what
+`write_groups` got, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from grpo_dist.batch.token_values import TokenValues, ValuesOfSamples, has_tokens
 from grpo_dist.runtime.files import clear, publish, record_to_dict
-from grpo_dist.types import FurtherRow, Group, HeldRoutes, Prompt, Rollout, ToolCall, Turn
+from grpo_dist.types import FurtherRow, Group, HeldRoutes, KeptTokens, Prompt, Rollout, ToolCall, Turn
 
 _NAME = re.compile(r"(?:eval_.+_)?step_(?P<step>\d+)\.parquet")  # names of a run's tables of samples
 _PART = "reward/"
@@ -41,6 +41,9 @@ _TURN = pa.struct(
     }.items()
 )
 _ROUTES = pa.struct({"dtype": pa.string(), "shape": _INTS, "bytes": pa.binary()}.items())
+_KEPT = pa.struct(
+    {"counts": pa.binary(), "ids": pa.binary(), "bits": pa.binary(), "width": pa.int32()}.items()
+)
 _ROW = {
     "context_ids": _INTS,
     "completion_ids": _INTS,
@@ -51,19 +54,19 @@ _ROW = {
 
 
 def write_groups(
-    path: Path, groups: list[Group], values: ValuesOfSamples | None = None, *, with_routes: bool = False
+    path: Path, groups: list[Group], values: ValuesOfSamples | None = None, *, for_training: bool = False
 ) -> None:
     """Write ``groups`` atomically: a reader never sees half a file, even after a crash.
 
-    ``values`` of trained samples are added for people to read; `read_groups` ignores them. ``with_routes``:
-    fetch and write the routes of all samples, too; SamplesLost when some are lost.
+    ``values`` of trained samples are added for people to read; `read_groups` ignores them. ``for_training``:
+    write sampling masks and routes of all samples, too; SamplesLost when some are lost.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     clear(partial)
     # A dictionary of log-probs or token ids would be as long as the data, and cost more than the rest.
     pq.write_table(
-        _table(groups, values or {}, with_routes),
+        _table(groups, values or {}, for_training),
         partial,
         compression="zstd",
         compression_level=1,
@@ -98,7 +101,7 @@ def read_groups(path: Path, prompts: Mapping[str, Prompt]) -> list[Group]:
     return [_group(prompts[uid], sorted(by_uid[uid], key=lambda r: r["sample"])) for uid in order]
 
 
-def _table(groups: list[Group], values: ValuesOfSamples, with_routes: bool) -> pa.Table:
+def _table(groups: list[Group], values: ValuesOfSamples, for_training: bool) -> pa.Table:
     rollouts = [r for g in groups for r in g.rollouts]
     owner = np.repeat(np.arange(len(groups)), [len(g.rollouts) for g in groups])
 
@@ -136,7 +139,9 @@ def _table(groups: list[Group], values: ValuesOfSamples, with_routes: bool) -> p
         columns["step_rewards"] = pa.array([_own(g.step_rewards, i) for g, i in samples], _FLOATS)
         columns["step_ends"] = pa.array([_own(g.step_ends, i) for g, i in samples], _INTS)
     columns |= _of_episodes(rollouts, values)
-    if with_routes and any(r.routes for r in rollouts):
+    if for_training and any(r.kept for r in rollouts):
+        columns["kept"] = pa.array([[_kept(row) for row in r.rows] for r in rollouts], pa.list_(_KEPT))
+    if for_training and any(r.routes for r in rollouts):
         columns["routes"] = pa.array([[_routes(row) for row in r.rows] for r in rollouts], pa.list_(_ROUTES))
     if values:
         own = [values.get((r.prompt_uid, r.sample)) for r in rollouts]
@@ -183,6 +188,19 @@ def _read_routes(row: dict, index: int) -> HeldRoutes | None:
     if stored is None:
         return None
     return HeldRoutes(np.frombuffer(stored["bytes"], stored["dtype"]).reshape(stored["shape"]))
+
+
+def _kept(row: Rollout | FurtherRow) -> dict[str, Any] | None:
+    if row.kept is None:
+        return None
+    _, values = row.kept.__reduce__()
+    return dict(zip(("counts", "ids", "bits", "width"), values, strict=True))
+
+
+def _read_kept(row: dict, index: int) -> KeptTokens | None:
+    """Read the sampling masks of a sample's training row ``index``; None: the table has none."""
+    stored = row["kept"][index] if "kept" in row else None
+    return None if stored is None else KeptTokens.from_bytes(**stored)
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
@@ -255,12 +273,13 @@ def _rollout(row: dict) -> Rollout:
             for turn in row.get("turns") or ()
         ),
         further_rows=tuple(
-            FurtherRow(**_arrays(further), routes=_read_routes(row, i))
+            FurtherRow(**_arrays(further), routes=_read_routes(row, i), kept=_read_kept(row, i))
             for i, further in enumerate(row.get("further_rows") or (), 1)
         ),
         temperature=row.get("temperature"),  # an older table has neither
         max_new_tokens=row.get("max_new_tokens"),
         routes=_read_routes(row, 0),
+        kept=_read_kept(row, 0),
     )
 
 

@@ -16,7 +16,7 @@ from grpo_dist.batch.rows import context_ids, pad_rows, shared_tokens
 from grpo_dist.batch.shared_prefixes import Prefixes
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.packing import Layout
-from grpo_dist.types import Prompt, Rollout, Rows, TeacherLogprobs
+from grpo_dist.types import KeptTokens, Prompt, Rollout, Rows, TeacherLogprobs
 
 SampledGroup = tuple[Prompt, Sequence[Rollout]]
 
@@ -94,6 +94,7 @@ class _SampleRow:
     shared: int  # tokens that it shares with the other rows of its group
     sampled: np.ndarray | None  # bool [C]
     temperature: float | None = None  # of its sample
+    kept: KeptTokens | None = None
 
 
 def _rows(prompt: Prompt, samples: Sequence[Rollout]) -> list[_SampleRow]:
@@ -102,7 +103,7 @@ def _rows(prompt: Prompt, samples: Sequence[Rollout]) -> list[_SampleRow]:
         context = context_ids(prompt, row)
         tokens = np.concatenate([context, row.completion_ids])
         shared = shared_tokens(prompt, row)
-        made.append(_SampleRow(tokens, len(context), shared, row.sampled, owner.temperature))
+        made.append(_SampleRow(tokens, len(context), shared, row.sampled, owner.temperature, row.kept))
     return made
 
 
@@ -120,4 +121,5 @@ def _layout(rows: Sequence[_SampleRow], micro: MicroBatches) -> Layout:
     group_ids = torch.zeros(len(rows), dtype=torch.long)
     own = [row.temperature for row in rows if row.temperature is not None]
     temperatures = torch.tensor(own, dtype=torch.float64) if len(own) == len(rows) else None
-    return micro.layout(Rows(tokens, lengths, group_ids, shared, temperatures, None), wanted)
+    kept = tuple(row.kept for row in rows) if any(row.kept for row in rows) else None
+    return micro.layout(Rows(tokens, lengths, group_ids, shared, temperatures, None, kept), wanted)

@@ -3,8 +3,8 @@
 The result is indexed by the token it describes: entry t is log p(tokens[t] | tokens[< t]) and comes from the
 hidden state at t - 1; `layout` does that shift. Logits are made ``chunk_tokens`` rows at a time, in float32,
 and never kept: the backward pass makes them again. `logit_rows` has what is computed from a block of them. At
-most two blocks of [chunk_tokens, V] exist at once, and some of [chunk_tokens, K] where the log-probs of K
-candidates are wanted, too.
+most two blocks of [chunk_tokens, V] exist at once, with sampling masks also one of booleans, and some of
+[chunk_tokens, K] where the log-probs of K candidates are wanted, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from grpo_dist.policy.logit_mask import LogitMask
 from grpo_dist.policy.logit_rows import LogitRows, RowSums, TorchLogitRows
 from grpo_dist.policy.packing import padded
 from grpo_dist.runtime.logit_transform import IDENTITY, LogitTransform
@@ -78,15 +79,18 @@ def selected_logprobs(
     bias: Float[Tensor, " V"] | None = None,
     transform: LogitTransform = IDENTITY,
     with_entropy: bool = False,
+    mask: LogitMask | None = None,
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None, Float[Tensor, "M K"] | None]:
     """Do as `token_logprobs`, for hidden states and the tokens they predict; ``temperature`` may be one for
     each of them. Also return the log-probs of ``candidates`` at each token, int64, with gradients; None
-    without any.
+    without any. With a ``mask`` the softmax and its entropy are those over the tokens that it keeps.
     """
     _check(temperature, chunk_tokens)
+    assert candidates is None or mask is None, "a teacher's likeliest tokens may be none that were kept"
     values, entropies, of_candidates = _ChunkedLogprobs.apply(
-        rows, lm_head_weight, bias, targets, candidates, temperature, chunk_tokens, with_entropy, transform
-    )
+        rows, lm_head_weight, bias, targets, candidates, temperature, chunk_tokens, with_entropy, transform,
+        mask,
+    )  # fmt: skip
     return values, entropies if with_entropy else None, of_candidates
 
 
@@ -129,6 +133,7 @@ def selected_score_norms(
     rows: Float[Tensor, "M D"], lm_head_weight: Float[Tensor, "V D"], targets: Int[Tensor, " M"], *,
     temperature: float | int | Float[Tensor, " M"], chunk_tokens: int,
     bias: Float[Tensor, " V"] | None = None, transform: LogitTransform = IDENTITY,
+    mask: LogitMask | None = None,
 ) -> Float[Tensor, " M"]:  # fmt: skip
     """Return the squared norm of the gradient of log p(target) by the logits at ``temperature``:
     |onehot(target) - p|^2 = 1 - 2 p(target) + sum of p^2, in [0, 2], without a gradient.
@@ -142,6 +147,8 @@ def selected_score_norms(
     for part in _parts(len(rows), chunk_tokens):
         own = _of(temperature, part)
         p = head.logits(rows[part])
+        if mask is not None:
+            p.masked_fill_(mask.dropped(part, p.shape[1]), -torch.inf)
         p /= own[:, None] if isinstance(own, Tensor) else own
         p -= p.amax(dim=1, keepdim=True)
         p.exp_()
@@ -206,6 +213,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk: int,
         with_entropy: bool,
         transform: LogitTransform,
+        mask: LogitMask | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         head = _Head(rows, weight, bias, transform)
         values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
@@ -213,13 +221,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         sums, kernel = RowSums.empty_like(values), choose_logit_rows(values)
         for part in _parts(len(rows), chunk):
             logits, own = head.logits(rows[part]), _of(temperature, part)
+            if mask is not None:
+                logits.masked_fill_(mask.dropped(part, logits.shape[1]), -torch.inf)
             raw = None if candidates is None else logits.gather(1, candidates[part])
             values[part], sums[part] = kernel.logprobs(logits, targets[part], own, with_entropy=with_entropy)
             if raw is not None and of_candidates is not None:
                 of_candidates[part] = _normalised(raw, own, sums[part])
             del logits  # before the next block is made
         ctx.save_for_backward(rows, weight, bias, targets, candidates, of_candidates, *sums.tensors)
-        ctx.temperature, ctx.chunk, ctx.transform = temperature, chunk, transform
+        ctx.temperature, ctx.chunk, ctx.transform, ctx.mask = temperature, chunk, transform, mask
         ctx.set_materialize_grads(False)
         return values, sums.entropies, of_candidates
 
@@ -258,6 +268,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     exact -= entropy_grad[part, None] * known.exp() * inner
                 exact *= slopes
                 d_outputs.scatter_(1, candidates[part], _over(exact, own).to(d_outputs.dtype))
+            if ctx.mask is not None:
+                d_outputs.masked_fill_(ctx.mask.dropped(part, d_outputs.shape[1]), 0.0)
             if grad_bias is not None:
                 grad_bias += d_outputs.sum(dim=0, dtype=head.dtype)
             if grad_rows is not None:
@@ -269,7 +281,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_rows,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None, None, None, None, None, None,
+            None, None, None, None, None, None, None,
         )  # fmt: skip
 
 

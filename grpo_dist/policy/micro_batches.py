@@ -14,6 +14,7 @@ from torch import Tensor
 from grpo_dist.batch.sharding import micro_batches, packed_micro_batches
 from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
 from grpo_dist.policy.attention import Kernel
+from grpo_dist.policy.logit_mask import LogitMask
 from grpo_dist.policy.packing import Layout, packed, padded
 from grpo_dist.runtime.hardware import sent
 from grpo_dist.types import Rows, TeacherStream, TrainBatch
@@ -61,8 +62,12 @@ class MicroBatches:
         """
         if self.kernel is None:
             how = rows.temperatures, rows.routes, teacher
-            return padded(rows.tokens, wanted, *how, device=self.device)
-        return packed(rows, wanted, self.kernel, teacher, multiple=self.multiple, device=self.device)
+            layout = padded(rows.tokens, wanted, *how, device=self.device)
+        else:
+            layout = packed(rows, wanted, self.kernel, teacher, multiple=self.multiple, device=self.device)
+        if rows.kept is None:
+            return layout
+        return replace(layout, mask=LogitMask.from_rows(rows, wanted, self.device))
 
     def on_device(self, part: TrainBatch) -> TrainBatch:
         """Return ``part`` on the device, without what only its layout needs."""
@@ -91,4 +96,4 @@ def _blank(batch: TrainBatch) -> TrainBatch:
     """Return one row of two masked tokens, which belongs to no sample."""
     row = batch.map_tensors(lambda v: v.new_zeros((1, 2, *v.shape[2:]) if v.ndim > 1 else (1,)))
     lengths, row_ids = torch.tensor([2]), torch.tensor([-1])
-    return replace(row, lengths=lengths, row_ids=row_ids, temperatures=None, routes=None)
+    return replace(row, lengths=lengths, row_ids=row_ids, temperatures=None, routes=None, kept=None)

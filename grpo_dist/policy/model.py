@@ -283,10 +283,10 @@ class _LMHead(nn.Module):
             "transform": self._transform,
         }
         if score_norms:
-            return selected_score_norms(rows, self.weight, targets, **how), None, None
+            return selected_score_norms(rows, self.weight, targets, mask=layout.mask, **how), None, None
         if top_k:
             return top_logprobs(rows, self.weight, targets, top_k, vocabulary=self._vocabulary, **how)
-        how["with_entropy"] = with_entropy
+        how |= {"with_entropy": with_entropy, "mask": layout.mask}
         return selected_logprobs(rows, self.weight, targets, layout.candidates, **how)
 
 

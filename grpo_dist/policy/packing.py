@@ -25,6 +25,7 @@ from torch import Tensor
 
 from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
 from grpo_dist.policy.attention import Kernel, Spans
+from grpo_dist.policy.logit_mask import LogitMask
 from grpo_dist.policy.router_replay import fetched, lay_out_routes
 from grpo_dist.runtime.hardware import sent
 from grpo_dist.types import Routes, Rows, TeacherStream
@@ -53,6 +54,7 @@ class Layout:
     # None: there are none
     candidates: Int[Tensor, "M K"] | None = None
     candidates_at_teacher: Float[Tensor, "M K"] | None = None
+    mask: LogitMask | None = None  # of the wanted tokens; None: each is one of the whole vocabulary
 
     def as_rows(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "B T ..."]:
         """Return the values of the wanted tokens at their positions in the rows, 0 elsewhere."""

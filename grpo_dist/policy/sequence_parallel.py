@@ -66,6 +66,7 @@ class SequenceGroup:
             routes=None if layout.routes is None else layout.routes[start : start + width],
             candidates=None if layout.candidates is None else layout.candidates[own],
             candidates_at_teacher=None,  # the whole layout's are compared
+            mask=None if layout.mask is None else layout.mask.select(own),
         )
         return part, own
 

@@ -234,11 +234,11 @@ class Checkpoints:
         """
         pipeline = progress.pipeline
         for number, batch in pipeline.ahead.items():
-            write_groups(partial / "ahead" / f"batch_{number:06d}.parquet", batch.groups, with_routes=True)
+            write_groups(partial / "ahead" / f"batch_{number:06d}.parquet", batch.groups, for_training=True)
             if batch.discarded:
                 write_groups(partial / "ahead" / f"discarded_{number:06d}.parquet", batch.discarded)
         for number, groups in pipeline.partial.items():
-            write_groups(partial / "ahead" / f"begun_{number:06d}.parquet", groups, with_routes=True)
+            write_groups(partial / "ahead" / f"begun_{number:06d}.parquet", groups, for_training=True)
         state = CheckpointState(
             step,
             self._fingerprint,

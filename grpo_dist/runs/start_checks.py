@@ -22,7 +22,7 @@ import torch
 
 from actors.workers.engine_settings import EngineSpec, fitting_arguments
 from grpo_dist.config import Config, EnvironmentsConfig, ModelConfig, RolloutConfig, WeightSyncConfig
-from grpo_dist.config.engine_arguments import engine_problems, head_problem
+from grpo_dist.config.engine_arguments import engine_problems, head_problem, mask_problems
 from grpo_dist.environments.tools import is_known
 from grpo_dist.policy.attention import choose_kernel, recurrent_layers
 from grpo_dist.policy.checkpoint_format import check_expert_names
@@ -56,6 +56,8 @@ def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
     if not config.is_supervised:
         yield from plugin_problems()
     yield from engine_problems(config.rollout, config.algorithm, device)
+    if config.data.eval:
+        yield from mask_problems(config.sampling, config.evaluation, device)
     if config.has_environments:
         yield from call_format_problems(config.environments)
     if config.rollout.quantization != "none" and device == "cpu":

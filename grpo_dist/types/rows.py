@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from grpo_dist.types.samples import Routes
+from grpo_dist.types.samples import KeptTokens, Routes
 
 if TYPE_CHECKING:  # torch takes seconds to import, and workers that only sample or score need none of it
     from jaxtyping import Bool, Float, Int
@@ -70,6 +70,7 @@ class Rows(TensorRecord):
         prompt_lengths: 0: the row shares no tokens with others.
         temperatures: at which each row was sampled; None: that of the trainer's settings.
         routes: [B], the experts that the tokens of each row took in the engine; None: the model chooses.
+        kept: [B], the sampling masks of the last tokens of each row; None: of no row.
     """
 
     tokens: Int[Tensor, "B T"]  # int64
@@ -78,6 +79,7 @@ class Rows(TensorRecord):
     prompt_lengths: Int[Tensor, " B"]  # int64
     temperatures: Float[Tensor, " B"] | None  # float64
     routes: tuple[Routes | None, ...] | None
+    kept: tuple[KeptTokens | None, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +201,11 @@ class TrainBatch(Rows):
             array = values.numpy()  # numpy takes rows several times faster
             return torch.from_numpy(array[index] if array.ndim == 1 else array[index, :width])
 
+        def select_own(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+            return None if values is None else tuple(values[row] for row in rows)
+
         selected = self.map_tensors(select_rows)
-        if self.routes is None:
-            return selected
-        return replace(selected, routes=tuple(self.routes[row] for row in rows))
+        return replace(selected, routes=select_own(self.routes), kept=select_own(self.kept))
 
 
 @dataclass(frozen=True, slots=True)

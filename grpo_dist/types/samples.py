@@ -43,6 +43,90 @@ class HeldRoutes:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """Sampling masks: the tokens that top_p, top_k and min_p kept where each token of a row was sampled.
+
+    Of a vocabulary of 80, sampled from 2 tokens, from all, and from 3:
+
+        counts   2 0 3
+        ids      7 19          3 tokens would take 12 bytes as a list: more than 80 bits
+        bits     [the 80 bits of the last one]
+
+    Attributes:
+        counts: int32 [C], how many tokens were kept; 0: all, or the token was given.
+        ids: int32, of the lists end to end.
+        bits: uint8 [W, ceil(V / 8)], the lowest bit first, of the masks that are shorter so.
+    """
+
+    counts: np.ndarray
+    ids: np.ndarray
+    bits: np.ndarray
+
+    @classmethod
+    def from_lists(cls, kept: Sequence[Sequence[int]], vocabulary: int) -> KeptTokens:
+        """Pack the kept tokens of each position. A list that is empty or has the whole ``vocabulary`` is no
+        restriction.
+        """
+        width = -(-vocabulary // 8)
+        lists = [np.asarray(own if len(own) < vocabulary else (), np.int32) for own in kept]
+        short = [own for own in lists if 4 * len(own) <= width]
+        bits = np.zeros((len(lists) - len(short), width), np.uint8)
+        for row, own in zip(bits, (own for own in lists if 4 * len(own) > width), strict=True):
+            is_kept = np.zeros(8 * width, bool)
+            is_kept[own] = True
+            row[:] = np.packbits(is_kept, bitorder="little")
+        counts = np.fromiter(map(len, lists), np.int32, len(lists))
+        return cls(counts, np.concatenate([np.empty(0, np.int32), *short]), bits)
+
+    @classmethod
+    def join(cls, parts: Sequence[tuple[KeptTokens | None, int]]) -> KeptTokens | None:
+        """Return the masks of parts of a row end to end, each with its number of tokens; None: of no part
+        they are known.
+        """
+        known = [own for own, _ in parts if own is not None]
+        if not known:
+            return None
+        counts = [np.zeros(size, np.int32) if own is None else own.counts for own, size in parts]
+        arrays = ([own.ids for own in known], [own.bits for own in known])
+        return cls(np.concatenate(counts), *map(np.concatenate, arrays))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arrays as bytes, as `Prompt` does."""
+        arrays = (self.counts, self.ids, self.bits)
+        return self.from_bytes, (*(array.tobytes() for array in arrays), self.bits.shape[1])
+
+    @classmethod
+    def from_bytes(cls, counts: bytes, ids: bytes, bits: bytes, width: int) -> KeptTokens:
+        of_bits = np.frombuffer(bits, np.uint8).reshape(-1, width)
+        return cls(np.frombuffer(counts, np.int32), np.frombuffer(ids, np.int32), of_bits)
+
+    @property
+    def are_listed(self) -> np.ndarray:
+        """Which positions have no bits, bool [C]."""
+        listed: np.ndarray = 4 * self.counts <= self.bits.shape[1]
+        return listed
+
+    def select(self, at: np.ndarray) -> KeptTokens:
+        """Return the masks of the positions ``at``, int64."""
+        listed = self.are_listed
+        sizes = np.where(listed, self.counts, 0)
+        begin, chosen = (np.cumsum(sizes) - sizes)[at], sizes[at]
+        behind = np.cumsum(chosen) - chosen
+        ids = self.ids[np.repeat(begin - behind, chosen) + np.arange(chosen.sum())]
+        number = np.cumsum(~listed) - 1
+        return KeptTokens(self.counts[at], ids, self.bits[number[at][~listed[at]]])
+
+    def contain(self, tokens: np.ndarray) -> np.ndarray:
+        """Return whether each position keeps its one of ``tokens`` [C], bool [C]."""
+        listed, kept = self.are_listed, self.counts == 0
+        owner = np.repeat(np.arange(len(tokens)), np.where(listed, self.counts, 0))
+        kept[owner[self.ids == tokens[owner]]] = True
+        own = tokens[~listed]
+        kept[~listed] = self.bits[np.arange(len(own)), own // 8] >> (own % 8) & 1
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
 class Thought:
     """The tags around a thought, and which part of it the prompt holds: none, its opening tag ("opens"), or a
     complete empty thought or its closing tag ("closes").
@@ -113,9 +197,9 @@ def _prompt(uid: str, ids: Any, answer: str, source: str, text: str, columns: An
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are drawn. ``temperature`` 0 is greedy; ``top_p`` 1 and ``top_k`` 0 mean the full
-    distribution. ``lengths`` has one entry per sample: exactly so many tokens, EOS and ``stop`` like any
-    other; None: completions end by themselves. ``stop``: texts that end a completion, with the token that
+    """How completions are drawn. ``temperature`` 0 is greedy; ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0 mean
+    the full distribution. ``lengths`` has one entry per sample: exactly so many tokens, EOS and ``stop`` like
+    any other; None: completions end by themselves. ``stop``: texts that end a completion, with the token that
     completes one. ``least``: so many samples of a group suffice where others cannot be had; None: all.
     """
 
@@ -126,6 +210,16 @@ class Sampling:
     lengths: tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()
     least: int | None = None
+    min_p: float = 0.0
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens are never drawn, with a softmax over the others."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def untruncated(self) -> Sampling:
+        return replace(self, top_p=1.0, top_k=0, min_p=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +266,7 @@ class FurtherRow:
     policy_versions: np.ndarray  # int32 [C], as in `Rollout`
     sampled: np.ndarray | None = None  # bool [C], as in `Rollout`
     routes: Routes | None = None  # as in `Rollout`
+    kept: KeptTokens | None = None  # as in `Rollout`
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +294,7 @@ class Rollout:
     max_new_tokens: int | None = None
     # Of the prompt and all tokens of the first row but its last; None without `policy.router_replay`.
     routes: Routes | None = None
+    kept: KeptTokens | None = None  # None: each token was sampled from the whole vocabulary
 
     @property
     def rows(self) -> tuple[Rollout | FurtherRow, ...]:
@@ -291,7 +387,7 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[Any, ...]:
     rest = [
         (
             *(r.prompt_uid, r.sample, r.finish_reason, r.text, _episode(r)),
-            *(r.temperature, r.max_new_tokens, r.routes),
+            *(r.temperature, r.max_new_tokens, r.routes, *(() if r.kept is None else (r.kept,))),
         )
         for r in rollouts
     ]

@@ -55,7 +55,7 @@ def test_messages_and_checkpoints_keep_routes(tmp_path):
     """Of further rows, too. The records of a run do not fetch them."""
     groups = routed(made_groups.episode_groups(rewritten=0.6))
     prompts = {g.prompt.uid: g.prompt for g in groups}
-    write_groups(tmp_path / "kept.parquet", groups, with_routes=True)
+    write_groups(tmp_path / "kept.parquet", groups, for_training=True)
     write_groups(tmp_path / "shown.parquet", groups)
     for found in (pickle.loads(pickle.dumps(groups)), read_groups(tmp_path / "kept.parquet", prompts)):
         for group, other in zip(groups, found, strict=True):

@@ -362,6 +362,21 @@ def test_cyclic_defaults_are_refused(tmp_path):
             ["`rollout.num_workers` = 1, `rollout.max_workers` = 3", "set a fixed number of engines"],
         ),
         (
+            ["sampling.top_p=0.9", "rollout.speculation.tokens=4"],
+            ["`sampling.top_p` = 0.9", "verify drafts return no sampling masks", "tokens` to 0"],
+        ),
+        (
+            [
+                "sampling={min_p: 0.1}",
+                "distillation={teachers: [{name: t, model: m}], kl: {name: top_k, k: 4}}",
+            ],
+            [
+                "`sampling.min_p` = 0.1, `distillation.kl` = top_k",
+                "likeliest tokens",
+                "to sampled or advantage",
+            ],
+        ),
+        (
             ["policy.lora={sync: adapter}", "weight_sync.deltas=true"],
             ["`weight_sync.deltas` = true", "changes of whole weights", "`policy.lora.sync` to merged"],
         ),

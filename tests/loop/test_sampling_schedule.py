@@ -17,7 +17,7 @@ from grpo_dist.loop.sampling_schedule import SamplingSchedule, sampling_used
 from grpo_dist.runs.checkpoint import Checkpoints
 from grpo_dist.runs.identity import changes, fingerprint
 from grpo_dist.runs.resume import load_progress, load_state
-from grpo_dist.types import Sampling
+from grpo_dist.types import KeptTokens, Sampling
 from tests.support import fakes
 from tests.support.made_groups import group_of
 
@@ -191,7 +191,9 @@ def test_what_samples_were_drawn_with_is_read_from_them():
 
 def test_numbers_stay_numbers_and_schedules_are_part_of_the_identity():
     plain, other = fakes.config(), fakes.config(sampling={"max_new_tokens": LENGTHS, "temperature": HELD})
-    numbers = {"temperature": 1.0, "max_new_tokens": 4, "stop": []}
+    numbers = {
+        "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 4, "stop": [],
+    }  # fmt: skip
     assert plain.model_dump(mode="json")["sampling"] == numbers
     assert fingerprint(plain) != fingerprint(other)
     assert any(change.decides(other) for change in changes(dump_config(plain), other))
@@ -233,3 +235,40 @@ def test_a_step_is_divided_by_the_length_it_was_drawn_with_and_by_the_configured
     for own, expected in ((group, 4), (long, 32)):
         (update,) = fakes.make_batches(fakes.config(), [ScoredGroup(own, [])], 0, kl_coef=0.0)
         assert update.policy.max_tokens == expected
+
+
+class Truncating(fakes.World):
+    """Engines that return the masks of truncated samples."""
+
+    async def sample(self, prompt, *, seeds, sampling):
+        rollouts = await super().sample(prompt, seeds=seeds, sampling=sampling)
+        if not sampling.is_truncated:
+            return rollouts
+        own = [KeptTokens.from_lists([[int(t), 90 + sampling.top_k] for t in r.completion_ids], 99)
+               for r in rollouts]  # fmt: skip
+        return tuple(replace(r, kept=kept) for r, kept in zip(rollouts, own, strict=True))
+
+
+def test_updates_of_truncated_samples_have_their_masks():
+    """As verl and TRL write the settings; with top_p = 1, top_k = -1 and min_p = 0 there is no mask."""
+    whole, truncated = {"top_p": 1, "top_k": -1, "min_p": 0}, {"top_p": 0.95, "top_k": 5}
+    for own in (whole, truncated):
+        config = fakes.config(steps=2, sampling={"max_new_tokens": 4} | own)
+        assert config.sampling.is_truncated is (own is truncated)
+        world = fakes.train(Truncating(), config, fakes.prompts(8))
+        batches = [batch for update in world.updates for batch in update]
+        if own is whole:
+            assert all(batch.kept is None for batch in batches)
+            assert not any("kept" in name for name in world.logged[1])
+        else:
+            ids = [int(batch.kept[row].ids[1]) for batch in batches for row in range(len(batch))]
+            assert ids == [95] * len(ids)
+            assert world.logged[1]["sampling/kept_tokens_mean"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("top_p", 0.0), ("top_p", 1.1), ("top_k", -2), ("min_p", 1.0), ("min_p", -0.1)]
+)
+def test_an_impossible_truncation_is_refused_with_its_key(key, value):
+    with pytest.raises(ValueError, match=rf"sampling\.{key}"):
+        fakes.config(sampling={"max_new_tokens": 4, key: value})

@@ -41,7 +41,7 @@ def rows_of(prompts, completions):
         tokens[i, : len(p) + len(c)] = torch.tensor(p + c)
     lengths = torch.tensor([len(p) + len(c) for _, p, c in flat])
     group_ids = torch.tensor([g for g, _, _ in flat])
-    return Rows(tokens, lengths, group_ids, torch.tensor([len(p) for _, p, _ in flat]), None, None)
+    return Rows(tokens, lengths, group_ids, torch.tensor([len(p) for _, p, _ in flat]), None, None, None)
 
 
 def pack(rows, kernel, **how):

@@ -28,7 +28,7 @@ def kept_for_backward(shape, dtype, kernel, *, checkpointing, prompt, total, cha
     tokens[1, :prompt] = tokens[0, :prompt]
     wanted = torch.arange(total).expand(2, -1) >= prompt
     groups = torch.zeros(2, dtype=torch.long)
-    rows = Rows(tokens, torch.full((2,), total), groups, torch.full((2,), prompt), None, None)
+    rows = Rows(tokens, torch.full((2,), total), groups, torch.full((2,), prompt), None, None, None)
     layout = packed(rows, wanted, kernel)
     return _kept(model, layout), layout.tokens.numel(), 2 * total
 

@@ -54,7 +54,7 @@ def train_batch(mask, *, tokens=None, lengths=None, teacher=None, demonstrated=N
         tokens=torch.zeros(mask.shape, dtype=torch.long) if tokens is None else tokens,
         lengths=torch.full((rows,), width) if lengths is None else lengths,
         group_ids=torch.arange(rows), prompt_lengths=torch.zeros(rows, dtype=torch.long), temperatures=None,
-        routes=None, row_ids=torch.arange(rows), policy=PolicyStream(mask, **stream | policy),
+        routes=None, kept=None, row_ids=torch.arange(rows), policy=PolicyStream(mask, **stream | policy),
         denominators=Denominators(**known), teacher=teacher, demonstrated=demonstrated,
     )  # fmt: skip
 

@@ -8,7 +8,17 @@ import torch
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.data.demonstrations import Demonstration
-from grpo_dist.types import Denominators, FurtherRow, Group, Prompt, Rollout, TeacherLogprobs, ToolCall, Turn
+from grpo_dist.types import (
+    Denominators,
+    FurtherRow,
+    Group,
+    KeptTokens,
+    Prompt,
+    Rollout,
+    TeacherLogprobs,
+    ToolCall,
+    Turn,
+)
 
 
 def group(
@@ -173,3 +183,41 @@ def demonstrated_batch(*, seed: int = 0):
     sizes = Denominators(0.0, 0.0, demonstrated=batch.denominators.demonstrated)
     policy = replace(batch.policy, mask=torch.zeros_like(batch.policy.mask))
     return replace(batch, policy=policy, denominators=sizes, teacher=None)
+
+
+def truncated(groups, vocabulary: int, *, seed: int = 0):
+    """Return ``groups`` whose sampled tokens have sampling masks: lists, bits, and none for the whole
+    vocabulary. The last sample of each group has no masks at all.
+    """
+    rng = np.random.default_rng(seed)
+
+    def masks(row):
+        lists = []
+        for token in row.completion_ids:
+            size = rng.choice([1, 2, 3, vocabulary // 2, vocabulary - 1, vocabulary])
+            lists.append(np.union1d(rng.permutation(vocabulary)[:size], [token]))
+        if row.sampled is not None:
+            lists = [own if is_own else [] for own, is_own in zip(lists, row.sampled, strict=True)]
+        return KeptTokens.from_lists(lists, vocabulary)
+
+    def with_masks(rollout):
+        further = tuple(replace(row, kept=masks(row)) for row in rollout.further_rows)
+        return replace(rollout, kept=masks(rollout), further_rows=further)
+
+    return [replace(g, rollouts=(*map(with_masks, g.rollouts[:-1]), g.rollouts[-1])) for g in groups]
+
+
+def batch_of(groups):
+    """Return the batch of ``groups``, with advantages of 1."""
+    advantages = [np.ones(len(g.rollouts), np.float32) for g in groups]
+    return make_batch(groups, advantages, ref_logprobs=None, max_new_tokens=40)
+
+
+def truncated_batch(vocabulary: int, *, groups: int = 3, samples: int = 4, seed: int = 0):
+    """Like `episode_batch`, with sampling masks."""
+    made = truncated(episode_groups(groups=groups, samples=samples, seed=seed), vocabulary, seed=seed)
+    rng = np.random.default_rng(seed + 1)
+    advantages = [rng.standard_normal(samples).astype(np.float32) for _ in made]
+    rows = [row for g in made for r in g.rollouts for row in r.rows]
+    reference = [-5 * rng.random(len(row.completion_ids), dtype=np.float32) for row in rows]
+    return make_batch(made, advantages, ref_logprobs=reference, max_new_tokens=40)

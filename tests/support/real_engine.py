@@ -149,10 +149,19 @@ class OnALoop:
 
 
 class World(OnALoop):
-    """Start the engine, the rank and their sync."""
+    """Start the engine, the rank and their sync. ``masks``: the engine returns sampling masks."""
 
-    def __init__(self, model_dir, settings=PolicyConfig(zero_stage=2), worker=MovingWorker, **rollout):  # noqa: B008
+    def __init__(
+        self,
+        model_dir,
+        settings=PolicyConfig(zero_stage=2),  # noqa: B008
+        worker=MovingWorker,
+        *,
+        masks=False,
+        **rollout,
+    ):
         super().__init__()
+        self._masks = masks
         self.rollouts, self.policy, self.sync = self.run(self._start(model_dir, settings, worker, rollout))
         self.version = 0
 
@@ -160,8 +169,10 @@ class World(OnALoop):
         model = ModelConfig(path="tiny")
         settings = RolloutConfig(max_num_seqs=16, **rollout)
         sync = WeightSyncConfig(bucket_mb=1, mode="keep")
-        replay = policy_settings.router_replay
-        spec = EngineSpec(settings, sync, model, str(model_dir), max_length=256, seed=0, router_replay=replay)
+        spec = EngineSpec(
+            settings, sync, model, str(model_dir), max_length=256, seed=0,
+            router_replay=policy_settings.router_replay, returns_masks=self._masks,
+        )  # fmt: skip
         rollouts = RolloutPool(spec, ACTORS, worker=CountingWorker)
         policy = one_rank(model, model_dir, policy_settings, worker)
         await asyncio.gather(rollouts.ready(), policy.ready())

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from grpo_dist.config import (
     TimeoutsConfig,
 )
 from grpo_dist.policy.entropy_bonus import EntropyBonus
+from grpo_dist.policy.logit_mask import LogitMask
 from grpo_dist.policy.loss import Objective, batch_loss, divergence_from_teacher
 from grpo_dist.policy.packing import padded
 from grpo_dist.policy.trainer import TrainerSettings
@@ -42,6 +44,8 @@ STREAMS = losses.objective(
 def loss_of_the_whole(module, batch, settings):
     """The loss of ``batch`` at once, of a `TokenLogprobs` in this process, without DeepSpeed."""
     layout = padded(batch.tokens, batch.wanted, batch.temperatures, teacher=batch.teacher)
+    if batch.kept is not None:
+        layout = replace(layout, mask=LogitMask.from_rows(batch, batch.wanted, batch.tokens.device))
     logprobs, entropy, candidates = module(layout, with_entropy=True)
     from_teacher = divergence_from_teacher(candidates, layout, settings.distillation)
     return batch_loss(logprobs, batch, settings, entropy=entropy, from_teacher=from_teacher)[0]

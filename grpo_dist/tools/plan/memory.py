@@ -27,6 +27,7 @@ from grpo_dist.config import (
     PolicyConfig,
     RewardModelConfig,
     RolloutConfig,
+    SamplingConfig,
     SFTConfig,
     SupervisedConfig,
     WeightSyncConfig,
@@ -46,7 +47,9 @@ CPU_RUNTIME = {"policy": 0.7 * GIB, "reference": 0.6 * GIB, "rollout": 1.3 * GIB
 _VARLEN = ("auto", "flash_attention_2")  # values of `model.attention`
 _BATCHED_TOKENS = 8192  # prefilled at once by an engine: vLLM's default for a server on a GPU
 _SAMPLER_BLOCKS = 3  # float32 [sequences, vocabulary]: logits, log-probs, and one temporary
-_DRAFTS, _ROUTES = "texts for drafts", "routes"
+_DRAFTS, _ROUTES, _MASKS = "texts for drafts", "routes", "sampling masks"
+# Mean number of tokens that `sampling.top_p` or `min_p` keep: a guess on the safe side.
+_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,8 @@ def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workl
     if policy.router_replay:
         parts["routes"] = round(2 * tokens) * model.route_numbers  # int16
     parts["logits"] = _logits(sizes, 0 if policy.lora else model.embedding)
+    if config.sampling.is_truncated:  # ids with their rows, and a block of booleans
+        parts[_MASKS] = round(2 * tokens * _mask_bytes(config.sampling, model)) + sizes.chunk // 4
     parts["buckets"] = _buckets(policy, loaded, sizes)
     parts["runtime"] = round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["policy"])
     return Footprint(parts, host, first) if sizes.gpu else Footprint(parts | first, host)
@@ -302,6 +307,11 @@ def attended(batch: BatchConfig, settings: ModelConfig, workload: Workload, toke
     return tokens * min(ATTENDED, (workload.prompt_tokens + workload.mean) / each)
 
 
+def _mask_bytes(sampling: SamplingConfig, model: ModelShape) -> int:
+    """Return the bytes of the sampling mask of a token, as `KeptTokens` has it."""
+    return 4 + min(4 * min(_KEPT, sampling.top_k or _KEPT), model.shape.vocabulary // 8)
+
+
 def _logits(sizes: Sizes, head: int) -> int:
     """Return the bytes of blocks of logits and of the gradient of a head of ``head`` weights, which is added
     up in float32 and then rounded to the weights' type.
@@ -430,8 +440,9 @@ def rollout_engine(
 
     With `rollout.speculation` each process of an engine remembers texts in host memory. With
     `policy.router_replay` host memory holds the routes of all tokens in the cache, and of the samples that
-    are not trained on yet. In fp8 the linear layers and the experts have a byte a weight; embedding, LM head,
-    norms and the cache keep the model's type, and the scales, a float32 for each output, are left out.
+    are not trained on yet; with truncated sampling the masks of the latter. In fp8 the linear layers and the
+    experts have a byte a weight; embedding, LM head, norms and the cache keep the model's type, and the
+    scales, a float32 for each output, are left out.
     """
     rollout, tensor_parallel, b = config.rollout, config.rollout.tensor_parallel_size, sizes.itemsize
     s = model.shape
@@ -454,13 +465,15 @@ def rollout_engine(
     parts["key-value cache"] = max(0, cache)
     cached_tokens = max(0, cache) // token_bytes
     host: dict[str, int] = {}
+    steps = 1 + config.max_staleness if trains else 0
+    samples = steps * config.batch.prompts_per_step * config.batch.samples_per_prompt / rollout.num_workers
     if config.policy.router_replay:
         if not s.experts:
             raise UserError(f"policy.router_replay: model {model.name} has no experts; remove it")
-        steps = 1 + config.max_staleness if trains else 0
-        samples = steps * config.batch.prompts_per_step * config.batch.samples_per_prompt
-        kept = round(samples * (workload.prompt_tokens + workload.mean) / rollout.num_workers)
+        kept = round(samples * (workload.prompt_tokens + workload.mean))
         host[_ROUTES] = (kept + cached_tokens) * model.route_bytes
+    if config.sampling.is_truncated and trains:
+        host[_MASKS] = round(samples * workload.mean) * _mask_bytes(config.sampling, model)
     mean = workload.prompt_tokens / config.batch.samples_per_prompt + workload.mean
     host |= _delta_copies(config.weight_sync, model, sizes, tensor_parallel)  # each process has one
     if rollout.speculation.tokens:

@@ -44,7 +44,7 @@ ALLOWED = frozenset(
     num_gpu_blocks_override numa_bind numa_bind_cpus numa_bind_nodes optimization_level otlp_traces_endpoint
     per_request_spec_decode_metrics performance_mode prefix_cache_retention_interval prefix_caching_hash_algo
     prefix_match_unit profiler_config pt_load_map_location reasoning_config reasoning_parser
-    reasoning_parser_plugin renderer_num_workers replayssm_buffer_len return_sampling_mask
+    reasoning_parser_plugin renderer_num_workers replayssm_buffer_len
     safetensors_load_strategy safetensors_prefetch_block_size safetensors_prefetch_num_threads
     scheduler_reserve_full_isl scheduling_policy served_model_name show_hidden_metrics_for_version
     shutdown_timeout skip_mm_profiling sleep_mode_offload_cudagraph sparse_indexer_topk_backend

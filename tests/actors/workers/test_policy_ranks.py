@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
@@ -118,6 +118,29 @@ def test_so_it_is_where_a_model_changes_logits_behind_its_head(forked_ranks, bat
     loss, expected = gradient_of_the_whole(model_dir, batch)
     assert metrics["loss/total"] == pytest.approx(loss, rel=1e-5)
     assert relative(flat(gradients), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "micro_batch_tokens", "how"),
+    [
+        (2, 2, 40, {"shared": 2}),
+        *slow_after([(2, 3, 40, {}), (1, 0, 10_000, {"packing": False})], 0),
+    ],
+)
+def test_the_gradient_of_truncated_samples_is_that_of_the_softmax_over_their_masks(
+    forked_ranks, tiny_model, ranks, stage, micro_batch_tokens, how
+):
+    """With entropies; each row of logits has its own mask, and some have none."""
+    vocabulary = AutoConfig.from_pretrained(tiny_model).vocab_size
+    batch = made_groups.truncated_batch(vocabulary)
+    how = how | {"ranks": ranks, "stage": stage, "micro_batch_tokens": micro_batch_tokens}
+    settings = objective(kl={"coef": 0.05}, entropy={"coef": 0.01}, correction="tis")
+    (gradients, metrics), _ = asyncio.run(gradients_of(tiny_model, batch, objective=settings, **how))
+    loss, expected = gradient_of_the_whole(tiny_model, batch, settings)
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-5)
+    assert relative(flat(gradients), expected) < 1e-5
+    unmasked, _ = gradient_of_the_whole(tiny_model, replace(batch, kept=None), settings)
+    assert abs(unmasked - loss) > 1e-3 * abs(loss)
 
 
 @pytest.mark.parametrize(

@@ -386,3 +386,30 @@ def test_lengths_of_actions_add_up_and_missing_turns_are_assumed_and_reported():
 def test_shapes_of_benchmarks_can_be_planned():
     for file in (ROOT / "configs/bench/shapes").glob("*.json"):
         assert from_config_json(json.loads(file.read_text()), file.stem).parameters > 1e6
+
+
+def test_sampling_masks_take_a_list_of_ids_or_a_bit_for_each_token():
+    """Those of an engine's samples, of two steps; ids with their rows for the tokens of a micro-batch, and
+    booleans for a block of logits.
+    """
+    mean = 64
+
+    def made(**sampling):
+        return gpu(
+            sampling=sampling,
+            batch={"prompts_per_step": 8, "samples_per_prompt": 4, "micro_batch_tokens": 8192},
+            rollout={"num_workers": 2},
+            max_staleness=1,
+        )
+
+    plain = made()
+    model, sizes, card = model_of(plain), Sizes.of(plain, gpu=True), parse_cluster("1x8xH100").card
+    for sampling, size in (({"top_p": 0.9}, 4 + 4 * mean), ({"top_k": 20}, 4 + 4 * 20)):
+        config = made(**sampling)
+        engine = rollout_engine(config, model, sizes, LENGTHS, memory=card.memory)
+        assert engine.host == {"sampling masks": 2 * 8 * 4 * 300 // 2 * size}
+        assert rollout_engine(config, model, sizes, LENGTHS, memory=card.memory, trains=False).host == {}
+        rank = policy_rank(config, model, sizes, LENGTHS).parts
+        assert rank["sampling masks"] == 2 * 8192 * size + sizes.chunk // 4
+        rest = {k: v for k, v in rank.items() if k != "sampling masks"}
+        assert policy_rank(plain, model, sizes, LENGTHS).parts == rest
