@@ -127,6 +127,8 @@ class Factory:
         self, model_dir: Path, shared: SharedDevices | None, environments: EnvironmentPool | None
     ) -> RolloutPool:
         spec = EngineSpec.from_config(self._config, model_dir, colocated=shared is not None)
+        if "policy" not in self.demands:  # nothing is trained: no sampling masks are needed
+            spec = replace(spec, returns_masks=False)
         actors = replace(self._actors("rollout", shared.engines if shared else ()), guests=self.guests())
         return RolloutPool(spec, actors, environments=environments)
 
