@@ -65,7 +65,7 @@ class MicroBatches:
             layout = padded(rows.tokens, wanted, *how, device=self.device)
         else:
             layout = packed(rows, wanted, self.kernel, teacher, multiple=self.multiple, device=self.device)
-        if rows.kept is None:
+        if not any(rows.kept or ()):
             return layout
         return replace(layout, mask=LogitMask.from_rows(rows, wanted, self.device))
 

@@ -170,8 +170,9 @@ def test_every_wanted_token_of_a_micro_batch_has_its_own_mask(tiny_model, kernel
             torch.testing.assert_close(
                 own[:length][mask[:length]], expected[mask[:length]], rtol=1e-5, atol=1e-5
             )
-        blank = micro.part(batch, [])
-        assert micro.layout(blank, blank.wanted).mask is None
+        for rows in ([], [len(batch) - 1]):  # no row, and one without masks
+            bare = micro.part(batch, rows)
+            assert micro.layout(bare, bare.wanted).mask is None
         # The reference has the same softmax.
         sampled = [(g.prompt, g.rollouts) for g in groups]
         (first, *_), *_ = group_logprobs(lambda layout: module(layout)[0], sampled, micro)
