@@ -100,7 +100,7 @@ actor_train:
   data_args: {file_name: [data/a.jsonl], messages: messages}
   device_mapping: list(range(0,4))
 actor_infer:
-  generating_args: {max_new_tokens: "${response_length}", temperature: 0.9, top_p: 0.99}
+  generating_args: {max_new_tokens: "${response_length}", temperature: 0.9, top_p: 0.99, repetition_penalty: 1.1}
   device_mapping: list(range(4,8))
 """  # noqa: E501
 FORMS = {
@@ -275,7 +275,8 @@ def test_flags_of_openrlhf(imported):
 def test_what_cannot_be_carried_over_is_said_with_its_reason(imported):
     result = imported("roll.yaml")
     assert result.config.batch.updates_per_step == 2 and result.config.rollout.num_workers == 4
-    assert "actor_infer.generating_args.top_p=0.99" in result.err
+    assert result.config.sampling.top_p == 0.99
+    assert "actor_infer.generating_args.repetition_penalty=1.1" in result.err
 
 
 def test_a_setting_of_another_loss_is_taken_out(imported):
