@@ -263,6 +263,12 @@ RULES = (
         "remove one of them",
     ),
     Rule(
+        "policy.optimizer.name policy.offload.optimizer",
+        lambda c: c.policy.optimizer.name == "adamw_8bit" and c.policy.offload.optimizer != "none",
+        "DeepSpeed's Adam on the CPU has no states of 8 bits",
+        "set `policy.offload.optimizer` to none, or `policy.optimizer.name` to adamw",
+    ),
+    Rule(
         "policy.offload.optimizer policy.zero_stage",
         lambda c: c.policy.offload.optimizer != "none" and c.policy.zero_stage == 0,
         "offload needs ZeRO",

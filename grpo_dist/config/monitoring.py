@@ -174,6 +174,13 @@ class TrackingConfig(Section):
         None,
         description="project at Weights & Biases, offline without an API key; null: not used",
     )
+    swanlab: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="project at SwanLab, offline without SWANLAB_API_KEY or a login; null: not used",
+    )
+    trackio: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="project of Trackio, on this machine (`trackio show`); null: not used"
+    )
     metrics: tuple[MetricConfig, ...] = Field((), description="metrics of your own")
     sinks: tuple[SinkConfig, ...] = Field((), description="sinks of your own")
     samples: bool = Field(

@@ -148,6 +148,11 @@ class ReferenceConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
+    name: Literal["adamw", "adamw_8bit"] = Field(
+        "adamw",
+        description="adamw_8bit: moving averages in blocks of 8 bits, by bitsandbytes; a checkpoint of it is "
+        "of its ZeRO stage and number of ranks",
+    )
     lr: PositiveFloat = Field(1e-6, description="about ten times higher with policy.lora, e.g. 1e-5")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of AdamW's moving averages")
     eps: PositiveFloat = Field(1e-8, description="added to AdamW's denominator")

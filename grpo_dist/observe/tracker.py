@@ -35,7 +35,7 @@ from grpo_dist.observe.metrics_file import METRICS, MetricsFile
 from grpo_dist.observe.profiling import TIMELINE, write_timeline
 from grpo_dist.observe.samples import remove_after, write_groups
 from grpo_dist.observe.sinks import AsyncSink, Sink, close_all
-from grpo_dist.observe.trackers import ShownConfig, TensorBoard, WandbRun
+from grpo_dist.observe.trackers import ShownConfig, SwanLabRun, TensorBoard, TrackioRun, WandbRun
 from grpo_dist.plugins.inputs import SinkInputs
 from grpo_dist.plugins.user_code import SINK, call, load
 from grpo_dist.runtime.concurrency import Background
@@ -230,6 +230,10 @@ def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str
         found["TensorBoard"] = lambda _: TensorBoard(directory, shown, purge_step=purge)
     if settings.wandb is not None:
         found["wandb"] = partial(WandbRun, settings.wandb, shown, run_dir, run_id)
+    if settings.swanlab is not None:
+        found["swanlab"] = partial(SwanLabRun, settings.swanlab, shown, run_dir, run_id)
+    if settings.trackio is not None:
+        found["trackio"] = partial(TrackioRun, settings.trackio, shown, run_id)
     for i, own in enumerate(settings.sinks):
         inputs = SinkInputs(run_dir, config.name, run_id, start, shown.flat())
         name = f"tracking.sinks.{i} {own.function}" if own.function in found else own.function

@@ -1,7 +1,8 @@
 """The trackers that come with this package, and the configuration as they show it.
 
-TensorBoard has metrics as scalars, and the configuration as text and as hyperparameters. Weights & Biases has
-metrics, tables of completions and the configuration; a resumed run stays one run.
+TensorBoard has metrics as scalars, and the configuration as text and as hyperparameters. Weights & Biases and
+Trackio have metrics, tables of completions and the configuration, SwanLab metrics and the configuration; a
+resumed run stays one run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def check_trackers(tracking: TrackingConfig) -> str:
 
     An unreachable server is no error: it never stops a run.
     """
-    on = [package for package in ("tensorboard", "wandb") if getattr(tracking, package)]
+    packages = ("tensorboard", "wandb", "swanlab", "trackio")
+    on = [package for package in packages if getattr(tracking, package)]
     for package in on:
         if find_spec(package) is None:
             raise UserError(
@@ -168,6 +170,60 @@ def _masked_command() -> Iterator[None]:
         yield
     finally:
         sys.argv = command
+
+
+class SwanLabRun:
+    """A run at SwanLab, in `swanlab/` of the run directory; offline without a key, for `swanlab sync`."""
+
+    def __init__(
+        self, project: str, config: ShownConfig, run_dir: Path, run_id: str, _: Callable[[str], None]
+    ) -> None:
+        """Open the run ``run_id``, or resume it."""
+        import swanlab  # optional
+
+        logged_in = "SWANLAB_API_KEY" in os.environ or (Path.home() / ".swanlab" / ".netrc").is_file()
+        directory = run_dir / "swanlab"
+        directory.mkdir(exist_ok=True)
+        with _masked_command():
+            self._run = swanlab.init(
+                project=project, name=config.name, id=run_id, resume="allow", log_dir=str(directory),
+                mode=os.environ.get("SWANLAB_MODE") or ("online" if logged_in else "offline"),
+                config=config.tree,
+            )  # fmt: skip
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def table(self, step: int, table: Table) -> None:
+        """Do nothing: SwanLab's tables are charts, without long texts."""
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish("crashed" if failed else "success")
+
+
+class TrackioRun:
+    """A run of Trackio, in the data base of its project on this machine (TRACKIO_DIR)."""
+
+    def __init__(self, project: str, config: ShownConfig, run_id: str, _: Callable[[str], None]) -> None:
+        """Open the run, or resume it: Trackio knows it by its name, which ``run_id`` is part of."""
+        import trackio  # optional
+
+        self._run = trackio.init(
+            project=project, name=f"{config.name}-{run_id}", resume="allow", config=config.tree, embed=False,
+            auto_log_gpu=False, auto_log_cpu=False,
+        )  # fmt: skip
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def table(self, step: int, table: Table) -> None:
+        import trackio
+
+        rows = [list(row) for row in table.rows]
+        self._run.log({table.name: trackio.Table(columns=list(COLUMNS), data=rows)}, step=step)
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish()
 
 
 def online_mode(run_dir: Path, warn: Callable[[str], None]) -> Literal["online", "offline", "disabled"]:

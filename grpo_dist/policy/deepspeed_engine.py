@@ -46,6 +46,10 @@ def initialize(module: TokenLogprobs, policy: PolicyConfig, settings: dict[str, 
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         optimizer: Any = DeepSpeedCPUAdam(parameters, adamw_mode=True, **arguments)
+    elif o.name == "adamw_8bit":
+        from bitsandbytes.optim import AdamW8bit  # optional
+
+        optimizer = AdamW8bit(parameters, **arguments)
     else:
         optimizer = torch.optim.AdamW(parameters, fused=True, **arguments)
     engine, *_ = deepspeed.initialize(
@@ -104,7 +108,7 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for p in parameters:
-        optimizer.state[p]["step"].zero_()
+        optimizer.state[p]["step"] *= 0  # a tensor of torch's, a number of bitsandbytes'
 
 
 class NormGate:

@@ -148,7 +148,8 @@ def check_targets(model_dir: Path, settings: LoRAConfig, *, trust_remote_code: b
         if foreign := found - set(adaptable):
             raise ValueError(
                 f"`policy.lora.target_modules` = {target}: {min(foreign)} is no linear layer inside the "
-                f"model (embeddings and the LM head stay as they are); use names among: {choices}"
+                "model (embeddings and the LM head have no adapters: tied ones would be merged twice); "
+                f"remove it, or train all weights with policy.lora=null; expected names among: {choices}"
             )
 
 

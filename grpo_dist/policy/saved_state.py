@@ -268,6 +268,12 @@ def _cut(flat: list[Tensor], start: int, numel: int) -> Iterator[Tensor]:
         start, numel = max(0, start - tensor.numel()), numel - own
 
 
+def is_in_8_bits(engine: Any) -> bool:
+    """Return whether the optimiser of DeepSpeed's ``engine`` is that of bitsandbytes."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)  # ZeRO wraps it
+    return type(inner).__name__ == "AdamW8bit"
+
+
 def reshard(saved: SavedPolicy, engine: Any, own: Sharding) -> None:
     """Load each rank's part of ``saved`` into DeepSpeed's ``engine``, which shards by ``own``.
     Collective under ZeRO-3. Raises ValueError where a state is on disks that only its own rank can read.
@@ -276,6 +282,11 @@ def reshard(saved: SavedPolicy, engine: Any, own: Sharding) -> None:
         raise ValueError(
             f"{saved}: written by {saved.sharding}, and this run has {own}. State on NVMe disks cannot be "
             "resharded; resume with the settings of the checkpoint's config.yaml"
+        )
+    if is_in_8_bits(engine):
+        raise ValueError(
+            f"{saved}: written by {saved.sharding}, and this run has {own}. The averages of adamw_8bit "
+            "cannot be resharded; resume with the settings of the checkpoint's config.yaml"
         )
     trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     saved.open([*trained])

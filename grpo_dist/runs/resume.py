@@ -88,7 +88,7 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
             "change on resume. Restore the old values, choose another `name`, or set "
             "`checkpoint.resume=never`"
         )
-    _check_nvme_sharding(checkpoint, changed or [], config.policy)
+    _check_sharding(checkpoint, changed or [], config.policy)
     own = digest_run_code(config.own_pieces, config.rewards, config.data)
     check_code(checkpoint, state.changed_code(own), config.checkpoint)
     return _with_new_settings(state, changed or [], config)
@@ -143,13 +143,20 @@ def other_code(checkpoint: Path, own: Mapping[str, str]) -> str:
     return f"warning: your own code has changed since: {', '.join(changed)}" if changed else ""
 
 
-def _check_nvme_sharding(checkpoint: Path, changed: list[Change], policy: PolicyConfig) -> None:
-    """Raise ValueError where the policy's sharding has changed and its state is or was on NVMe disks."""
+def _check_sharding(checkpoint: Path, changed: list[Change], policy: PolicyConfig) -> None:
+    """Raise ValueError where the policy's sharding has changed, and its state is or was on NVMe disks, or is
+    in 8 bits.
+    """
     other = [change for change in changed if change.is_sharding]
-    if other and "nvme" in (*offload_devices(policy).values(), *(change.was for change in other)):
+    what = "states on NVMe disks (`policy.offload`)"
+    if policy.optimizer.name == "adamw_8bit":
+        what = "averages in 8 bits (`policy.optimizer.name`)"
+    elif "nvme" not in (*offload_devices(policy).values(), *(change.was for change in other)):
+        return
+    if other:
         raise ValueError(
-            f"{checkpoint}: {describe(other)}, but states on NVMe disks (`policy.offload`) cannot be "
-            "resharded; restore the old values, choose another `name`, or set `checkpoint.resume=never`"
+            f"{checkpoint}: {describe(other)}, but {what} cannot be resharded; restore the old values, "
+            "choose another `name`, or set `checkpoint.resume=never`"
         )
 
 

@@ -53,6 +53,11 @@ def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
         checks.append(lambda: choose_kernel(config.model.attention, kernel_device, dtype))
     for check in checks:
         yield from _refusal(check)
+    if config.policy.optimizer.name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        yield (
+            "`policy.optimizer.name` = adamw_8bit needs the package bitsandbytes, which is not installed; "
+            "pip install bitsandbytes, or set it to adamw"
+        )
     if not config.is_supervised:
         yield from plugin_problems()
     yield from engine_problems(config.rollout, config.algorithm, device)

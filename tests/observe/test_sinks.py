@@ -8,8 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ import pytest
 from grpo_dist.batch.token_values import TokenValues
 from grpo_dist.errors import UserError
 from grpo_dist.observe import EVENTS, Tracker, sinks
-from grpo_dist.observe.completions import COLUMNS, said_besides, step_of, table_of, transcript
+from grpo_dist.observe.completions import COLUMNS, Table, said_besides, step_of, table_of, transcript
 from grpo_dist.observe.console import print_before_after
 from grpo_dist.observe.sinks import AsyncSink, close_all
 from grpo_dist.observe.tracker import _openers
@@ -363,3 +366,47 @@ def test_two_sinks_of_one_class_are_two_sinks(tmp_path):
     both = [{"function": "my_sinks:Lines", "kwargs": {"file": name}} for name in ("a", "b")]
     config = fakes.config(tracking={"sinks": both, "tensorboard": False})
     assert list(_openers(config, tmp_path, 0, "id")) == ["my_sinks:Lines", "tracking.sinks.1 my_sinks:Lines"]
+
+
+class FakeRun(list):
+    """A run at SwanLab or Trackio, as both packages have it (swanlab 0.10.3, trackio 0.43.0)."""
+
+    def log(self, metrics, step):
+        self.append((step, metrics))
+
+    def finish(self, *state):
+        self.append(state)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_swanlab_and_trackio_get_the_metrics_and_a_resumed_run_stays_one(tmp_path, monkeypatch, failed):
+    monkeypatch.setenv("HOME", str(tmp_path))  # no login
+    monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
+    monkeypatch.delenv("SWANLAB_MODE", raising=False)
+    runs, opened = {"swanlab": FakeRun(), "trackio": FakeRun()}, []
+
+    def open_run(package, /, **settings):
+        opened.append((package, settings))
+        return runs[package]
+
+    for package in runs:
+        table = lambda columns, data: (columns, data)  # noqa: E731
+        module = SimpleNamespace(init=partial(open_run, package), Table=table, __spec__=1)
+        monkeypatch.setitem(sys.modules, package, module)
+    config = fakes.config(name="r", tracking={**OFF, "swanlab": "s", "trackio": "t"})
+    assert check_trackers(config.tracking) == "metrics.jsonl, swanlab, trackio"
+    with suppress(OSError), Tracker(config, tmp_path, wandb_id="abc") as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+        for sink in tracker._sinks:
+            sink.table(1, Table("samples", (("u",) * len(COLUMNS),)))
+        if failed:
+            raise OSError
+    assert runs["swanlab"] == [(1, {"reward/mean": 0.5}), ("crashed" if failed else "success",)]
+    table = (list(COLUMNS), [["u"] * len(COLUMNS)])
+    assert runs["trackio"] == [(1, {"reward/mean": 0.5}), (1, {"samples": table}), ()]
+    settings = dict(opened)
+    assert settings["swanlab"]["id"] == "abc" and settings["trackio"]["name"] == "r-abc"
+    assert settings["swanlab"]["mode"] == "offline" and settings["swanlab"]["log_dir"].endswith("/swanlab")
+    for name, project in (("swanlab", "s"), ("trackio", "t")):
+        assert (settings[name]["project"], settings[name]["resume"]) == (project, "allow")
+        assert settings[name]["config"]["name"] == "r"

@@ -219,7 +219,7 @@ def _states(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the weights, gradients and optimiser states of a rank, and their part in host memory.
 
-    From stage 1 on, master weights and two moments, all float32, are shared out. Stage 1 keeps whole
+    From stage 1 on, master weights and two moments, float32 or in 8 bits, are shared out. Stage 1 keeps whole
     gradients in float32 until the last micro-batch, and then, but for bfloat16, a rank's share next to them.
     Stages 2 and 3 keep a rank's share, in float32.
 
@@ -230,7 +230,8 @@ def _states(
     weights = loaded * b // (ranks if stage == 3 else 1)
     whole, share = 4 * trained, 4 * trained // ranks
     gradients = (whole, whole + (0 if b == 2 else share), share, share)[stage]
-    optimizer = 12 * trained // ranks if stage else 8 * trained
+    averages = 2 if policy.optimizer.name == "adamw_8bit" else 8  # bytes; scales of blocks are 1/64 of it
+    optimizer = (4 + averages) * trained // ranks if stage else averages * trained
     parts = {"weights": weights, "gradients": gradients, "optimiser": optimizer}
     host: dict[str, int] = {}
     where = optimizer_device(policy)
