@@ -30,6 +30,7 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests.support.good_inputs import CONFIG, GOOD, write  # noqa: E402
+from tests.support.tiers import ALL  # noqa: E402
 
 # An example that is slow, or slow to find, shows a busy machine. Examples of a test share its fixtures.
 settings.register_profile(
@@ -37,6 +38,7 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     print_blob=True,
+    derandomize=not os.environ.get(ALL),  # `make test` has the same examples every time
 )
 settings.load_profile("suite")
 

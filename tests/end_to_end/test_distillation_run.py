@@ -103,33 +103,7 @@ def test_teachers_compute_for_samples_what_transformers_computes_for_the_same_to
     assert abs(np.concatenate(gaps["shown"]).mean()) > 1e-4, "the answer changes what it says"
 
 
-def test_a_teacher_of_distributions_gives_the_loss_that_transformers_and_the_definition_give(tmp_path):
-    """The first step's, in which the policy is the initial model; in turns, over both ranks."""
-    taught = (
-        "distillation={teachers: [{name: small, model: 'demo:micro'}], kl: {name: top_k, k: 5, "
-        "divergence: forward}, coef: 0.5, reward_coef: 0}"
-    )
-    own = [c for c in COMMON if not c.startswith(("distillation", "demonstrations", "steps"))]
-    run(tmp_path, *own, "steps=1", taught, "cluster.placement=colocated")
-    (found,) = [line for line in numbers(tmp_path) if "loss/total" in line]
-    tokenizer = AutoTokenizer.from_pretrained(cached_model("tiny", seed=0))
-    small, policy = (
-        AutoModelForCausalLM.from_pretrained(cached_model(name, seed=0), dtype=torch.float64)
-        for name in ("micro", "tiny")
-    )
-    values = []
-    for row in pq.read_table(tmp_path / "runs/run/samples/step_000001.parquet").to_pylist():
-        prompt = list(PromptFormat().token_ids(row["problem"], tokenizer))
-        tokens = torch.tensor([[*prompt, *row["completion_ids"]]])
-        with torch.no_grad():
-            p, q = (m(tokens).logits[0, len(prompt) - 1 : -1].softmax(dim=-1) for m in (small, policy))
-        top, ids = p.topk(5, dim=-1)
-        events = [(top, q.gather(1, ids)), (1 - top.sum(1), 1 - q.gather(1, ids).sum(1))]
-        kl = (events[0][0] * (events[0][0] / events[0][1]).log()).sum(1)
-        values.append(kl + events[1][0] * (events[1][0] / events[1][1]).log())
-    assert found["loss/teacher"] == pytest.approx(0.5 * torch.cat(values).mean().item(), rel=1e-4)
-
-
+@pytest.mark.slow
 def test_a_teacher_with_another_vocabulary_is_refused_before_anything_starts(tmp_path):
     words = tmp_path / "words"
     shutil.copytree(cached_model("tiny", seed=0), words)

@@ -9,8 +9,11 @@ import signal
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_dist.data.prompts import PromptFormat
+from grpo_dist.demo.model import cached_model
 from grpo_dist.loop.ledger import audit
 from tests.support.real_runs import metrics, run, without_clock
 
@@ -24,6 +27,8 @@ STALE = (
     "checkpoint.every=2",
     "checkpoint.export=true",
     "evaluation.after=true",
+    "distillation={teachers: [{name: small, model: 'demo:micro'}], coef: 0.5, "
+    "kl: {name: top_k, k: 5, divergence: forward}}",
 )
 
 
@@ -51,6 +56,27 @@ def test_first_step_is_on_policy_to_the_last_digit(stale):
     assert first["mismatch/logprob_diff_max"] < 1e-5
     assert first["rollout/staleness_max"] == 0
     assert first["policy/clip_low_share"] == first["policy/clip_high_share"] == 0
+
+
+def test_a_teacher_of_distributions_gives_the_loss_that_transformers_and_the_definition_give(stale):
+    """The first step's, in which the policy is the initial model; over both ranks."""
+    first = next(line for line in metrics(stale[0]) if "loss/total" in line)
+    tokenizer = AutoTokenizer.from_pretrained(cached_model("tiny", seed=0))
+    small, policy = (
+        AutoModelForCausalLM.from_pretrained(cached_model(name, seed=0), dtype=torch.float64)
+        for name in ("micro", "tiny")
+    )
+    values = []
+    for row in pq.read_table(stale[0] / "runs/run/samples/step_000001.parquet").to_pylist():
+        prompt = list(PromptFormat().token_ids(row["problem"], tokenizer))
+        tokens = torch.tensor([[*prompt, *row["completion_ids"]]])
+        with torch.no_grad():
+            p, q = (m(tokens).logits[0, len(prompt) - 1 : -1].softmax(dim=-1) for m in (small, policy))
+        top, ids = p.topk(5, dim=-1)
+        events = [(top, q.gather(1, ids)), (1 - top.sum(1), 1 - q.gather(1, ids).sum(1))]
+        kl = (events[0][0] * (events[0][0] / events[0][1]).log()).sum(1)
+        values.append(kl + events[1][0] * (events[1][0] / events[1][1]).log())
+    assert first["loss/teacher"] == pytest.approx(0.5 * torch.cat(values).mean().item(), rel=1e-4)
 
 
 @pytest.mark.slow

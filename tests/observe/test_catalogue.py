@@ -3,8 +3,8 @@
 import ast
 import asyncio
 import re
-from collections.abc import Iterator
 from dataclasses import astuple, replace
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -33,11 +33,14 @@ NAME = re.compile(r"[a-z_]+(/[a-z0-9_@<>{}]+)+")
 PARTS = {"time/<>_s", "outcome/<>", "eval/<>/<>", "health/refused_"}
 
 
-def sources() -> Iterator[tuple[str, ast.AST]]:
-    for package in ("grpo_dist", "actors"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            if path.name not in LISTS and not set(path.parts) & set(ELSEWHERE):
-                yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+@cache
+def sources() -> dict[str, ast.AST]:
+    paths = [p for package in ("grpo_dist", "actors") for p in sorted((ROOT / package).rglob("*.py"))]
+    return {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text())
+        for path in paths
+        if path.name not in LISTS and not set(path.parts) & set(ELSEWHERE)
+    }
 
 
 def text_of(node: ast.AST) -> str | None:
@@ -75,9 +78,10 @@ def phases(tree: ast.AST) -> set[str]:
     return {f"time/{c.args[0].value}_s" for c in calls if c.func.id in ("timer", "watch") and c.args}
 
 
+@cache
 def written() -> dict[str, str]:
     """Return every name that the code makes, with its file."""
-    return {n: path for path, tree in sources() for n in logged(tree) | phases(tree)}
+    return {n: path for path, tree in sources().items() for n in logged(tree) | phases(tree)}
 
 
 def metrics_read(tree: ast.AST) -> set[str]:
@@ -135,7 +139,7 @@ def test_a_run_logs_nothing_that_is_not_in_the_catalogue(of_a_run):
 
 def test_no_code_names_a_metric_that_is_not_in_the_catalogue():
     """Neither in code that makes metrics, in any family, nor in code that reads them."""
-    read = {n: path for path, tree in sources() for n in metrics_read(tree)}
+    read = {n: path for path, tree in sources().items() for n in metrics_read(tree)}
     found = {n: path for n, path in (written() | read).items() if n not in PARTS}
     assert len(found) > 60
     assert {n: path for n, path in found.items() if described(n.replace("<>", "x")) is None} == {}

@@ -1,80 +1,94 @@
 """Kernels are compiled at first use, by processes that may be killed meanwhile."""
 
 import asyncio
+import ctypes
+import multiprocessing
 import os
-import subprocess
-import sys
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from torch.utils.cpp_extension import load
 
 from grpo_dist.config import PolicyConfig
 from grpo_dist.errors import UserError
-from grpo_dist.policy.extensions import build_kernels_here, list_kernels, unbuilt
+from grpo_dist.policy.extensions import (
+    BuildLock,
+    build_in_own_directory,
+    build_kernels_here,
+    list_kernels,
+    unbuilt,
+)
 from grpo_dist.runtime import processes
 from tests.support.patience import HANG_S
 
-BUILD = """
-import ctypes, sys
-from grpo_dist.policy.extensions import build_in_own_directory
-build_in_own_directory()
-from torch.utils.cpp_extension import load
-library = load(name="answer", sources=[sys.argv[1]], is_python_module=False, verbose=False)
-print(ctypes.CDLL(library).answer(), library)
-"""
-
-HELD_S = 6.0  # nothing ends within it, however fast the machine
-
-DIE = """
-import os, sys, time
-from grpo_dist.policy.extensions import BuildLock
-assert BuildLock(sys.argv[1]).try_acquire()
-print("held", flush=True)
-time.sleep(600)
-"""
+HELD_S = 4.0  # nothing ends within it, however fast the machine
+FORK = multiprocessing.get_context("fork")  # of this process, which has loaded torch
 
 
-def build(directory: Path) -> subprocess.Popen:
+def build(directory: Path) -> tuple[BaseProcess, Connection]:
+    """Begin to build a library in a process of its own, which sends its path."""
     (directory / "answer.cpp").write_text('extern "C" int answer() { return 42; }')
-    return subprocess.Popen(
-        [sys.executable, "-c", BUILD, str(directory / "answer.cpp")],
-        env=os.environ | {"TORCH_EXTENSIONS_DIR": str(directory)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    receiver, sender = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=_build, args=(directory, sender))
+    process.start()
+    sender.close()
+    return process, receiver
+
+
+def _build(directory, sender):
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(directory)
+    build_in_own_directory()
+    sources = [str(directory / "answer.cpp")]
+    library = load(name="answer", sources=sources, is_python_module=False, verbose=False)
+    sender.send((ctypes.CDLL(library).answer(), library))
+
+
+def _hold(lock, sender):
+    assert BuildLock(lock).try_acquire()
+    sender.send("held")
+    time.sleep(HANG_S)
+
+
+def answer(receiver):
+    assert receiver.poll(HANG_S)
+    return receiver.recv()
 
 
 def test_a_process_killed_during_a_build_delays_no_other(tmp_path):
     first, second = build(tmp_path), build(tmp_path)  # concurrently: one waits for the other
-    found = [process.communicate(timeout=HANG_S)[0].split() for process in (first, second)]
+    found = [answer(receiver) for _, receiver in (first, second)]
     library = Path(found[0][1])
-    assert found == [["42", str(library)]] * 2 and library.is_relative_to(tmp_path / "grpo-dist")
+    assert found == [(42, str(library))] * 2 and library.is_relative_to(tmp_path / "grpo-dist")
     # Leftovers of a kill: half of the library, and torch's file that marks the build.
     library.write_bytes(library.read_bytes()[:1000])
     library.with_name(".ninja_log").unlink()
     lock = library.with_name("lock")
     assert lock.exists()
-    holder = subprocess.Popen([sys.executable, "-c", DIE, str(lock)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout.readline() == "held\n"
-    waiting = build(tmp_path)
-    with pytest.raises(subprocess.TimeoutExpired):
-        waiting.wait(HELD_S)
+    receiver, sender = FORK.Pipe(duplex=False)
+    holder = FORK.Process(target=_hold, args=(str(lock), sender))
+    holder.start()
+    assert answer(receiver) == "held"
+    waiting, last = build(tmp_path)
+    assert not last.poll(HELD_S) and waiting.is_alive()
     holder.kill()
-    holder.wait(HANG_S)
-    assert waiting.communicate(timeout=HANG_S)[0].split()[0] == "42"
+    assert answer(last)[0] == 42
+    for process in (first[0], second[0], holder, waiting):
+        process.join(HANG_S)
+        assert process.exitcode is not None
 
 
 def test_a_kernel_that_is_never_built_is_reported(tmp_path, monkeypatch):
-    from grpo_dist.policy import extensions
-
-    monkeypatch.setattr(extensions, "_DEADLINE_S", 0.1)
+    monkeypatch.setattr("grpo_dist.policy.extensions._DEADLINE_S", 0.1)
     path = str(tmp_path / "lock")
-    holder = extensions.BuildLock(path)
+    holder = BuildLock(path)
     assert holder.try_acquire()
     with pytest.raises(TimeoutError, match="another process has been building"):
-        extensions.BuildLock(path, wait_seconds=0.05).try_acquire()
+        BuildLock(path, wait_seconds=0.05).try_acquire()
     holder.release()
-    assert extensions.BuildLock(path).try_acquire()
+    assert BuildLock(path).try_acquire()
 
 
 def offloaded(optimizer="none", parameters="none", **zero):
@@ -94,6 +108,7 @@ def test_a_configuration_names_every_kernel_that_its_ranks_load(monkeypatch):
     assert list_kernels(offloaded(), "cuda") == ["PinMemoryBuilder"]
 
 
+@pytest.mark.slow
 def test_a_kernel_that_cannot_be_built_is_refused_with_the_compilers_output(tmp_path, monkeypatch):
     compiler = tmp_path / "c++"
     failing = "echo 'fatal error: Python.h: No such file or directory'; exit 1"

@@ -30,42 +30,48 @@ SMALL = {
 QWEN2 = Qwen2Config(**SMALL)
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory):
+def interpret(directory, *arguments):
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
-    directory = tmp_path_factory.mktemp("models")
-    command = [sys.executable, "-m", "tests.support.interpreted_layers", str(directory)]
+    command = [sys.executable, "-m", "tests.support.interpreted_layers", str(directory), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_hidden_states_and_gradients_are_those_of_torchs_operations(interpreted):
-    assert {SHAPES[name][0] for name in interpreted["architectures"]} == set(_ACTIVATIONS)
-    for name, (hidden, gradients, _) in interpreted["architectures"].items():
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    return interpret(tmp_path_factory.mktemp("models"))
+
+
+def check(architectures, kept):
+    """Hidden states and gradients are those of torch's operations, by kernels; a plan knows what is kept."""
+    for name, (hidden, gradients, kernels) in architectures.items():
         assert hidden < 1e-5 and gradients < 1e-5, name
-
-
-def test_norms_positions_and_activations_are_computed_by_kernels(interpreted):
-    for name, (_, _, kernels) in interpreted["architectures"].items():
         activation = "geglu" if SHAPES[name][0] == "gemma" else "swiglu"
         for part in ("rms_norm", "rope", activation):
             assert any(part in kernel for kernel in kernels), (name, part, kernels)
         assert any("backward" in kernel for kernel in kernels), name
-
-
-@pytest.mark.parametrize("index, itemsize", [(0, 4), (1, 2)])
-def test_plan_knows_what_a_forward_pass_keeps_with_them(interpreted, index, itemsize):
-    kept, stream, rows = interpreted["kept"][index]
-    sizes = Sizes(True, itemsize, 0, 0, 0, varlen=itemsize == 2, kernels=True)
     shape = from_config_json(SHAPE, "")
-    found = activation_bytes(shape, sizes, tokens=stream, attended=rows, longest=128, checkpointing=False)
-    assert found == pytest.approx(kept, rel=0.02)
+    for (expected, stream, rows), itemsize in zip(kept, (4, 2), strict=False):
+        sizes = Sizes(True, itemsize, 0, 0, 0, varlen=itemsize == 2, kernels=True)
+        how = {"tokens": stream, "attended": rows, "longest": 128, "checkpointing": False}
+        assert activation_bytes(shape, sizes, **how) == pytest.approx(expected, rel=0.02)
 
 
-def test_norms_over_more_rows_than_programs_are_right(interpreted):
+def test_kernels_compute_what_torchs_operations_do_and_a_plan_knows_what_they_keep(interpreted):
+    assert {_ACTIVATIONS[SHAPES[name][0]] for name in interpreted["architectures"]} == {
+        *_ACTIVATIONS.values()
+    }
+    check(interpreted["architectures"], interpreted["kept"])
+
+
+@pytest.mark.slow
+def test_so_do_those_of_every_architecture_in_both_types_and_norms_over_more_rows_than_programs(tmp_path):
     """The norms of Qwen3's heads have a row for each head of each token."""
-    assert max(interpreted["many rows"]) < 2e-6
+    every = interpret(tmp_path, "--all")
+    assert {SHAPES[name][0] for name in every["architectures"]} == set(_ACTIVATIONS)
+    check(every["architectures"], every["kept"])
+    assert len(every["kept"]) == 2 and max(every["many rows"]) < 2e-6
 
 
 def test_a_worker_loads_its_model_without_running_a_kernel_and_later_models_are_torchs(interpreted):

@@ -63,14 +63,13 @@ def test_strided_operands_have_the_same_results(interpreted):
     assert interpreted["layouts"] == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("kernel", ["_forward", "_backward"])
-def test_the_kernels_compile_for_an_h100(kernel):
+def test_the_kernels_compile_for_an_h100():
     """Types, which the interpreter does not check. Compiling needs no GPU."""
     pytest.importorskip("triton.compiler", reason="the kernels are Triton's, which is not installed")
-    command = [sys.executable, "-m", "tests.support.compiled_kernel", kernel]
+    command = [sys.executable, "-m", "tests.support.compiled_kernel"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 1000
+    assert [int(size) > 1000 for size in done.stdout.split()] == [True, True]
 
 
 def test_a_cpu_and_float64_take_torchs_operations():

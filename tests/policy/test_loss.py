@@ -22,6 +22,7 @@ from grpo_dist.policy.loss import Objective, add_stats, batch_loss, finish_stats
 from tests.support import made_groups
 from tests.support.losses import change, choose, nothing_trained, objective, train_batch
 from tests.support.numbers_by_hand import Tiny
+from tests.support.tiers import examples
 
 
 def batch_of_one_row(**changes):
@@ -278,11 +279,11 @@ def check_split(whole, dtype, how, split):
 
 
 @pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
-@settings(max_examples=12)
+@settings(max_examples=examples(6, 12))
 @given(data=st.data(), of=st.sampled_from(["completions", "episodes"]), dtype=st.sampled_from(DTYPES))
 def test_no_split_of_the_rows_changes_gradient_or_metrics(batches, of, dtype, policy_loss, data):
     """For every loss, with any aggregation, KL estimator and correction: relative error 1e-6 in float64, 1e-5
-    in float32. Each example draws one combination, rows and dtype; `make test-all` has all of them.
+    in float32. Six combinations each with its rows and dtype, the same every time; `make test-all` has all.
     """
     how = data.draw(st.sampled_from([c for c in COMBINATIONS if c.algorithm.loss.name == policy_loss]))
     check_split(batches[of], dtype, how, data.draw(splits(len(batches[of]))))
@@ -356,7 +357,7 @@ def made_up_batches(draw):
     return batch, logprobs
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(40, 200))
 @given(made=made_up_batches(), how=st.sampled_from(COMBINATIONS), data=st.data())
 def test_for_any_shape_the_parts_of_a_batch_add_up_to_it(made, how, data):
     batch, logprobs = made

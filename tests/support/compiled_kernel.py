@@ -1,9 +1,7 @@
-"""Compiles a kernel of the LM head for an H100: ``python -m tests.support.compiled_kernel _forward``.
+"""Compiles the kernels of the LM head for an H100: ``python -m tests.support.compiled_kernel``.
 
-Prints the bytes of machine code. No GPU takes part.
+Prints the bytes of machine code of each. No GPU takes part.
 """
-
-import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -18,15 +16,15 @@ TYPES = {
 
 
 def main():
-    kernel = getattr(logit_kernels, sys.argv[1])
-    signature = {name: TYPES.get(name, "*fp32") for name in kernel.arg_names}
-    constants = {"CAPPED": True, "BLOCK": logit_kernels._BLOCK}
-    constants = {name: value for name, value in constants.items() if name in signature}
-    source = ASTSource(kernel, signature, constexprs=constants)
-    made = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": logit_kernels._WARPS}
-    )
-    print(len(made.asm["cubin"]))
+    for kernel in (logit_kernels._forward, logit_kernels._backward):
+        signature = {name: TYPES.get(name, "*fp32") for name in kernel.arg_names}
+        constants = {"CAPPED": True, "BLOCK": logit_kernels._BLOCK}
+        constants = {name: value for name, value in constants.items() if name in signature}
+        source = ASTSource(kernel, signature, constexprs=constants)
+        made = triton.compile(
+            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": logit_kernels._WARPS}
+        )
+        print(len(made.asm["cubin"]))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ class Tiny(torch.nn.Module):
             layout.targets,
             layout.candidates,
             temperature=0.9 if layout.temperature is None else layout.temperature,
-            chunk_tokens=16,
+            chunk_tokens=64,
             with_entropy=True,
         )
         return layout.as_rows(values), layout.as_rows(entropies), (candidates, layout)

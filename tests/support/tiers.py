@@ -3,6 +3,7 @@
 @pytest.mark.slow                              a test that `make test` leaves out
 slow_after([case, ...], 2)                     cases of a parametrised test: two are in both tiers
 one_each(LOSSES, MODES)                        pairs, each of the first with one of the second
+@settings(max_examples=examples(20, 200))      examples of hypothesis in `make test`, and with the slow tests
 """
 
 import os
@@ -18,6 +19,11 @@ def slow_after(cases, count):
     return [
         pytest.param(*case, marks=[] if i < count else [pytest.mark.slow]) for i, case in enumerate(cases)
     ]
+
+
+def examples(few, many):
+    """Return ``few``, or ``many`` for `make test-all`."""
+    return many if os.environ.get(ALL) else few
 
 
 def one_each(first, second):

@@ -713,7 +713,13 @@ def test_the_command_prints_a_plan_and_writes_its_timeline(tmp_path, capsys):
     assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(updates))
 
 
-@pytest.mark.parametrize("preset", sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml")))
+ALGORITHMS = sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(p, marks=[] if p in PRESET_NEEDS or p == "grpo" else pytest.mark.slow) for p in ALGORITHMS],
+)
 def test_every_algorithm_can_be_planned(preset):
     small = ["batch.prompts_per_step=8", "bench.lengths.kind=fixed", "bench.lengths.tokens=20"]
     own = [f"+algorithm={preset}", *small, *PRESET_NEEDS.get(preset, [])]

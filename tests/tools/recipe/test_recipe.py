@@ -16,6 +16,7 @@ from grpo_dist.tools.recipe import run as recipe
 from grpo_dist.tools.recipe.config import load_pipeline
 from grpo_dist.tools.recipe.record import read_record
 from grpo_dist.tools.recipe.stages import StageResult
+from tests.support.tiers import slow_after
 
 BASE = {
     "model": {"path": "demo:tiny"},
@@ -445,55 +446,55 @@ def test_finished_stages_are_read_under_the_lock(world, monkeypatch):
     assert held == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("index", "changes", "words"),
-    [
-        (0, {"policy.lora": {"target_modules": ["none"]}}, ["stage `cold`", "policy.lora.target_modules"]),
-        (
-            0,
-            {"policy.num_workers": 512, "batch.samples_per_prompt": 256},
-            ["stage `cold`", "`policy.num_workers`", "cluster"],
-        ),
-        (
-            0,
-            {"profile.steps": [8]},
-            ["stage `cold`", "supervised training", "`profile.steps`", "`steps` = 7"],
-        ),
-        (
-            0,
-            {"sft.validation_share": 0.99, "sft.data": [{"path": "demo:add3", "examples": 3}]},
-            ["stage `cold`", "sft.validation_share = 0.99 holds out 3 of 3"],
-        ),
-        (1, {"data.train": [{"path": "none.jsonl"}]}, ["stage `reason`", "none.jsonl: no such file"]),
-        (1, {"batch.prompts_per_step": 64}, ["stage `reason`", "4 prompts", "`batch.prompts_per_step` = 64"]),
-        (1, {"sampling.max_new_tokens": 4096}, ["stage `reason`", "takes at most 1024 positions"]),
-        (
-            1,
-            {"policy.num_workers": 512, "batch.samples_per_prompt": 256},
-            ["stage `reason`", "`policy.num_workers`", "cluster"],
-        ),
-        (1, {"rewards.models": [{"name": "q", "path": "none"}]}, ["stage `reason`", "path = none"]),
-        (2, {"rewards.models": [{"name": "q", "path": "none"}]}, ["stage `reject`", "path = none"]),
-        (3, {"rewards.models": [{"name": "q", "path": "none"}]}, ["stage `again`", "path = none"]),
-        (3, {"sft.max_length": 1025}, ["stage `again`", "= 1025", "takes at most 1024 positions"]),
-        (
-            3,
-            {"sft.max_length": 1023},
-            [
-                "stage `again`",
-                "= 1023",
-                "stage `reject` may make rows of 1024",
-                "raise sft.max_length to 1024",
-            ],
-        ),
-        (2, {"data.max_prompt_tokens": 3}, ["stage `reject`", "data.max_prompt_tokens = 3"]),
-        (2, {"rewards.functions": [{"function": "maths"}]}, ["stage `reject`", "'maths'"]),
-        (3, {"sft.data": ["${stage:reject}/sft.jsonl", "none.jsonl"]}, ["stage `again`", "none.jsonl"]),
-        (3, {"sft.model": "none"}, ["stage `again`", "sft.model = none"]),
-        (3, {"sft.data": "train.jsonl"}, ["stage `again`", "train.jsonl:1", "`prompt` is missing"]),
-        (3, {"data.eval": [{"path": "none.jsonl"}]}, ["stage `again`", "none.jsonl: no such file"]),
-    ],
-)
+UNUSABLE = [  # one of each stage, then the others
+    (1, {"data.train": [{"path": "none.jsonl"}]}, ["stage `reason`", "none.jsonl: no such file"]),
+    (
+        0,
+        {"policy.num_workers": 512, "batch.samples_per_prompt": 256},
+        ["stage `cold`", "`policy.num_workers`", "cluster"],
+    ),
+    (2, {"rewards.functions": [{"function": "maths"}]}, ["stage `reject`", "'maths'"]),
+    (
+        3,
+        {"sft.max_length": 1023},
+        [
+            "stage `again`",
+            "= 1023",
+            "stage `reject` may make rows of 1024",
+            "raise sft.max_length to 1024",
+        ],
+    ),
+    (0, {"policy.lora": {"target_modules": ["none"]}}, ["stage `cold`", "policy.lora.target_modules"]),
+    (
+        0,
+        {"profile.steps": [8]},
+        ["stage `cold`", "supervised training", "`profile.steps`", "`steps` = 7"],
+    ),
+    (
+        0,
+        {"sft.validation_share": 0.99, "sft.data": [{"path": "demo:add3", "examples": 3}]},
+        ["stage `cold`", "sft.validation_share = 0.99 holds out 3 of 3"],
+    ),
+    (1, {"batch.prompts_per_step": 64}, ["stage `reason`", "4 prompts", "`batch.prompts_per_step` = 64"]),
+    (1, {"sampling.max_new_tokens": 4096}, ["stage `reason`", "takes at most 1024 positions"]),
+    (
+        1,
+        {"policy.num_workers": 512, "batch.samples_per_prompt": 256},
+        ["stage `reason`", "`policy.num_workers`", "cluster"],
+    ),
+    (1, {"rewards.models": [{"name": "q", "path": "none"}]}, ["stage `reason`", "path = none"]),
+    (2, {"rewards.models": [{"name": "q", "path": "none"}]}, ["stage `reject`", "path = none"]),
+    (3, {"rewards.models": [{"name": "q", "path": "none"}]}, ["stage `again`", "path = none"]),
+    (3, {"sft.max_length": 1025}, ["stage `again`", "= 1025", "takes at most 1024 positions"]),
+    (2, {"data.max_prompt_tokens": 3}, ["stage `reject`", "data.max_prompt_tokens = 3"]),
+    (3, {"sft.data": ["${stage:reject}/sft.jsonl", "none.jsonl"]}, ["stage `again`", "none.jsonl"]),
+    (3, {"sft.model": "none"}, ["stage `again`", "sft.model = none"]),
+    (3, {"sft.data": "train.jsonl"}, ["stage `again`", "train.jsonl:1", "`prompt` is missing"]),
+    (3, {"data.eval": [{"path": "none.jsonl"}]}, ["stage `again`", "none.jsonl: no such file"]),
+]
+
+
+@pytest.mark.parametrize(("index", "changes", "words"), slow_after(UNUSABLE, 4))
 def test_an_unusable_later_stage_is_refused_before_the_first_one_starts(world, index, changes, words):
     write(stages=with_overrides(index, **changes))
     message = refused()
@@ -505,12 +506,19 @@ def test_an_unusable_later_stage_is_refused_before_the_first_one_starts(world, i
 @pytest.mark.parametrize(
     ("index", "gpus", "changes", "words"),
     [
-        *((i, 8, {"weight_sync.backend": "nccl"}, None) for i in (0, 1, 2)),
-        *((i, 8, {"model.attention": "flash_attention_2"}, None) for i in (0, 1)),
         (1, 8, {"rollout.quantization": "fp8"}, None),
-        *((i, 8, {"policy.zero_stage": 0}, "`policy.zero_stage` = 0 with bfloat16") for i in (0, 1)),
-        *((i, 0, {"weight_sync.backend": "nccl"}, "nccl needs GPUs") for i in (0, 1, 2)),
-        (1, 0, {"policy.zero_stage": 0}, None),
+        (1, 8, {"policy.zero_stage": 0}, "`policy.zero_stage` = 0 with bfloat16"),
+        (0, 0, {"weight_sync.backend": "nccl"}, "nccl needs GPUs"),
+        *slow_after(
+            [
+                *((i, 8, {"weight_sync.backend": "nccl"}, None) for i in (0, 1, 2)),
+                *((i, 8, {"model.attention": "flash_attention_2"}, None) for i in (0, 1)),
+                (0, 8, {"policy.zero_stage": 0}, "`policy.zero_stage` = 0 with bfloat16"),
+                *((i, 0, {"weight_sync.backend": "nccl"}, "nccl needs GPUs") for i in (1, 2)),
+                (1, 0, {"policy.zero_stage": 0}, None),
+            ],
+            0,
+        ),
     ],
 )
 def test_stages_are_checked_for_the_device_of_the_cluster(world, monkeypatch, index, gpus, changes, words):

@@ -316,7 +316,11 @@ def test_the_search_for_answers_without_a_box_is_limited_and_reported(monkeypatc
     assert "16 completions without a box" in "\n".join(manifest["runs"][0]["about"]["notices"])
 
 
-@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "script"])
+@pytest.mark.parametrize(
+    "before",
+    [pytest.param(signal.default_int_handler, marks=pytest.mark.slow), signal.SIG_IGN],
+    ids=["terminal", "script"],
+)
 def test_an_interrupt_ends_a_server_cleanly(tmp_path, before):
     """SIG_IGN: a script starts background processes with SIGINT ignored."""
     run = make_run(tmp_path / "run", steps=1)
