@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from grpo_dist.config.files import ConfigError, dump_config, load_config
 from grpo_dist.runs.identity import changes
 from grpo_dist.tools.submit.code import resolved as sent
-from tests.support.plans import PRESET_NEEDS
+from tests.support.good_inputs import PRESET_NEEDS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 BASE = """

@@ -10,8 +10,7 @@ from grpo_dist.config.differences import flat
 from grpo_dist.config.files import dump_config, load_config
 from grpo_dist.runs.identity import fingerprint
 from grpo_dist.tools.report.run_dir import about
-from tests.support.good_inputs import CONFIG
-from tests.support.plans import PRESET_NEEDS
+from tests.support.good_inputs import CONFIG, PRESET_NEEDS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -403,6 +403,7 @@ def test_overlap_ignores_punctuation_and_space(tokenizer, one, other):
     assert check_overlap(prompts_of(rows(one), tokenizer), prompts_of(rows(other), tokenizer))
 
 
+@pytest.mark.slow  # their files are read whole
 def test_test_sets_do_not_overlap_their_training_sets(shared_data, tokenizer):
     train, test = (
         prompts_of(

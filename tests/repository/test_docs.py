@@ -238,7 +238,7 @@ AFTER = "grpo_dist/guides/after_training.md"  # test_after_training.py runs its 
 ALONE = [b for b in BLOCKS if b.mode == "run" and b.document not in (TUTORIAL, EXTENDING, AFTER)]
 
 
-@pytest.mark.parametrize("block", slow_after([(b,) for b in ALONE], len(ALONE) // 2), ids=str)
+@pytest.mark.parametrize("block", slow_after([(b,) for b in ALONE], 3), ids=str)
 def test_a_command_of_the_guides_runs(block, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     assert run_block(block, tmp_path)

@@ -12,7 +12,7 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.scorer import Scorer, Scores
 from tests.support.made_completions import HOSTILE, completion_group, spec
 from tests.support.patience import in_time
-from tests.support.tiers import slow_after
+from tests.support.tiers import examples, slow_after
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ PIECES = st.sampled_from([
 ])  # fmt: skip
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20, 60))
 @given(st.lists(PIECES, max_size=40), st.lists(PIECES, max_size=10), st.text(max_size=40))
 def test_any_text_and_any_gold_get_a_grade(
     pool: GraderPool, pieces: list[str], gold: list[str], text: str

@@ -1,11 +1,15 @@
-"""What a plan and a placement start from."""
+"""What a plan and a placement start from, and times of stages and reward models that are planned."""
 
+from dataclasses import dataclass, field
 from functools import partial
 
 from actors.placement.fitting import nearest
 from actors.placement.reservation import Reservation
 from grpo_dist.config import Config
+from grpo_dist.config.rewards import OutcomeModelConfig
 from grpo_dist.tools.plan import models
+from grpo_dist.tools.plan.models import FrozenModel
+from grpo_dist.tools.plan.rates import Reached
 
 # Configurations with given worker counts, for tests of placement.
 
@@ -38,9 +42,54 @@ def model_of(config: Config) -> models.ModelShape:
     return models.model_of(config.model, config.sft, config.seed)
 
 
-# Overrides that a preset needs in addition to its own section.
+# Times, for tests of the planned run.
 
-PRESET_NEEDS = {
-    "process": ["rewards.models=[{name: steps, path: /a/model, kind: classifier}]"],
-    "turn": ["data.environment=calculator"],
-}
+
+@dataclass
+class Times:
+    """Stages of constant length. A decode step takes ``step`` and ``each`` for every token in the cache."""
+
+    step: float = 0.1
+    each: float = 0.0
+    prefill: float = 0.0
+    score: float = 0.5
+    update: float = 2.0
+    sync: float = 0.3
+    reference: float = 0.0
+    models: dict = field(default_factory=dict)  # seconds of each reward model
+    model: None = None  # sizes, which only `Rates` reads
+    reached: Reached = field(default_factory=lambda: Reached(sample_s=0.0, overhead_s=0.0))
+
+    def decode_step_s(self, sequences, context):
+        return self.step + self.each * context
+
+    def prefill_s(self, tokens):
+        return self.prefill * tokens
+
+    def score_s(self, samples):
+        return self.score
+
+    def update_s(self, updates):
+        return self.update
+
+    def sync_s(self):
+        return self.sync
+
+    def turn_s(self):
+        return 0.25
+
+    def scoring_turn_s(self, model):
+        return 0.0625 if model.is_reward_model else 0.125
+
+    def resend_s(self):
+        return 0.75
+
+    def scoring_s(self, model, prompt, lengths):
+        assert prompt == 20 and set(lengths) == {10}
+        return self.models[model.settings.name] if model.is_reward_model else self.reference
+
+
+def judges(**workers):
+    """Return reward models with so many workers each; `Times` has their durations."""
+    made = [OutcomeModelConfig(name=name, path="-", num_workers=count) for name, count in workers.items()]
+    return {"frozen": tuple(FrozenModel(None, settings) for settings in made)}

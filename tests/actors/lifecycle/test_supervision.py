@@ -114,7 +114,7 @@ def test_requests_of_a_lost_engine_are_sampled_exactly_once(ray_cluster, caplog)
     assert "restart 4 of 4 in 0.4 s" in told[6]
 
 
-@pytest.mark.parametrize("tokens", [0, 4])
+@pytest.mark.parametrize("tokens", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_with_speculation_an_engine_gets_the_prompts_of_which_it_remembers_samples(ray_cluster, tokens):
     """At equal load: of two idle engines. A replaced engine remembers nothing."""
 

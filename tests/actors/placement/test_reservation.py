@@ -73,6 +73,7 @@ def test_reward_models_with_shares_are_on_one_gpu_and_a_split_one_has_its_own():
     assert "shared" in on_nodes("shared_gpu").stdout
 
 
+@pytest.mark.slow
 def test_policy_and_engines_have_whole_nodes_though_ray_mixes_their_bundles():
     told = on_nodes("assignment").stdout.splitlines()
     # Ray may say of the lost node what its last lines were.

@@ -34,7 +34,8 @@ from grpo_dist.tools.plan.search import bound, changes_of, longest_s, reason, se
 from grpo_dist.tools.plan.simulation import Scenario, simulate
 from grpo_dist.tools.plan.workload import Workload, workload_of
 from tests.support.fakes import config
-from tests.support.plans import PRESET_NEEDS, model_of
+from tests.support.good_inputs import PRESET_NEEDS
+from tests.support.plans import model_of
 
 ROOT = Path(__file__).resolve().parents[3]
 GPU = str(ROOT / "configs/gsm8k_qwen2.5_1.5b.yaml")

@@ -15,8 +15,7 @@ from grpo_dist.tools.plan.rates import Rates, Reached
 from grpo_dist.tools.plan.simulation import Scenario, simulate
 from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config
-from tests.support.made_times import Times, judges
-from tests.support.plans import model_of
+from tests.support.plans import Times, judges, model_of
 
 N = 7_615_616_512
 EMBEDDING = 152064 * 3584

@@ -14,7 +14,7 @@ from grpo_dist.tools.plan.simulation import Scenario, simulate
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config
-from tests.support.made_times import Times, judges
+from tests.support.plans import Times, judges
 
 
 def run(

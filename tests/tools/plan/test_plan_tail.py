@@ -11,7 +11,7 @@ from grpo_dist.tools.plan.simulation import Scenario, simulate
 from grpo_dist.tools.plan.tail import VARIANTS, sampling_limit_s
 from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config
-from tests.support.made_times import Times
+from tests.support.plans import Times
 
 LENGTHS = LognormalLengths(mean=100, sigma=1.0, prompt_share=0.5)
 

@@ -24,7 +24,7 @@ from grpo_dist.tools.plan.whole_run import (
 )
 from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config
-from tests.support.made_times import Times, judges
+from tests.support.plans import Times, judges
 
 TINY = ModelShape("tiny", Shape(8, 1, 2, 2, 4, 16, 100), parameters=1000, tied=True)
 EVAL = {"data": {"train": [{"path": "demo:add3"}], "eval": [{"path": "demo:add3", "split": "test"}]}}
