@@ -82,6 +82,25 @@ def rloo(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Ten
     return typed_like(torch.where(spread, centred * factor[group.index], 0.0), rewards)
 
 
+def rloo_normalized(
+    rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"], *, eps: float | int = 1e-6
+) -> Float[Tensor, " B"]:
+    """Leave-one-out mean and deviation: (r - mean of the others) / (sample deviation of the others + eps).
+
+    NeMo-RL's GRPO with ``use_leave_one_out_baseline`` and ``normalize_rewards``, its default. Where the
+    others are equal nothing divides. For [1, 0, 0, 1, 0, 0, 0, 0]: 2.2677808 for a right answer, -0.5855388
+    for a wrong one; for [1, 0, 0, 0]: 1 and -0.5773493.
+    """
+    group = Groups(group_ids, is_scored(rewards))
+    centred, spread = group.centre(rewards)
+    count, squares = group.count[group.index], group.sum(centred**2)[group.index]
+    factor = count / (count - 1).clamp(min=1)
+    others = squares - factor * centred**2  # sum of their squared differences from their mean
+    variance = torch.where(others > 1e-12 * squares, others, 0.0) / (count - 2).clamp(min=1)
+    scale = torch.where(variance > 0, variance.sqrt() + eps, 1.0)
+    return typed_like(torch.where(spread, factor * centred / scale, 0.0), rewards)
+
+
 def reinforce_pp(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
     """REINFORCE++: the reward itself; whitening over all tokens of the batch is the baseline.
 
@@ -284,6 +303,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
+    "rloo_normalized": rloo_normalized,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "remax": remax,

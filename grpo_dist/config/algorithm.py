@@ -108,6 +108,13 @@ class NormalisedAdvantage(AdvantageConfig):
     eps: Epsilon = 1e-6
 
 
+class LeaveOneOutAdvantage(AdvantageConfig):
+    """The mean and the standard deviation of the other samples."""
+
+    name: Literal["rloo_normalized"] = "rloo_normalized"
+    eps: Epsilon = 1e-6
+
+
 class TurnAdvantage(AdvantageConfig):
     """Returns of turns against those of the same turn in the group."""
 
@@ -160,6 +167,7 @@ class UserAdvantage(AdvantageConfig):
 
 Advantage = Annotated[
     NormalisedAdvantage
+    | LeaveOneOutAdvantage
     | TurnAdvantage
     | PassAtKAdvantage
     | ReinforceAdvantage

@@ -22,6 +22,7 @@ from grpo_dist.algorithms.advantages import (
     reinforce_pp_baseline,
     remax,
     rloo,
+    rloo_normalized,
 )
 from grpo_dist.algorithms.normalise import normalise_rewards, whiten
 from grpo_dist.config import AlgorithmConfig
@@ -76,6 +77,7 @@ TWO = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
         (grpo, {"std": "batch"}, 1.6201816, -0.5400605),  # one group is the batch
         (grpo, {"std": "batch_raw"}, 1.6201816, -0.5400605),
         (rloo, {}, 0.8571429, -0.2857143),
+        (rloo_normalized, {}, 2.2677808, -0.5855388),
         (dr_grpo, {}, 0.75, -0.25),
         (opo, {"lengths": LENGTHS}, 0.64, -0.36),
         (opo, {"lengths": torch.full((8,), 7)}, 0.75, -0.25),
@@ -97,6 +99,16 @@ def test_equal_rewards_give_exact_zeros(reward, size, std):
     # Also next to a group whose rewards differ.
     rewards[0] += 1
     assert torch.equal(grpo(rewards, groups, std=std)[size:], torch.zeros(2 * size))
+
+
+def test_others_that_are_equal_divide_nothing():
+    """NeMo-RL sharpens nothing without variation; the only other sample of a pair has none either."""
+    groups = torch.tensor([0, 0, 0, 0, 1, 1])
+    third = -1 / math.sqrt(3)
+    found = rloo_normalized(tensor(1, 0, 0, 0, 0.7, 0.1), groups, eps=1e-12)
+    close(found, tensor(1, third, third, third, 0.6, -0.6), 2e-7)
+    equal = rloo_normalized(tensor(0.1, 0.7, 0.7, 0.7), groups[:4], eps=1e-12)
+    close(equal[:1], tensor(-0.6), 2e-7)  # rounding is no variation
 
 
 def test_a_nan_reward_is_left_out_of_the_statistics_and_gets_no_advantage():

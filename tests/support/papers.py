@@ -214,6 +214,16 @@ def rloo(groups: list[Numbers], **_: Any) -> list[Numbers]:
     ]
 
 
+def rloo_normalized(groups: list[Numbers], *, eps=1e-6, **_: Any) -> list[Numbers]:
+    """NeMo-RL: less the mean of the others, over their sample deviation unless they are equal."""
+    found = []
+    for own in groups:
+        others = [own[:i] + own[i + 1 :] for i in range(len(own))]
+        scales = [deviation(o) + eps if len(set(o)) > 1 else 1.0 for o in others]
+        found.append([c / scale for c, scale in zip(rloo([own])[0], scales, strict=True)])
+    return found
+
+
 def the_reward(groups: list[Numbers], **_: Any) -> list[Numbers]:
     return groups
 
@@ -284,6 +294,7 @@ def grpo_passk(groups: list[Numbers], *, std="group", eps=1e-6, **_: Any) -> lis
 
 ADVANTAGES: dict[str, Callable[..., list[Numbers]]] = {
     "grpo": grpo, "dr_grpo": without_std, "reinforce_pp_baseline": without_std, "rloo": rloo,
+    "rloo_normalized": rloo_normalized,
     "reinforce_pp": the_reward, "remax": remax, "opo": opo, "pass_at_k": pass_at_k, "gdpo": gdpo,
     "gpg": gpg, "maxrl": maxrl, "grpo_passk": grpo_passk,
 }  # fmt: skip
