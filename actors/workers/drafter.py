@@ -301,7 +301,7 @@ def require_exact_sampler(worker: Any) -> None:
     if not isinstance(sampler, ExactSampler):
         raise RuntimeError(
             f"rollout.speculation: vLLM's {type(runner).__module__} verifies drafts with "
-            f"{type(sampler).__name__}, under which samples would change; set rollout.speculation.tokens to 0"
+            f"{type(sampler).__name__}, under which samples would change; remove rollout.speculation"
         )
 
 

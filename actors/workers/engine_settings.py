@@ -197,7 +197,7 @@ def shares_tails(spec: EngineSpec) -> bool:
     large. Routes are recorded of tokens that a request computes itself, and vLLM pads a first pass of one
     token with drafts that nobody made.
     """
-    return device_type() == "cpu" and not (spec.router_replay or spec.rollout.speculation.tokens)
+    return device_type() == "cpu" and not (spec.router_replay or spec.rollout.speculation)
 
 
 def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_memory: int) -> dict[str, Any]:
@@ -253,17 +253,18 @@ def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_m
 
 def _speculation(settings: RolloutConfig) -> dict[str, Any]:
     """Return the arguments of exact speculation; {} where none is wanted."""
-    if not settings.speculation.tokens:
+    speculation = settings.speculation
+    if speculation is None:
         return {}
     drafting = {
-        drafter.MAX_SEQUENCES: settings.speculation.max_sequences,
-        drafter.HISTORY_TOKENS: settings.speculation.history_tokens,
+        drafter.MAX_SEQUENCES: speculation.max_sequences,
+        drafter.HISTORY_TOKENS: speculation.history_tokens,
     }
     return {
         "speculative_config": {
             "method": drafter.METHOD,
             "model": drafter.NAME,
-            "num_speculative_tokens": settings.speculation.tokens,
+            "num_speculative_tokens": speculation.tokens,
         },
         "additional_config": _mapping(settings.engine, "additional_config") | drafting,
     }

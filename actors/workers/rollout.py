@@ -96,7 +96,7 @@ class WeightReceiver(Metered):
         """
         async with self._one_at_a_time:
             await self._engine.pause(drain=self._spec.sync.mode == "drain")
-            if self._spec.rollout.speculation.tokens:
+            if self._spec.rollout.speculation:
                 for name, tokens in (await self._engine.in_workers(drafter.take_counts))[0]._asdict().items():
                     self.meter.count(name, tokens)
             if of is None or of != self._of:
@@ -290,7 +290,7 @@ class RolloutWorker(WeightReceiver, Probeable):
         await self._engine.start()
         if self._spec.returns_masks:
             self._vocabulary = (await self._engine.in_workers(_vocabulary_size))[0]
-        if self._spec.rollout.speculation.tokens:
+        if self._spec.rollout.speculation:
             await self._engine.in_workers(drafter.require_exact_sampler)
         self._note_compilation()
         self._compiled = compiled_graphs()
@@ -299,7 +299,7 @@ class RolloutWorker(WeightReceiver, Probeable):
         self.begin("first request")
         await self._engine.set_weight_version(0)
         await self._warm_up()
-        if self._spec.rollout.speculation.tokens:
+        if self._spec.rollout.speculation:
             await self._engine.in_workers(drafter.take_counts)  # drafts of warm-ups, vLLM's and this one
         self.begin("")
 

@@ -65,7 +65,7 @@ class RolloutPool:
         self._sent = [Load(0, 0)] * count
         self._finished = [Load(0, 0)] * count
         # Where speculation drafts from earlier samples: the engine that last sampled each prompt, by uid.
-        self._samples_of: dict[str, int] | None = {} if spec.rollout.speculation.tokens else None
+        self._samples_of: dict[str, int] | None = {} if spec.rollout.speculation else None
         self._not_followed = set(range(count))
         self._following: set[asyncio.Task[None]] = set()
 

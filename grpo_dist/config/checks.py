@@ -240,9 +240,9 @@ RULES = (
     ),
     Rule(
         "policy.router_replay rollout.speculation.tokens",
-        lambda c: c.policy.router_replay and c.rollout.speculation.tokens,
+        lambda c: c.policy.router_replay and c.rollout.speculation,
         "engines that verify drafts may not return the routes of every token",
-        "set `rollout.speculation.tokens` to 0, or remove `policy.router_replay`",
+        "remove one of them",
     ),
     Rule(
         "policy.router_replay weight_sync.mode",
@@ -323,16 +323,16 @@ RULES = (
     ),
     Rule(
         "rollout.speculation.tokens",
-        lambda c: c.rollout.speculation.tokens and (c.sampling.stop or c.has_environments),
+        lambda c: c.rollout.speculation and (c.sampling.stop or c.has_environments),
         "several tokens are sampled in a step of the engine, and `sampling.stop` or `data.environment` ends "
         "a sample at a text within such a step, for which it is not shown that samples stay the same",
-        "set `rollout.speculation.tokens` to 0, or remove what ends samples",
+        "remove `rollout.speculation`, or what ends samples",
     ),
     Rule(
         "sampling.top_p sampling.top_k sampling.min_p rollout.speculation.tokens",
-        lambda c: c.sampling.is_truncated and c.rollout.speculation.tokens,
+        lambda c: c.sampling.is_truncated and c.rollout.speculation,
         "engines that verify drafts return no sampling masks, without which ratios would be biased",
-        "set `rollout.speculation.tokens` to 0, or sample from the whole vocabulary",
+        "remove `rollout.speculation`, or sample from the whole vocabulary",
     ),
     Rule(
         "sampling.top_p sampling.top_k sampling.min_p distillation.kl",

@@ -59,6 +59,13 @@ def translate(old: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(bench := new.get("bench"), dict) and isinstance(lengths := bench.get("lengths"), dict):
         # null was the default, or what another kind had
         new["bench"] = bench | {"lengths": {key: item for key, item in lengths.items() if item is not None}}
+    if isinstance(health := new.get("health"), dict) and isinstance(health.get("action"), str):
+        kept = without(health, ["max_rollbacks"])
+        limit = {"max_rollbacks": health.get("max_rollbacks", 3)} if health["action"] == "rollback" else {}
+        new["health"] = kept | {"action": {"kind": health["action"]} | limit}
+    rollout = new.get("rollout")
+    if isinstance(rollout, dict) and (rollout.get("speculation") or {}).get("tokens") == 0:
+        new["rollout"] = rollout | {"speculation": None}
     if isinstance(rewards := new.get("rewards"), dict):
         new["rewards"] = _translate_rewards(rewards)
     if isinstance(sampling := new.get("sampling"), dict):

@@ -10,10 +10,12 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from grpo_dist.config.base import (
     TOP_K,
     TOP_P,
+    Choice,
     Count,
     EvaluationTemperature,
     Fraction,
     Section,
+    Tagged,
     TopK,
     TopP,
     repeated,
@@ -50,18 +52,32 @@ class EvaluationConfig(Section):
             )
 
 
+class HealthAction(Choice):
+    """The run goes on without a rollback."""
+
+    tag = "kind"
+    kind: Literal["skip", "warn", "stop"] = "skip"
+
+
+class RollbackAction(Choice):
+    """The run resumes from the last checkpoint, without the batch."""
+
+    tag = "kind"
+    kind: Literal["rollback"] = "rollback"
+    max_rollbacks: PositiveInt = Field(3, description="most rollbacks of a run; then it stops")
+
+
 class HealthConfig(Section):
     """Bounds of a step's metrics, and the action if a step exceeds one; null: no bound. A run also warns if
     its reward, entropy, truncated share or degenerate share drifts from its own history.
     """
 
-    action: Literal["skip", "warn", "stop", "rollback"] = Field(
-        "skip",
+    action: Annotated[HealthAction | RollbackAction, Tagged()] = Field(
+        HealthAction(),
         description="what a step that exceeds a bound does; its batch is kept. skip: no update, and "
         "the end after too many in a row; warn: trained on; stop: exit code 3; rollback: "
         "resume from the last checkpoint without it",
     )
-    max_rollbacks: PositiveInt = Field(3, description="most rollbacks of a run; then it stops")
     min_signal_groups: Count = Field(
         1,
         description="skip a step with fewer groups of unequal rewards; 0: never. Ignored where equal "

@@ -81,6 +81,7 @@ EARLIER_KEYS = {
     "environments.sandbox.backend": "`environments.sandbox.url` for a service, nothing for processes",
     "evaluation.threads": "nothing: such an engine has one thread",
     "health.garbage_above": "`health.degenerate_above`",
+    "health.max_rollbacks": "`health.action: {kind: rollback, max_rollbacks: 3}`",
     "health.length_above": "`health.truncated_above`",
     "profile.memory": "nothing",
     "profile.shapes": "nothing: shapes are always recorded",

@@ -16,10 +16,9 @@ class SpeculationConfig(Section):
     another text than without drafts, of the same distribution.
     """
 
-    tokens: Annotated[int, Field(ge=0, le=128)] = Field(
-        0,
+    tokens: Annotated[int, Field(ge=1, le=128)] = Field(
         description="tokens drafted for a sample at once, at most, from earlier samples and its own text; "
-        "0: none",
+        "to draft none set `rollout.speculation` to null"
     )
     max_sequences: PositiveInt = Field(
         4, description="draft only while an engine decodes at most this number of sequences"
@@ -70,7 +69,9 @@ class RolloutConfig(Section):
     enforce_eager: bool = Field(
         False, description="skip compilation and CUDA graphs: faster start, slower decoding"
     )
-    speculation: SpeculationConfig = SpeculationConfig()
+    speculation: SpeculationConfig | None = Field(
+        None, description="lossless speculative decoding, e.g. {tokens: 4}; null: none"
+    )
     function: OwnRollout | None = Field(
         None,
         description="your own function `module:name` that draws a sample of a prompt without environment; "

@@ -17,6 +17,7 @@ import numpy as np
 
 from grpo_dist.config import Config
 from grpo_dist.config.checks import learns_from_equal_rewards
+from grpo_dist.config.monitoring import RollbackAction
 from grpo_dist.errors import RERUN, Rollback, Unhealthy, count_failures
 from grpo_dist.health.bounds import (
     BAD_WEIGHTS,
@@ -47,7 +48,7 @@ class HealthWatch:
         self._settings, self._recorder = config.health, recorder
         self._keeps_samples = config.tracking.samples  # then no batch needs quarantine to be kept
         self._needed = 0 if learns_from_equal_rewards(config) else config.health.min_signal_groups
-        self._skips = config.health.action == "skip"
+        self._skips = config.health.action.kind == "skip"
         other_losses = config.distillation.teachers or config.demonstrations is not None
         self._needs_scores = not (config.is_supervised or other_losses)
         self._tracks = not config.is_supervised  # learning demonstrations by heart costs nearly all entropy
@@ -110,12 +111,12 @@ class HealthWatch:
             )
         if metrics.get(BAD_WEIGHTS):
             self._recorder.log(step, metrics)
-            found = (
+            problem = (
                 f"step {step}: the weights are not finite after the update (gradient norm "
                 f"{metrics.get(GRAD_NORM, math.nan):.4g})"
             )
             self._stop(
-                step, found, groups,
+                step, problem, groups,
                 f"{RERUN.capitalize()}; lower `policy.optimizer.lr` in a new run, or "
                 "set `model.dtype=float32` to see whether precision is the cause",
             )  # fmt: skip
@@ -171,15 +172,15 @@ class HealthWatch:
             alarms = passed(make_run_bounds(self._settings), metrics)
         if not alarms:
             return
-        found = f"step {step}: {_describe(alarms, metrics)}"
-        if self._settings.action == "warn":
-            self._recorder.warn(f"{found}; its batch is in {self._keep(step, groups)}")
+        problem = f"step {step}: {_describe(alarms, metrics)}"
+        if self._settings.action.kind == "warn":
+            self._recorder.warn(f"{problem}; its batch is in {self._keep(step, groups)}")
             return
         self._stop(
-            step, found, groups,
-            f"Stopped (`health.action` = {self._settings.action}). This step was not saved: rerunning the "
-            "same command resumes from the previous checkpoint, and will pass this bound again unless you "
-            "change it",
+            step, problem, groups,
+            f"Stopped (`health.action` = {self._settings.action.kind}). This step was not saved: rerunning "
+            "the same command resumes from the previous checkpoint, and will pass this bound again unless "
+            "you change it",
         )  # fmt: skip
 
     def _stop_if_unscored(self, step: int, groups: list[Group]) -> None:
@@ -216,14 +217,15 @@ class HealthWatch:
             return f"samples/step_{step:06d}.parquet"
         return self._recorder.quarantine(step, groups)
 
-    def _stop(self, step: int, found: str, groups: list[Group], remedy: str) -> NoReturn:
-        """Quarantine the batch. Raises Rollback if `health.action` is rollback and `health.max_rollbacks`
-        allows another one, else Unhealthy.
+    def _stop(self, step: int, problem: str, groups: list[Group], remedy: str) -> NoReturn:
+        """Quarantine the batch. Raises Rollback if `health.action` is rollback and its `max_rollbacks` allows
+        another one, else Unhealthy.
         """
         kept = self._recorder.quarantine(step, groups)
-        if self._settings.action == "rollback" and len(self.state.avoid) < self._settings.max_rollbacks:
-            raise Rollback(f"{found}; the batch is kept in {kept}, and not trained on", step)
-        raise Unhealthy(f"{found}; the batch is kept in {kept}. {remedy}")
+        action = self._settings.action
+        if isinstance(action, RollbackAction) and len(self.state.avoid) < action.max_rollbacks:
+            raise Rollback(f"{problem}; the batch is kept in {kept}, and not trained on", step)
+        raise Unhealthy(f"{problem}; the batch is kept in {kept}. {remedy}")
 
 
 def _why_unscored(groups: Sequence[Group]) -> str:

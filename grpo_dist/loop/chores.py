@@ -17,12 +17,12 @@ from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.config import CheckpointConfig, Config, EvaluationConfig
 from grpo_dist.errors import RERUN, Preempted
 from grpo_dist.health.bounds import SKIPPED
-from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
+from grpo_dist.health.watch import HealthWatch
 from grpo_dist.loop.concurrent_evaluation import ConcurrentEvaluation, discard_snapshots
 from grpo_dist.loop.groups import ScoredBatch
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.ledger import ledger_entry
-from grpo_dist.loop.metrics import OwnMetrics, throughput_metrics, trained_metrics
+from grpo_dist.loop.metrics import OwnMetrics, StagedCounts, throughput_metrics, trained_metrics
 from grpo_dist.loop.pipeline import Pipeline
 from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.staging import Staged, Staging
@@ -39,19 +39,6 @@ class Checkpointer(Protocol):
 
     async def save(self, step: int, workers: Workers, progress: Progress) -> None: ...
     async def settle(self) -> None: ...
-
-
-class StagedCounts(Protocol):
-    """How much a step trains on: rows, their tokens, those that an update needs, and those in the loss."""
-
-    @property
-    def rows(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def needed_tokens(self) -> float: ...
-    @property
-    def loss_tokens(self) -> int: ...
 
 
 class Stateful(Protocol):
@@ -116,10 +103,7 @@ class StepChores:
         usage = self._workers.usage
         metrics = await usage.read() if usage else {}
         metrics |= throughput_metrics(groups, timer.stop())
-        if trained:
-            metrics |= trained_metrics(staged.rows, staged.tokens, staged.needed_tokens, update)
-        metrics[TRAINED_TOKENS] = float(staged.loss_tokens if trained else 0)
-        return metrics
+        return metrics | trained_metrics(staged, update, trained=trained)
 
     async def _measure(
         self, step: int, phase: str, measurement: Callable[[], Coroutine[Any, Any, dict[str, float]]]

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from grpo_dist.config import MetricConfig, RewardsConfig
 from grpo_dist.config.environments import BudgetOutcome
 from grpo_dist.data.pools import pool_metrics
 from grpo_dist.errors import raised
+from grpo_dist.health.watch import TRAINED_TOKENS
 from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.plugins.inputs import MetricInputs
 from grpo_dist.plugins.user_code import METRIC, call, call_in_time, failures_named, load
@@ -186,11 +187,30 @@ def distillation_metrics(scored: Sequence[ScoredGroup], with_signal: Collection[
     }
 
 
-def trained_metrics(rows: int, tokens: int, needed: float, update: Mapping[str, float]) -> dict[str, float]:
-    """Return what a step trained on. ``needed``: see `needed_tokens`; ``update``: metrics of the update."""
-    metrics = {"train/rows": float(rows), "train/tokens": float(tokens)}
+class StagedCounts(Protocol):
+    """How much a step trains on: rows, their tokens, those that an update needs, and those in the loss."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def needed_tokens(self) -> float: ...
+    @property
+    def loss_tokens(self) -> int: ...
+
+
+def trained_metrics(staged: StagedCounts, update: Mapping[str, float], *, trained: bool) -> dict[str, float]:
+    """Return what a step trained on. ``update``: metrics of the update."""
+    if not trained:
+        return {TRAINED_TOKENS: 0.0}
+    metrics = {
+        TRAINED_TOKENS: float(staged.loss_tokens),
+        "train/rows": float(staged.rows),
+        "train/tokens": float(staged.tokens),
+    }
     if computed := update.get(COMPUTED_TOKENS):
-        metrics["throughput/packing_efficiency"] = needed / computed
+        metrics["throughput/packing_efficiency"] = staged.needed_tokens / computed
     return metrics
 
 

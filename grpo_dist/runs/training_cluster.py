@@ -29,7 +29,7 @@ from grpo_dist.data.order import OrderState
 from grpo_dist.errors import SamplesLost, UserError, as_user_errors
 from grpo_dist.evaluation.sampling import evaluate
 from grpo_dist.health.bounds import HealthState
-from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
+from grpo_dist.health.watch import HealthWatch
 from grpo_dist.loop.groups import FrozenModels, GroupDraw, GroupScorer, ScoredBatch, ScoredGroup
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.metrics import staleness_metrics, trained_metrics
@@ -96,13 +96,13 @@ def _check_own_advantages(algorithm: AlgorithmConfig, distillation: Distillation
 def _check_fit(advantages: list[np.ndarray], groups: Sequence[Group]) -> None:
     """Raise UserError where ``advantages`` are not finite numbers [G] for each group."""
     wanted = [(len(group.rollouts),) for group in groups]
-    found = [own.shape for own in advantages]
-    if found != wanted:
+    shapes = [values.shape for values in advantages]
+    if shapes != wanted:
         raise UserError(
-            f"update(): advantages have the shapes {found}; expected one array for "
+            f"update(): advantages have the shapes {shapes}; expected one array for "
             f"each group, with a number for each sample: {wanted}"
         )
-    if not all(np.isfinite(own).all() for own in advantages):
+    if not all(np.isfinite(values).all() for values in advantages):
         raise UserError("update(): advantages have a NaN or infinity; use 0 for what is not to be trained on")
 
 
@@ -202,29 +202,29 @@ class Verbs:
             self._probe.begin(self.step)
         count, sampling = samples or self._draw.samples, self._sampling_now()
         least = min(count, self._draw.least)
-        step, drawn = self.step, self._drawn  # an update may end before the tasks begin, or draw again
+        step, draws = self.step, self._drawn  # an update may end before the tasks begin, or draw again
 
         async def one(prompt: Prompt, first: int) -> SampledGroup:
-            own = replace(self._scorer.sampling_for(prompt, sampling), least=least)
+            prompt_sampling = replace(self._scorer.sampling_for(prompt, sampling), least=least)
             firsts = [first]  # of each draw: those of another call stay apart
 
             def seeds(number: int) -> list[int]:
                 if number == len(firsts):
-                    firsts.append(drawn[prompt.uid])
-                    drawn[prompt.uid] += count
+                    firsts.append(draws[prompt.uid])
+                    draws[prompt.uid] += count
                 samples = range(firsts[number], firsts[number] + count)
                 return request_seeds(self._config.seed, step, prompt.uid, samples)
 
             async def fetched(seeds: Sequence[int]) -> SampledGroup:
-                found = await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=own)
-                return SampledGroup(prompt, await _fetched(found), found)
+                reply = await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=prompt_sampling)
+                return SampledGroup(prompt, await _fetched(reply), reply)
 
             return await sample_until_enough(fetched, seeds, least=least)
 
         asked = []
         for prompt in prompts:
-            asked.append(one(prompt, drawn[prompt.uid]))
-            drawn[prompt.uid] += count
+            asked.append(one(prompt, draws[prompt.uid]))
+            draws[prompt.uid] += count
         return await self._within("sampled", asked)
 
     def _sampling_now(self) -> Sampling:
@@ -251,12 +251,12 @@ class Verbs:
         Raises UserError where only the advantages are others.
         """
         # Copies: the caller may write into its own.
-        own = None if advantages is None else [np.array(a, np.float32) for a in advantages]
+        advantage_arrays = None if advantages is None else [np.array(a, np.float32) for a in advantages]
         if self._running is None or not self._running.trains(scored):
             await self._settled()
-            task = asyncio.create_task(self._update(scored, own), name=f"update {self.step + 1}")
-            self._running = RunningUpdate(tuple(scored), own, task)
-        elif not self._running.uses(own):
+            task = asyncio.create_task(self._update(scored, advantage_arrays), name=f"update {self.step + 1}")
+            self._running = RunningUpdate(tuple(scored), advantage_arrays, task)
+        elif not self._running.uses(advantage_arrays):
             await self._settled()
             raise UserError(
                 "update(): an update of these groups with other advantages was interrupted, has ended since "
@@ -308,9 +308,7 @@ class Verbs:
             metrics |= await policy.update(staged.updates, kl_coef=self._kl.coef, bounds=bounds)
             self._probe.after_update(step, metrics)
             self._health.after_update(step + 1, metrics, groups)
-            metrics |= trained_metrics(staged.rows, staged.tokens, staged.needed_tokens, metrics)
-        metrics |= self._kl.observe(metrics)
-        metrics[TRAINED_TOKENS] = float(staged.loss_tokens if trainable else 0)
+        metrics |= trained_metrics(staged, metrics, trained=trainable) | self._kl.observe(metrics)
         alarms, counts = self._health.examine(step + 1, metrics)
         indices = self._indices.pop(step, [])
         self._order.trained(indices, [g for g in groups if g.prompt.uid in self._known])
@@ -369,8 +367,8 @@ async def _fetched(rollouts: Any) -> tuple[Rollout, ...]:
         return rollouts
     from actors.lifecycle.calls import fetched  # imports Ray, whose reference it is
 
-    found: tuple[Rollout, ...] = await fetched(rollouts)
-    return found
+    samples: tuple[Rollout, ...] = await fetched(rollouts)
+    return samples
 
 
 def _check_replaceable(directory: Path) -> None:
@@ -402,7 +400,7 @@ class TrainingCluster:
             "dynamic_sampling.enabled": config.dynamic_sampling.enabled,
             "batch.order: completion": config.batch.order.name == "completion",
             "evaluation.num_workers": config.evaluation.num_workers > 0,
-            "health.action: rollback": config.health.action == "rollback",
+            "health.action: rollback": config.health.action.kind == "rollback",
         }
         for key in (key for key, is_set in only_train.items() if is_set):
             raise UserError(f"`{key}` is followed by train() alone; remove it for a loop of your own")
@@ -622,9 +620,9 @@ def _result(future: Future[T]) -> T:
         raise
 
 
-def _refuse_others(verb: str, name: str, given: Sequence[Any], kind: type, expected: str) -> None:
-    """Raise UserError where ``given`` has something other than ``kind``."""
-    wrong = next((item for item in given if not isinstance(item, kind)), None)
+def _refuse_others(verb: str, name: str, items: Sequence[Any], kind: type, expected: str) -> None:
+    """Raise UserError where ``items`` has something other than ``kind``."""
+    wrong = next((item for item in items if not isinstance(item, kind)), None)
     if wrong is not None:
         hint = "; call score() on them first" if isinstance(wrong, SampledGroup) else ""
         raise UserError(

@@ -111,8 +111,8 @@ def test_a_preset_replaces_the_algorithm_and_merges_the_rest(base):
 
 
 def test_interpolations_follow_the_overrides_behind_a_preset(base):
-    given = ["+algorithm=dapo", "name=two", "output_dir=runs/${name}"]
-    for order in (given, given[::-1]):
+    overrides = ["+algorithm=dapo", "name=two", "output_dir=runs/${name}"]
+    for order in (overrides, overrides[::-1]):
         assert load_config(base, order).output_dir == "runs/two"
     base.write_text(base.read_text() + "output_dir: runs/${name}\nseed: 7\n")
     assert load_config(base, ["+algorithm=dapo", "steps=9"]).output_dir == "runs/x-9"
@@ -129,9 +129,9 @@ def test_an_interpolation_that_fails_is_refused_with_a_preset_too(base, monkeypa
 
 
 def test_a_user_preset_is_found_next_to_the_configuration(base):
-    own = base.parent / "algorithms"
-    own.mkdir()
-    (own / "mine.yaml").write_text("algorithm: {advantage: rloo}\n")
+    presets = base.parent / "algorithms"
+    presets.mkdir()
+    (presets / "mine.yaml").write_text("algorithm: {advantage: rloo}\n")
     assert load_config(base, ["+algorithm=mine"]).algorithm.advantage.name == "rloo"
 
 
@@ -355,7 +355,7 @@ def test_cyclic_defaults_are_refused(tmp_path):
         ),
         (
             ["policy.router_replay=true", "rollout.speculation.tokens=4"],
-            ["the routes of every token", "tokens` = 4", "set `rollout.speculation.tokens` to 0"],
+            ["the routes of every token", "tokens` = 4", "remove one of them"],
         ),
         (
             ["policy.router_replay=true", "rollout.num_workers={min: 1, max: 3}"],
@@ -363,7 +363,7 @@ def test_cyclic_defaults_are_refused(tmp_path):
         ),
         (
             ["sampling.top_p=0.9", "rollout.speculation.tokens=4"],
-            ["`sampling.top_p` = 0.9", "verify drafts return no sampling masks", "tokens` to 0"],
+            ["`sampling.top_p` = 0.9", "return no sampling masks", "remove `rollout.speculation`"],
         ),
         (
             [

@@ -229,8 +229,8 @@ def test_a_reward_is_compared_with_the_highest_so_far():
     """Greatest 0.2, 0.8, 0.8, 0.8: half of it is 0.1, 0.4, 0.4; below that are 0.39 and not 0.4."""
     health = watch(reward_below_share=0.5)
     rewards = [0.2, 0.8, 0.4, math.nan, 0.39]
-    found = [[a.key for a in health.examine(1, {"reward/mean": r})[0]] for r in rewards]
-    assert found == [[], [], [], [], ["reward_below_share"]]
+    alarms = [[a.key for a in health.examine(1, {"reward/mean": r})[0]] for r in rewards]
+    assert alarms == [[], [], [], [], ["reward_below_share"]]
     assert health.state.best_reward == 0.8
     negative = watch(reward_below_share=0.5)  # a share of -1 would be above it
     assert [negative.examine(1, {"reward/mean": r})[0] for r in (-1.0, -3.0)] == [[], []]
@@ -262,8 +262,8 @@ def test_steps_that_trained_on_nothing_do_not_make_a_gradient_a_spike():
 def test_too_many_skipped_updates_in_a_row_exceed_a_bound():
     health = watch(skipped_steps_above=2)
     skipped = [1.0, 0.0, 1.0, 2.0, 1.0]
-    found = [[a.key for a in health.examine(1, {"health/skipped_updates": n})[0]] for n in skipped]
-    assert found == [[], [], [], [], ["skipped_steps_above"]]
+    alarms = [[a.key for a in health.examine(1, {"health/skipped_updates": n})[0]] for n in skipped]
+    assert alarms == [[], [], [], [], ["skipped_steps_above"]]
 
 
 def test_stop_ends_the_run_after_the_step_is_recorded_and_before_it_is_saved(capsys):
@@ -387,8 +387,8 @@ def test_updates_get_bounds_only_if_the_action_is_skip():
     keys = {}
     for action in ("skip", "warn", "stop", "rollback"):
         state = HealthState(None, (1.0, 2.0, 3.0, 4.0, 5.0))
-        found = watch(state, action=action, grad_norm_spike=4, entropy_below=0.1).update_bounds()
-        keys[action] = {bound.key: (bound.metric, bound.value, bound.above) for bound in found}
+        bounds = watch(state, action=action, grad_norm_spike=4, entropy_below=0.1).update_bounds()
+        keys[action] = {bound.key: (bound.metric, bound.value, bound.above) for bound in bounds}
     assert keys.pop("skip") == {
         "entropy_below": ("policy/entropy", 0.1, False),
         "mismatch_above": ("mismatch/logprob_diff_mean", 1.0, True),
@@ -451,7 +451,7 @@ def test_a_resumed_run_remembers_what_its_metrics_are_compared_with():
 def test_a_bound_that_no_step_can_meet_is_refused():
     with pytest.raises(ValueError, match=r"`health\.min_signal_groups` = 5, .*no step would be trained"):
         fakes.config(health={"min_signal_groups": 5})
-    assert HealthConfig().min_signal_groups == 1 and HealthConfig().action == "skip"
+    assert HealthConfig().min_signal_groups == 1 and HealthConfig().action.kind == "skip"
 
 
 def test_samples_with_a_nan_log_prob_are_counted_and_reported():

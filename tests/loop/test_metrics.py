@@ -1,6 +1,7 @@
 """Metrics of a batch, worked by hand."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -121,6 +122,10 @@ def test_the_cost_of_a_step_by_hand():
 
 def test_the_packing_efficiency_is_the_share_of_the_computed_tokens_that_are_needed():
     """A prompt of 99 tokens with eight completions of 1, computed in two micro-batches."""
-    known = trained_metrics(8, 800, 99 + 8.0, {COMPUTED_TOKENS: 2 * 99 + 8.0})
-    assert known == {"train/rows": 8.0, "train/tokens": 800.0, "throughput/packing_efficiency": 107 / 206}
-    assert "throughput/packing_efficiency" not in trained_metrics(8, 800, 107.0, {})
+    staged = SimpleNamespace(rows=8, tokens=800, needed_tokens=99 + 8.0, loss_tokens=8)
+    counts = {"train/loss_tokens": 8.0, "train/rows": 8.0, "train/tokens": 800.0}
+    update = {COMPUTED_TOKENS: 2 * 99 + 8.0}
+    packed = counts | {"throughput/packing_efficiency": 107 / 206}
+    assert trained_metrics(staged, update, trained=True) == packed
+    assert trained_metrics(staged, {}, trained=True) == counts
+    assert trained_metrics(staged, update, trained=False) == {"train/loss_tokens": 0.0}

@@ -178,7 +178,8 @@ SECTIONS = {
     "batch": {"order": "launched", "oversample": None, "min_samples": None},
     "distillation": {"kl_as": "advantage", "estimator": "k3+", "top_k": 0, "divergence": "reverse"},
     "cluster": {"timeouts": {"room_s": 300.0}},
-    "health": {"garbage_above": None, "length_above": None},
+    "health": {"garbage_above": None, "length_above": None, "action": "skip", "max_rollbacks": 3},
+    "rollout": {"speculation": {"tokens": 0, "max_sequences": 4, "history_tokens": 16_000_000}},
     "environments": {"sandbox": {"backend": "process"}},
     "evaluation": {"threads": 0},
     "profile": {"memory": False, "shapes": True, "stacks": False},
@@ -209,6 +210,11 @@ SECTIONS = {
         ),
         ({"tracking": {"wandb": {"enabled": True}}}, {"tracking": {"wandb": "grpo-dist"}}),
         ({"health": {"garbage_above": 0.5}}, {"health": {"degenerate_above": 0.5}}),
+        (
+            {"health": {"action": "rollback", "max_rollbacks": 5}},
+            {"health": {"action": {"kind": "rollback", "max_rollbacks": 5}}},
+        ),
+        ({"rollout": {"speculation": {"tokens": 4}}}, {"rollout": {"speculation": {"tokens": 4}}}),
         (
             {"sft": {"noise": 0.4, "examples": 100}},
             {"sft": {"model": "demo:tiny", "data": [{"path": "demo:add3", "noise": 0.4, "examples": 100}]}},

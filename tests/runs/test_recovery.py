@@ -221,7 +221,9 @@ def test_a_step_beyond_a_bound_is_rolled_back_and_its_batch_is_left_out(stalenes
 
 
 def test_rollbacks_end_if_every_step_is_beyond_a_bound():
-    job = Job(health={"min_signal_groups": 0, "action": "rollback", "kl_above": 1.0, "max_rollbacks": 2})
+    job = Job(
+        health={"min_signal_groups": 0, "action": {"kind": "rollback", "max_rollbacks": 2}, "kl_above": 1.0}
+    )
     job.metrics_at = {step: {"ref/kl": 5.0} for step in range(1, 7)}
     with pytest.raises(Unhealthy, match=r"step 3: .*Stopped"):
         job.train()

@@ -170,7 +170,9 @@ class Engine(OnALoop):
     def __init__(self, model_dir, **speculation):
         super().__init__()
         settings = RolloutConfig(
-            max_num_seqs=16, enforce_eager=True, speculation=SpeculationConfig(**speculation)
+            max_num_seqs=16,
+            enforce_eager=True,
+            speculation=SpeculationConfig(**speculation) if speculation else None,
         )
         spec = EngineSpec(settings, WeightSyncConfig(), ModelConfig(path="tiny"), str(model_dir), 256, seed=0)
         self.rollouts = RolloutPool(spec, ACTORS, worker=DraftingWorker)

@@ -477,7 +477,7 @@ def rollout_engine(
         host[_MASKS] = round(samples * workload.mean) * _mask_bytes(config.sampling, model)
     mean = workload.prompt_tokens / config.batch.samples_per_prompt + workload.mean
     host |= _delta_copies(config.weight_sync, model, sizes, tensor_parallel)  # each process has one
-    if rollout.speculation.tokens:
+    if rollout.speculation:
         host[_DRAFTS] = tensor_parallel * history_bytes(rollout.speculation.history_tokens)
     return EngineFootprint(
         parts if sizes.gpu else parts | host,

@@ -102,7 +102,9 @@ def build_setting(
     """Build the setting of a plan of ``config``. Raises UserError for assumptions that do not fit it, for a
     benchmark of other hardware, and for prompts that a run would drop.
     """
-    assumed.check(has_environments=config.has_environments, drafted=config.rollout.speculation.tokens)
+    speculation = config.rollout.speculation
+    drafted = speculation.tokens if speculation else 0
+    assumed.check(has_environments=config.has_environments, drafted=drafted)
     if cluster.card is None and assumed.bench is None:
         raise UserError(
             f"--cluster {cluster}: what processors can do is in no data sheet; measure with `grpo-dist bench "

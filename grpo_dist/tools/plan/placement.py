@@ -272,8 +272,7 @@ def memory_problems(
     if needed > available:
         first = "set cluster.placement=separate" if roles.sharing else "take back some of `policy.offload`"
         background = ", set checkpoint.background=false" if config.checkpoint.background else ""
-        drafts = config.rollout.speculation.tokens
-        texts = ", lower `rollout.speculation.history_tokens`" if drafts else ""
+        texts = ", lower `rollout.speculation.history_tokens`" if config.rollout.speculation else ""
         problems.append(
             f"host memory: the workers of one node keep {needed / GIB:,.0f} GiB there, and a node of "
             f"{cluster} is assumed to have {available / GIB:,.0f} GiB; {first}{background}{texts}, or add "

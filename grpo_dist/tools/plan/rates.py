@@ -107,7 +107,8 @@ class Rates:
         together.
         """
         rollout, reached = self.config.rollout, self.reached
-        drafts = rollout.speculation.tokens if sequences <= rollout.speculation.max_sequences else 0
+        speculation = rollout.speculation
+        drafts = speculation.tokens if speculation and sequences <= speculation.max_sequences else 0
         seconds = self.decode_roofline_s(sequences, context, 1 + drafts) * reached.decode_factor(sequences)
         if rollout.enforce_eager and self.sizes.gpu:
             seconds = max(seconds, reached.launch_s * self.model.shape.layers)

@@ -113,7 +113,7 @@ def head_lines(plan: Plan) -> list[str]:
 def _drafts(setting: Setting, config: Config) -> list[str]:
     """Describe how many drafted tokens are accepted, where engines draft."""
     drafts, accepted = config.rollout.speculation, setting.reached.accepted - 1
-    if not drafts.tokens:
+    if drafts is None:
         return []
     assumed, source = "assumed: ", " (--accepted)"
     if setting.accepted is not None:

@@ -119,7 +119,7 @@ def test_with_speculation_an_engine_gets_the_prompts_of_which_it_remembers_sampl
     """At equal load: of two idle engines. A replaced engine remembers nothing."""
 
     async def session():
-        rollouts = pool(2, speculation=SpeculationConfig(tokens=tokens))
+        rollouts = pool(2, speculation=SpeculationConfig(tokens=tokens) if tokens else None)
         await rollouts.ready()
         first = dict(
             zip("ab", await asyncio.gather(fetched(rollouts, "a"), fetched(rollouts, "b")), strict=True)

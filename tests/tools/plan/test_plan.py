@@ -641,7 +641,7 @@ def test_drafts_gain_what_a_benchmark_measured_or_the_option_says(tmp_path):
     assert calibrate(measured, parse_cluster("1x0xCPU")).reached.accepted == 2.5
     assert calibrate(result(settings), parse_cluster("1x0xCPU")).reached.accepted == 1.0
     measured.write(tmp_path / "bench.json")
-    drafting = changed(settings, {"rollout.speculation.tokens": 4})
+    drafting = changed(settings, {"rollout.speculation": {"tokens": 4}})
     for given, gained, words in (
         (None, 2.5, "1.5 accepted per draft (measured)"),
         (3, 4, "3 accepted per draft (--"),
