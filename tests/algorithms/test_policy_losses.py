@@ -84,62 +84,102 @@ def test_no_gradient_flows_into_old_logprobs():
     assert old.grad is None and logprobs.grad.tolist() == [[-1.0, -1.0]]
 
 
-def test_policy_gradient_ignores_the_ratio():
-    losses, gradient, stats = one_row(policy_gradient, [1.0, 3.0], [2.0, -1.0])
-    close(losses, row(-2, 1))
-    close(gradient, row(-2, 1))
-    assert stats["ratio_max"] == pytest.approx(3)
+# Probabilities of five tokens, and how they moved there: the binary KL from 0.4 to 0.8 is 0.382, from 0.5 to
+# 0.2 0.223, from 0.001 to 0.002 0.0003.
+PROBABILITIES = {"logprobs": [math.log(p) for p in (0.002, 0.8, 0.8, 0.2, 0.2)]}
+MOVED = ([2.0, 2.0, 2.0, 0.4, 0.4], [1.0, 1.0, -1.0, -1.0, 1.0])
+MEAN, GATE = (1.1 * 0.95) ** (1 / 3), 1 / (1 + math.exp(-3.0))  # of gspo, sapo
+LOGS = [math.exp(d) for d in (0.1, 0.9, -0.9)]
+KEPT, CUT = math.exp((0.1 + 0.4 - 0.9) / 3), math.exp((0.1 + 0.9 - 0.4) / 3)  # means of gmpo, clipped at 0.4
+HALF = [math.exp(0.5), math.exp(-1), 1.0]
+TOTAL = 0.5 - 1 + 0.2
+SELECTED = {"selected": torch.tensor([[True, False, False, True]])}
+COVARIANCE = ([1.1, 1.1, 3.0, 0.5], [2.0, 2.0, 2.0, -1.0])
+PRODUCT = 1.2 * 0.5 * 1.1
 
 
-def test_cispo_bounds_the_weight_and_keeps_every_gradient():
-    how = {"clip_low": 0.5, "clip_high": 1.0}
-    losses, gradient, stats = one_row(cispo, [0.1, 1.5, 4.0, 4.0], [1.0, 1.0, 1.0, -2.0], **how)
-    close(gradient, row(-0.5, -1.5, -2.0, 4.0))
-    close(losses, row(0.5, 1.5, 2.0, -4.0))  # - weight * A * log-prob, which is -1
-    assert stats["clip_low"] == 1 and stats["clip_high"] == 2
+def phi(w, k, decay):
+    return w**k * math.exp(decay * (1 - w))
 
 
-def test_the_unified_mask_of_cispo_drops_what_ppo_clip_drops():
-    how = {"clip_low": 0.5, "clip_high": 1.0, "unified_mask": True}
-    ratios, advantages = [0.1, 0.1, 4.0, 4.0, 1.5], [1.0, -1.0, 1.0, -2.0, 1.0]
-    losses, gradient, stats = one_row(cispo, ratios, advantages, **how)
-    close(gradient, row(-0.5, 0.0, 0.0, 4.0, -1.5))
-    close(losses, row(0.5, 0.0, 0.0, -4.0, 1.5))
-    assert stats["clip_low"] == stats["clip_high"] == 1
+@pytest.mark.parametrize(
+    ("loss", "ratios", "advantages", "settings", "losses", "gradient", "clipped"),
+    [
+        (policy_gradient, [1, 3], [2, -1], {}, (-2, 1), (-2, 1), (0, 0)),
+        # - weight * A * log-prob, which is -1
+        (cispo, [0.1, 1.5, 4, 4], [1, 1, 1, -2], {"clip_low": 0.5, "clip_high": 1.0},
+         (0.5, 1.5, 2, -4), (-0.5, -1.5, -2, 4), (1, 2)),
+        (cispo, [0.1, 0.1, 4, 4, 1.5], [1, -1, 1, -2, 1],
+         {"clip_low": 0.5, "clip_high": 1.0, "unified_mask": True},
+         (0.5, 0, 0, -4, 1.5), (-0.5, 0, 0, 4, -1.5), (1, 1)),  # what ppo_clip drops
+        # 4 / tau * sigmoid(0), and PPO's gradient on-policy
+        (sapo, [1, 1], [1, -1], {"tau_positive": 1.0, "tau_negative": 2.0}, (-2, 1), (-1, 1), (0, 0)),
+        (sapo, [3], [1], {"tau_positive": 1.5}, (-GATE * 4 / 1.5,), (-4 * GATE * (1 - GATE) * 3,), (0, 0)),
+        (dppo_tv, *MOVED, PROBABILITIES | {"clip_low": 0.2, "clip_high": 0.3},
+         None, (-2, 0, 2, 0, -0.4), (1, 1)),
+        (dppo_tv, [50], [1], {"logprobs": [-9.0], "ratio_cap": 20}, None, (-20,), (0, 0)),
+        (dppo_kl, *MOVED, PROBABILITIES | {"clip_low": 0.2, "clip_high": 0.3},
+         None, (-2, 0, 2, 0, -0.4), (1, 1)),
+        (dppo_kl, *MOVED, PROBABILITIES | {"clip_low": 0.23, "clip_high": 0.4},
+         None, (-2, -2, 2, 0.4, -0.4), (0, 0)),
+        (dppo_kl, [50], [1], {"logprobs": [-9.0], "ratio_cap": 20}, None, (-20,), (0, 0)),
+        (gspo, [1.1, 0.95, 1], [2] * 3, {"clip_low": 0.1, "clip_high": 0.1},
+         (-2 * MEAN,) * 3, (-2 * MEAN,) * 3, (0, 0)),
+        (gspo, [1.1, 0.95, 1], [2] * 3, {"clip_low": 1e-3, "clip_high": 1e-3},
+         (-2 * 1.001,) * 3, (0, 0, 0), (0, 3)),
+        # three tokens carry the mean, each a third of its gradient
+        (gmpo, LOGS, [2] * 3, {}, (-2 * KEPT,) * 3, (-2 * KEPT, 0, -2 * KEPT), (0, 1)),
+        (gmpo, LOGS, [-1] * 3, {}, (CUT,) * 3, (CUT, CUT, 0), (1, 0)),
+        (dro, HALF, [2, -1, 1], {"beta": 0.4},
+         (2 + 0.2 * 0.25, -1 + 0.2 * 1, 1), (-2 + 0.4 * 0.5, 1 + 0.4 * -1, -1), (0, 0)),
+        (kimi15, [math.exp(d) for d in (0.5, -1, 0.2)], [2] * 3, {"tau": 0.4},
+         tuple(2 + 0.2 * TOTAL * d for d in (0.5, -1, 0.2)), (-2 + 0.4 * TOTAL,) * 3, (0, 0)),
+        # the product of 2, 0.5 and 0.8 is 0.8
+        (topr, [2, 0.5, 0.8], [-2] * 3, {}, (-1.6,) * 3, (1.6,) * 3, (0, 0)),
+        (topr, [2, 0.5, 0.8], [3] * 3, {}, (3,) * 3, (-3,) * 3, (0, 0)),
+        (topr, [2, 3], [-1] * 2, {}, (-1,) * 2, (1,) * 2, (0, 2)),
+        (topr_token, [2, 0.5, 0.8], [-2] * 3, {}, (-2, -1, -1.6), (2, 1, 1.6), (0, 1)),
+        (topr_token, [2, 0.5, 0.8], [3] * 3, {}, (3,) * 3, (-3,) * 3, (0, 0)),
+        (topr_token, [2, 3], [-1] * 2, {}, (-1,) * 2, (1,) * 2, (0, 2)),
+        *(
+            (reinforce_is, ratios, [a] * 3, settings, (w * a,) * 3, (-w * a,) * 3, (0, 0 if is_free else 3))
+            for a in (-2, 3)  # the sign changes nothing
+            for ratios, settings, w, is_free in (
+                ([2, 0.5, 0.8], {}, 0.8, True),
+                ([2, 0.5, 3], {}, 2, False),
+                ([2, 0.5, 3], {"ratio_cap": 2.5}, 2.5, False),
+                ([2, 0.5, 0.8], {"ratio_cap": 0.5}, 0.5, False),
+            )
+        ),
+        *(
+            (vespo, [1.2, 0.5, 1.1], [a] * 3, {}, (phi(PRODUCT, k, decay) * a,) * 3,
+             (-phi(PRODUCT, k, decay) * a,) * 3, (0, 0))
+            for a, k, decay in ((1.5, 2, 3), (-0.5, 3, 2))
+        ),
+        (vespo, [2], [1], {"k_positive": 1.0, "lambda_positive": 0.5}, None, (-2 * math.exp(-0.5),), (0, 0)),
+        (clip_cov, *COVARIANCE, SELECTED, (0, -2.2, -2.4, 0), (0, -2.2, 0, 0), None),  # clips the others
+        (kl_cov, *COVARIANCE, SELECTED | {"cov_kl_coef": 0.5},
+         (-2.2 + 0.5 * math.log(1.1), -2.2, -6, 0.5 + 0.5 * math.log(2)),
+         (-2.2 + 0.5, -2.2, -6, 0.5 - 0.5), None),  # clips nothing
+    ],
+)  # fmt: skip
+def test_losses_and_gradients_are_those_worked_by_hand(
+    loss, ratios, advantages, settings, losses, gradient, clipped
+):
+    """Log-probs are -1. ``clipped``: tokens that the lower and the upper bound hold."""
+    values, slopes, stats = one_row(loss, ratios, advantages, **settings)
+    if losses is not None:
+        close(values, row(*losses), 1e-12)
+    close(slopes, row(*gradient), 1e-12)
+    if clipped is not None:
+        assert (stats["clip_low"], stats["clip_high"]) == clipped
+    assert stats.get("selected", 2) == 2 and stats["ratio_max"] == pytest.approx(max(ratios))
 
 
-def test_sapo_has_ppos_gradient_on_policy_and_fades_away_from_it():
-    losses, gradient, _ = one_row(sapo, [1.0, 1.0], [1.0, -1.0], tau_positive=1.0, tau_negative=2.0)
-    close(losses, row(-2.0, 1.0))  # 4 / tau * sigmoid(0)
-    close(gradient, row(-1.0, 1.0))
-    _, gradient, _ = one_row(sapo, [3.0], [1.0], tau_positive=1.5)
-    gate = 1 / (1 + math.exp(-3.0))
-    close(gradient, row(-4 * gate * (1 - gate) * 3), 1e-12)
-
-
-def test_dppo_masks_by_the_change_of_probability():
-    """From 0.001 to 0.002 the ratio is 2 and the change negligible; from 0.4 to 0.8 it is 0.4."""
-    logprobs = [math.log(p) for p in (0.002, 0.8, 0.8, 0.2, 0.2)]
-    ratios, advantages = [2.0, 2.0, 2.0, 0.4, 0.4], [1.0, 1.0, -1.0, -1.0, 1.0]
-    _, gradient, stats = one_row(dppo_tv, ratios, advantages, logprobs=logprobs, clip_low=0.2, clip_high=0.3)
-    close(gradient, row(-2.0, 0.0, 2.0, 0.0, -0.4), 1e-12)
-    assert stats["clip_low"] == stats["clip_high"] == 1
-    _, gradient, _ = one_row(dppo_tv, [50.0], [1.0], logprobs=[-9.0], ratio_cap=20)
-    close(gradient, row(-20.0))
-
-
-def test_dppo_kl_drops_tokens_that_moved_too_far_in_their_advantages_direction():
-    """From 0.4 to 0.8 the divergence is 0.382, from 0.5 to 0.2 0.223, from 0.001 to 0.002 0.0003."""
-    logprobs = [math.log(p) for p in (0.002, 0.8, 0.8, 0.2, 0.2)]
-    ratios, advantages = [2.0, 2.0, 2.0, 0.4, 0.4], [1.0, 1.0, -1.0, -1.0, 1.0]
-    for low, high, kept in ((0.2, 0.3, [1, 0, 1, 0, 1]), (0.23, 0.4, [1, 1, 1, 1, 1])):
-        how = {"logprobs": logprobs, "clip_low": low, "clip_high": high}
-        _, gradient, stats = one_row(dppo_kl, ratios, advantages, **how)
-        expected = [-r * a * k for r, a, k in zip(ratios, advantages, kept, strict=True)]
-        close(gradient, row(*expected), 1e-12)
-        assert stats["clip_low"] == stats["clip_high"] == (5 - sum(kept)) / 2
-    _, gradient, _ = one_row(dppo_kl, [50.0], [1.0], logprobs=[-9.0], ratio_cap=20)
-    close(gradient, row(-20.0))
+def test_vespo_forgets_sequences_far_from_the_policy_on_both_sides():
+    for log_ratio in (-30.0, 5.0, 200.0):
+        _, gradient, _ = one_row(vespo, [math.exp(log_ratio)], [1.0])
+        assert float(gradient.abs()) < 1e-10
 
 
 def test_the_two_bounds_of_dppo_keep_different_tokens():
@@ -148,17 +188,6 @@ def test_the_two_bounds_of_dppo_keep_different_tokens():
     for loss, ratio in ((dppo_tv, 5000.0), (dppo_kl, 5000.0)):
         _, gradient, _ = one_row(loss, [ratio], [1.0], **how)
         assert bool(gradient.any()) == (loss is dppo_tv)
-
-
-def test_gspo_takes_the_geometric_mean_of_the_sequence():
-    ratios = [1.1, 0.95, 1.0]
-    s = (1.1 * 0.95) ** (1 / 3)
-    losses, gradient, _ = one_row(gspo, ratios, [2.0] * 3, clip_low=0.1, clip_high=0.1)
-    close(losses, row(*[-2 * s] * 3), 1e-12)
-    close(gradient, row(*[-2 * s] * 3), 1e-12)
-    losses, gradient, stats = one_row(gspo, ratios, [2.0] * 3, clip_low=1e-3, clip_high=1e-3)
-    close(losses, row(*[-2 * 1.001] * 3), 1e-12)
-    assert not gradient.any() and stats["clip_high"] == 3
 
 
 def test_gspo_is_the_sequence_form_under_every_aggregation():
@@ -189,19 +218,6 @@ def test_gspo_segment_takes_the_geometric_mean_of_each_action():
     assert stats["clip_high"] == 1 and stats["clip_low"] == 0
 
 
-def test_gmpo_clips_tokens_before_their_mean():
-    log_ratios, bound = [0.1, 0.9, -0.9], 0.4
-    ratios = [math.exp(d) for d in log_ratios]
-    s = math.exp((0.1 + bound - 0.9) / 3)
-    losses, gradient, stats = one_row(gmpo, ratios, [2.0] * 3, clip_low=bound, clip_high=bound)
-    close(losses, row(*[-2 * s] * 3), 1e-12)
-    close(gradient, row(-2 * s, 0.0, -2 * s), 1e-12)  # three tokens carry s, each a third of its gradient
-    assert stats["clip_high"] == 1 and stats["clip_low"] == 0
-    s = math.exp((0.1 + 0.9 - bound) / 3)
-    losses, gradient, stats = one_row(gmpo, ratios, [-1.0] * 3, clip_low=bound, clip_high=bound)
-    close(gradient, row(s, s, 0.0), 1e-12)
-
-
 def test_gmpo_is_the_mean_of_the_kept_tokens_alone():
     """The second token is removed: two tokens are left, and each has half of the gradient of each term."""
     new = row(0.1, 0.9, -0.3).requires_grad_()
@@ -213,89 +229,6 @@ def test_gmpo_is_the_mean_of_the_kept_tokens_alone():
     close(gradient, row(-2 * s, 0.0, -2 * s), 1e-12)
     nothing, _ = gmpo(new, torch.zeros_like(new), row(2.0, 2.0, 2.0), mask, ~mask)
     assert nothing.tolist() == [[-2.0] * 3]
-
-
-def test_dro_adds_a_squared_log_ratio_for_each_token():
-    ratios, advantages = [math.exp(0.5), math.exp(-1), 1.0], [2.0, -1.0, 1.0]
-    losses, gradient, _ = one_row(dro, ratios, advantages, beta=0.4)
-    close(losses, row(2 + 0.2 * 0.25, -1 + 0.2 * 1, 1), 1e-12)  # -A log p with log p = -1
-    close(gradient, row(-2 + 0.4 * 0.5, 1 + 0.4 * -1, -1), 1e-12)
-
-
-def test_kimi15_squares_the_log_ratio_of_the_whole_sequence():
-    ratios, advantages = [math.exp(0.5), math.exp(-1), math.exp(0.2)], [2.0] * 3
-    losses, gradient, _ = one_row(kimi15, ratios, advantages, tau=0.4)
-    total = 0.5 - 1 + 0.2
-    assert float(losses.sum()) == pytest.approx(3 * 2 + 0.2 * total**2, rel=1e-12)
-    close(gradient, row(*[-2 + 0.4 * total] * 3), 1e-12)
-
-
-@pytest.mark.parametrize(("loss", "weights"), [(topr_token, [1.0, 0.5, 0.8]), (topr, [1.0] * 3)])
-def test_topr_tapers_bad_samples_by_their_ratio_and_good_ones_never(loss, weights):
-    """The product of 2, 0.5 and 0.8 is 0.8 for a whole sequence."""
-    ratios = [2.0, 0.5, 0.8]
-    tapered = [0.8] * 3 if loss is topr else weights
-    losses, gradient, stats = one_row(loss, ratios, [-2.0] * 3)
-    close(gradient, row(*(2 * w for w in tapered)), 1e-12)
-    close(losses, row(*(-2 * w for w in tapered)), 1e-12)
-    assert stats["clip_high"] == (0 if loss is topr else 1)
-    _, gradient, stats = one_row(loss, ratios, [3.0] * 3)
-    close(gradient, row(-3, -3, -3))
-    assert stats["clip_high"] == 0
-    _, gradient, _ = one_row(loss, [2.0, 3.0], [-1.0] * 2)
-    close(gradient, row(1, 1))
-
-
-@pytest.mark.parametrize("advantage", [-2.0, 3.0])
-def test_reinforce_weighs_a_sequence_by_its_ratio_up_to_the_cap(advantage):
-    """The product of 2, 0.5 and 0.8 is 0.8, that of 2, 0.5 and 3 is 3; the sign of A changes nothing."""
-    for ratios, how, weight in (
-        ([2.0, 0.5, 0.8], {}, 0.8), ([2.0, 0.5, 3.0], {}, 2.0), ([2.0, 0.5, 3.0], {"ratio_cap": 2.5}, 2.5),
-        ([2.0, 0.5, 0.8], {"ratio_cap": 0.5}, 0.5),
-    ):  # fmt: skip
-        losses, gradient, stats = one_row(reinforce_is, ratios, [advantage] * 3, **how)
-        close(gradient, row(*[-weight * advantage] * 3), 1e-12)
-        close(losses, row(*[weight * advantage] * 3), 1e-12)  # -w A log p with log p = -1
-        assert stats["clip_high"] == (0 if how == {} and weight == 0.8 else 3) and stats["clip_low"] == 0
-
-
-def test_vespo_weighs_sequences_by_a_gamma_function_of_their_ratio():
-    ratios = [1.2, 0.5, 1.1]
-    w = 1.2 * 0.5 * 1.1
-    for advantage, k, decay in ((1.5, 2.0, 3.0), (-0.5, 3.0, 2.0)):
-        phi = w**k * math.exp(decay * (1 - w))
-        losses, gradient, _ = one_row(vespo, ratios, [advantage] * 3)
-        close(gradient, row(*[-phi * advantage] * 3), 1e-12)
-        close(losses, row(*[phi * advantage] * 3), 1e-12)
-    _, gradient, _ = one_row(vespo, [2.0], [1.0], k_positive=1.0, lambda_positive=0.5)
-    close(gradient, row(-2 * math.exp(-0.5)), 1e-12)
-
-
-def test_vespo_forgets_sequences_far_from_the_policy_on_both_sides():
-    for log_ratio in (-30.0, 5.0, 200.0):
-        _, gradient, _ = one_row(vespo, [math.exp(log_ratio)], [1.0])
-        assert float(gradient.abs()) < 1e-10
-
-
-@pytest.mark.parametrize(
-    ("loss", "coef", "losses", "gradient"),
-    [
-        (clip_cov, {}, (0.0, -2.2, -2.4, 0.0), (0.0, -2.2, 0.0, 0.0)),
-        (
-            kl_cov,
-            {"cov_kl_coef": 0.5},
-            (-2.2 + 0.5 * math.log(1.1), -2.2, -6.0, 0.5 + 0.5 * math.log(2)),
-            (-2.2 + 0.5, -2.2, -6.0, 0.5 - 0.5),
-        ),
-    ],
-)
-def test_selected_tokens_lose_their_loss_or_pay_for_their_log_ratio(loss, coef, losses, gradient):
-    """clip_cov clips the others, kl_cov clips nothing."""
-    selected = torch.tensor([[True, False, False, True]])
-    found = one_row(loss, [1.1, 1.1, 3.0, 0.5], [2.0, 2.0, 2.0, -1.0], selected=selected, **coef)
-    close(found[0], row(*losses), 1e-12)
-    close(found[1], row(*gradient), 1e-12)
-    assert found[2]["selected"] == 2
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
