@@ -119,12 +119,18 @@ def encode(text: str, tokenizer: Any) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def encode_prompt(text: str, tokenizer: Any) -> list[int]:
-    """Return the ids of a plain prompt: what the tokenizer puts in front of a text, unless ``text`` begins
-    with it, and ``text``. What it puts behind one, such as EOS, would end the text before the answer.
+def encode_all(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """Return the ids of each text, as `encode` does; `tokenizers` encodes them in threads."""
+    arguments = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
+    return list(tokenizer(list(texts), **arguments)["input_ids"]) if texts else []
+
+
+def encode_prompts(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """Return the ids of plain prompts: what the tokenizer puts in front of a text, unless it begins with
+    that, and the text. What it puts behind one, such as EOS, would end the text before the answer.
     """
-    ids, front = encode(text, tokenizer), added_ids(tokenizer)[0]
-    return ids if ids[: len(front)] == front else [*front, *ids]
+    front = added_ids(tokenizer)[0]
+    return [ids if ids[: len(front)] == front else [*front, *ids] for ids in encode_all(texts, tokenizer)]
 
 
 def added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:

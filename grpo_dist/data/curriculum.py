@@ -18,6 +18,7 @@ import numpy as np
 
 from grpo_dist.config.data import UserOrderConfig
 from grpo_dist.data.order import OrderState
+from grpo_dist.data.repeats import uids_of
 from grpo_dist.plugins.inputs import OrderInputs
 from grpo_dist.plugins.user_code import ORDER, call, call_in_time, failures_named, load
 from grpo_dist.types import Group, Prompt, correctness
@@ -88,7 +89,7 @@ class OwnOrder(Curriculum):
         """``per_batch`` is the number of prompts a batch takes, including those it may not need; ``limit_s``
         the deadline of a call.
         """
-        super().__init__([p.uid for p in prompts], per_batch, seed=seed, rates=rates)
+        super().__init__(uids_of(prompts), per_batch, seed=seed, rates=rates)
         self._prompts, self._name, self._kwargs = prompts, order.name, order.kwargs
         self._code_paths, self._limit_s = code_paths, limit_s
 

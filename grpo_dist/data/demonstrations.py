@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from hashlib import blake2b
 from itertools import islice
@@ -46,6 +46,7 @@ from grpo_dist.chat.ends import SampleEnds, sample_ends
 from grpo_dist.chat.template import REJECTED, ControlTokens, PartsCheck, encode
 from grpo_dist.config import DataSourceConfig, DemonstrationsConfig, DemonstrationStreamConfig, SFTConfig
 from grpo_dist.config.data import data_ending
+from grpo_dist.data import repeats
 from grpo_dist.data.files import file_rows
 from grpo_dist.data.made_problems import demonstrations
 from grpo_dist.data.order import shuffled
@@ -240,11 +241,14 @@ def load_demonstrations(
     settings: Sources, tokenizer: Any, *, day: date | None = None, say: Say = _quiet
 ) -> list[Demonstration]:
     """Load the rows of `load_pairs`."""
-    return [
-        _demonstration(source.path, where, record, pair)
-        for source in settings.data
-        for where, record, pair in _rows(source, settings, tokenizer, day, say)
-    ]
+    shown: list[Demonstration] = []
+    for source in settings.data:
+        made: dict[int, Demonstration] = {}  # rows that are the same share a pair
+        for where, record, pair in _rows(source, settings, tokenizer, day, say):
+            if id(pair) not in made:
+                made[id(pair)] = _demonstration(source.path, where, record, pair)
+            shown.append(replace(made[id(pair)], text=where))
+    return shown
 
 
 def count_rows(settings: SFTConfig) -> int:
@@ -407,9 +411,23 @@ class _Tokeniser:
         self._ends: dict[bool, SampleEnds] = {}  # by whether prompts are rendered
         self._written: list[str] = []  # rows with control tokens in the text of a prompt
         self._passed: list[str] = []  # rows that go on behind an end
+        self._pairs: dict[bytes, tuple[Pair, list[list[str]]]] = {}  # and which lists have the row
 
     def pair(self, record: Mapping[str, Any], where: str) -> Pair:
         """Tokenise one row. Raises ValueError that names it for one that cannot be used."""
+        content = repeats.content(record)
+        if content is None or content not in self._pairs:
+            pair = self._bounded_pair(record, where)
+            if content is not None and len(self._pairs) < repeats.REMEMBERED:
+                lists = [rows for rows in (self._written, self._passed) if rows[-1:] == [where]]
+                self._pairs[content] = pair, lists
+            return pair
+        pair, lists = self._pairs[content]
+        for rows in lists:
+            rows.append(where)
+        return pair
+
+    def _bounded_pair(self, record: Mapping[str, Any], where: str) -> Pair:
         try:
             pair = self._pair(record, where)
         except ValueError as error:  # the chat template rejects the conversation
@@ -493,4 +511,4 @@ class _Tokeniser:
             prefill=record.get("prefill") or "",
         )  # fmt: skip
         asked = record["messages"] if "messages" in record else record["prompt"]
-        return prompt_format.encode(prompt_format.text(asked, self._tokenizer), self._tokenizer)
+        return prompt_format.encode([prompt_format.text(asked, self._tokenizer)], self._tokenizer)[0]

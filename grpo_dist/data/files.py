@@ -34,6 +34,7 @@ Located = tuple[str, Mapping[str, Any]]  # where a row stands, ``file:line``, an
 _BATCH = 4096  # rows of a table that become Python objects at once
 _EXPECTED = "expected one list of objects, or one object per line"
 _VALUE = re.compile(r"\S")
+_REMEMBERED = 2**16  # lines of JSON Lines that later ones are compared with
 _LONGEST_FIELD = 2**31 - 1  # characters of a CSV field; the module's own limit is 131,072
 
 
@@ -69,12 +70,18 @@ def count_file_rows(path: Path, name: str) -> int:
 
 
 def json_lines(path: Path, name: str = "") -> Iterator[Located]:
-    """Yield ``file:line`` and the object of every non-blank line. Raises ValueError for an invalid line."""
+    """Yield ``file:line`` and the object of every non-blank line. Equal lines may yield the same object.
+    Raises ValueError for an invalid line.
+    """
     name = name or str(path)
+    rows: dict[bytes, Mapping[str, Any]] = {}
     # Line by line and as bytes, so that an invalid or undecodable line can be named.
     with _open(path, name) as file:
         for number, line in enumerate(_lines(file, name), 1):
             location = f"{name}:{number}"
+            if (known := rows.get(line)) is not None:
+                yield location, known
+                continue
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 record = json.loads(text) if text.strip() else None
@@ -88,6 +95,8 @@ def json_lines(path: Path, name: str = "") -> Iterator[Located]:
                 continue
             if (row := _as_row(record)) is None:
                 raise ValueError(f"{location}: {_kind(record)}; expected one JSON object per line")
+            if number > 1 and len(rows) < _REMEMBERED:  # the first may begin with a mark of UTF-8
+                rows[line] = row
             yield location, row
 
 

@@ -36,6 +36,7 @@ import numpy as np
 
 from grpo_dist.config import DataConfig
 from grpo_dist.data.order import OrderState
+from grpo_dist.data.repeats import each, uids_of
 from grpo_dist.types import Group, Prompt, correctness
 
 _BORROWED = 2.0  # samples of its pool that the posterior of a prompt begins with
@@ -66,14 +67,12 @@ class PoolOrder:
             raise ValueError(
                 f"{per_batch} prompts a batch cannot be drawn from {len(prompts)} without repetition"
             )
-        pool_names = [pool_of(prompt, by) for prompt in prompts]
+        pool_names = each(prompts, lambda prompt: pool_of(prompt, by))
         self._names = sorted(set(pool_names))
         self._members = [np.flatnonzero(np.array(pool_names) == name) for name in self._names]
-        self._pool = {
-            prompt.uid: self._names.index(name) for prompt, name in zip(prompts, pool_names, strict=True)
-        }
-        self._index = {prompt.uid: i for i, prompt in enumerate(prompts)}
-        self._uids = [prompt.uid for prompt in prompts]
+        self._uids = uids_of(prompts)
+        self._pool = dict(zip(self._uids, map(self._names.index, pool_names), strict=True))
+        self._index = {uid: i for i, uid in enumerate(self._uids)}
         self._per_batch, self._seed = per_batch, seed
         self._keep = 0.5 ** (1.0 / half_life)
         # a row per pool: useful, useless; a row per prompt: right, wrong
@@ -247,7 +246,7 @@ def pool_of(prompt: Prompt, by: str) -> str:
 
 def pool_sizes(prompts: Sequence[Prompt], by: str) -> dict[str, int]:
     """Count the prompts of each pool. Raises ValueError as `pool_of` does."""
-    return dict(sorted(Counter(pool_of(prompt, by) for prompt in prompts).items()))
+    return dict(sorted(Counter(each(prompts, lambda prompt: pool_of(prompt, by))).items()))
 
 
 def pool_metrics(groups: Sequence[Group], by: str) -> Mapping[str, float]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from itertools import repeat
 from typing import Any, Literal
 
 import numpy as np
@@ -19,12 +20,14 @@ from grpo_dist.chat.template import (
     PartsCheck,
     added_ids,
     encode,
-    encode_prompt,
+    encode_all,
+    encode_prompts,
     render,
 )
 from grpo_dist.config import DataConfig, DataSourceConfig
 from grpo_dist.config.text import fill
-from grpo_dist.data.readers import DataRow
+from grpo_dist.data.readers import DataRow, DataRows
+from grpo_dist.data.repeats import Prompts, Repeated, each, occurrences
 from grpo_dist.data.tasks import SourceTasks
 from grpo_dist.environments.base import Message
 from grpo_dist.types import Prompt, Task, Thought
@@ -90,6 +93,9 @@ _PARTS = re.compile(
     re.VERBOSE,
 )
 
+
+_PUNCTUATION = str.maketrans("", "", ".,;:!?\"'`$")
+_BATCH = 1000  # rows tokenised at once
 
 KEYS_OF_DATA = "data.system_prompt and data.template_kwargs"
 
@@ -183,11 +189,11 @@ class PromptFormat:
         """Tokenise the prompt of a row, as `asked` takes it, up to where the policy goes on."""
         if self.use_chat_template:
             question, messages = ControlTokens(tokenizer).as_text((question, messages))
-        return self.encode(self.text(self.asked(question, messages), tokenizer), tokenizer)
+        return self.encode([self.text(self.asked(question, messages), tokenizer)], tokenizer)[0]
 
-    def encode(self, text: str, tokenizer: Any) -> list[int]:
-        """Tokenise a rendered prompt; a chat template has written its special tokens already."""
-        return encode(text, tokenizer) if self.use_chat_template else encode_prompt(text, tokenizer)
+    def encode(self, texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+        """Tokenise rendered prompts; a chat template has written its special tokens already."""
+        return (encode_all if self.use_chat_template else encode_prompts)(texts, tokenizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +202,77 @@ class Dropped:
 
     location: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRows:
+    """What the distinct rows of a source are as prompts, in order.
+
+    Attributes:
+        token_ids: int32 [P] of each.
+        messages: of each `Prompt`.
+        tasks: of their environment; (): they have none.
+        warnings: on special tokens that nobody asked for, with their rows.
+    """
+
+    token_ids: Sequence[np.ndarray]
+    thoughts: Sequence[Thought]
+    messages: Sequence[tuple[Message, ...]]
+    tasks: Sequence[Task | None]
+    warnings: Sequence[str]
+
+
+def encode_rows(
+    rows: DataRows, tokenizer: Any, prompt_format: PromptFormat, tasks: SourceTasks | None = None
+) -> EncodedRows:
+    """Render and tokenise the distinct ``rows``. Arguments and errors as of `build_prompts`."""
+    if prompt_format.use_chat_template and not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "data.chat_template = model, but the model's tokenizer has no chat template; use an "
+            "instruction-tuned model or set data.chat_template=none"
+        )
+    token_ids: list[np.ndarray] = []
+    thoughts: list[Thought] = []
+    asks: list[Task | None] = []
+    all_messages: list[tuple[Message, ...]] = []
+    detector = _Thoughts(tokenizer, prompt_format)
+    parts, specials = PartsCheck(tokenizer, day=prompt_format.day), _SpecialTokens(tokenizer, prompt_format)
+    for begin in range(0, len(rows.distinct), _BATCH):
+        batch, texts, questions = rows.distinct[begin : begin + _BATCH], [], []
+        for index, row in enumerate(batch, begin):
+            # Before the instruction is added: the configuration may have special tokens, a row may not.
+            messages: Sequence[Message] = row.messages
+            if tasks is not None and tasks.questions:
+                if prompt_format.template is not None:
+                    raise ValueError(
+                        f"{row.location}: the environment asks in its own words, so that `data.template` has "
+                        "no effect; remove it, or set the source's `template` to empty"
+                    )
+                asked = specials.as_text(tasks.questions[index], index)
+            else:
+                problem, messages, values = specials.as_text((row.problem, row.messages, row.values), index)
+                question = prompt_format.question(problem, values)
+                asked = prompt_format.asked(question, messages)
+                if prompt_format.template is not None:
+                    messages = with_question(messages or [{"role": "user", "content": ""}], question)
+            all_messages.append(tuple(messages))
+            task, text = _task_and_text(row, asked, prompt_format, tokenizer, tasks)
+            texts.append(text)
+            questions.append(asked)
+            thoughts.append(detector.detect(text))
+            asks += [] if task is None else [task]
+        all_ids = prompt_format.encode(texts, tokenizer)
+        for index, (row, asked, ids) in enumerate(zip(batch, questions, all_ids, strict=True), begin):
+            if not len(ids):
+                raise ValueError(
+                    f"{row.location}: the prompt {row.problem[:80]!r} has no tokens, expected at least one; "
+                    "check the model's tokenizer and chat template (`data.chat_template`), or remove the row"
+                )
+            specials.count_end(ids, index)
+            if prompt_format.use_chat_template:
+                _check_parts(parts, prompt_format, asked, row)
+            token_ids.append(np.asarray(ids, np.int32))
+    return EncodedRows(token_ids, thoughts, all_messages, asks, specials.warnings(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +285,11 @@ class BuiltPrompts:
         warnings: on special tokens that nobody asked for, with their rows.
     """
 
-    prompts: list[Prompt]
+    prompts: Prompts
     dropped: list[Dropped]
     uid_counts: Mapping[str, int]
-    row_uids: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    row_uids: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
 
 def build_prompts(
@@ -224,6 +301,7 @@ def build_prompts(
     overlong: Literal["refuse", "drop"] = "refuse",
     uid_counts: Mapping[str, int] | None = None,
     tasks: SourceTasks | None = None,
+    encoded: EncodedRows | None = None,
 ) -> BuiltPrompts:
     """Tokenise ``rows`` into prompts with distinct uids.
 
@@ -231,75 +309,59 @@ def build_prompts(
         overlong: whether a prompt of more than ``max_prompt_tokens`` tokens is an error or is dropped.
         uid_counts: those of the previous call, where the prompts of several calls must differ in uid.
         tasks: of the rows' environment; None: they have none.
+        encoded: what `encode_rows` returns for them; None: it is called.
 
     Raises:
         ValueError: the tokenizer lacks the chat template, or the template rejects the messages or drops a
             part of them; a prompt has no tokens; a prompt is overlong with ``overlong="refuse"``; or every
             prompt is dropped.
     """
-    if prompt_format.use_chat_template and not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            "data.chat_template = model, but the model's tokenizer has no chat template; use an "
-            "instruction-tuned model or set data.chat_template=none"
+    rows = DataRows.from_rows(rows)
+    encoded = encoded or encode_rows(rows, tokenizer, prompt_format, tasks)
+    lengths = np.array([len(ids) for ids in encoded.token_ids], np.int64)
+    is_kept = (lengths <= max_prompt_tokens)[rows.codes]
+    dropped = []
+    for place in np.flatnonzero(~is_kept).tolist():
+        reason = (
+            f"{rows.location(place)}: the prompt has {lengths[rows.codes[place]]} tokens, "
+            f"data.max_prompt_tokens = {max_prompt_tokens}"
         )
-    prompts: list[Prompt] = []
-    dropped: list[Dropped] = []
-    counts = Counter(uid_counts or {})
-    thoughts = _Thoughts(tokenizer, prompt_format)
-    parts, specials = PartsCheck(tokenizer, day=prompt_format.day), _SpecialTokens(tokenizer, prompt_format)
-    row_uids = [_uid(row) for row in rows]
-    for index, row in enumerate(rows):
-        # Before the instruction is added: the configuration may have special tokens, a row may not.
-        messages: Sequence[Message] = row.messages
-        if tasks is not None and tasks.questions:
-            if prompt_format.template is not None:
-                raise ValueError(
-                    f"{row.location}: the environment asks in its own words, so that `data.template` has no "
-                    "effect; remove it, or set the source's `template` to empty"
-                )
-            asked = specials.as_text(tasks.questions[index], row)
-        else:
-            problem, messages, values = specials.as_text((row.problem, row.messages, row.values), row)
-            question = prompt_format.question(problem, values)
-            asked = prompt_format.asked(question, messages)
-            if prompt_format.template is not None:
-                messages = with_question(messages or [{"role": "user", "content": ""}], question)
-        task, text = _task_and_text(row, asked, prompt_format, tokenizer, tasks)
-        token_ids = prompt_format.encode(text, tokenizer)
-        specials.count_ends(token_ids, row)
-        if not len(token_ids):
-            raise ValueError(
-                f"{row.location}: the prompt {row.problem[:80]!r} has no tokens, expected at least one; "
-                "check the model's tokenizer and chat template (`data.chat_template`), or remove the row"
-            )
-        if prompt_format.use_chat_template:
-            _check_parts(parts, prompt_format, asked, row)
-        if len(token_ids) > max_prompt_tokens:
-            reason = (
-                f"{row.location}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens = "
-                f"{max_prompt_tokens}"
-            )
-            if overlong == "refuse":
-                raise ValueError(f"{reason}; raise the limit, remove the row, or set data.overlong=drop")
-            dropped.append(Dropped(row.location, reason))
-            continue
-        uid = row_uids[index]
-        counts[uid] += 1
-        # A row that occurs again gets a number as suffix.
-        unique = uid if counts[uid] == 1 else f"{uid}-{counts[uid]}"
-        ids, columns = np.asarray(token_ids, np.int32), dict(row.columns)
-        thought = thoughts.detect(text)
-        prompts.append(
-            Prompt(
-                unique, ids, row.answer, row.source, row.problem, columns, thought, task,
-                messages=tuple(messages), prefill=prompt_format.scored_prefill,
-            )
-        )  # fmt: skip
-    if dropped and not prompts:
+        if overlong == "refuse":
+            raise ValueError(f"{reason}; raise the limit, remove the row, or set data.overlong=drop")
+        dropped.append(Dropped(rows.location(place), reason))
+    if dropped and not is_kept.any():
         raise ValueError(
             f"{dropped[0].reason}, and so has every one of the {len(dropped)} prompts; raise the limit"
         )
-    return BuiltPrompts(prompts, dropped, counts, row_uids, specials.warnings(len(rows)))
+    uids = [_uid(row) for row in rows.distinct]
+    distinct = [
+        Prompt(
+            uid, ids, row.answer, row.source, row.problem, dict(row.columns), thought, task,
+            messages=messages, prefill=prompt_format.scored_prefill,
+        )
+        for uid, ids, row, thought, messages, task in zip(
+            uids, encoded.token_ids, rows.distinct, encoded.thoughts, encoded.messages,
+            encoded.tasks or repeat(None, len(uids)), strict=True,
+        )
+    ]  # fmt: skip
+    # A row that occurs again gets a number as suffix, also where another row has the same uid.
+    earlier = uid_counts or {}
+    codes = {uid: code for code, uid in enumerate(dict.fromkeys(uids))}
+    before = np.array([earlier.get(uid, 0) for uid in codes], np.int64)
+    code_of = np.array([codes[uid] for uid in uids], np.int64)
+    index = rows.codes[is_kept]
+    kept_codes = code_of[index]
+    if dropped:  # a distinct prompt has a place
+        used, index = np.unique(index, return_inverse=True)
+        distinct, index = [distinct[i] for i in used.tolist()], index.astype(np.int32)
+    counts = before + np.bincount(kept_codes, minlength=len(codes))
+    return BuiltPrompts(
+        Prompts(distinct, index, occurrences(kept_codes, before)),
+        dropped,
+        {**earlier, **dict(zip(codes, counts.tolist(), strict=True))},
+        Repeated(uids, rows.codes),
+        encoded.warnings,
+    )
 
 
 def with_question(messages: Sequence[Message], question: str) -> list[Message]:
@@ -341,45 +403,47 @@ class _SpecialTokens:
         self._tokenizer, self._templated = tokenizer, prompt_format.use_chat_template
         self._breaks = self._templated or prompt_format.template is not None
         self._controls = ControlTokens(tokenizer)
-        self._found: Counter[str] = Counter()
-        self._written: list[str] = []  # rows with control tokens in their text
-        self._ended: list[str] = []  # rows whose prompts end with EOS
+        self._written: dict[int, set[str]] = {}  # control tokens in the text of a row, by its number
+        self._ended: list[int] = []  # rows whose prompts end with EOS
 
-    def as_text(self, asked: Any, row: DataRow) -> Any:
-        """Return ``asked``, what a prompt asks, as it is rendered."""
+    def as_text(self, asked: Any, number: int) -> Any:
+        """Return ``asked``, what the prompt of distinct row ``number`` asks, as it is rendered."""
         if controls := set(self._controls.find(str(asked))):
-            self._found.update(controls)
-            self._written.append(row.location)
+            self._written[number] = controls
         return self._controls.as_text(asked) if self._breaks else asked
 
-    def count_ends(self, token_ids: Sequence[int], row: DataRow) -> None:
+    def count_end(self, token_ids: Sequence[int], number: int) -> None:
         """Note a prompt behind whose end the policy would go on."""
-        if len(token_ids) and token_ids[-1] == self._tokenizer.eos_token_id:
-            self._ended.append(row.location)
+        if token_ids[-1] == self._tokenizer.eos_token_id:
+            self._ended.append(number)
 
-    def warnings(self, rows: int) -> list[str]:
-        """Return what to tell the user of ``rows`` rows."""
+    def warnings(self, rows: DataRows) -> list[str]:
+        """Return what to tell the user of ``rows``."""
         return [*self._text_warnings(rows), *self._end_warnings(rows), *self._tokenizer_warnings()]
 
-    def _text_warnings(self, rows: int) -> Iterator[str]:
+    def _text_warnings(self, rows: DataRows) -> Iterator[str]:
         if not self._written:
             return
-        names = ", ".join(repr(name) for name, _ in self._found.most_common(3))
+        times, found = rows.counts(), Counter[str]()
+        for number, controls in self._written.items():
+            found.update(dict.fromkeys(controls, int(times[number])))
+        names = ", ".join(repr(name) for name, _ in found.most_common(3))
         treated = (
             "each is broken by a space, so that it stays text" if self._breaks
             else "`data.chat_template` = none takes a row as the rendered prompt, so they are read as tokens"
         )  # fmt: skip
         yield (
-            f"warning: the text of {len(self._written)} of {rows} rows has special tokens of the tokenizer "
-            f"({names}), e.g. {self._written[0]}; {treated}"
+            f"warning: the text of {times[list(self._written)].sum()} of {len(rows)} rows has special tokens "
+            f"of the tokenizer ({names}), e.g. {rows.distinct[min(self._written)].location}; {treated}"
         )
 
-    def _end_warnings(self, rows: int) -> Iterator[str]:
+    def _end_warnings(self, rows: DataRows) -> Iterator[str]:
         if self._ended:
             yield (
-                f"warning: {len(self._ended)} of {rows} prompts end with the EOS token "
-                f"{self._tokenizer.eos_token!r}, e.g. {self._ended[0]}; the policy goes on behind the end of "
-                "a text: remove it from the row, or use a chat template that begins the answer"
+                f"warning: {rows.counts()[self._ended].sum()} of {len(rows)} prompts end with the EOS token "
+                f"{self._tokenizer.eos_token!r}, e.g. {rows.distinct[self._ended[0]].location}; the policy "
+                "goes on behind the end of a text: remove it from the row, or use a chat template that "
+                "begins the answer"
             )
 
     def _tokenizer_warnings(self) -> Iterator[str]:
@@ -415,7 +479,8 @@ class _Thoughts:
 
     def __init__(self, tokenizer: Any, prompt_format: PromptFormat) -> None:
         template = getattr(tokenizer, "chat_template", None) if prompt_format.use_chat_template else None
-        self._tokenizer, self._template = tokenizer, template if isinstance(template, str) else ""
+        mentioned = _MENTIONED.search(template) if isinstance(template, str) else None
+        self._tokenizer, self._mentioned = tokenizer, mentioned.group() if mentioned else ""
         self._scored = prompt_format.scored_prefill
         self._kept: dict[str, bool] = {}
 
@@ -425,9 +490,9 @@ class _Thoughts:
         ``text`` ends with the prefill. When decoding drops the closing tag, the end of a thought is
         invisible, so the prompt counts as opening none.
         """
-        thought = detect_thought(text, self._template)
+        thought = detect_thought(text, self._mentioned)
         if self._scored:  # the completion that rewards see begins with it
-            before = detect_thought(text.removesuffix(self._scored), self._template)
+            before = detect_thought(text.removesuffix(self._scored), self._mentioned)
             thought = Thought(thought.opening, thought.closing, before.prompt)
         if not thought.prompt:
             return thought
@@ -477,12 +542,25 @@ def render_messages(
 
 def check_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str:
     """Report how many held-out problems are also in ``train``; "" for none. Ignores case and punctuation."""
-    trained = {reading for p in train for reading in _plain(p.text)}
-    shared = [p for p in held_out if not trained.isdisjoint(_plain(p.text))]
+    held_keys = {_outline(text) for text in each(held_out, _text)}
+    near = [text for text in set(each(train, _text)) if _outline(text) in held_keys]
+    trained = {reading for text in near for reading in _plain(text)}
+    shared = [text for text in each(held_out, _text) if not trained.isdisjoint(_plain(text))]
     if not shared:
         return ""
     count = f"{len(shared)} of {len(held_out)}"
-    return f"{count} problems are also in the training set, e.g. {shared[0].text[:80]!r}"
+    return f"{count} problems are also in the training set, e.g. {shared[0][:80]!r}"
+
+
+def _text(prompt: Prompt) -> str:
+    return prompt.text
+
+
+def _outline(text: str) -> str:
+    """Return what `_plain` keeps of every text but for separators: texts that differ in it differ there. It
+    takes a twentieth of the time.
+    """
+    return "".join(text.casefold().split()).translate(_PUNCTUATION)
 
 
 def _uid(row: DataRow) -> str:

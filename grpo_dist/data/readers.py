@@ -11,21 +11,28 @@ from __future__ import annotations
 
 import ast
 import difflib
+import hashlib
 import json
 import math
 import re
+from array import array
+from bisect import bisect_right
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import date
 from decimal import Decimal
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import regex
 
 from grpo_dist.config import DataConfig, DataSourceConfig
 from grpo_dist.config.text import fill, names_in
-from grpo_dist.data.sources import OwnProblems, records
+from grpo_dist.data import repeats
+from grpo_dist.data.repeats import Repeated
+from grpo_dist.data.sources import OwnProblems, records, source_files
 from grpo_dist.environments.base import Message
 
 # Messages
@@ -125,10 +132,67 @@ class DataRow:
     values: Mapping[str, str] = field(default_factory=dict)
 
 
+class DataRows(Repeated[DataRow]):
+    """Rows of a data source. The distinct ones have the location of their first place.
+
+    ``files``, ``lines``: int64 [files] the first place of each file by its name, and int64 [n]: -1 where a
+    location is the name alone. ``key``: a name of what they are, see `repeats.store_key`; "": it is unknown.
+    """
+
+    def __init__(
+        self,
+        distinct: Sequence[DataRow],
+        codes: np.ndarray,
+        lines: np.ndarray,
+        files: Sequence[tuple[int, str]],
+        key: str = "",
+    ) -> None:
+        super().__init__(distinct, codes)
+        self.lines, self.files, self.key = lines, files, key
+        self._starts = [start for start, _ in files]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[DataRow]) -> DataRows:
+        """Return ``rows``, each as one of its own where it is not known which are the same."""
+        if isinstance(rows, DataRows):
+            return rows
+        places = [_split_location(row.location) for row in rows]
+        files = [(i, name) for i, (name, _) in enumerate(places) if not i or name != places[i - 1][0]]
+        lines = np.array([line for _, line in places], np.int64)
+        return cls(rows, np.arange(len(rows), dtype=np.int32), lines, files)
+
+    def _at(self, place: int) -> DataRow:
+        return replace(self.distinct[self.codes[place]], location=self.location(place))
+
+    def location(self, place: int) -> str:
+        name = self.files[bisect_right(self._starts, place) - 1][1]
+        return name if self.lines[place] < 0 else f"{name}:{self.lines[place]}"
+
+    def apart(self) -> DataRows:
+        """Return the rows as if no two of them were the same."""
+        return DataRows.from_rows(list(self))
+
+    def select(self, places: np.ndarray) -> DataRows:
+        """Return the rows at ``places``, int64 in order. They begin with the first of each distinct one."""
+        chosen, codes = np.unique(self.codes[places], return_inverse=True)
+        starts = np.searchsorted(places, self._starts)
+        files = [(int(start), name) for start, (_, name) in zip(starts, self.files, strict=True)]
+        key = self.key and repeats.store_key([self.key, hashlib.sha256(places.tobytes()).hexdigest()])
+        distinct = [self.distinct[i] for i in chosen.tolist()]
+        return DataRows(distinct, codes.astype(np.int32), self.lines[places], files, key)
+
+
+def _split_location(location: str) -> tuple[str, int]:
+    """Return name and number of ``name:number``; the whole and -1 for another."""
+    name, _, line = location.rpartition(":")
+    is_number = line.isascii() and line.isdigit() and (line == "0" or line[0] != "0")
+    return (name, int(line)) if name and is_number else (location, -1)
+
+
 def read(
     source: DataSourceConfig, own: OwnProblems | None = None, *, asked: Collection[str] = ()
-) -> list[DataRow]:
-    """Read the rows of ``source``, at most ``max_rows``.
+) -> DataRows:
+    """Read the rows of ``source``, at most ``max_rows``; many rows are stored for the next start.
 
     Args:
         own: reads a source without a `path`, whose environment brings the problems.
@@ -137,33 +201,84 @@ def read(
     Raises ValueError for a missing file or split, a malformed row, a missing column, a row without problem or
     answer, or an empty data set. The message names the file and the row.
     """
+    files = source_files(source)
+    if not files:
+        return _read_columns(source, own, asked, "")
+    before = repeats.files_state(files)
+    decides = [source.model_dump(mode="json", exclude={"weight"}), sorted(asked), repeats.files_digest(files)]
+    key = repeats.store_key(["rows", decides, list(map(str, files))])
+    if (stored := repeats.load(key)) is not None:
+        arrays, (distinct, places) = stored
+        rows = [replace(DataRow(*row), messages=tuple(row[5])) for row in distinct]
+        return DataRows(rows, arrays["index"], arrays["lines"], [(at, name) for at, name in places], key)
+    rows_read = _read_columns(source, own, asked, key)
+    if len(rows_read) >= repeats.STORED_FROM and repeats.files_state(files) == before:
+        distinct = list(map(_FIELDS, rows_read.distinct))
+        if _is_json(distinct):
+            arrays = {"index": rows_read.codes, "lines": rows_read.lines}
+            repeats.save(key, arrays, [distinct, rows_read.files])
+    return rows_read
+
+
+_FIELDS = attrgetter(*(field.name for field in fields(DataRow)))
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether JSON gives back ``value`` as it is, but for tuples."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_json, value))
+    if isinstance(value, dict):
+        return all(type(key) is str and _is_json(inner) for key, inner in value.items())
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def _read_columns(
+    source: DataSourceConfig, own: OwnProblems | None, asked: Collection[str], key: str
+) -> DataRows:
     columns = () if brings_columns(source) else [*_top_columns(source), *asked]
     try:
-        return _read(source, own, columns, asked)
+        return _read(source, own, columns, asked, key)
     except (MissingColumn, _WrongKind):
         if not columns:
             raise
         # A table gave only what is needed, and the message names all that there is.
-        return _read(source, own, (), asked)
+        return _read(source, own, (), asked, key)
 
 
 def _read(
-    source: DataSourceConfig, own: OwnProblems | None, columns: Sequence[str], asked: Collection[str]
-) -> list[DataRow]:
-    label = source_name(source)
-    rows: list[DataRow] = []
+    source: DataSourceConfig,
+    own: OwnProblems | None,
+    columns: Sequence[str],
+    asked: Collection[str],
+    key: str,
+) -> DataRows:
+    label, repeat = source_name(source), not (brings_columns(source) or source.is_own)
+    distinct: list[DataRow] = []
+    numbers: dict[bytes, int] = {}  # of distinct rows, by their records
+    index, lines, files = array("i"), array("q"), list[tuple[int, str]]()
     for location, record in records(source, own, columns):
-        if source.max_rows is not None and len(rows) >= source.max_rows:
+        if source.max_rows is not None and len(index) >= source.max_rows:
             break
-        row = _row(record, location, source, label)
-        more = {name: record[name] for name in asked if name in record and name not in row.columns}
-        rows.append(replace(row, columns={**row.columns, **more}) if more else row)
-    if not rows:
+        content = repeats.content(record) if repeat else None
+        number = None if content is None else numbers.get(content)
+        if number is None:
+            row = _row(record, location, source, label)
+            more = {name: record[name] for name in asked if name in record and name not in row.columns}
+            number = len(distinct)
+            distinct.append(replace(row, columns={**row.columns, **more}) if more else row)
+            if content is not None and len(numbers) < repeats.REMEMBERED:
+                numbers[content] = number
+        name, line = _split_location(location)
+        if not files or files[-1][1] != name:
+            files.append((len(index), name))
+        index.append(number)
+        lines.append(line)
+    if not index:
         raise ValueError(
             f"{source.path or label}: no rows; expected at least one with `{source.problem_column}` and "
             f"`{source.answer_column}`"
         )
-    return rows
+    return DataRows(distinct, np.array(index, np.int32), np.array(lines, np.int64), files, key)
 
 
 class _WrongKind(ValueError):
@@ -188,7 +303,7 @@ def read_all(
     *,
     asked: Collection[str] = (),
     first: int = 0,
-) -> list[tuple[DataSourceConfig, list[DataRow]]]:
+) -> list[tuple[DataSourceConfig, DataRows]]:
     """Read every source. ``key`` is the configuration key of the sources, the first of which is number
     ``first`` there, for messages; ``own`` and ``asked`` as in `read`.
     """
@@ -519,7 +634,7 @@ def _is_readable(value: Any) -> bool:
 # Rows that repeat a problem, and rows that refer to an image
 
 
-SourceRows = tuple[DataSourceConfig, list[DataRow]]
+SourceRows = tuple[DataSourceConfig, Sequence[DataRow]]
 Pair = tuple[DataRow, DataRow]  # a row, and a later one with its problem
 
 
@@ -569,23 +684,31 @@ def find_duplicates(data: DataConfig, sources: Sequence[SourceRows]) -> Duplicat
     disagreements: dict[Hashable, Pair] = {}
     first: list[SourceRows] = []
     count, example = 0, None
-    for source, rows in sources:
+    for source, some in sources:
+        rows = DataRows.from_rows(some)
         environment = data.environment_of(source)
-        kept = []
-        for row in rows:
+        first_places, first_rows = rows.first_places(), []
+        repeated: dict[int, DataRow] = {}  # the earlier row of the problem, by the distinct row's number
+        for number, row in enumerate(rows.distinct):
             key: Hashable = row.problem.strip()
             if row.messages or environment is not None or brings_columns(source):
                 parts = [environment, row.messages, row.columns if brings_columns(source) else None]
                 key = key, json.dumps(parts, sort_keys=True, default=str)
             earlier = seen.setdefault(key, row)
             if earlier is row:
-                kept.append(row)
+                first_rows.append(first_places[number])
                 continue
-            example = example or (earlier, row)
+            repeated[number] = earlier
             if earlier.answer != row.answer:
                 disagreements.setdefault(key, (earlier, row))
+        is_first = np.zeros(len(rows), bool)
+        is_first[first_rows] = True
+        if example is None and not is_first.all():
+            place = int(np.argmin(is_first))
+            number = int(rows.codes[place])
+            example = repeated.get(number, rows.distinct[number]), rows[place]
         count += len(rows)
-        first.append((source, kept))
+        first.append((source, rows.select(np.flatnonzero(is_first))))
     return Duplicates(first, count, count - len(seen), example, list(disagreements.values()))
 
 
@@ -599,11 +722,14 @@ _MEDIA = re.compile(
 
 def media_problem(rows: Sequence[DataRow]) -> str:
     """Return how many ``rows`` refer to an image, video or sound, and the first of them; "": none does."""
-    references = [(row, match[0]) for row in rows if (match := _MEDIA.search(row.problem))]
-    if not references:
+    rows = DataRows.from_rows(rows)
+    places = rows.places(lambda row: _MEDIA.search(row.problem) is not None)
+    if not len(places):
         return ""
-    row, placeholder = references[0]
+    row = rows[places[0]]
+    match = _MEDIA.search(row.problem)
+    assert match is not None
     return (
-        f"{len(references)} of {len(rows)} problems have a placeholder for an image, video or sound (the "
-        f"first is {row.location}, {placeholder}), and the model reads text alone; remove such rows"
+        f"{len(places)} of {len(rows)} problems have a placeholder for an image, video or sound (the "
+        f"first is {row.location}, {match[0]}), and the model reads text alone; remove such rows"
     )

@@ -87,27 +87,49 @@ def records(
     if os.path.isfile(path / "dataset_info.json") or os.path.isfile(path / "dataset_dict.json"):
         _check_no_subset(source, "a saved data set")
         return _saved(source, path, columns)
-    if not os.path.isdir(path) and (
-        path.is_absolute()
-        or source.path.startswith((".", "~"))
-        or source.path.count("/") > 1
-        or data_ending(path)
-    ):
+    if not os.path.isdir(path) and not _is_hub_id(source.path, path):
         raise ValueError(f"{source.path}: no such file or directory{searched(path)}; expected {_EXPECTED}")
     return _listed(source, path, columns)
+
+
+def source_files(source: DataSourceConfig) -> list[Path]:
+    """Return the local files that the rows of ``source`` are read from, those of the hub downloaded; []: they
+    come from elsewhere, or `records` does not read these files. Raises ValueError as `records`.
+    """
+    if source.path is None or source.is_own or source.is_generated_by_reasoning_gym:
+        return []
+    path = expanded(source.path)
+    if os.path.isfile(path):
+        return [path]
+    if source.path.startswith("demo:") or any(
+        os.path.isfile(path / name) for name in ("dataset_info.json", "dataset_dict.json")
+    ):
+        return []
+    if not os.path.isdir(path) and not _is_hub_id(source.path, path):
+        return []
+    splits, _ = _split_files(source, path)
+    files = [file for split in _splits(source.split) for file in splits.get(split, ())]
+    if not all(map(data_ending, files)):
+        return []
+    return [_guard(partial(_downloaded, f), source) if "://" in f else Path(f) for f in files]
+
+
+def _is_hub_id(name: str, path: Path) -> bool:
+    return not (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or data_ending(path))
+
+
+def _splits(spec: str) -> list[str]:
+    """Return the names of the splits in ``spec``, a part of some: train[:5%]+test -> train, test"""
+    return [re.split(r"[\[(]", part)[0].strip() for part in spec.split("+")]
 
 
 def _listed(source: DataSourceConfig, path: Path, columns: Sequence[str]) -> Iterator[Located]:
     """Yield the rows of a directory or hub data set, whose files `datasets` assigns to splits."""
     import datasets  # heavy: files and generated problems do not need it
-    from huggingface_hub import constants
 
-    datasets.disable_progress_bars()
     is_local = os.path.isdir(path)
     name = str(path) if is_local else str(source.path)
-    if not is_local and find_hub_failure():
-        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True  # else each call tries for 25 s
-    files, kind = _guard(lambda: _list_files(name, source.subset, keep=not is_local), source)
+    files, kind = _split_files(source, path)
     unread = [file for listed in files.values() for file in listed if not data_ending(file)]
     if files and not unread:
         return _part(
@@ -120,6 +142,19 @@ def _listed(source: DataSourceConfig, path: Path, columns: Sequence[str]) -> Ite
         lambda: datasets.load_dataset(name, source.subset, split=source.split, streaming=is_local), source
     )
     return _table(loaded, name, columns, source).rows()
+
+
+def _split_files(source: DataSourceConfig, path: Path) -> tuple[dict[str, list[str]], str]:
+    """Return what `_list_files` does of a directory or hub data set. Raises ValueError as `records`."""
+    import datasets  # heavy, as above
+    from huggingface_hub import constants
+
+    datasets.disable_progress_bars()
+    is_local = os.path.isdir(path)
+    if not is_local and find_hub_failure():
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True  # else each call tries for 25 s
+    name = str(path) if is_local else str(source.path)
+    return _guard(lambda: _list_files(name, source.subset, keep=not is_local), source)
 
 
 def _list_files(name: str, subset: str | None, *, keep: bool) -> tuple[dict[str, list[str]], str]:
@@ -227,7 +262,7 @@ def _part(source: DataSourceConfig, splits: Mapping[str, Split] | Split) -> Iter
     ``splits``: of a data set, or what has none, whatever the name that `split` gives it.
     """
     spec = source.split
-    names = [re.split(r"[\[(]", part)[0].strip() for part in spec.split("+")]
+    names = _splits(spec)
     if isinstance(splits, Split):
         if len(set(names)) > 1:
             raise ValueError(

@@ -66,6 +66,7 @@ import numpy as np
 
 from grpo_dist.config import DataConfig
 from grpo_dist.data.order import OrderState, shuffled
+from grpo_dist.data.repeats import each, uids_of
 from grpo_dist.types import Group, Prompt, correctness
 
 _GOLDEN = (5**0.5 - 1) / 2
@@ -117,6 +118,10 @@ class Mixture:
         self._number = np.concatenate([self._number, number])
 
 
+def _source(prompt: Prompt) -> str:
+    return prompt.source
+
+
 def most_at_once(weights: Mapping[str, float], prompts: Sequence[Prompt]) -> int:
     """Return how many of ``prompts`` can be drawn and none of them twice: all, or with ``weights``, the share
     of each source, as many as the source allows that has the fewest for its share.
@@ -125,7 +130,7 @@ def most_at_once(weights: Mapping[str, float], prompts: Sequence[Prompt]) -> int
     """
     if not weights:
         return len(prompts)
-    counts = Counter(prompt.source for prompt in prompts)
+    counts = Counter(each(prompts, _source))
     return math.floor(min(counts[name] / share for name, share in weights.items()) + _ROUNDING)
 
 
@@ -134,7 +139,7 @@ def check_weights(data: DataConfig, prompts: Sequence[Prompt], *, in_flight: int
 
     Raises ValueError where the prompts of a source are fewer, so that it would be drawn twice at once.
     """
-    counts = Counter(prompt.source for prompt in prompts)
+    counts = Counter(each(prompts, _source))
     for name, share in data.weights.items():
         if share * in_flight > counts[name] + _ROUNDING:
             raise ValueError(
@@ -168,7 +173,7 @@ class SolvedPrompts:
         """
         self._prompts, self._share, self._keep, self._samples = prompts, share, keep, samples
         tracked = share is not None or passed
-        self._index = {prompt.uid: i for i, prompt in enumerate(prompts)} if tracked else {}
+        self._index = {uid: i for i, uid in enumerate(uids_of(prompts))} if tracked else {}
         self.is_out = np.zeros(len(prompts), bool)
         self._passed: dict[str, int] = {}
         for uid, times in passed.items():
@@ -248,7 +253,7 @@ class PromptStream:
         self._prompts, self._per_batch, self._seed = prompts, per_batch, seed
         self._position, self._waiting = state.position, deque(state.waiting)
         self._solved = solved or SolvedPrompts(prompts, state.left_out)
-        sources = [prompt.source for prompt in prompts] if weights else []
+        sources = each(prompts, _source) if weights else []
         self._mixture = Mixture(sources, weights, seed=seed) if weights else None
 
     @property

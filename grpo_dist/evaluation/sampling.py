@@ -29,7 +29,7 @@ STAGE = -1  # in request seeds; training steps count from 0
 @dataclass(frozen=True)
 class EvalSet:
     name: str
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ async def evaluate(
     draw = Draw.from_config(settings, config.sampling, seed=config.seed, sample_s=sample_s)
     metrics: dict[str, float] = {}
     for eval_set in eval_sets:
-        prompts = eval_set.prompts[: settings.max_prompts]
+        prompts = list(eval_set.prompts[: settings.max_prompts])
         groups = await _sample_all(draw, workers, eval_set.name, prompts, explain)
         recorder.samples(f"eval_{eval_set.name}_step_{step:06d}", groups)
         correct = [correctness(group) for group in groups]

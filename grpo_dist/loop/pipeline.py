@@ -30,6 +30,7 @@ from grpo_dist.config.data import LengthOrderConfig, PassRateOrderConfig, PoolsO
 from grpo_dist.data.curriculum import Curriculum, OwnOrder
 from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
 from grpo_dist.data.pools import PoolOrder
+from grpo_dist.data.repeats import uids_of
 from grpo_dist.data.stream import LengthOrder, PromptStream, SolvedPrompts
 from grpo_dist.loop.admission import Admission, rounded_up
 from grpo_dist.loop.groups import FrozenModels, GroupDraw, GroupScorer, ScoredBatch, with_known_sampling
@@ -301,7 +302,7 @@ def build_order(
             prompts, taken, per_step=per_step, window=window, seed=seed, state=state, solved=solved
         )
     if isinstance(data.order, PassRateOrderConfig):
-        return Curriculum([p.uid for p in prompts], admission.per_draw, seed=seed, rates=state.pass_rates)
+        return Curriculum(uids_of(prompts), admission.per_draw, seed=seed, rates=state.pass_rates)
     if isinstance(data.order, UserOrderConfig):
         user_order, limit_s = (data.order, config.code_paths), config.cluster.timeouts.own_code_s
         return OwnOrder(

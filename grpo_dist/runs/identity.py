@@ -39,6 +39,7 @@ from grpo_dist.config.earlier import translate
 from grpo_dist.config.environments import BUILTIN_ENVIRONMENTS
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.text import unescaped
+from grpo_dist.data.repeats import Prompts, digest_parts, each
 from grpo_dist.environments.registry import own_environments
 from grpo_dist.plugins.user_code import (
     ADVANTAGE,
@@ -185,13 +186,12 @@ def data_digest(prompts: Sequence[Prompt]) -> str:
     """Return a hash of all that is trained on, in order: uids (of problem and answer, or of a demonstration),
     and the token ids that the policy and its teachers read.
     """
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(prompt.uid.encode())
-        digest.update(prompt.token_ids.tobytes())
-        for teacher, token_ids in sorted(prompt.teacher_ids.items()):
-            digest.update(teacher.encode() + token_ids.tobytes())
-    return digest.hexdigest()[:16]
+    return Prompts.join([prompts]).digest(_token_bytes)
+
+
+def _token_bytes(prompt: Prompt) -> bytes:
+    teachers = [name.encode() + ids.tobytes() for name, ids in sorted(prompt.teacher_ids.items())]
+    return prompt.token_ids.tobytes() + b"".join(teachers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,14 +240,15 @@ def columns_digest(prompts: Sequence[Prompt]) -> str:
     """Return a hash of the columns of all that is trained on, in order: rewards, environments and pools read
     them. Equal contents have equal hashes in every process.
     """
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        try:
-            kept = json.dumps(_comparable(prompt.columns), sort_keys=True)
-        except RecursionError:  # a column that contains itself
-            kept = repr(sorted(prompt.columns))
-        digest.update(kept.encode() + b"\n")
-    return digest.hexdigest()[:16]
+    return digest_parts(each(prompts, _column_bytes))
+
+
+def _column_bytes(prompt: Prompt) -> bytes:
+    try:
+        kept = json.dumps(_comparable(prompt.columns), sort_keys=True)
+    except RecursionError:  # a column that contains itself
+        kept = repr(sorted(prompt.columns))
+    return kept.encode() + b"\n"
 
 
 def _comparable(value: Any) -> Any:

@@ -5,11 +5,15 @@ directory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from datetime import date
 from functools import partial
+from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from grpo_dist.chat.ends import ends_of
 from grpo_dist.chat.template import writes_date
@@ -25,15 +29,25 @@ from grpo_dist.config import (
 )
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.pools import check_pools
-from grpo_dist.data.prompts import BuiltPrompts, Dropped, PromptFormat, build_prompts, check_overlap
+from grpo_dist.data.prompts import (
+    BuiltPrompts,
+    Dropped,
+    EncodedRows,
+    PromptFormat,
+    build_prompts,
+    check_overlap,
+    encode_rows,
+)
 from grpo_dist.data.readers import (
     DataRow,
+    DataRows,
     SourceRows,
     common_columns,
     find_duplicates,
     media_problem,
     source_name,
 )
+from grpo_dist.data.repeats import STORED_FROM, Prompts, distinct_of, each, load, save, store_key
 from grpo_dist.data.stream import check_weights
 from grpo_dist.data.tasks import source_tasks
 from grpo_dist.demo.model import made_model, random_model
@@ -48,6 +62,7 @@ from grpo_dist.rewards.checks import (
     describe_no_answers,
     find_unreadable,
     graded_problems,
+    is_no_answer,
     reward_problems,
 )
 from grpo_dist.rewards.models import check_model
@@ -63,7 +78,7 @@ from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.hardware import quiet_libraries
 from grpo_dist.runtime.model_files import cached, fingerprint
 from grpo_dist.runtime.stage_log import stage
-from grpo_dist.types import Prompt
+from grpo_dist.types import Prompt, Thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +100,19 @@ class RunInputs:
     teacher_dirs: Mapping[str, Path] = field(default_factory=dict)  # of the teachers' models, by name
     demonstrations: Sequence[Demonstration] = ()  # of `config.demonstrations`
     origin: DataOrigin = field(default_factory=DataOrigin)  # of all that is trained on
+    tokenizer: Any = None  # the policy's
 
     @property
-    def trained(self) -> list[Prompt]:
+    def trained(self) -> Prompts:
         """Return all that is trained on: prompts and demonstrations."""
-        return [*self.prompts, *self.demonstrations]
+        return Prompts.join([self.prompts, self.demonstrations])
 
 
 def build_inputs(
     config: Config,
     model_dir: Path,
-    train_rows: list[tuple[DataSourceConfig, list[DataRow]]],
-    eval_rows: list[tuple[DataSourceConfig, list[DataRow]]],
+    train_rows: Sequence[SourceRows],
+    eval_rows: Sequence[SourceRows],
     say: Callable[[str], None],
 ) -> RunInputs:
     """Turn rows into prompts for the model. Raises ValueError as `load_inputs` does."""
@@ -115,7 +131,8 @@ def build_inputs(
     sections = PromptSections(config.data, config.rewards, config.environments)
     with stage("prompts", "are tokenized"):
         loaded = train_prompts(sections, train_rows, tokenizer, warn)
-    prompts, needed = loaded.prompts, config.batch.prompts_per_step
+    prompts: Sequence[Prompt] = loaded.prompts
+    needed = config.batch.prompts_per_step
     if len(prompts) < needed:
         raise ValueError(
             f"data.train: {len(prompts)} prompts, but `batch.prompts_per_step` = {needed} must be drawn "
@@ -140,9 +157,11 @@ def build_inputs(
         shown = load_stream(
             config.demonstrations, config.max_length, tokenizer, day=config.data.day, say=warn
         )
-    row_uids = [*loaded.row_uids, *(row.row_uid for row in shown)]
+    row_uids = chain(loaded.row_uids, (row.row_uid for row in shown))
     origin = DataOrigin.from_rows(row_uids, tokenizer, model_dir, config.data)
-    return RunInputs(model_dir, prompts, eval_sets, loaded.dropped, warnings, teacher_dirs, shown, origin)
+    return RunInputs(
+        model_dir, prompts, eval_sets, loaded.dropped, warnings, teacher_dirs, shown, origin, tokenizer
+    )
 
 
 def check_rendering(
@@ -170,30 +189,27 @@ def check_columns(rewards: RewardsConfig, sources: Iterable[SourceRows], key: st
         problem
         for number, (source, rows) in enumerate(sources)
         for problem in column_problems(
-            rewards, rows, f"add it to `{key}.{number}.columns`", partial(common_columns, source)
+            rewards, distinct_of(rows), f"add it to `{key}.{number}.columns`", partial(common_columns, source)
         )
     )
 
 
 def train_prompts(
     sections: PromptSections,
-    sources: list[tuple[DataSourceConfig, list[DataRow]]],
+    sources: Sequence[SourceRows],
     tokenizer: Any,
     say: Callable[[str], None],
 ) -> BuiltPrompts:
     """Turn the rows of all ``sources`` into prompts, in order. No two have the same uid."""
     sources = without_duplicates(sections.data, sources, "data.train", say)
-    prompts: list[Prompt] = []
-    dropped: list[Dropped] = []
-    row_uids: list[str] = []
+    parts: list[BuiltPrompts] = []
     uid_counts: Mapping[str, int] = {}
     for source, rows in sources:
-        built = load_prompts(sections, source, rows, tokenizer, say, uid_counts)
-        prompts += built.prompts
-        dropped += built.dropped
-        row_uids += built.row_uids
-        uid_counts = built.uid_counts
-    return BuiltPrompts(prompts, dropped, uid_counts, row_uids)
+        parts.append(load_prompts(sections, source, rows, tokenizer, say, uid_counts))
+        uid_counts = parts[-1].uid_counts
+    dropped = [row for built in parts for row in built.dropped]
+    row_uids = [uid for built in parts for uid in built.row_uids]
+    return BuiltPrompts(Prompts.join(built.prompts for built in parts), dropped, uid_counts, row_uids)
 
 
 def without_duplicates(
@@ -210,9 +226,9 @@ def without_duplicates(
 
 def prepare_eval(
     sections: PromptSections,
-    sources: list[tuple[DataSourceConfig, list[DataRow]]],
+    sources: Sequence[SourceRows],
     tokenizer: Any,
-    prompts: list[Prompt],
+    prompts: Sequence[Prompt],
     say: Callable[[str], None],
 ) -> list[EvalSet]:
     """Return the held-out sets. Raises ValueError where one shares problems with ``prompts``, unless
@@ -389,54 +405,110 @@ def load_tokenizer(model_dir: Path, trust_remote_code: bool) -> Any:
 def load_prompts(
     sections: PromptSections,
     source: DataSourceConfig,
-    rows: list[DataRow],
+    rows: Sequence[DataRow],
     tokenizer: Any,
     say: Callable[[str], None],
     uid_counts: Mapping[str, int] | None = None,
 ) -> BuiltPrompts:
     """Turn the ``rows`` of ``source`` into prompts. ``uid_counts`` are those of earlier sources: no uid may
-    repeat.
+    repeat. Many rows' tokens, and what was said of them, are stored for the next start.
     """
     data = sections.data
+    rows = DataRows.from_rows(rows)
+    if data.environment_of(source) is not None:
+        rows = rows.apart()  # an environment may ask equal problems in different words
+    tasks = source_tasks(data, sections.environments, source, rows, tokenizer)
+    prompt_format = PromptFormat.from_config(data, source)
+    key = _prompts_key(sections, rows, tokenizer) if tasks is None else ""
+    said: list[str] | None = None
+    if key and (stored := load(key)) is not None:
+        arrays, (kinds, messages, warnings, said) = stored
+        thoughts = [Thought(*kind) for kind in kinds]
+        encoded = EncodedRows(
+            np.split(arrays["ids"], arrays["ends"][:-1]),
+            [thoughts[number] for number in arrays["thoughts"].tolist()],
+            list(map(tuple, messages)),
+            (),
+            warnings,
+        )
+    else:
+        encoded = encode_rows(rows, tokenizer, prompt_format, tasks)
     built = build_prompts(
         rows,
         tokenizer,
-        PromptFormat.from_config(data, source),
+        prompt_format,
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong,
         uid_counts=uid_counts,
-        tasks=source_tasks(data, sections.environments, source, rows, tokenizer),
+        encoded=encoded,
     )
-    dropped = built.dropped
-    if several := [row for row in rows if len(alternatives(row.answer)) > 1]:
-        example = f"{several[0].location}: {several[0].answer[:60]}"
-        say(
-            f"{source_name(source)}: {len(several)} of {len(rows)} rows have several answers, of which any "
-            f"is right, e.g. {example}; set `multiple_answers` of the source to all where they are the "
-            "answer together"
+    if said is None:
+        said = list(_remarks(sections, source, rows, built))
+        if key and len(rows) >= STORED_FROM:
+            numbers = {thought: number for number, thought in enumerate(dict.fromkeys(encoded.thoughts))}
+            arrays = {
+                "ids": np.concatenate(encoded.token_ids),
+                "ends": np.cumsum([len(ids) for ids in encoded.token_ids]),
+                "thoughts": np.array([numbers[thought] for thought in encoded.thoughts], np.int32),
+            }
+            value = [list(map(astuple, numbers)), encoded.messages, encoded.warnings, said]
+            save(key, arrays, value)
+    for remark in said:
+        say(remark)
+    return built
+
+
+def _prompts_key(sections: PromptSections, rows: DataRows, tokenizer: Any) -> str:
+    """Return a name of all that decides the tokens of ``rows`` and what is said of them; "": not known."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not rows.key or backend is None or not type(tokenizer).__module__.startswith("transformers."):
+        return ""
+    text = [type(tokenizer).__name__, backend.to_str(), tokenizer.init_kwargs, tokenizer.chat_template]
+    versions = [version(name) for name in ("transformers", "tokenizers")]
+    settings = [
+        sections.data.model_dump(mode="json", exclude={"train", "eval", "order", "deduplicate", "overlap"}),
+        sections.rewards.model_dump(mode="json"),
+    ]
+    day = str(sections.data.day or date.today()) if writes_date(tokenizer) else ""
+    return store_key(["prompts", rows.key, text, versions, settings, day])
+
+
+def _remarks(
+    sections: PromptSections, source: DataSourceConfig, rows: DataRows, built: BuiltPrompts
+) -> Iterator[str]:
+    """Yield what to tell the user of the rows of a source."""
+    name, dropped = source_name(source), built.dropped
+    several = rows.places(lambda row: len(alternatives(row.answer)) > 1)
+    if len(several):
+        row = rows[several[0]]
+        yield (
+            f"{name}: {len(several)} of {len(rows)} rows have several answers, of which any is right, e.g. "
+            f"{row.location}: {row.answer[:60]}; set `multiple_answers` of the source to all where they are "
+            "the answer together"
         )
-    if answered := [row for row in rows if row.left_out]:
-        example = f"{answered[0].location}: {answered[0].left_out[:60]!r}"
-        say(
-            f"{source_name(source)}: {len(answered)} of {len(rows)} rows end with the assistant's message, "
-            f"which is left out: the policy writes it; e.g. {example}"
+    answered = rows.places(lambda row: bool(row.left_out))
+    if len(answered):
+        row = rows[answered[0]]
+        yield (
+            f"{name}: {len(answered)} of {len(rows)} rows end with the assistant's message, which is left "
+            f"out: the policy writes it; e.g. {row.location}: {row.left_out[:60]!r}"
         )
     for warning in built.warnings:
-        say(f"{source_name(source)}: {warning}")
+        yield f"{name}: {warning}"
     if dropped:
-        say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}")
+        yield f"{name}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}"
     if problem := media_problem(rows):
-        say(f"warning: {source_name(source)}: {problem}")
-    if no_answers := describe_no_answers((row.location, row.answer) for row in rows):
-        say(
-            f"warning: {source_name(source)}: gold answers that are no answers: {no_answers}; a policy is "
-            "rewarded for writing these words; remove the rows"
+        yield f"warning: {name}: {problem}"
+    without = map(rows.__getitem__, rows.places(lambda row: is_no_answer(row.answer)))
+    if no_answers := describe_no_answers((row.location, row.answer) for row in without):
+        yield (
+            f"warning: {name}: gold answers that are no answers: {no_answers}; a policy is rewarded for "
+            "writing these words; remove the rows"
         )
-    unreadable, looked_at = find_unreadable([row.answer for row in rows], sections.rewards)
+    unreadable, looked_at = find_unreadable(each(rows, lambda row: row.answer), sections.rewards)
     if unreadable:
-        first = ", ".join(f"{rows[i].location}: {rows[i].answer[:60]!r}" for i in unreadable[:3])
-        say(
-            f"{source_name(source)}: {len(unreadable)} of {looked_at} gold answers are not parsable "
-            f"mathematics and are matched as text, e.g. {first}"
+        first = ", ".join(f"{rows.location(i)}: {rows[i].answer[:60]!r}" for i in unreadable[:3])
+        yield (
+            f"{name}: {len(unreadable)} of {looked_at} gold answers are not parsable mathematics and are "
+            f"matched as text, e.g. {first}"
         )
-    return built

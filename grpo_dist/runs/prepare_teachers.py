@@ -22,6 +22,7 @@ from grpo_dist.config import (
 from grpo_dist.config.text import fill
 from grpo_dist.data.demonstrations import Demonstration, load_demonstrations
 from grpo_dist.data.prompts import PromptFormat
+from grpo_dist.data.repeats import each
 from grpo_dist.errors import refuse
 from grpo_dist.policy.lora import empty_model
 from grpo_dist.policy.model import check_supported, vocabulary_size
@@ -44,7 +45,7 @@ def load_teachers(
     longest: int,
     resolve: Callable[[ModelConfig], Path],
     tokenizer_of: Callable[[Path], Any],
-) -> tuple[list[Prompt], dict[str, Path]]:
+) -> tuple[Sequence[Prompt], dict[str, Path]]:
     """Return ``prompts`` with what teachers read in their place, and the directories of the teachers' models
     by name. Raises ValueError with one message for teachers that cannot be used.
 
@@ -101,7 +102,7 @@ def source_problems(distillation: DistillationConfig, prompts: Sequence[Prompt])
     """Yield a message for every source that a teacher names and the data lacks, and for sources that nothing
     is learned from.
     """
-    teachers, known = distillation.teachers, sorted({prompt.source for prompt in prompts})
+    teachers, known = distillation.teachers, sorted(set(each(prompts, lambda prompt: prompt.source)))
     for teacher in teachers:
         if unknown := sorted(set(teacher.sources) - set(known)):
             yield (
@@ -119,14 +120,14 @@ def source_problems(distillation: DistillationConfig, prompts: Sequence[Prompt])
 
 def with_teacher_prompts(
     distillation: DistillationConfig, data: DataConfig, prompts: Sequence[Prompt], tokenizer: Any
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Return ``prompts`` with what each teacher with a prompt of its own reads in their place.
 
     Raises ValueError where a teacher's prompt names a column that a problem lacks.
     """
     shown = [(t, t.prompt) for t in distillation.teachers if t.prompt is not None]
     if not shown:
-        return list(prompts)
+        return prompts
     formats = PromptFormat.by_source(data)
 
     def read_by(teacher: TeacherConfig, template: str, prompt: Prompt) -> np.ndarray:

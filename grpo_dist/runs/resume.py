@@ -15,6 +15,7 @@ from grpo_dist.config import Config, PolicyConfig
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.secrets import HIDDEN
 from grpo_dist.data.order import OrderState
+from grpo_dist.data.repeats import ByUid
 from grpo_dist.health.bounds import HealthState
 from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch, ScheduleState
 from grpo_dist.observe.samples import read_groups
@@ -213,7 +214,7 @@ def check_data(
 
 def load_progress(checkpoint: Path, state: CheckpointState, prompts: Sequence[Prompt]) -> Progress:
     """Return the driver's progress: all its state but the weights, with the batches sampled ahead."""
-    by_uid = {p.uid: p for p in prompts}
+    by_uid = ByUid(prompts)
     whole, discarded, unfinished = (
         {int(file.stem.split("_")[1]): read_groups(file, by_uid) for file in checkpoint.glob(f"ahead/{kind}")}
         for kind in ("batch_*", "discarded_*", "begun_*")

@@ -16,6 +16,7 @@ from grpo_dist.config import BatchConfig, Config
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.presets import described
 from grpo_dist.data.order import step_prompts
+from grpo_dist.data.repeats import uids_of
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.errors import RERUN, RunEnded, UserError, as_user_errors
 from grpo_dist.evaluation.sampling import evaluate
@@ -105,9 +106,7 @@ def _find_error(run: Run) -> str | None:
     if config.data.order.name == "length" or (config.data.order.name == "epochs" and of_a_stream):
         expected_counts = _expected_counts(run)
     elif config.data.order.name == "epochs":
-        expected_uids = partial(
-            _expected_uids, [prompt.uid for prompt in run.inputs.prompts], config.batch, config.seed
-        )
+        expected_uids = partial(_expected_uids, uids_of(run.inputs.prompts), config.batch, config.seed)
     return ledger.audit(
         run.directory / LEDGER,
         steps=config.steps,

@@ -119,7 +119,7 @@ def check_prompts(start: Start) -> str:
         sizes = pool_sizes(found.prompts, by)
         start.say("pools: " + ", ".join(f"{name} {size}" for name, size in sizes.items()))
     first = found.prompts[0]
-    text = load_tokenizer(found.model_dir, config.model.trust_remote_code).decode(first.token_ids)
+    text = found.tokenizer.decode(first.token_ids)
     dots = "..." if len(text) > _SHOWN else ""
     lines = [
         f"{len(found.prompts)} prompts, {sum(len(s.prompts) for s in found.eval_sets)} held out",

@@ -26,6 +26,7 @@ import numpy as np
 from grpo_dist.algorithms.normalise import Moments
 from grpo_dist.config import AlgorithmConfig, Config, DistillationConfig
 from grpo_dist.data.order import OrderState
+from grpo_dist.data.repeats import uids_of
 from grpo_dist.errors import SamplesLost, UserError, as_user_errors
 from grpo_dist.evaluation.sampling import evaluate
 from grpo_dist.health.bounds import HealthState
@@ -145,7 +146,7 @@ class Verbs:
         self._actors, self._stack = actors, AsyncExitStack()
         self._notes = Notes()
         self._order = build_order(config, inputs.prompts, OrderState())
-        self._known = {prompt.uid for prompt in inputs.prompts}  # the caller may sample others, too
+        self._known = set(uids_of(inputs.prompts))  # the caller may sample others, too
         self._batch = 0  # of `batch`: the step, and the one after it while an update runs
         self._indices: dict[int, list[int]] = {}  # of the order, by batch
         self._drawn = Counter[str]()  # samples of each prompt since the last update

@@ -16,6 +16,7 @@ import numpy as np
 
 from grpo_dist.config import Config, EnvironmentsConfig, RewardsConfig, SamplingConfig
 from grpo_dist.data.readers import SourceRows, common_columns
+from grpo_dist.data.repeats import distinct_of
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.dialogue import template_text
 from grpo_dist.environments.episode import Action, Call, Observed
@@ -29,7 +30,7 @@ from grpo_dist.rewards.registry import REWARDS, reward_specs
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.rewards.text import alternatives
 from grpo_dist.rewards.thought import resolve_thought
-from grpo_dist.runs.prepare import RunInputs, load_tokenizer, scoring_problems
+from grpo_dist.runs.prepare import RunInputs, scoring_problems
 from grpo_dist.runtime.hardware import DeviceType, device_type
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.types import Prompt, Rollout, Task, Thought
@@ -155,7 +156,7 @@ def _check_all(start: Start, pool: GraderPool) -> str:
         for sources in start.rows or ()
         for source, rows in sources
         for problem in user_column_problems(
-            rewards, rows, "add it to the data", pool, partial(common_columns, source)
+            rewards, distinct_of(rows), "add it to the data", pool, partial(common_columns, source)
         )
     )
     _warn_of_boxes(start)
@@ -165,7 +166,7 @@ def _check_all(start: Start, pool: GraderPool) -> str:
         raise CheckSkipped("the data cannot be read, so there is no problem of each source to answer")
     first: dict[str, Prompt] = {}
     for prompts in (start.inputs.prompts, *(own.prompts for own in start.inputs.eval_sets)):
-        for prompt in prompts:
+        for prompt in distinct_of(prompts):
             first.setdefault(prompt.source, prompt)
     said, failed, skipped = [], [], []
     for source, prompt in first.items():
@@ -372,7 +373,7 @@ def check_environments(start: Start) -> str:
             for task, _ in first
         ]
         notes, answers = asyncio.run(_played(config.environments, first, described))
-    tokenizer = load_tokenizer(start.inputs.model_dir, config.model.trust_remote_code)
+    tokenizer = start.inputs.tokenizer
     form = resolve_format(config.environments.call_format, template_text(tokenizer, config.data))
     lines = [*notes]
     failed: list[str] = []

@@ -6,7 +6,7 @@ from datetime import date
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from grpo_dist.chat.template import ControlTokens, PartsCheck, added_ids, encode_prompt, render, writes_date
+from grpo_dist.chat.template import ControlTokens, PartsCheck, added_ids, encode_prompts, render, writes_date
 from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.data.prompts import PromptFormat, build_prompts
@@ -179,7 +179,7 @@ def test_control_tokens_are_broken_in_all_text_of_messages():
     assert controls.as_text([{"role": "user", "content": [{"type": "text", "text": "a<|end|>"}]}]) == [
         {"role": "user", "content": [{"type": "text", "text": "a< |end|>"}]}
     ]
-    assert encode_prompt("ab", character_tokenizer()) == character_tokenizer()("ab")["input_ids"]
+    assert encode_prompts(["ab"], character_tokenizer()) == [character_tokenizer()("ab")["input_ids"]]
 
 
 # -- dates

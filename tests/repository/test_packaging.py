@@ -66,6 +66,14 @@ def test_a_reward_worker_imports_nothing_heavy():
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_a_report_imports_neither_torch_nor_transformers():
+    done = python(
+        "import sys, grpo_dist.tools.report.command\n"
+        "print({'torch', 'ray', 'transformers'} & set(sys.modules))"
+    )
+    assert done.stdout.strip() == "set()", done.stderr
+
+
 def test_data_metrics_and_settings_are_read_without_torch():
     """A test of these alone is collected in 3 seconds."""
     modules = "config.files, data.prompts, data.curriculum, observe.tracker, plugins.inputs, runtime.hardware"

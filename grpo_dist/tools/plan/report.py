@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
 from grpo_dist.config import Config, OptimizerConfig, RewardsConfig, SamplingConfig, WeightSyncConfig
+from grpo_dist.errors import expanded
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.runtime.tables import make_table, print_lines
 from grpo_dist.tools.bench.table import written
@@ -20,6 +22,8 @@ from grpo_dist.tools.plan.search import STAGES, SearchResult, reason
 from grpo_dist.tools.plan.simulation import Simulated, assumed_row
 from grpo_dist.tools.plan.whole_run import WholeRun
 
+_PROMPTS = 5  # bytes of the driver for a byte of JSON Lines, no two rows the same
+_UNPACKED = 4  # bytes of text in a byte of a packed file
 _ENGINES = ("rollout", "evaluation")  # roles whose workers have `rollout.tensor_parallel_size` GPUs
 
 
@@ -50,6 +54,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     if plan.configured:
         console.print(_memory(plan.configured, cluster))
         print_lines(console, _host(plan.configured, cluster))
+    print_lines(console, _driver(shown.option.config))
     print_lines(console, _cold_start(plan.setting, (plan.configured or shown.option).config))
     if plan.simulated is None:
         console.print(_memory(shown.option, cluster, "best split"))
@@ -61,6 +66,23 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     print_lines(console, plan.whole.lines(price=cluster.price))
     print_lines(console, warnings(shown, plan.setting))
     print_lines(console, splits_lines(plan))
+
+
+def _driver(config: Config) -> list[str]:
+    """Describe the driver's memory for the prompts of local files, where it is above that of the process."""
+    paths = [expanded(source.path) for source in config.data.train if source.path is not None]
+    files = [path for path in paths if os.path.isfile(path)]  # False for a name that is too long
+    packed = [path.suffix in (".parquet", ".gz") for path in files]
+    sizes = [
+        path.stat().st_size * (_UNPACKED if is_packed else 1)
+        for path, is_packed in zip(files, packed, strict=True)
+    ]
+    if _PROMPTS * sum(sizes) < GIB:
+        return []
+    return [
+        f"driver: at most {_PROMPTS * sum(sizes) / GIB:,.1f} GiB for the prompts of data.train, less where "
+        f"rows repeat; assumed: {_PROMPTS} bytes for each byte of text"
+    ]
 
 
 def head_lines(plan: Plan) -> list[str]:

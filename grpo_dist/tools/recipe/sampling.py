@@ -60,7 +60,7 @@ def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) ->
         sections = PromptSections(config.data, config.rewards, config.environments)
         sources = config.data.with_prompts(config.data.train)
         read = read_all(sources, own=own, asked=asked_columns(config.rewards))
-        found = train_prompts(sections, read, tokenizer, say).prompts
+        found = list(train_prompts(sections, read, tokenizer, say).prompts)
         chunks = _chunks(config.rejection, _drawn(found, config.rejection.max_prompts, config.seed))
     sample_s = config.cluster.timeouts.sample_s
     draw = Draw.from_config(config.rejection, config.sampling, seed=config.seed, sample_s=sample_s)
