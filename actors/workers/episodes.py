@@ -149,7 +149,7 @@ class _Ends:
             self._sampling,
             min(self._length or max_tokens, max_tokens),
             exact=exact,
-            stop=() if exact else self._sampler._renderer.stop(self._episode.task),
+            stop=() if exact else (*self._sampler._renderer.stop(self._episode.task), *self._sampling.stop),
         )
         meter.count("tokens", len(output.token_ids))
         if self._requests:

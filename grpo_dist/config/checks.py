@@ -378,12 +378,6 @@ RULES = (
         }.items()
     ),
     # Data and environments
-    Rule(
-        "sampling.stop data.environment",
-        lambda c: c.sampling.stop and len(_single_completions(c)) < len(c.data.train),
-        "stop texts end single completions; the actions of an episode end where their call format says",
-        "remove one of the two",
-    ),
     *(
         _unread(f"environments.{key}", breaks, "an environment (`data.environment`)")
         for key, breaks in {

@@ -108,8 +108,8 @@ class SamplingConfig(Section):
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (),
-        description='texts that end a completion, as the end-of-sequence token does, e.g. ["\\n"]; the'
-        " token that completes one belongs to the completion",
+        description="texts that end a completion, or an action of an episode, as the end-of-sequence token "
+        'does, e.g. ["\\n"]; the token that completes one belongs to it',
     )
 
     @property

@@ -108,7 +108,13 @@ def source_tasks(
             f"{rows[failure.index].location}: {failure.reason}; `start` must answer every row of the source"
         ) from failure
     renderer = Renderer(tokenizer, data, environments)
-    task = Task(name, dict(source.environment_kwargs), tools=described.tools, batched=described.batched)
+    task = Task(
+        name,
+        dict(source.environment_kwargs),
+        tools=described.tools,
+        batched=described.batched,
+        stop=tuple(described.stop),
+    )
     _check_format(renderer, tokenizer, described, name)
     if renderer.has_template:
         _check_template(renderer, replace(task, messages=({"role": "user", "content": "1+1?"},)), described)

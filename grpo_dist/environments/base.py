@@ -45,9 +45,14 @@ class Environment:
 
     ``tools``: functions with typed parameters and a docstring, which the policy may call; their schema goes
     into the chat template. An action with calls is answered with their results, and `step` is not called.
+
+    ``stop``: texts at which an action ends, such as "</search>". The token that completes one belongs to the
+    action, with all its characters. What `step` returns as text then follows in the same message, as it is;
+    messages, and any answer to an action that the policy ended itself, begin a message.
     """
 
     tools: ClassVar[Sequence[Tool]] = ()
+    stop: ClassVar[Sequence[str]] = ()
 
     def start(self, problem: Problem) -> str | Messages | Awaitable[str | Messages]:
         """Return what is asked: the user's message, or all messages. A function of ``problem`` alone, because

@@ -80,7 +80,7 @@ class Renderer:
         """Return the strings that end an action of ``task``. They are part of it. Without tools a code block
         is an answer like any other.
         """
-        return (CODE_STOP,) if self.in_place and task.tools else ()
+        return (*((CODE_STOP,) if self.in_place and task.tools else ()), *task.stop)
 
     def parse(self, text: str, ids: Sequence[int], task: Task, thought: Thought) -> Action:
         """Read an action with its calls.
@@ -277,7 +277,7 @@ class Dialogue:
         # A failure is shown, but the policy does not read it.
         self._end_turn(observed.failed or shown, calls, observed.reward)
         if not (observed.done or observed.failed):
-            self._give(calls, own_messages)
+            self._give(calls, own_messages, as_text=isinstance(observed.observation, str))
         self._action_ids = []
 
     def rollout(self, sample: int, finish_reason: str) -> Rollout:
@@ -311,14 +311,20 @@ class Dialogue:
         self._turns.append(Turn(row, end, text, observation, calls, reward))
         self._action = None
 
-    def _give(self, calls: Sequence[ToolCall], own_messages: list[Message]) -> None:
+    def _give(self, calls: Sequence[ToolCall], own_messages: list[Message], *, as_text: bool) -> None:
+        """``as_text``: the environment's own observation is text."""
         ids, written = self._action_ids, self._renderer.raw(self._action_ids)
         results = [call.result for call in calls]
-        if self._renderer.in_place and calls and not own_messages and not self._renderer.ended(ids):
-            blocks = "".join(f"```output\n{result.rstrip()}\n```\n" for result in results)
-            results_text = blocks if written.endswith("\n") else f"\n{blocks}"
-            self._content += written + results_text
-            self._rows[-1].give(self._renderer.ids(results_text))
+        following: str | None = None  # in the same message
+        if not self._renderer.ended(ids):
+            if self._renderer.in_place and calls and not own_messages:
+                blocks = "".join(f"```output\n{result.rstrip()}\n```\n" for result in results)
+                following = blocks if written.endswith("\n") else f"\n{blocks}"
+            elif self._task.stop and as_text and not calls:
+                following = "".join(_text(message) for message in own_messages)
+        if following is not None:
+            self._content += written + following
+            self._rows[-1].give(self._renderer.ids(following))
             return
         if not self._task.messages:
             parts = [*results, *(_text(message) for message in own_messages)]

@@ -72,12 +72,19 @@ class Program:
         asks, batched = self._class.start is not Environment.start, self._has_own("step_batch")
         return {
             "tools": [tool.schema for tool in self._tools.values()],
+            "stop": self._stop(),
             "sandboxed": any(tool.function is python for tool in self._tools.values()),
             "asks": asks,
             "stateless": not asks and not batched and self._class.step is Environment.step,
             "batched": batched,
             "has_problems": self._has_own("problems"),
         }
+
+    def _stop(self) -> list[str]:
+        stop = self._class.stop
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"`stop` = {stop!r}; expected a list of texts, such as ['</search>']")
+        return list(stop)
 
     def _has_own(self, class_method: str) -> bool:
         defined, general = getattr(self._class, class_method), getattr(Environment, class_method)

@@ -239,6 +239,7 @@ class Description:
         stateless: it has neither `start` nor `step` of its own, so an episode can continue in a new process.
         batched: it has `step_batch`.
         has_problems: whether it brings its own problems.
+        stop: texts that end an action.
     """
 
     tools: tuple[Mapping[str, Any], ...]
@@ -247,6 +248,7 @@ class Description:
     stateless: bool
     batched: bool
     has_problems: bool
+    stop: tuple[str, ...] = ()
 
 
 class StartFailed(ValueError):

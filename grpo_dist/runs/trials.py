@@ -415,10 +415,13 @@ async def _played(
         for number, ((task, prompt), own) in enumerate(zip(first, described, strict=True)):
             problem = Problem(prompt.text, prompt.answer, prompt.columns)
             episode = f"check:{number}"
-            actions = [*_trial_calls(own), *([] if own.stateless else [Action(prompt.answer)])]
-            answers.append(
-                [(a, await runner.act(episode, task, problem, a, turn=t)) for t, a in enumerate(actions)]
-            )
+            own_actions = _trial_answers(own, prompt.answer)
+            played: list[tuple[Action, Observed]] = []
+            for turn, action in enumerate([*_trial_calls(own), *([] if own.stateless else own_actions)]):
+                played.append((action, await runner.act(episode, task, problem, action, turn=turn)))
+                if played[-1][1].done:
+                    break
+            answers.append(played)
             await runner.end(episode)
         return notes, answers
     finally:
@@ -428,6 +431,12 @@ async def _played(
 def _trial_calls(described: Description) -> list[Action]:
     """Return a call of each tool, those of users with made arguments of the types that they declare."""
     return [_trial_call(tool["function"]) for tool in described.tools]
+
+
+def _trial_answers(described: Description, answer: str) -> list[Action]:
+    """Return ``answer``, in each of the tags that end an action."""
+    tags = [text[2:-1] for text in described.stop if text.startswith("</") and text.endswith(">")]
+    return [Action(f"<{tag}>{answer}</{tag}>") for tag in tags] or [Action(answer)]
 
 
 def _trial_call(function: Mapping[str, Any]) -> Action:

@@ -150,6 +150,7 @@ class Task:
         messages: the prompt as chat messages, which later turns are rendered after; () for plain text.
         tools: JSON schemas of the tools that the policy may call, as chat templates take them.
         batched: the environment answers the actions of many episodes at once (`step_batch`).
+        stop: texts that end an action; what the environment then answers as text follows in the same message.
     """
 
     environment: str
@@ -157,6 +158,7 @@ class Task:
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     batched: bool = False
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

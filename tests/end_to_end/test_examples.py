@@ -20,6 +20,7 @@ CLUSTERS = {
     "http_reward": "1x1xH100",
     "llm_judge": "1x1xH100",
     "lora_qwen2.5_7b_1gpu": "1x1xH100",
+    "search": "1x1xH100",
     "slurm_2nodes": "2x8xH100",
     "tool_environment": "1x1xH100",
     "wandb": "1x1xH100",
@@ -135,4 +136,12 @@ def test_the_tool_of_the_shop_is_called(place):
     told, steps = trains("tool_environment")
     assert "stock" in told
     assert [line["reward/unscored"] for line in steps] == [0, 0]
+    assert all(line["episode/turns"] for line in steps)
+
+
+@pytest.mark.machine
+@pytest.mark.slow
+def test_the_search_answers_and_the_answer_ends(place):
+    told, steps = trains("search", "data.max_prompt_tokens=600")
+    assert "<information>" in told and "the end of the episode" in told
     assert all(line["episode/turns"] for line in steps)

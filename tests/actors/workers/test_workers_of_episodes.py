@@ -156,7 +156,7 @@ def sampler(monkeypatch):
     return EpisodeSampler(None, None, EnvironmentsConfig(), SimpleNamespace(count=lambda name, value: None))
 
 
-def test_a_code_block_ends_actions_of_tasks_with_tools_alone(sampler, monkeypatch):
+def test_what_ends_an_action(sampler, monkeypatch):
     asked = []
 
     async def generate(token_ids, seed, sampling, max_tokens, *, exact, stop):
@@ -174,13 +174,15 @@ def test_a_code_block_ends_actions_of_tasks_with_tools_alone(sampler, monkeypatc
 
     async def session():
         sampler.workers.use(EnvironmentAddresses(1, (FakeWorker(),)))
-        for tools in ((), ({"type": "function"},)):
-            prompt = Prompt("u", None, "1", "test", text="p", task=Task("toy", tools=tools))
+        for task in (Task("toy"), Task("toy", tools=({"type": "function"},)), Task("toy", stop=("</s>",))):
+            prompt = Prompt("u", None, "1", "test", text="p", task=task)
             for length in (None, 3):  # exact lengths are a benchmark's
                 await sampler.sample(prompt, 0, 1, Sampling(), length)
+        await sampler.sample(prompt, 0, 1, Sampling(stop=("\n",)), None)
 
     asyncio.run(asyncio.wait_for(session(), HANG_S))
-    assert asked == [(), (), ("\n```\n",), ()]
+    code = "\n```\n"  # where the task has tools alone
+    assert asked == [(), (), (code,), (), ("</s>",), (), ("</s>", "\n")]
 
 
 async def sampled(sampler):
