@@ -60,12 +60,12 @@ def read_recipe(path: Path) -> Recipe:
             recipe = Recipe(tuple(_flatten(tomllib.loads(text), indexed=True)), text)
         elif kind in (".yaml", ".yml", ".json"):
             recipe = Recipe(tuple(_flatten(_resolved(_read_yaml(path)))), text)
-        elif kind == ".py":
-            recipe = _read_python(text)
+        elif kind in (".py", ".ipynb"):
+            recipe = _read_python(_code_of_notebook(text) if kind == ".ipynb" else text)
         else:
             recipe = _read_shell(text, path.parent)
-    except (yaml.YAMLError, ValueError, SyntaxError, OmegaConfBaseException, RecursionError) as error:
-        raise UserError(f"{path}: not {kind or 'shell'}: {' '.join(str(error).split())[:300]}") from error
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, SyntaxError, LookupError) as e:
+        raise UserError(f"{path}: not {kind or 'shell'}: {' '.join(str(e).split())[:300]}") from e
     if not recipe.settings:
         raise UserError(
             f"{path}: no settings found; expected a shell script that starts a trainer, its YAML or TOML, or "
@@ -90,7 +90,7 @@ def _command_settings(command: Command) -> list[Setting]:
     words, start = command.words, 0
     for at, word in enumerate(words[1:], 1):
         before = words[at - 1]
-        program = word.endswith(".py") and not before.startswith("--")
+        program = word.endswith((".py", ".sh")) and not before.startswith("--")
         if program or before in ("-m", "--module", "swift", "trl"):
             start = at + 1
     if not start and not any(word.startswith("openrlhf") for word in words):
@@ -203,6 +203,13 @@ def _read_python(text: str) -> Recipe:
     for call in sorted(calls, key=lambda node: node.lineno):
         settings += _arguments(call, constants)
     return Recipe(tuple(settings), text)
+
+
+def _code_of_notebook(text: str) -> str:
+    """Return the code cells, without lines for the shell and the notebook."""
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    lines = [line for cell in cells for line in "".join(cell["source"]).splitlines()]
+    return "\n".join("pass" if line.lstrip()[:1] in ("%", "!") else line for line in lines)
 
 
 class _Code(str):

@@ -214,7 +214,14 @@ def _spread(entries: Sequence[Entry]) -> None:
         at = next((i for i, part in enumerate(path) if isinstance(part, int)), None)
         if at is not None:
             lengths[path[:at]] = max(lengths.get(path[:at], 0), int(path[at]) + 1)
+    sources = {path[:3] for path in paths if path[0] == "data" and path[-1] in ("path", "environment")}
+    for place in {source[:2] for source in sources}:
+        lengths[place] = sum(source[:2] == place for source in sources)  # not longer lists of other settings
     lengths.setdefault(("data", "train"), 1)
+    for entry in entries:
+        for path in list(entry.values):
+            if isinstance(path[-2:][0], int) and path[:-2] in lengths and int(path[-2]) >= lengths[path[:-2]]:
+                del entry.values[path]
     for entry in entries:
         for path, value in list(entry.values.items()):
             if "*" in path and path[: path.index("*")] in lengths:
