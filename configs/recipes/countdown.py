@@ -34,9 +34,10 @@ def value(node: ast.AST) -> float:
 
 
 def tags(completion: str) -> float:
-    """Return 1 for a thought and an answer alone, 0.5 for an answer among other text. The prompt opens the
-    thought.
+    """Return 1 for a thought and an answer alone, else 0.1 for a thought and 0.5 for an answer. The prompt
+    opens the thought.
     """
     if re.fullmatch(r".*?</think>\n<answer>.*?</answer>", completion, re.DOTALL):
         return 1.0
-    return 0.1 * ("</think>" in completion) + 0.5 * bool(re.search(r"<answer>.*?</answer>", completion, re.DOTALL))
+    answers = re.search(r"<answer>.*?</answer>", completion, re.DOTALL) is not None
+    return 0.1 * ("</think>" in completion) + 0.5 * answers
