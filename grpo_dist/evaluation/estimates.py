@@ -59,15 +59,15 @@ def measures_of_problem(
             maj@k and cons@n.
     """
     scored = ~np.isnan(correct)
-    right, n, drawn = correct[scored], int(scored.sum()), len(correct)
+    right, n, sampled = correct[scored], int(scored.sum()), len(correct)
     measures = {f"pass@{k}": pass_at_k(n, int(right.sum()), k) for k in ks if n >= k}
-    if drawn == 1 or n == 0:
+    if sampled == 1 or n == 0:
         return measures
-    measures[f"avg@{drawn}"] = float(right.mean())
+    measures[f"avg@{sampled}"] = float(right.mean())
     if answers is not None:
         votes = [answer for answer, is_scored in zip(answers, scored, strict=True) if is_scored]
         measures |= {f"maj@{k}": majority_at_k(right, votes, k) for k in ks if 2 < k <= n}
-        measures[f"cons@{drawn}"] = majority_at_k(right, votes, n)
+        measures[f"cons@{sampled}"] = majority_at_k(right, votes, n)
     return measures
 
 
@@ -124,10 +124,10 @@ def summarise(correct: Sequence[np.ndarray], ks: Sequence[int]) -> dict[str, flo
     left out of pass@k. The standard error is that of the mean over problems: sample deviation /
     sqrt(problems). Without any sample the values are NaN.
     """
-    drawn = max((len(c) for c in correct), default=0)
+    sampled = max((len(c) for c in correct), default=0)
     measures = [measures_of_problem(c, ks) for c in correct]
     summary: dict[str, float] = {}
-    for name in [*(f"pass@{k}" for k in ks), *([f"avg@{drawn}"] if drawn > 1 else [])]:
+    for name in [*(f"pass@{k}" for k in ks), *([f"avg@{sampled}"] if sampled > 1 else [])]:
         mean = estimate([m[name] for m in measures if name in m], samples=sum(map(len, correct)))
         summary |= {name: mean.value, f"{name}_stderr": mean.stderr}
     return summary

@@ -110,9 +110,9 @@ async def evaluate(
 
 def _tool_call_share(groups: Sequence[Group]) -> Estimate:
     """Estimate the share of episodes with a tool call, over problems."""
-    drawn = [[rollout for rollout in group.rollouts if not is_missing(rollout)] for group in groups]
-    called = [[any(turn.calls for turn in rollout.turns) for rollout in own] for own in drawn if own]
-    return estimate([float(np.mean(own)) for own in called], samples=sum(map(len, called)))
+    samples = [[rollout for rollout in group.rollouts if not is_missing(rollout)] for group in groups]
+    called = [[any(turn.calls for turn in r.turns) for r in rollouts] for rollouts in samples if rollouts]
+    return estimate([float(np.mean(calls)) for calls in called], samples=sum(map(len, called)))
 
 
 async def _sample_all(
@@ -193,10 +193,10 @@ def with_missing(group: Group, draw: Draw) -> Group:
     """Return ``group`` with an empty sample, finish reason "error", in place of each that the engines gave
     up. Its rewards are NaN and its outcome is "error" where there is a math grader: it was not scored.
     """
-    drawn = {rollout.sample: i for i, rollout in enumerate(group.rollouts)}
-    if len(drawn) == draw.samples:
+    sampled = {rollout.sample: i for i, rollout in enumerate(group.rollouts)}
+    if len(sampled) == draw.samples:
         return group
-    at = [drawn.get(sample) for sample in range(draw.samples)]
+    at = [sampled.get(sample) for sample in range(draw.samples)]
 
     def whole(rewards: np.ndarray) -> np.ndarray:
         return np.array([np.nan if i is None else rewards[i] for i in at], np.float32)

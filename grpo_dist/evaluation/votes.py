@@ -50,23 +50,23 @@ def majority_at_k(correct: Sequence[float] | np.ndarray, answers: Sequence[int],
 
 
 @lru_cache(maxsize=65536)
-def _wins(own: int, others: tuple[int, ...], silent: int, k: int) -> float:
-    """Return the chance that an answer of ``own`` samples wins a vote of ``k``; ties are shared.
+def _wins(size: int, others: tuple[int, ...], silent: int, k: int) -> float:
+    """Return the chance that an answer of ``size`` samples wins a vote of ``k``; ties are shared.
 
     Counts of answers drawn without replacement are multivariate hypergeometric: independent binomial counts
     of share k / n, given that they add up to k. So the sums are over products of binomial probabilities, none
     of which overflows.
     """
-    n = own + sum(others) + silent
+    n = size + sum(others) + silent
     share = k / n
     total = 0.0
-    for votes in range(1, min(own, k) + 1):
+    for votes in range(1, min(size, k) + 1):
         table = np.zeros((1, k - votes + 1))  # [answers that tie, samples drawn of the others]
         table[0, : min(silent, k - votes) + 1] = _binomial(silent, share)[: k - votes + 1]
         for count in others:
             table = _with(table, _binomial(count, share), votes)
         ties = np.arange(1, len(table) + 1)
-        total += float(_binomial(own, share)[votes] * (table[:, -1] / ties).sum())
+        total += float(_binomial(size, share)[votes] * (table[:, -1] / ties).sum())
     return min(1.0, total / float(_binomial(n, share)[k]))
 
 
@@ -99,10 +99,10 @@ def final_answers(completions: Sequence[str], pool: Callable[[], GraderPool]) ->
 
         "maybe \\boxed{3}</think>It is 7."  ->  "7"
     """
-    found = [boxes(final_text(text)) for text in completions]
-    unboxed = [text for text, inside in zip(completions, found, strict=True) if not inside]
+    boxed = [boxes(final_text(text)) for text in completions]
+    unboxed = [text for text, inside in zip(completions, boxed, strict=True) if not inside]
     read = iter(pool().extract(unboxed) if unboxed else [])
-    return [inside[-1] if inside else next(read) or "" for inside in found]
+    return [inside[-1] if inside else next(read) or "" for inside in boxed]
 
 
 def numbered(answers: Sequence[str], correct: Sequence[float], pool: Callable[[], GraderPool]) -> list[int]:

@@ -135,11 +135,11 @@ def track(
     known: Mapping[str, TrackedMetric], step: int, metrics: Mapping[str, float]
 ) -> dict[str, TrackedMetric]:
     """Add the metrics of ``step``. A metric that the step lacks, or that is not finite, changes nothing."""
-    found = {}
+    tracked = {}
     for drift in DRIFTS:
         before, value = known.get(drift.metric, TrackedMetric()), metrics.get(drift.metric, math.nan)
-        found[drift.metric] = _with(drift, before, step, value) if math.isfinite(value) else before
-    return found
+        tracked[drift.metric] = _with(drift, before, step, value) if math.isfinite(value) else before
+    return tracked
 
 
 def count_drifting(tracked: Mapping[str, TrackedMetric]) -> int:

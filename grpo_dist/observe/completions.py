@@ -60,8 +60,8 @@ def transcript(rollout: Rollout) -> str:
 
 def said_besides(observation: str, results: Sequence[str]) -> str:
     """Return the text of an environment behind the results of tools, with which an observation begins."""
-    given = "\n".join(results)
-    return observation[len(given) :].lstrip("\n") if observation.startswith(given) else observation
+    prefix = "\n".join(results)
+    return observation[len(prefix) :].lstrip("\n") if observation.startswith(prefix) else observation
 
 
 def step_of(name: str) -> int:

@@ -90,8 +90,8 @@ def eval_lines(step: int, metrics: dict[str, float]) -> list[str]:
     lines = []
     for name in eval_sets(metrics):
         scores = {k.rsplit("/", 1)[1]: v for k, v in metrics.items() if k.startswith(f"eval/{name}/")}
-        shown = [f"{k} {with_error(scores, k, '.3f')}" for k in scores if f"{k}_stderr" in scores]
-        lines.append(f"eval after step {step}  {name}: " + "  ".join(shown))
+        columns = [f"{k} {with_error(scores, k, '.3f')}" for k in scores if f"{k}_stderr" in scores]
+        lines.append(f"eval after step {step}  {name}: " + "  ".join(columns))
     return lines
 
 

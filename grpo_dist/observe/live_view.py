@@ -65,10 +65,10 @@ class LiveView:
         """Follow these actors. ``states`` returns for each name whether the actor is ready."""
         self._states = states
 
-    def took(self, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
+    def took(self, spans: Sequence[Span], workers: Mapping[str, Usage]) -> None:
         """Record the spans of the loop and the usage of each worker during the step that ends next."""
         phases: dict[str, float] = {}
-        for span in own:
+        for span in spans:
             phases[span.stage] = phases.get(span.stage, 0.0) + span.end - span.begin
         seconds, used = sum(phases.values()) or math.inf, dict[str, tuple[float, int]]()
         for role in dict.fromkeys(map(_role, workers)):
@@ -126,8 +126,8 @@ class LiveView:
 
     def _stage_bars(self) -> Text:
         """Draw the mean seconds of each phase over the latest steps, with bars by share."""
-        names = dict.fromkeys(name for own in self._phases for name in own)
-        means = {n: sum(own.get(n, 0.0) for own in self._phases) / len(self._phases) for n in names}
+        names = dict.fromkeys(name for seconds in self._phases for name in seconds)
+        means = {n: sum(seconds.get(n, 0.0) for seconds in self._phases) / len(self._phases) for n in names}
         total = sum(means.values()) or 1.0
         line = Text()
         for name, seconds in means.items():
@@ -148,9 +148,9 @@ class LiveView:
         roles = list(dict.fromkeys(map(_role, ready)))
         width = max(map(len, roles), default=0)
         for role in roles:
-            own = {name: ok for name, ok in ready.items() if _role(name) == role}
-            lost = [name for name, ok in own.items() if not ok]
-            parts = [f"{role:<{width}}  {len(own) - len(lost):>4}/{len(own)}"]
+            workers = {name: ok for name, ok in ready.items() if _role(name) == role}
+            lost = [name for name, ok in workers.items() if not ok]
+            parts = [f"{role:<{width}}  {len(workers) - len(lost):>4}/{len(workers)}"]
             if role in self._used:
                 busy, most = self._used[role]
                 parts.append(f"{_bar(busy, _BUSY_CELLS):<{_BUSY_CELLS}} {busy:4.0%} busy")

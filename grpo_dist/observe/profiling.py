@@ -37,12 +37,12 @@ def profiled(path: Path | None, settings: ProfileConfig) -> Iterator[None]:
     with profile(
         activities=activities,
         record_shapes=True,
-    ) as found:
+    ) as profiler:
         yield
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".partial.{path.name}")  # torch compresses a file whose name ends in .gz
     clear(partial)
-    found.export_chrome_trace(str(partial))
+    profiler.export_chrome_trace(str(partial))
     publish(partial, path)
 
 

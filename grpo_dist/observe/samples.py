@@ -144,10 +144,10 @@ def _table(groups: list[Group], values: ValuesOfSamples, for_training: bool) -> 
     if for_training and any(r.routes for r in rollouts):
         columns["routes"] = pa.array([[_routes(row) for row in r.rows] for r in rollouts], pa.list_(_ROUTES))
     if values:
-        own = [values.get((r.prompt_uid, r.sample)) for r in rollouts]
-        columns["advantage"] = pa.array([None if v is None else v.advantage for v in own], pa.float32())
+        entries = [values.get((r.prompt_uid, r.sample)) for r in rollouts]
+        columns["advantage"] = pa.array([None if v is None else v.advantage for v in entries], pa.float32())
         for name in _OF_TOKENS if has_tokens(values) else ():
-            columns[name] = pa.array([None if v is None else getattr(v, name) for v in own], _FLOATS)
+            columns[name] = pa.array([None if v is None else getattr(v, name) for v in entries], _FLOATS)
     for name in dict.fromkeys(name for g in groups for name in g.reward_parts):
         columns[_PART + name] = _part(groups, name)
     return pa.table(columns)
@@ -158,7 +158,7 @@ def _part(groups: list[Group], name: str) -> pa.Array:
     if all(name in group.reward_parts for group in groups):
         return _joined([group.reward_parts[name] for group in groups], pa.float32())
     lists = [group.reward_parts.get(name, [None] * len(group.rollouts)) for group in groups]
-    return pa.array([value for own in lists for value in own], pa.float32())
+    return pa.array([value for values in lists for value in values], pa.float32())
 
 
 def _of_episodes(rollouts: list[Rollout], values: ValuesOfSamples) -> dict[str, pa.Array]:
@@ -208,10 +208,10 @@ def _turn(turn: Turn) -> dict[str, Any]:
 
 
 def _further(rollout: Rollout, values: TokenValues | None, names: Iterable[str]) -> list[dict[str, Any]]:
-    own = values.further_rows if values and values.further_rows else [None] * len(rollout.further_rows)
+    row_values = values.further_rows if values and values.further_rows else [None] * len(rollout.further_rows)
     return [
         {name: getattr(known if name in _OF_TOKENS else row, name, None) for name in names}
-        for row, known in zip(rollout.further_rows, own, strict=True)
+        for row, known in zip(rollout.further_rows, row_values, strict=True)
     ]
 
 
@@ -258,16 +258,16 @@ def _steps(rows: list[dict], column: str, dtype: type) -> tuple[np.ndarray, ...]
 
 
 def _rollout(row: dict) -> Rollout:
-    own = _arrays(row)
+    arrays = _arrays(row)
     return Rollout(
         prompt_uid=row["uid"],
         sample=row["sample"],
-        completion_ids=own["completion_ids"],
-        logprobs=own["logprobs"],
+        completion_ids=arrays["completion_ids"],
+        logprobs=arrays["logprobs"],
         finish_reason=row["finish_reason"],
         text=row["completion"],
-        policy_versions=own["policy_versions"],
-        sampled=own["sampled"],
+        policy_versions=arrays["policy_versions"],
+        sampled=arrays["sampled"],
         turns=tuple(
             Turn(**turn | {"calls": tuple(ToolCall(**call) for call in turn["calls"])})
             for turn in row.get("turns") or ()

@@ -50,8 +50,8 @@ class AsyncSink:
         self._thread.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        own = dict(metrics)  # the loop may change its own
-        self._submit(lambda sink: sink.log(step, own), full=len(self._waiting) >= _PENDING)
+        copy = dict(metrics)  # the loop may change its own
+        self._submit(lambda sink: sink.log(step, copy), full=len(self._waiting) >= _PENDING)
 
     def table(self, step: int, table: Table) -> None:
         def write(sink: Sink) -> None:

@@ -140,16 +140,16 @@ class Tracker:
         """Show the actors of ``usage`` from now on."""
         self._show(lambda console: console.view.follow(usage.states))
 
-    def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
-        """Record the spans of the loop (``own``) and of each worker during ``step``."""
-        by_actor = {"driver": own} | {name: usage.spans for name, usage in workers.items()}
+    def spans(self, step: int, loop_spans: Sequence[Span], workers: Mapping[str, Usage]) -> None:
+        """Record the spans of the loop (``loop_spans``) and of each worker during ``step``."""
+        by_actor = {"driver": loop_spans} | {name: usage.spans for name, usage in workers.items()}
         rows = [
             (name, span.stage, round(span.begin, 4), round(span.end, 4))
             for name, spans in by_actor.items()
             for span in spans
         ]
         self._timeline.add(step, {"spans": rows})
-        self._show(lambda console: console.view.took(own, workers))
+        self._show(lambda console: console.view.took(loop_spans, workers))
         if step in self._config.profile.steps:
             steps = [chosen for chosen in self._config.profile.steps if chosen <= step]
             self._writer.submit(lambda: write_timeline(self.directory, steps))
@@ -224,25 +224,25 @@ class Tracker:
 
 def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str, _Opener]:
     """Return the function that opens each enabled tracker, to be called in its thread."""
-    settings, shown, found = config.tracking, ShownConfig.of(config), dict[str, _Opener]()
+    settings, masked, openers = config.tracking, ShownConfig.of(config), dict[str, _Opener]()
     if settings.tensorboard:
         purge, directory = start + 1 if start else 0, run_dir / "tensorboard"
-        found["TensorBoard"] = lambda _: TensorBoard(directory, shown, purge_step=purge)
+        openers["TensorBoard"] = lambda _: TensorBoard(directory, masked, purge_step=purge)
     if settings.wandb is not None:
-        found["wandb"] = partial(WandbRun, settings.wandb, shown, run_dir, run_id)
+        openers["wandb"] = partial(WandbRun, settings.wandb, masked, run_dir, run_id)
     if settings.swanlab is not None:
-        found["swanlab"] = partial(SwanLabRun, settings.swanlab, shown, run_dir, run_id)
+        openers["swanlab"] = partial(SwanLabRun, settings.swanlab, masked, run_dir, run_id)
     if settings.trackio is not None:
-        found["trackio"] = partial(TrackioRun, settings.trackio, shown, run_id)
-    for i, own in enumerate(settings.sinks):
-        inputs = SinkInputs(run_dir, config.name, run_id, start, shown.flat())
-        name = f"tracking.sinks.{i} {own.function}" if own.function in found else own.function
-        found[name] = partial(_open_own, own, config.code_paths, inputs)
-    return found
+        openers["trackio"] = partial(TrackioRun, settings.trackio, masked, run_id)
+    for i, sink in enumerate(settings.sinks):
+        inputs = SinkInputs(run_dir, config.name, run_id, start, masked.flat())
+        name = f"tracking.sinks.{i} {sink.function}" if sink.function in openers else sink.function
+        openers[name] = partial(_open_own, sink, config.code_paths, inputs)
+    return openers
 
 
 def _open_own(
-    own: SinkConfig, code_paths: Sequence[str], inputs: SinkInputs, _: Callable[[str], None]
+    settings: SinkConfig, code_paths: Sequence[str], inputs: SinkInputs, _: Callable[[str], None]
 ) -> Sink:
-    sink: Sink = call(load(SINK, own.function, code_paths), inputs, own.kwargs)
+    sink: Sink = call(load(SINK, settings.function, code_paths), inputs, settings.kwargs)
     return sink

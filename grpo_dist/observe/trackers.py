@@ -71,7 +71,7 @@ class ShownConfig:
 def _leaves(value: Any, path: str) -> list[tuple[str, str | int | float | bool]]:
     if value and isinstance(value, dict | list):
         inner = value.items() if isinstance(value, dict) else enumerate(value)
-        return [leaf for name, own in inner for leaf in _leaves(own, f"{path}.{name}" if path else str(name))]
+        return [leaf for name, v in inner for leaf in _leaves(v, f"{path}.{name}" if path else str(name))]
     return [(path, value if isinstance(value, str | int | float) else str(value))]
 
 

@@ -111,12 +111,12 @@ def _misses(directory: Path, name: str, size: Any) -> str | None:
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         return "is listed, but lies outside the directory"
     try:
-        found = (directory / name).stat()
+        status = (directory / name).stat()
     except (OSError, ValueError):  # the latter for a name that no file can have
         return "is missing"
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return "is not a regular file"
-    return None if found.st_size == size else f"has {found.st_size} bytes instead of {size}"
+    return None if status.st_size == size else f"has {status.st_size} bytes instead of {size}"
 
 
 def _differs(path: Path, digest: Any) -> str | None:
@@ -158,9 +158,9 @@ class CheckpointState:
     origin: Mapping[str, Any] | None = None  # `DataOrigin` of the training prompts; None: as above
     best: Sequence[float] | None = None  # step and value, with `checkpoint.keep_best`
 
-    def changed_code(self, own: Mapping[str, str]) -> list[str]:
-        """Return what differs in ``own``, the hashes of own code now; [] where none were kept."""
-        return [] if self.code is None else changed_code(self.code, own)
+    def changed_code(self, hashes: Mapping[str, str]) -> list[str]:
+        """Return what differs in ``hashes``, those of the user's code now; [] where none were kept."""
+        return [] if self.code is None else changed_code(self.code, hashes)
 
 
 class Checkpoints:
@@ -251,7 +251,7 @@ class Checkpoints:
             progress.evaluation_pending,
             asdict(progress.rewards),
             progress.evaluations,
-            {str(batch): asdict(own) for batch, own in pipeline.sampling.items()},
+            {str(batch): asdict(sampling) for batch, sampling in pipeline.sampling.items()},
             asdict(pipeline.schedule),
             pipeline.lengths,
             self._code,
@@ -280,8 +280,8 @@ class Checkpoints:
         """Delete all but the newest `checkpoint.keep` checkpoints up to ``step``, and that of step ``best``.
         Later ones are damaged: the run resumed from before them, and replaces each when it reaches that step.
         """
-        own = [found for found in list_checkpoints(self._directory) if step_of(found) <= step]
-        for old in own[: -self._config.checkpoint.keep]:
+        checkpoints = [path for path in list_checkpoints(self._directory) if step_of(path) <= step]
+        for old in checkpoints[: -self._config.checkpoint.keep]:
             if step_of(old) != best and not old.is_symlink():  # a link is a user's way to keep it
                 # A reader finds it whole or not at all. What a kill leaves of it goes with the next save.
                 doomed = old.with_name(f"{_PARTIAL}deleted_{old.name}")
@@ -300,23 +300,23 @@ def remove_partial(directory: Path) -> None:
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """Return the complete checkpoints in ``directory``, oldest first."""
-    found = directory.iterdir() if directory.is_dir() else ()
-    return sorted((p for p in found if _NAME.fullmatch(p.name)), key=step_of)
+    paths = directory.iterdir() if directory.is_dir() else ()
+    return sorted((p for p in paths if _NAME.fullmatch(p.name)), key=step_of)
 
 
 def newest_whole(directory: Path, say: Callable[[str], None]) -> Path | None:
     """Return the newest undamaged checkpoint, or None without any checkpoint. ``say`` gets a warning for each
     newer damaged one. Raises ValueError when all are damaged.
     """
-    found = list_checkpoints(directory)
+    checkpoints = list_checkpoints(directory)
     damages = []
-    for checkpoint in reversed(found):
+    for checkpoint in reversed(checkpoints):
         damage = checkpoint_damage(checkpoint)
         if damage is None:
             return checkpoint
         damages.append(f"{checkpoint}: {damage}")
         say(f"warning: damaged checkpoint, not used: {damages[-1]}")
-    if found:
+    if checkpoints:
         raise ValueError(
             f"all checkpoints of this run are damaged ({'; '.join(damages)}). Restore one, or start over "
             "with `checkpoint.resume=never` or another `name`"

@@ -140,8 +140,8 @@ class Change:
     @property
     def reason(self) -> str:
         """Why a resumed run cannot make it."""
-        found = (why for begin, why in _REASONS.items() if f"{self.key}.".startswith(f"{begin}."))
-        return next(found, "the steps before and after it would be of two algorithms")
+        reasons = (why for begin, why in _REASONS.items() if f"{self.key}.".startswith(f"{begin}."))
+        return next(reasons, "the steps before and after it would be of two algorithms")
 
     def decides(self, config: Config) -> bool:
         """Return whether it makes ``config`` another run, as `fingerprint` does."""
@@ -306,14 +306,14 @@ def digest_run_code(pieces: Sequence[OwnPiece], rewards: RewardsConfig, data: Da
     """Return `code_digest` of all pieces that determine the numbers of a run: not of metrics and sinks.
     ``pieces``: `Config.own_pieces`.
     """
-    own = [*pieces, *own_rewards(rewards), *own_environments(data)]
-    return code_digest([piece for piece in own if piece.kind not in (METRIC, SINK)], rewards.code_paths)
+    user_code = [*pieces, *own_rewards(rewards), *own_environments(data)]
+    return code_digest([piece for piece in user_code if piece.kind not in (METRIC, SINK)], rewards.code_paths)
 
 
 def digest_sampling_code(rollout: RolloutConfig, rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:
     """Return `code_digest` of the pieces that determine samples of a model and their rewards."""
-    own = [*rollout.own_pieces, *own_rewards(rewards), *own_environments(data)]
-    return code_digest(own, rewards.code_paths)
+    user_code = [*rollout.own_pieces, *own_rewards(rewards), *own_environments(data)]
+    return code_digest(user_code, rewards.code_paths)
 
 
 def shadowed() -> Iterator[str]:

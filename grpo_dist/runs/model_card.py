@@ -136,7 +136,7 @@ def _accuracy(run_dir: Path, step: int) -> str:
 
 def _evaluations(run_dir: Path) -> dict[int, Mapping[str, float | None]]:
     """Return the `eval/` metrics of the run by step; {} where it has none."""
-    found: dict[int, Mapping[str, float | None]] = {}
+    evaluations: dict[int, Mapping[str, float | None]] = {}
     file = run_dir / METRICS
     for line in file.read_text().splitlines() if file.is_file() else ():
         try:
@@ -144,8 +144,8 @@ def _evaluations(run_dir: Path) -> dict[int, Mapping[str, float | None]]:
         except ValueError:  # the run is writing the last line
             continue
         if scores := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
-            found[int(metrics["step"])] = scores
-    return found
+            evaluations[int(metrics["step"])] = scores
+    return evaluations
 
 
 def _settings(config: Config, base: str, run_dir: Path, hub: _HubIds, *, supervised: bool) -> str:

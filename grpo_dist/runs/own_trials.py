@@ -93,20 +93,20 @@ def own_code_problems(
 
 def _failure(trial: Callable[[], None]) -> BaseException | None:
     """Return what ``trial`` raises; a ValueError where it takes longer than `TRIAL_S`."""
-    found: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
             trial()
         except BaseException as error:  # sys.exit of a user's code, too: it is reported, not obeyed
-            found.append(error)
+            errors.append(error)
 
     thread = Thread(target=run, name="trial of own code", daemon=True)
     thread.start()
     thread.join(TRIAL_S)
     if thread.is_alive():
         return ValueError(f"it did not return within {TRIAL_S:g} s on a small made input; correct it")
-    return found[0] if found else None
+    return errors[0] if errors else None
 
 
 def _try(piece: OwnPiece, code_paths: Sequence[str], tokenizer: Any) -> None:
@@ -131,23 +131,23 @@ def _try(piece: OwnPiece, code_paths: Sequence[str], tokenizer: Any) -> None:
         _try_rollout(UserRollout(name, function, piece.kwargs), tokenizer)
 
 
-def _try_advantage(name: str, own: OwnCode) -> None:
+def _try_advantage(name: str, code: OwnCode) -> None:
     rewards = torch.tensor([1.0, 0.0, 0.5, torch.nan, 2.0, 2.0, 2.0, 2.0], dtype=torch.float64)
     parts = {"trial": torch.nan_to_num(rewards)}
     inputs = AdvantageInputs(
         rewards, torch.arange(8) // 4, torch.arange(1, 9), torch.arange(8) == 7, parts, {"trial": 1.0}
     )
-    own_advantages(name, own, inputs)
+    own_advantages(name, code, inputs)
 
 
-def _try_loss(name: str, own: OwnCode) -> None:
+def _try_loss(name: str, code: OwnCode) -> None:
     values = _made_values()
     logprobs = values[0].requires_grad_()
     inputs = PolicyLossInputs(logprobs, values[1], values[2], torch.sin(values[1] * 9), _mask())
-    losses, _ = own_policy_loss(name, own, inputs)
+    losses, _ = own_policy_loss(name, code, inputs)
     _check_gradient(f"{LOSS.title} {name}", losses, logprobs)
     halves = [
-        own_policy_loss(name, own, PolicyLossInputs(
+        own_policy_loss(name, code, PolicyLossInputs(
             logprobs[half], inputs.old_logprobs[half], inputs.rollout_logprobs[half], inputs.advantages[half],
             inputs.mask[half],
         ))[0]
@@ -156,19 +156,19 @@ def _try_loss(name: str, own: OwnCode) -> None:
     _check_split(f"{LOSS.title} {name}", losses, torch.cat(halves))
 
 
-def _try_kl(name: str, own: OwnCode) -> None:
+def _try_kl(name: str, code: OwnCode) -> None:
     values = _made_values()
     logprobs = values[0].requires_grad_()
-    kl = kl_estimate(name, own, logprobs, values[1])
+    kl = kl_estimate(name, code, logprobs, values[1])
     _check_gradient(f"{KL.title} {name}", kl, logprobs)
     halves = [
-        kl_estimate(name, own, logprobs[:2], values[1][:2]),
-        kl_estimate(name, own, logprobs[2:], values[1][2:]),
+        kl_estimate(name, code, logprobs[:2], values[1][:2]),
+        kl_estimate(name, code, logprobs[2:], values[1][2:]),
     ]
     _check_split(f"{KL.title} {name}", kl, torch.cat(halves))
 
 
-def _try_aggregation(name: str, own: OwnCode) -> None:
+def _try_aggregation(name: str, code: OwnCode) -> None:
     losses, mask = _made_values()[0].requires_grad_(), _mask()
 
     def share(rows: slice) -> torch.Tensor:
@@ -176,7 +176,7 @@ def _try_aggregation(name: str, own: OwnCode) -> None:
         inputs = AggregationInputs(
             losses[rows], mask[rows], float(mask.sum()), 4.0, 8, of_samples[rows], 1.0, of_prompts[rows]
         )
-        return own_aggregation(name, own, inputs)
+        return own_aggregation(name, code, inputs)
 
     whole = share(slice(None))
     _check_gradient(f"{AGGREGATION.title} {name}", whole, losses)
@@ -199,7 +199,7 @@ def _check_split(what: str, whole: torch.Tensor, parts: torch.Tensor) -> None:
         )
 
 
-def _try_rollout(own: UserRollout, tokenizer: Any) -> None:
+def _try_rollout(rollout: UserRollout, tokenizer: Any) -> None:
     async def generate(
         ids: list[int], seed: int, sampling: Sampling, most: int, *, stop: Sequence[str]
     ) -> Generation:
@@ -208,7 +208,7 @@ def _try_rollout(own: UserRollout, tokenizer: Any) -> None:
             [ids[-1]] * count, np.full(count, -1.0, np.float32), np.zeros(count, np.int32), "stop"
         )
 
-    asyncio.run(own.sample(_made_prompt(0), 0, 1, Sampling(max_new_tokens=64), generate, tokenizer))
+    asyncio.run(rollout.sample(_made_prompt(0), 0, 1, Sampling(max_new_tokens=64), generate, tokenizer))
 
 
 _TRIALS: dict[Kind, Callable[[str, OwnCode], None]] = {

@@ -125,8 +125,8 @@ def with_teacher_prompts(
 
     Raises ValueError where a teacher's prompt names a column that a problem lacks.
     """
-    shown = [(t, t.prompt) for t in distillation.teachers if t.prompt is not None]
-    if not shown:
+    prompted = [(t, t.prompt) for t in distillation.teachers if t.prompt is not None]
+    if not prompted:
         return prompts
     formats = PromptFormat.by_source(data)
 
@@ -138,7 +138,9 @@ def with_teacher_prompts(
     return [
         replace(
             prompt,
-            teacher_ids={t.name: read_by(t, text, prompt) for t, text in shown if t.teaches(prompt.source)},
+            teacher_ids={
+                t.name: read_by(t, text, prompt) for t, text in prompted if t.teaches(prompt.source)
+            },
         )
         for prompt in prompts
     ]
@@ -198,14 +200,14 @@ def _read(teacher: TeacherConfig, prompt: Prompt) -> np.ndarray:
 
 def _foreign_tokens(teacher: TeacherConfig, theirs: Any, ours: Any) -> Iterator[str]:
     """Compare the vocabularies: a token id must be the same text for both."""
-    own, expected = theirs.get_vocab(), ours.get_vocab()
-    if own == expected:
+    ids, expected = theirs.get_vocab(), ours.get_vocab()
+    if ids == expected:
         return
-    differ = sorted(token for token in own.keys() | expected.keys() if own.get(token) != expected.get(token))
+    differ = sorted(token for token in ids.keys() | expected.keys() if ids.get(token) != expected.get(token))
     token = differ[0]
     yield (
         f"{key_of(teacher)}: `model` = {teacher.model} has another tokenizer than the policy: {len(differ)} "
-        f"tokens differ, e.g. {token!r} is {_id(own, token)} there and {_id(expected, token)} here; its "
+        f"tokens differ, e.g. {token!r} is {_id(ids, token)} there and {_id(expected, token)} here; its "
         "log-probs would be those of other text. Use a teacher with the policy's vocabulary"
     )
 
@@ -229,14 +231,14 @@ def _unusable(teacher: TeacherConfig, trusted: bool, directory: Path, model_dir:
     if trusted:  # a model's own code may need weights to run
         return
     with readable_model(directory, "architecture"):
-        own = empty_model(directory, trust_remote_code=False)
+        model = empty_model(directory, trust_remote_code=False)
     with readable_model(model_dir, "architecture"):
         policy = empty_model(model_dir, trust_remote_code=False)
     try:
-        check_supported(own, str(directory))
+        check_supported(model, str(directory))
     except ValueError as error:
         yield f"{key_of(teacher)}: {error}"
-    rows, needed = _vocabulary(own), _vocabulary(policy)
+    rows, needed = _vocabulary(model), _vocabulary(policy)
     if rows < needed:
         yield (
             f"{key_of(teacher)}: `model` = {teacher.model} has {rows} token embeddings and the policy "

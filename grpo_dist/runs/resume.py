@@ -90,8 +90,8 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
             "`checkpoint.resume=never`"
         )
     _check_sharding(checkpoint, changed or [], config.policy)
-    own = digest_run_code(config.own_pieces, config.rewards, config.data)
-    check_code(checkpoint, state.changed_code(own), config.checkpoint)
+    hashes = digest_run_code(config.own_pieces, config.rewards, config.data)
+    check_code(checkpoint, state.changed_code(hashes), config.checkpoint)
     return _with_new_settings(state, changed or [], config)
 
 
@@ -105,8 +105,8 @@ def _with_new_settings(state: CheckpointState, changed: Sequence[Change], config
     if any(key.startswith("sampling.max_new_tokens") for key in keys):
         limit = config.sampling.longest
         sampling = {
-            batch: drawn | {"max_new_tokens": min(drawn["max_new_tokens"], limit)}
-            for batch, drawn in state.sampling.items()
+            batch: sampled | {"max_new_tokens": min(sampled["max_new_tokens"], limit)}
+            for batch, sampled in state.sampling.items()
         }
         state = replace(state, sampling=sampling, schedule={**state.schedule, "max_new_tokens": None})
     return state
@@ -135,12 +135,12 @@ def other_layout(since: Sequence[Change] | None) -> str:
     return f", with another layout ({describe(changed)}): results differ by rounding only" if changed else ""
 
 
-def other_code(checkpoint: Path, own: Mapping[str, str]) -> str:
-    """Describe changes of own code since ``checkpoint`` was written, for a message; "" without any. ``own``:
-    `digest_run_code` now.
+def other_code(checkpoint: Path, hashes: Mapping[str, str]) -> str:
+    """Describe changes of the user's code since ``checkpoint`` was written, for a message; "" without any.
+    ``hashes``: `digest_run_code` now.
     """
     state = CheckpointState(**json.loads((checkpoint / STATE).read_text()))
-    changed = state.changed_code(own)
+    changed = state.changed_code(hashes)
     return f"warning: your own code has changed since: {', '.join(changed)}" if changed else ""
 
 
@@ -223,8 +223,8 @@ def load_progress(checkpoint: Path, state: CheckpointState, prompts: Sequence[Pr
     taken = {int(batch): indices for batch, indices in state.taken.items()}
     health = HealthState.from_json(state.health)
     rewards = TypeAdapter(Moments).validate_python(dict(state.rewards))
-    drawn = TypeAdapter(Sampling)
-    sampling = {int(batch): drawn.validate_python(own) for batch, own in state.sampling.items()}
+    adapter = TypeAdapter(Sampling)
+    sampling = {int(batch): adapter.validate_python(sampling) for batch, sampling in state.sampling.items()}
     schedule = ScheduleState(**state.schedule)
     lengths = {name: (tokens, samples) for name, (tokens, samples) in state.lengths.items()}
     pipeline = PipelineState(ahead, unfinished, taken, order_state(state), sampling, schedule, lengths)

@@ -63,22 +63,22 @@ def add_resume_settings(message: str, checkpoint: CheckpointConfig, run_dir: Pat
 
 def free_directory(base: Path) -> Path:
     """Return ``base``, or the first of `base-2`, `base-3` ... that does not exist."""
-    found, number = base, 2
-    while os.path.lexists(found):
-        found = base.with_name(f"{base.name}-{number}")
+    directory, number = base, 2
+    while os.path.lexists(directory):
+        directory = base.with_name(f"{base.name}-{number}")
         number += 1
-    return found
+    return directory
 
 
 def make_free_directory(base: Path) -> Path:
     """Make `free_directory` of ``base`` and return it. No two processes get the same one."""
     while True:
-        found = free_directory(base)
+        directory = free_directory(base)
         try:
-            found.mkdir(parents=True)
+            directory.mkdir(parents=True)
         except FileExistsError:  # another process was first
             continue
-        return found
+        return directory
 
 
 def check_writable(run_dir: Path) -> Path:

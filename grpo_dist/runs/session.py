@@ -118,8 +118,8 @@ def _find_error(run: Run) -> str | None:
 
 def _expected_counts(run: Run) -> Counter[str]:
     """Return how often each prompt should have been sampled, by the last checkpoint. Raises ValueError."""
-    config, found = run.config, list_checkpoints(run.directory / CHECKPOINTS)
-    state = load_state(found[-1], run.identity) if found else None
+    config, checkpoints = run.config, list_checkpoints(run.directory / CHECKPOINTS)
+    state = load_state(checkpoints[-1], run.identity) if checkpoints else None
     if state is None or state.step != config.steps:
         raise ValueError(f"{run.directory / CHECKPOINTS}: no checkpoint of step {config.steps}")
     per_batch = config.batch.prompts_per_step
@@ -267,8 +267,8 @@ async def _start(run: Run, cluster: Cluster, first: ResumePoint) -> Workers:
         for change in recorded_changes(since, first.step):
             print_line(change)
             run.tracker.note(change)
-        own = digest_run_code(config.own_pieces, config.rewards, config.data)
-        if changed := other_code(first.checkpoint, own):
+        hashes = digest_run_code(config.own_pieces, config.rewards, config.data)
+        if changed := other_code(first.checkpoint, hashes):
             run.tracker.warn(changed)
     return workers
 
@@ -278,8 +278,9 @@ def _loop(run: Run, workers: Workers) -> Callable[..., Awaitable[int]]:
     config, inputs = run.config, run.inputs
     if isinstance(inputs, SupervisedInputs):
         return partial(supervised.run, config, workers, inputs.prompts, inputs.held_out)
-    shown = inputs.demonstrations
-    return partial(driver.run, config, workers, inputs.prompts, inputs.eval_sets, demonstrations=shown)
+    return partial(
+        driver.run, config, workers, inputs.prompts, inputs.eval_sets, demonstrations=inputs.demonstrations
+    )
 
 
 async def _finish(run: Run, workers: Workers) -> None:

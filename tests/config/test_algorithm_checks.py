@@ -153,9 +153,9 @@ def test_groups_of_one_are_not_refilled(base):
     alone = ["algorithm.advantage=reinforce_pp", "batch.samples_per_prompt=1", "algorithm.reward_norm=none"]
     words = "groups of equal rewards are replaced, and every group of one is such a group"
     assert words in refusal(base, *alone, "dynamic_sampling.enabled=true")
-    own = ["code_paths=[.]", "algorithm.advantage=mine:median", *alone[1:]]
-    assert words in refusal(base, *own, "dynamic_sampling.enabled=true")
-    assert load_config(base, own).batch.samples_per_prompt == 1
+    overrides = ["code_paths=[.]", "algorithm.advantage=mine:median", *alone[1:]]
+    assert words in refusal(base, *overrides, "dynamic_sampling.enabled=true")
+    assert load_config(base, overrides).batch.samples_per_prompt == 1
 
 
 def test_a_discount_of_outcomes_does_not_go_with_rewards_of_steps(base):

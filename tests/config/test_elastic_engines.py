@@ -15,8 +15,8 @@ from tests.support.plans import config, shape
 
 
 def test_a_range_sets_the_reserved_engines_and_the_most():
-    given = RolloutConfig.model_validate({"num_workers": {"min": 2, "max": 5}})
-    assert (given.num_workers, given.max_workers, given.most_workers, given.may_grow) == (2, 5, 5, True)
+    ranged = RolloutConfig.model_validate({"num_workers": {"min": 2, "max": 5}})
+    assert (ranged.num_workers, ranged.max_workers, ranged.most_workers, ranged.may_grow) == (2, 5, 5, True)
     plain = RolloutConfig(num_workers=2)
     assert (plain.max_workers, plain.most_workers, plain.may_grow) == (None, 2, False)
     assert not RolloutConfig(num_workers=2, max_workers=2).may_grow
@@ -67,9 +67,9 @@ def test_engines_that_join_colocated_ones_have_devices_of_their_own():
 
 
 def test_on_cpus_they_take_the_threads_of_an_engine():
-    own = {"rollout.max_workers": 3, "rollout.threads": 2, "policy.threads": 5}
+    changes = {"rollout.max_workers": 3, "rollout.threads": 2, "policy.threads": 5}
     for where in ("colocated", "separate"):
-        wanted = changed(shape(1, 1, where=where), own)
+        wanted = changed(shape(1, 1, where=where), changes)
         assert guests(wanted, Resources(cpus=16, gpus=0)) == GuestSpec(2, cpus=2, gpus=0)
 
 

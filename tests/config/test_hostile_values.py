@@ -35,9 +35,9 @@ def path(tmp_path):
 
 def refused(path, text, *overrides):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError) as refusal:
         load_config(path, overrides)
-    message = str(found.value)
+    message = str(refusal.value)
     message.encode()  # it can be printed
     assert "\n" not in message
     return message

@@ -193,8 +193,8 @@ def test_a_word_with_many_meanings_has_no_answer(name):
 
 @pytest.mark.parametrize("name", ["model.path", "optim.lr", "ppo_mini_batch_size", "enable", "strategy"])
 def test_a_setting_of_the_critic_is_never_answered_with_one_of_the_policy(name):
-    found = lookup(f"critic.{name}")
-    assert {one.row.keys for one in found} == {()}
+    matches = lookup(f"critic.{name}")
+    assert {one.row.keys for one in matches} == {()}
 
 
 def test_a_flag_of_another_framework_is_answered_with_our_key(base, capsys):
@@ -206,7 +206,7 @@ def test_a_flag_of_another_framework_is_answered_with_our_key(base, capsys):
 
 def test_settings_that_the_maths_documents_for_peers_are_accepted():
     """ROLL's truncated weights in [0, 1] are cispo's with no room above 1."""
-    own = AlgorithmConfig(loss={"name": "cispo", "clip_low": 1.0, "clip_high": 0.0}).loss
-    assert (own.clip_low, own.clip_high) == (1.0, 0.0)
+    loss = AlgorithmConfig(loss={"name": "cispo", "clip_low": 1.0, "clip_high": 0.0}).loss
+    assert (loss.clip_low, loss.clip_high) == (1.0, 0.0)
     text = (ROOT / "grpo_dist/algorithms/README.md").read_text()
     assert "its `tis` is `cispo` with\n`clip_low: 1, clip_high: 0`" in text

@@ -27,9 +27,9 @@ def test_the_documents_list_what_every_preset_sets(name):
     page = (ROOT / "configs" / "README.md").read_text()
     part = page.partition("<!-- begin generated: presets -->")[2]
     (row,) = [line for line in part.splitlines() if line.startswith(f"| `{name}` | ")]
-    own = presets.differences(name)
-    assert own and set(own) <= set(presets.settings(name))
-    for key in own:
+    changed = presets.differences(name)
+    assert changed and set(changed) <= set(presets.settings(name))
+    for key in changed:
         setting = re.sub(r"\.(name|kind|enabled)$", "", key.removeprefix("algorithm."))
         assert f"`{setting}` " in row
 
@@ -129,14 +129,14 @@ def test_the_name_alone_is_reported_with_every_setting_that_differs(base):
     assert label_of(load_config(base)) is None
     other = load_config(base, ["+algorithm=grpo", "algorithm.loss={name: sapo, tau_positive: 2}"])
     assert label_of(other) == "grpo, changed: algorithm.loss=sapo, algorithm.loss.tau_positive=2.0"
-    own = load_config(base, ["algorithm.preset=mine"])
-    assert presets.described(own) == "algorithm: preset mine (not one of this project's)"
+    config = load_config(base, ["algorithm.preset=mine"])
+    assert presets.described(config) == "algorithm: preset mine (not one of this project's)"
 
 
 @pytest.mark.parametrize("name", presets.names())
 def test_a_configuration_with_a_preset_has_its_label_unchanged(base, name):
-    own = [f"+algorithm={name}", "batch.samples_per_prompt=8", *PRESET_NEEDS.get(name, [])]
-    config = load_config(base, own)
+    overrides = [f"+algorithm={name}", "batch.samples_per_prompt=8", *PRESET_NEEDS.get(name, [])]
+    config = load_config(base, overrides)
     assert label_of(config) == name
     assert "changed" not in presets.described(config)
 

@@ -16,7 +16,7 @@ def config(**more):
 
 def test_steps_seed_and_optimiser_are_those_of_sft_and_ranks_those_of_policy():
     policy = {"num_workers": 2, "zero_stage": 3, "lora": {}, "optimizer": {"lr": 1e-6, "eps": 1e-7}}
-    found = SupervisedConfig.from_config(
+    supervised = SupervisedConfig.from_config(
         config(
             policy=policy,
             batch={
@@ -28,17 +28,17 @@ def test_steps_seed_and_optimiser_are_those_of_sft_and_ranks_those_of_policy():
             algorithm={"kl": {"coef": 0.1}, "entropy": {"coef": 0.1}},
         )
     )
-    assert (found.steps, found.total_updates, found.seed) == (30, 30, 5)
-    optimizer = found.policy.optimizer
+    assert (supervised.steps, supervised.total_updates, supervised.seed) == (30, 30, 5)
+    optimizer = supervised.policy.optimizer
     assert (optimizer.lr, optimizer.warmup_steps, optimizer.eps) == (1e-3, 3, 1e-7)
     assert (optimizer.schedule, optimizer.min_lr_ratio, optimizer.weight_decay) == ("linear", 0.1, 0.01)
-    assert (found.policy.zero_stage, found.policy.lora is not None, found.model.dtype) == (
+    assert (supervised.policy.zero_stage, supervised.policy.lora is not None, supervised.model.dtype) == (
         3,
         True,
         "bfloat16",
     )
-    assert not found.needs_reference and found.is_supervised
-    assert found.sampling.temperature == 1.0
+    assert not supervised.needs_reference and supervised.is_supervised
+    assert supervised.sampling.temperature == 1.0
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_steps_seed_and_optimiser_are_those_of_sft_and_ranks_those_of_policy():
 def test_what_reinforcement_sets_contradicts_nothing_in_the_supervised_stage(reinforcement):
     batch = {"prompts_per_step": 4, "samples_per_prompt": 2} | reinforcement["batch"]
     whole = config(policy={"num_workers": 2}, **(reinforcement | {"batch": batch}))
-    found = SupervisedConfig.from_config(whole)
-    assert (found.steps, found.policy.num_workers, found.max_staleness) == (30, 2, 0)
+    supervised = SupervisedConfig.from_config(whole)
+    assert (supervised.steps, supervised.policy.num_workers, supervised.max_staleness) == (30, 2, 0)
 
 
 def test_it_is_written_as_a_configuration_that_loads(tmp_path):

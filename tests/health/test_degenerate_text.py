@@ -66,5 +66,5 @@ def test_few_real_solutions_are_degenerate(shared_data):
     """The degenerate one ends in two thousand threes."""
     lines = (shared_data / "gsm8k_graded_solutions.jsonl").read_text().splitlines()
     texts = [v for line in lines for v in json.loads(line).values() if isinstance(v, str)]
-    found = [text for text in texts if is_degenerate(text)]
-    assert len(texts) > 1000 and len(found) == 1 and found[0].rstrip().endswith("3" * 200)
+    degenerate = [text for text in texts if is_degenerate(text)]
+    assert len(texts) > 1000 and len(degenerate) == 1 and degenerate[0].rstrip().endswith("3" * 200)

@@ -59,17 +59,17 @@ def named(nodes) -> set[str]:
 
 def logged(tree: ast.AST) -> set[str]:
     """Return names where metrics are made: keys of mappings, and names assigned to variables."""
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
-            found |= named(node.keys)
+            names |= named(node.keys)
         elif isinstance(node, ast.DictComp):
-            found |= named([node.key])
+            names |= named([node.key])
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-            found |= named([node.slice])
+            names |= named([node.slice])
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found |= {n for n in named([node.value]) if n.partition("/")[0] in FAMILIES}
-    return found
+            names |= {n for n in named([node.value]) if n.partition("/")[0] in FAMILIES}
+    return names
 
 
 def phases(tree: ast.AST) -> set[str]:
@@ -140,9 +140,9 @@ def test_a_run_logs_nothing_that_is_not_in_the_catalogue(of_a_run):
 def test_no_code_names_a_metric_that_is_not_in_the_catalogue():
     """Neither in code that makes metrics, in any family, nor in code that reads them."""
     read = {n: path for path, tree in sources().items() for n in metrics_read(tree)}
-    found = {n: path for n, path in (written() | read).items() if n not in PARTS}
-    assert len(found) > 60
-    assert {n: path for n, path in found.items() if described(n.replace("<>", "x")) is None} == {}
+    logged = {n: path for n, path in (written() | read).items() if n not in PARTS}
+    assert len(logged) > 60
+    assert {n: path for n, path in logged.items() if described(n.replace("<>", "x")) is None} == {}
 
 
 def test_the_catalogue_has_nothing_that_is_not_logged(of_a_run):

@@ -28,12 +28,12 @@ def shown(view, width=120):
 
 
 def step(view, number, clock, *, seconds=4.0, reward=0.5, **metrics):
-    own = [Span("sample", 0, 0.75 * seconds), Span("update", 0, 0.25 * seconds)]
+    loop_spans = [Span("sample", 0, 0.75 * seconds), Span("update", 0, 0.25 * seconds)]
     engines = {
         "rollout-0": Usage({"sample": 0.5 * seconds}, peak_bytes=2**30),
         "rollout-1": Usage({"sample": 0.25 * seconds}, peak_bytes=2**31),
     }
-    view.took(own, engines)
+    view.took(loop_spans, engines)
     clock.now += seconds
     view.step(number, {"reward/mean": reward, **metrics})
 
@@ -156,11 +156,11 @@ def test_clock_text(seconds, text):
 
 
 def test_without_a_terminal_only_lines_are_printed(monkeypatch, capsys):
-    own = Console("demo", 3, 0)
+    console = Console("demo", 3, 0)
     metrics = {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 10.0, "reward/mean": 0.25}
-    own.log(1, metrics)
-    own.warn("careful")
-    own.close(failed=False)
+    console.log(1, metrics)
+    console.warn("careful")
+    console.close(failed=False)
     text = capsys.readouterr().out
     assert [line[:9] for line in text.splitlines()] == ["step    1", "careful"]
     assert "\x1b" not in text
@@ -170,9 +170,9 @@ def test_a_log_with_forced_colours_is_no_terminal(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     out = io.StringIO()
     monkeypatch.setattr("sys.stdout", out)
-    own = Console("demo", 3, 0)
-    own.log(1, {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 10.0})
-    own.close(failed=False)
+    console = Console("demo", 3, 0)
+    console.log(1, {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 10.0})
+    console.close(failed=False)
     assert "step    1" in out.getvalue() and "1/3 steps" not in out.getvalue()
 
 
@@ -212,10 +212,10 @@ def test_a_terminal_shows_the_view_below_its_lines_and_is_restored(monkeypatch):
     out.isatty = lambda: True
     terminal = RichConsole(file=out, force_interactive=True, width=100, soft_wrap=True, highlight=False)
     monkeypatch.setattr(console_module, "Terminal", lambda **_: terminal)
-    own = Console("demo", 3, 0)
-    own.view.phase("sample")
-    own.log(1, {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 10.0, "reward/mean": 0.25})
-    own.close(failed=False)
+    console = Console("demo", 3, 0)
+    console.view.phase("sample")
+    console.log(1, {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 10.0, "reward/mean": 0.25})
+    console.close(failed=False)
     text = out.getvalue()
     assert "step    1" in text and "1/3 steps" in text
     assert text.rstrip().endswith("\x1b[2K") or "\x1b[?25h" in text  # the cursor is visible again

@@ -68,8 +68,8 @@ def test_the_timeline_of_chosen_steps_has_all_actors_on_one_clock(tmp_path):
     events = json.loads((tmp_path / "profile" / "timeline.json").read_text())["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert list(tracks.values()) == ["driver", "policy-0", "rollout-0"]
-    drawn = [(tracks[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
-    assert sorted(drawn) == [
+    slices = [(tracks[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert sorted(slices) == [
         ("driver", "sample", 0.0, 5e6),
         ("driver", "sample", 10e6, 5e6),
         ("policy-0", "update", 5e6, 4e6),

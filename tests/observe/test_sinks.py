@@ -67,19 +67,19 @@ def beside(sink):
 
 def test_a_tracker_gets_everything_in_order_and_how_the_run_ended():
     kept = Kept()
-    own, warnings = beside(kept)
+    sink, warnings = beside(kept)
     for step in range(200):
-        own.log(step, {"reward/mean": 1.0})
-    close_all([own], failed=True)
+        sink.log(step, {"reward/mean": 1.0})
+    close_all([sink], failed=True)
     assert kept.steps == list(range(200)) and kept.failed is True and warnings == []
 
 
 def test_a_failing_tracker_is_reported_once_and_gets_later_metrics():
     kept = Kept(fails_on=(1, 2, 5))
-    own, warnings = beside(kept)
+    sink, warnings = beside(kept)
     for step in range(8):
-        own.log(step, {})
-    close_all([own], failed=False)
+        sink.log(step, {})
+    close_all([sink], failed=False)
     assert kept.steps == [0, 3, 4, 6, 7] and kept.failed is False
     assert [re.sub(r" \(/.*/test_sinks\.py:\d+ in log\)", "", warning) for warning in warnings] == [
         "kept: failed; records that it refuses are dropped: ConnectionError: step 1: no route to host",
@@ -92,10 +92,10 @@ def test_a_tracker_that_does_not_start_is_left_out():
         raise RuntimeError("no such server")
 
     warnings: list[str] = []
-    own = AsyncSink("broken", broken, warnings.append)
+    sink = AsyncSink("broken", broken, warnings.append)
     for step in range(3000):
-        own.log(step, {})
-    close_all([own], failed=False)
+        sink.log(step, {})
+    close_all([sink], failed=False)
     assert warnings[0].startswith(
         "broken: cannot be started; the run continues without it: RuntimeError: no such server (/"
     )
@@ -107,13 +107,13 @@ def test_a_hanging_tracker_delays_neither_the_loop_nor_the_end(monkeypatch):
     for close_s in longer(0.3):
         monkeypatch.setattr(sinks, "_CLOSE_S", close_s)
         kept, other = Kept(gate=threading.Event()), Kept()
-        own, warnings = beside(kept)
+        sink, warnings = beside(kept)
         second, _ = beside(other)
         for step in range(5000):  # waiting for the sink would take for ever
-            own.log(step, {})
+            sink.log(step, {})
         second.log(1, {})
         assert warnings == ["kept: too slow or hanging; records that do not fit its queue are dropped"]
-        close_all([own, second], failed=False)
+        close_all([sink, second], failed=False)
         closed = other.failed is False
         assert warnings[1] == f"kept: did not finish within {close_s:g} s and was abandoned"
         kept.gate.set()
@@ -124,13 +124,13 @@ def test_a_hanging_tracker_delays_neither_the_loop_nor_the_end(monkeypatch):
 
 def test_a_queue_holds_few_tables_because_they_are_large():
     kept = Kept(gate=threading.Event())
-    own, warnings = beside(kept)
+    sink, warnings = beside(kept)
     table = table_of("step_000001", [group(0, np.random.default_rng(0))], None)
     for step in range(20):
-        own.log(step, {})
-        own.table(step, table)
+        sink.log(step, {})
+        sink.table(step, table)
     kept.gate.set()
-    close_all([own], failed=False)
+    close_all([sink], failed=False)
     assert kept.tables == list(range(8)) and len(kept.steps) == 20 + 8
     assert warnings[0] == "kept: too slow or hanging; records that do not fit its queue are dropped"
 
@@ -298,16 +298,16 @@ def test_wandb_has_metrics_tables_and_the_configuration(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = fakes.config(tracking=OFF | {"wandb": "w"})
-    made = group(0, np.random.default_rng(0), rewards=[0, 1, 0.5, np.nan])
+    sampled = group(0, np.random.default_rng(0), rewards=[0, 1, 0.5, np.nan])
     with Tracker(config, tmp_path) as tracker:
         values = {("p0", 0): TokenValues(0.25, np.full(3, 0.25, np.float32))}
-        tracker.samples("step_000001", [made], values)
+        tracker.samples("step_000001", [sampled], values)
         tracker.log(1, {"reward/mean": 0.5, "loss/total": float("nan")})
         tracker.log(1, {"eval/held/pass@1": 0.75})
-        tracker.samples("step_000002", [made])  # a step without values: only in the run's directory
+        tracker.samples("step_000002", [sampled])  # a step without values: only in the run's directory
         tracker.log(2, {"reward/mean": 0.6})
-    found = services.offline_run(tmp_path / "wandb")
-    first, second = services.history(found)
+    run = services.offline_run(tmp_path / "wandb")
+    first, second = services.history(run)
     assert first["reward/mean"] == 0.5 and first["eval/held/pass@1"] == 0.75 and np.isnan(first["loss/total"])
     assert (first["_step"], second["_step"], second["reward/mean"]) == (1, 2, 0.6)
     assert first["completions/nrows"] == 4 and "completions/path" not in second
@@ -315,7 +315,7 @@ def test_wandb_has_metrics_tables_and_the_configuration(tmp_path, monkeypatch):
     table = json.loads(path.read_text())
     assert table["columns"] == list(COLUMNS)
     assert [row[-2:] for row in table["data"]] == [[0.0, 0.25], [1.0, None], [0.5, None], [None, None]]
-    assert services.config(found)["steps"] == config.steps
+    assert services.config(run)["steps"] == config.steps
 
 
 _HANGS = """

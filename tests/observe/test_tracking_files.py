@@ -48,18 +48,18 @@ def test_repeated_steps_are_in_the_timeline_once(tmp_path):
 
 
 def test_samples_of_repeated_steps_are_removed_and_other_files_stay(tmp_path):
-    made = [group(0, np.random.default_rng(0), rewards=[0, 1, 0, 1])]
+    groups = [group(0, np.random.default_rng(0), rewards=[0, 1, 0, 1])]
     names = [f"{kind}step_{step:06d}" for step in (10, 20, 35) for kind in ("", "eval_held_")]
     with Tracker(quiet(), tmp_path) as tracker:
         for name in names:
-            tracker.samples(name, made)
-        tracker.quarantine(35, made)
+            tracker.samples(name, groups)
+        tracker.quarantine(35, groups)
     (tmp_path / "samples/mine.parquet").write_text("of the user")
     with Tracker(quiet(), tmp_path, start=20) as tracker:
         kept = {path.stem for path in (tmp_path / "samples").iterdir()}
         assert kept == {*names[:4], "mine"}
         assert (tmp_path / "quarantine/step_000035.parquet").is_file()
-        tracker.samples("step_000021", made)
+        tracker.samples("step_000021", groups)
         tracker.back_to(10)
         assert {path.stem for path in (tmp_path / "samples").iterdir()} == {*names[:2], "mine"}
 

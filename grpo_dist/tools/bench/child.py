@@ -33,10 +33,10 @@ class Barrier:
 
 def main() -> None:
     listen()
-    directory, own = Path(sys.argv[1]), sys.argv[2]
-    module, index, count, job = pickle.loads((directory / f"{own}.job").read_bytes())
+    directory, name = Path(sys.argv[1]), sys.argv[2]
+    module, index, count, job = pickle.loads((directory / f"{name}.job").read_bytes())
     result = importlib.import_module(module).measure(Barrier(directory, index, count), **job)
-    (directory / f"{own}.result").write_bytes(pickle.dumps(result))
+    (directory / f"{name}.result").write_bytes(pickle.dumps(result))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def figures(
     sync = sum(map(_sync_s, steps))
     work = sum(NeededWork.of(step).flops(shape, frozen=frozen) for step in steps)
     trained = _total(steps, "train/tokens")
-    found = {
+    values = {
         "loop/step_s": seconds / len(steps),
         "loop/step_median_s": statistics.median(step.seconds for step in steps),
         "loop/tokens_per_s": tokens / seconds,
@@ -80,13 +80,13 @@ def figures(
     }
     if peak_flops:
         # Rows that no update trained on do not count as work: in proportion to their tokens.
-        found["training/mfu"] = work * (trained / tokens) / update / peak_flops
-        found["training/peak_flops"] = peak_flops
+        values["training/mfu"] = work * (trained / tokens) / update / peak_flops
+        values["training/peak_flops"] = peak_flops
     if limits:
-        found |= _of_limits(
-            found, limits, tokens_per_step=(completion, trained), steps=len(steps), overlapped=overlapped
+        values |= _of_limits(
+            values, limits, tokens_per_step=(completion, trained), steps=len(steps), overlapped=overlapped
         )
-    return found
+    return values
 
 
 def _sync_s(step: StepRecord) -> float:
@@ -104,11 +104,11 @@ def _turns_s(step: StepRecord) -> float:
 
 def _means(steps: Sequence[StepRecord], names: Mapping[str, str]) -> dict[str, float]:
     """Return the mean over the steps that have it of each metric, by the name of its figure."""
-    found = {}
+    means = {}
     for figure, metric in names.items():
         if values := [step.metrics[metric] for step in steps if metric in step.metrics]:
-            found[figure] = statistics.fmean(values)
-    return found
+            means[figure] = statistics.fmean(values)
+    return means
 
 
 def _of_drafts(steps: Sequence[StepRecord]) -> dict[str, float]:
@@ -136,12 +136,12 @@ def _of_the_tail(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Return the staleness of the samples; with `batch.order` completion also the mean steps that a group
     was carried over, and by how much the samples trained so far are longer than what was launched.
     """
-    found = {"tail/staleness": _total(steps, "rollout/staleness_mean") / len(steps)}
+    tail = {"tail/staleness": _total(steps, "rollout/staleness_mean") / len(steps)}
     if any("group/carried_over" in step.metrics for step in steps):
         waited = _total(steps, "group/waited_steps") / len(steps)
-        found |= {"tail/waited_steps": waited}
-        found |= {"tail/length_bias": steps[-1].metrics.get("rollout/length_bias", math.nan)}
-    return found
+        tail |= {"tail/waited_steps": waited}
+        tail |= {"tail/length_bias": steps[-1].metrics.get("rollout/length_bias", math.nan)}
+    return tail
 
 
 def shares(steps: Sequence[StepRecord]) -> dict[str, float]:
@@ -171,22 +171,22 @@ def shares(steps: Sequence[StepRecord]) -> dict[str, float]:
         "score": "scoring",
         "logprobs": "reference",
     }
-    found, before, covered = {}, [], 0.0
+    stages, before, covered = {}, [], 0.0
     for stage, spans in of_stage.items():
         before += spans
         total = covered_s(before, begin, end)
-        found[f"share/{names[stage]}"] = (total - covered) / seconds
+        stages[f"share/{names[stage]}"] = (total - covered) / seconds
         covered = total
     # A change has no span; with the stages that run meanwhile it cannot be more than what they leave.
     turns = min(sum(map(_turns_s, steps)), seconds - covered)
     if turns > 0:
-        found["share/turns"] = turns / seconds
-    found["share/overhead"] = 1.0 - (covered + turns) / seconds
-    found["overhead/step_s"] = (seconds - covered - turns) / len(steps)
-    found["idle/rollout"] = 1.0 - _total(steps, "time/rollout_sample_busy_s") / seconds
+        stages["share/turns"] = turns / seconds
+    stages["share/overhead"] = 1.0 - (covered + turns) / seconds
+    stages["overhead/step_s"] = (seconds - covered - turns) / len(steps)
+    stages["idle/rollout"] = 1.0 - _total(steps, "time/rollout_sample_busy_s") / seconds
     busy = _total(steps, "time/policy_update_busy_s") + _total(steps, "time/policy_sync_busy_s")
-    found["idle/trainer"] = 1.0 - busy / seconds
-    return found
+    stages["idle/trainer"] = 1.0 - busy / seconds
+    return stages
 
 
 def covered_s(spans: Iterable[Span], begin: float, end: float) -> float:
@@ -204,7 +204,7 @@ def covered_s(spans: Iterable[Span], begin: float, end: float) -> float:
 
 
 def _of_limits(
-    found: dict[str, float],
+    figures: dict[str, float],
     limits: StageLimits,
     *,
     tokens_per_step: tuple[float, float],
@@ -215,21 +215,21 @@ def _of_limits(
     of_stage = (
         ("generation", "tokens_per_s", completion / steps, limits.generation_tokens_per_s),
         ("training", "tokens_per_s", trained / steps, limits.training_tokens_per_s),
-        ("sync", "bytes_per_s", found["sync/bytes"], limits.sync_bytes_per_s),
+        ("sync", "bytes_per_s", figures["sync/bytes"], limits.sync_bytes_per_s),
     )
-    made, at_best = dict[str, float](), list[float]()
+    limited, at_best = dict[str, float](), list[float]()
     for stage, unit, work, rate in of_stage:
         if rate is not None:
             at_best.append(work / rate)
-            made |= {f"limit/{stage}_{unit}": rate, f"limit/{stage}_step_s": work / rate}
-            made[f"of_limit/{stage}"] = found[f"{stage}/{unit}"] / rate
+            limited |= {f"limit/{stage}_{unit}": rate, f"limit/{stage}_step_s": work / rate}
+            limited[f"of_limit/{stage}"] = figures[f"{stage}/{unit}"] / rate
     if len(at_best) < len(of_stage):
-        return made
+        return limited
     bound = max(at_best) if overlapped else sum(at_best)
-    return made | {
+    return limited | {
         "limit/step_s": bound,
-        "of_limit/loop": bound / found["loop/step_s"],
-        "loop/step_over_limit": found["loop/step_s"] / bound,
+        "of_limit/loop": bound / figures["loop/step_s"],
+        "loop/step_over_limit": figures["loop/step_s"] / bound,
     }
 
 

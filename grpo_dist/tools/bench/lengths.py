@@ -29,8 +29,8 @@ def length_of(seed: int, lengths: LengthsConfig, *, cap: int, uid: str = "") -> 
     if share:
         middle += math.sqrt(share) * random.Random(f"length of {uid}").gauss(0.0, sigma)
         sigma *= math.sqrt(1.0 - share)
-    drawn = random.Random(f"length {seed}").lognormvariate(middle, sigma)
-    return min(max(round(drawn), 1), cap)
+    length = random.Random(f"length {seed}").lognormvariate(middle, sigma)
+    return min(max(round(length), 1), cap)
 
 
 class ForcedLengths:
@@ -41,8 +41,8 @@ class ForcedLengths:
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:
         cap = sampling.max_new_tokens
-        drawn: list[Any] = [length_of(seed, self._lengths, cap=cap, uid=prompt.uid) for seed in seeds]
-        forced = sampling if None in drawn else replace(sampling, lengths=tuple(drawn))
+        lengths: list[Any] = [length_of(seed, self._lengths, cap=cap, uid=prompt.uid) for seed in seeds]
+        forced = sampling if None in lengths else replace(sampling, lengths=tuple(lengths))
         return await self._rollouts.sample(prompt, seeds=seeds, sampling=forced)
 
     async def abandon(self) -> None:

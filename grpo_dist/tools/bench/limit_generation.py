@@ -44,7 +44,7 @@ def _steps(
     engine: Any, spec: EngineSpec, requests: Sequence[Request], temperature: float
 ) -> list[tuple[int, float, float]]:
     """Return medians of the first and the last third of the steps of batches with requests of one length."""
-    found = []
+    timings = []
     prompt = requests[0].prompt_ids
     tokens = min(_STEP_TOKENS, spec.max_length - len(prompt))
     third = max(1, tokens // 3)
@@ -53,8 +53,8 @@ def _steps(
         asked = [Request(prompt, seed, tokens) for seed in range(count)]
         times = _step_times(engine, asked, temperature)[-tokens:]
         for part, begin in ((times[:third], 0), (times[-third:], tokens - third)):
-            found.append((count, len(prompt) + begin + third / 2, statistics.median(part)))
-    return found
+            timings.append((count, len(prompt) + begin + third / 2, statistics.median(part)))
+    return timings
 
 
 def _step_times(engine: Any, requests: Sequence[Request], temperature: float) -> list[float]:
@@ -76,9 +76,9 @@ def _generate(engine: Any, requests: Sequence[Request], temperature: float) -> f
     begin = time.perf_counter()
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - begin
-    made = [len(output.outputs[0].token_ids) for output in outputs]
-    if made != [r.length for r in requests]:
-        raise RuntimeError(f"generation: {sum(made)} tokens, {sum(r.length for r in requests)} were asked")
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    if lengths != [r.length for r in requests]:
+        raise RuntimeError(f"generation: {sum(lengths)} tokens, {sum(r.length for r in requests)} were asked")
     return seconds
 
 

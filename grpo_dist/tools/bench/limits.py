@@ -69,10 +69,10 @@ def generation_limit(
         for i in range(workers)
     ]
     gpus = rollout.tensor_parallel_size
-    found = run_jobs("grpo_dist.tools.bench.limit_generation", jobs, threads=threads, gpus=gpus)
-    made = sum(r.length for batch in batches for r in batch)
-    slowest = [max(same, key=itemgetter(2)) for same in zip(*(f["steps"] for f in found), strict=True)]
-    return made / fastest([f["seconds"] for f in found]), [DecodeStep(*step) for step in slowest]
+    results = run_jobs("grpo_dist.tools.bench.limit_generation", jobs, threads=threads, gpus=gpus)
+    tokens = sum(r.length for batch in batches for r in batch)
+    slowest = [max(same, key=itemgetter(2)) for same in zip(*(f["steps"] for f in results), strict=True)]
+    return tokens / fastest([f["seconds"] for f in results]), [DecodeStep(*step) for step in slowest]
 
 
 def training_limit(
@@ -95,13 +95,13 @@ def training_limit(
         "trained_share": needed.trained / needed.tokens,
         "repeats": REPEATS,
     }
-    found = run_jobs("grpo_dist.tools.bench.limit_training", [job] * ranks, threads=threads, gpus=1)
-    seconds = [f["seconds"] for f in found]
-    micro = sorted({f["micro_batch"] for f in found})
+    results = run_jobs("grpo_dist.tools.bench.limit_training", [job] * ranks, threads=threads, gpus=1)
+    seconds = [f["seconds"] for f in results]
+    micro = sorted({f["micro_batch"] for f in results})
     best = f"shared prompt prefixes once, micro-batches of {', '.join(f'{m} x {row}' for m in micro)} tokens"
     counted = sum(r.tokens for r in requests) / needed.tokens
     rate = rows * row * ranks * counted / fastest([[s] for s in seconds])
-    return rate, sum(f["matmul"] for f in found), best
+    return rate, sum(f["matmul"] for f in results), best
 
 
 def sync_limit(rollout: RolloutConfig, num_bytes: int, *, port: int) -> float:
@@ -173,12 +173,12 @@ def devices_of(process: int, each: int) -> dict[str, str]:
     if device_type() == "cpu":
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    own = visible.split(",")[process * each : (process + 1) * each]
-    if len(own) < each:
+    devices = visible.split(",")[process * each : (process + 1) * each]
+    if len(devices) < each:
         raise RuntimeError(
             f"{process + 1} processes with {each} GPU(s) each are needed, but only GPUs {visible} are visible"
         )
-    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], module: str, directory: Path) -> None:
@@ -238,10 +238,10 @@ def measured_limits(
     from actors.workers.engine_settings import EngineSpec
 
     spec, rollout = EngineSpec.from_config(config, model_dir), config.rollout
-    temperature, own = config.sampling.first_temperature, threads["rollout"]
+    temperature, rollout_threads = config.sampling.first_temperature, threads["rollout"]
     generation = _attempted(
         "generation",
-        lambda: generation_limit(spec, rollout, temperature, steps, threads=own),
+        lambda: generation_limit(spec, rollout, temperature, steps, threads=rollout_threads),
     )
     training = _attempted(
         "training",

@@ -67,7 +67,7 @@ class BenchRecorder(NullRecorder):
     def warn(self, message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
-    def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
+    def spans(self, step: int, loop_spans: Sequence[Span], workers: Mapping[str, Usage]) -> None:
         self._usage = dict(workers)
 
     def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:

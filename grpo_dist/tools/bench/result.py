@@ -78,9 +78,9 @@ class BenchResult:
             raise UserError(f"{path}: not JSON ({error}); expected the bench.json of a run") from error
         if isinstance(plain, dict) and plain.get("kind") == "gpu-check":
             plain = _benchmark_of(plain, path)
-        found = plain.pop("schema", None) if isinstance(plain, dict) else None
-        if found != SCHEMA:
-            what = "no `schema`" if found is None else f"`schema` = {found}"
+        schema = plain.pop("schema", None) if isinstance(plain, dict) else None
+        if schema != SCHEMA:
+            what = "no `schema`" if schema is None else f"`schema` = {schema}"
             raise UserError(
                 f"{path}: {what}, but this version compares schema {SCHEMA}; measure again with one version"
             )
@@ -96,14 +96,14 @@ class BenchResult:
             raise UserError(f"{path}: not the bench.json of a run ({error}); measure again") from error
 
 
-def _figures(found: Any) -> dict[str, float]:
+def _figures(values: Any) -> dict[str, float]:
     """Return the figures that were measured: null stands for NaN. Raises ValueError for anything else."""
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise ValueError("`figures` is not a mapping")
-    for key, value in found.items():
+    for key, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ValueError(f"`figures.{key}` = {value!r} is not a number")
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _benchmark_of(record: dict[str, Any], path: Path) -> Any:

@@ -114,7 +114,7 @@ def measured(
     settings = dict(limits.stages.settings) if limits.stages else {}
     if card := _card():
         peak, settings["peak"] = card * config.policy.num_workers, "data sheet"
-    found = figures(
+    values = figures(
         steps,
         shape=Shape.of(model_dir),
         peak_flops=peak,
@@ -127,7 +127,7 @@ def measured(
         config=masked(config.model_dump(mode="json")),
         machine=machine_facts(),
         workload=_workload(config.batch, config.max_staleness, steps),
-        figures=found,
+        figures=values,
         limit_settings=settings,
         actors=[ActorMemory(name, u.peak_bytes, u.peak_gpu_bytes) for name, u in steps[-1].usage.items()],
         steps=[_of_step(step) for step in steps],

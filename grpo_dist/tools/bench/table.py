@@ -102,27 +102,27 @@ def print_result(result: BenchResult) -> None:
 def _stages(result: BenchResult) -> Table:
     columns = ("stage", "rate", "in a step", "limit", "of limit")
     table = make_table(f"{result.name}: stages, while busy", columns, bold=True)
-    found = result.figures
+    figures = result.figures
     for stage in _STAGES:
         key = f"{stage}/{'bytes' if stage == 'sync' else 'tokens'}_per_s"
         table.add_row(
             FIGURES[key].label,
-            show(found, key),
-            show(found, f"{stage}/step_s"),
-            show(found, f"limit/{key.replace('/', '_')}"),
-            show(found, f"of_limit/{stage}"),
+            show(figures, key),
+            show(figures, f"{stage}/step_s"),
+            show(figures, f"limit/{key.replace('/', '_')}"),
+            show(figures, f"of_limit/{stage}"),
         )
-    table.add_row("scoring", show(found, "scoring/samples_per_s"), show(found, "scoring/step_s"), "", "")
-    limit = f"{show(found, 'limit/step_s')} a step" if "limit/step_s" in found else "–"
-    rate, seconds = show(found, "loop/tokens_per_s"), show(found, "loop/step_s")
-    table.add_row("[bold]loop", rate, seconds, limit, show(found, "of_limit/loop"))
+    table.add_row("scoring", show(figures, "scoring/samples_per_s"), show(figures, "scoring/step_s"), "", "")
+    limit = f"{show(figures, 'limit/step_s')} a step" if "limit/step_s" in figures else "–"
+    rate, seconds = show(figures, "loop/tokens_per_s"), show(figures, "loop/step_s")
+    table.add_row("[bold]loop", rate, seconds, limit, show(figures, "of_limit/loop"))
     return table
 
 
 def _time(result: BenchResult) -> Table:
-    shown = [key for key in FIGURES if key.startswith("share/") and result.figures.get(key)]
+    keys = [key for key in FIGURES if key.startswith("share/") and result.figures.get(key)]
     table = make_table("where a step's time goes, once each", ("", "share", "in a step"), bold=True)
-    for key in shown:
+    for key in keys:
         seconds = result.figures[key] * result.figures["loop/step_s"]
         table.add_row(
             FIGURES[key].label.removeprefix("time: "), show(result.figures, key), written(seconds, "s")
@@ -140,58 +140,60 @@ def _memory(result: BenchResult) -> Table:
 
 
 def _summary(result: BenchResult) -> list[str]:
-    found = result.figures
+    figures = result.figures
     lines = [
-        f"loop: {show(found, 'loop/completion_tokens_per_s')} of completions, "
-        f"{show(found, 'loop/samples_per_s').replace(' /s', ' samples/s')}; idle: rollout "
-        f"{show(found, 'idle/rollout')}, trainer {show(found, 'idle/trainer')}; CPU time of the driver "
-        f"{show(found, 'overhead/driver_cpu_s')} a step"
+        f"loop: {show(figures, 'loop/completion_tokens_per_s')} of completions, "
+        f"{show(figures, 'loop/samples_per_s').replace(' /s', ' samples/s')}; idle: rollout "
+        f"{show(figures, 'idle/rollout')}, trainer {show(figures, 'idle/trainer')}; CPU time of the driver "
+        f"{show(figures, 'overhead/driver_cpu_s')} a step"
     ]
-    if "episodes/turns" in found:
+    if "episodes/turns" in figures:
         lines.append(
-            f"episodes: {found['episodes/turns']:.1f} turns, {show(found, 'episodes/tool_wait_s')} of an "
-            f"environment after each; {show(found, 'episodes/cached_share')} of later prompts from the cache"
+            f"episodes: {figures['episodes/turns']:.1f} turns, {show(figures, 'episodes/tool_wait_s')} of an "
+            f"environment after each; {show(figures, 'episodes/cached_share')} of later prompts from the "
+            "cache"
         )
-    if "generation/acceptance_length" in found:
+    if "generation/acceptance_length" in figures:
         lines.append(
-            f"drafts: {show(found, 'generation/acceptance_length')} of a pass with a draft, the drawn one too"
+            f"drafts: {show(figures, 'generation/acceptance_length')} of a pass with a draft, the drawn one "
+            "too"
         )
-    if "training/mfu" in found:
+    if "training/mfu" in figures:
         lines.append(
-            f"trainer: {show(found, 'training/mfu')} of {show(found, 'training/peak_flops')}"
+            f"trainer: {show(figures, 'training/mfu')} of {show(figures, 'training/peak_flops')}"
             f" ({result.limit_settings.get('peak', 'data sheet')})"
         )
-    if "loop/step_over_limit" in found:
-        lines.append(f"step: {found['loop/step_over_limit']:.2f}x the {result.limit_settings['step']}")
-    return lines + notes(found)
+    if "loop/step_over_limit" in figures:
+        lines.append(f"step: {figures['loop/step_over_limit']:.2f}x the {result.limit_settings['step']}")
+    return lines + notes(figures)
 
 
-def notes(found: dict[str, float]) -> list[str]:
+def notes(figures: dict[str, float]) -> list[str]:
     """Return lines for what not every benchmark has: shared prompts, staleness, weights that changed."""
     lines = []
-    if "training/needed_share" in found:
+    if "training/needed_share" in figures:
         lines.append(
-            f"updates: {show(found, 'training/needed_share')} of the tokens they compute are needed, with "
+            f"updates: {show(figures, 'training/needed_share')} of the tokens they compute are needed, with "
             "each shared beginning counted once"
         )
-    if found.get("tail/staleness"):
-        lines.append(f"staleness: {show(found, 'tail/staleness')} in the mean")
-    if "tail/waited_steps" in found:
+    if figures.get("tail/staleness"):
+        lines.append(f"staleness: {show(figures, 'tail/staleness')} in the mean")
+    if "tail/waited_steps" in figures:
         lines.append(
-            f"groups done first: carried over {show(found, 'tail/waited_steps')} in the mean; length bias "
-            f"{show(found, 'tail/length_bias')}"
+            f"groups done first: carried over {show(figures, 'tail/waited_steps')} in the mean; length bias "
+            f"{show(figures, 'tail/length_bias')}"
         )
-    if "sync/changed_share" in found:
+    if "sync/changed_share" in figures:
         lines.append(
-            f"weight deltas: {show(found, 'sync/changed_share')} of the weights' words changed; "
-            f"{show(found, 'sync/bytes')} a sync"
+            f"weight deltas: {show(figures, 'sync/changed_share')} of the weights' words changed; "
+            f"{show(figures, 'sync/bytes')} a sync"
         )
     return lines
 
 
-def show(found: dict[str, float], key: str) -> str:
+def show(figures: dict[str, float], key: str) -> str:
     """Return the figure ``key`` as text; a dash if it was not measured."""
-    value = found.get(key)
+    value = figures.get(key)
     return "–" if value is None or math.isnan(value) else written(value, FIGURES[key].unit)
 
 
@@ -216,26 +218,26 @@ def ratios(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
 
 def differences(a: BenchResult, b: BenchResult) -> list[str]:
     """Return differences of work and machine, which change the ratios as well as the code does."""
-    found = []
+    differences = []
     for what, x, y in (("workload", a.workload, b.workload), ("machine", a.machine, b.machine)):
         changed = [key for key in {**x, **y} if x.get(key) != y.get(key)]
-        found += [f"{what}: {key} is {x.get(key)} in A and {y.get(key)} in B" for key in changed]
-    return found
+        differences += [f"{what}: {key} is {x.get(key)} in A and {y.get(key)} in B" for key in changed]
+    return differences
 
 
 def ratio_table(a: BenchResult, b: BenchResult) -> Table:
     table = make_table(f"A: {a.name}   B: {b.name}", ("figure", "A", "B", "B / A"), bold=True)
-    found = ratios(a.figures, b.figures)
+    changes = ratios(a.figures, b.figures)
     for key, figure in FIGURES.items():
         if key in a.figures or key in b.figures:
-            ratio = f"{_colour(found[key], figure.better)}{found[key]:.3f}" if key in found else "–"
+            ratio = f"{_colour(changes[key], figure.better)}{changes[key]:.3f}" if key in changes else "–"
             table.add_row(figure.label, show(a.figures, key), show(b.figures, key), ratio)
     peaks = {actor.name: actor.peak_bytes for actor in b.actors}
     for actor in a.actors:
         if actor.name in peaks:
             change = peaks[actor.name] / max(actor.peak_bytes, 1)
-            own, other = written(actor.peak_bytes, "B"), written(peaks[actor.name], "B")
-            table.add_row(f"peak memory of {actor.name}", own, other, f"{_colour(change, -1)}{change:.3f}")
+            ours, other = written(actor.peak_bytes, "B"), written(peaks[actor.name], "B")
+            table.add_row(f"peak memory of {actor.name}", ours, other, f"{_colour(change, -1)}{change:.3f}")
     return table
 
 

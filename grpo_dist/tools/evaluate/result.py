@@ -50,8 +50,8 @@ class JudgedProblem:
     def from_verdict(
         cls, name: str, prompt: Prompt, by: Mapping[str, str], verdict: Verdict, ks: Sequence[int]
     ) -> JudgedProblem:
-        drawn = len(verdict.correct)
-        names = [*(f"pass@{k}" for k in ks), *([f"avg@{drawn}"] if drawn > 1 else [])]
+        sampled = len(verdict.correct)
+        names = [*(f"pass@{k}" for k in ks), *([f"avg@{sampled}"] if sampled > 1 else [])]
         values = measures_of_problem(verdict.flags, ks, verdict.numbers)
         return cls(name, prompt, by, verdict, dict.fromkeys(names, math.nan) | values)
 

@@ -131,9 +131,10 @@ def _read_sets(
     Columns that only the breakdown needs are hidden from the rewards, which see the same as in training.
     """
     data = sections.data
-    own, sources = own_problems(data, sections.environments), data.with_prompts(data.eval)
+    environment_columns = own_problems(data, sections.environments)
+    sources = data.with_prompts(data.eval)
     columns = [
-        [name for name in common_columns(source, own) if name in (by or breakdown(source))]
+        [name for name in common_columns(source, environment_columns) if name in (by or breakdown(source))]
         for source in sources
     ]
     for name in by:
@@ -150,7 +151,7 @@ def _read_sets(
             return list(items)
         return [replace(x, columns={name: x.columns[name] for name in source.columns}) for x in items]
 
-    rows = read_all(with_columns, "data.eval", own, asked=asked_columns(sections.rewards))
+    rows = read_all(with_columns, "data.eval", environment_columns, asked=asked_columns(sections.rewards))
     scored = [(source, visible(source, of_set)) for source, (_, of_set) in zip(sources, rows, strict=True)]
     check_columns(sections.rewards, scored, "data.eval")
     sets = []

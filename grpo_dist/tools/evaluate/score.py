@@ -183,8 +183,8 @@ def score_completions(
             if tokenizer is not None:
                 ids = tokenizer([r.text for r in rollouts], add_special_tokens=False)["input_ids"]
                 rollouts = tuple(
-                    replace(r, completion_ids=np.asarray(own, np.int32))
-                    for r, own in zip(rollouts, ids, strict=True)
+                    replace(r, completion_ids=np.asarray(sample_ids, np.int32))
+                    for r, sample_ids in zip(rollouts, ids, strict=True)
                 )
             prompt = replace(item.prompt, thought=infer_thought([r.text for r in rollouts], rewards))
             group = CompletionGroup.from_rollouts(
@@ -349,13 +349,13 @@ def _print_rewards(console: Console, scored: Scored, parts: Mapping[str, np.ndar
     values = totals | {name: part[has[name]] for name, part in parts.items()}
     columns = ("reward", "scored", "unscored", "mean", "std", "min", "p50", "max")
     rows = []
-    for name, own in values.items():
-        known = own[~np.isnan(own)]
+    for name, scores in values.items():
+        known = scores[~np.isnan(scores)]
         numbers = (
             (known.mean(), known.std(), known.min(), np.median(known), known.max()) if len(known) else ()
         )
         cells = [f"{number:.3f}" for number in numbers] or ["–"] * 5
-        rows.append([escape(name), str(len(known)), str(len(own) - len(known) or "–"), *cells])
+        rows.append([escape(name), str(len(known)), str(len(scores) - len(known) or "–"), *cells])
     print_rows(console, "rewards", columns, rows)
     if outcomes := Counter(o for group in scored.groups for o in group.outcomes if o):
         console.print("math outcomes: " + ", ".join(f"{o} {n}" for o, n in outcomes.most_common()))

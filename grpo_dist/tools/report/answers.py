@@ -26,7 +26,7 @@ class AnswerReader:
         self._left = _SEARCHED
         self.not_searched = 0
 
-    def found(self, completions: Sequence[str], outcomes: Sequence[str]) -> list[str | None]:
+    def read(self, completions: Sequence[str], outcomes: Sequence[str]) -> list[str | None]:
         """Return the answer of each completion; None: no answer, or not searched.
 
         This is the last box, behind a thought closed by ``</think>`` if something follows it, else what the
@@ -37,8 +37,8 @@ class AnswerReader:
         for i, (completion, outcome) in enumerate(zip(completions, outcomes, strict=True)):
             if outcome == "no_answer":  # any box is inside an unclosed thought
                 continue
-            if found := boxes(final_text(completion[-_LONGEST_COMPLETION:])):
-                answers[i] = found[-1]
+            if boxed := boxes(final_text(completion[-_LONGEST_COMPLETION:])):
+                answers[i] = boxed[-1]
             elif not outcome:
                 answers[i] = final_answer(completion) or None
             elif outcome in ("correct", "wrong"):

@@ -74,20 +74,20 @@ def _report(
 
 def steps_of(text: str) -> tuple[int, ...]:
     """Parse a list of steps: 1,10,50-52 -> (1, 10, 50, 51, 52). Raises UserError."""
-    found: list[int] = []
+    chosen: list[int] = []
     for item in filter(None, text.split(",")):
         first, dash, last = item.strip().partition("-")
         numbers = (first, last) if dash else (first,)
-        shown = f"--token-steps {text[:40]}: {item[:40]!r}"
+        where = f"--token-steps {text[:40]}: {item[:40]!r}"
         if not all(number.isdecimal() for number in numbers):
-            raise UserError(f"{shown} is not a step; expected e.g. 1,10,50-60")
+            raise UserError(f"{where} is not a step; expected e.g. 1,10,50-60")
         # Texts first: Python refuses to convert very long ones.
         if any(len(number) > len(str(_STEPS)) for number in numbers) or int(numbers[-1]) > _STEPS:
-            raise UserError(f"{shown}: expected steps up to {_STEPS}, e.g. 1,10,50-60")
+            raise UserError(f"{where}: expected steps up to {_STEPS}, e.g. 1,10,50-60")
         steps = range(int(first), int(numbers[-1]) + 1)
         if not steps:
-            raise UserError(f"{shown} is not a step; expected e.g. 1,10,50-60")
-        if len(found) + len(steps) > _STEPS:
-            raise UserError(f"{shown}: expected at most {_STEPS} steps in all, e.g. 1,10,50-60")
-        found += steps
-    return tuple(found)
+            raise UserError(f"{where} is not a step; expected e.g. 1,10,50-60")
+        if len(chosen) + len(steps) > _STEPS:
+            raise UserError(f"{where}: expected at most {_STEPS} steps in all, e.g. 1,10,50-60")
+        chosen += steps
+    return tuple(chosen)

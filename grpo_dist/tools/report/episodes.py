@@ -39,15 +39,15 @@ class TokenRow:
 
 def turns_of(table: pa.Table) -> list[list[dict[str, Any]] | None]:
     """Return the turns of each sample; None for a sample that is no episode."""
-    return [found or None for found in _values(table, "turns")]
+    return [turns or None for turns in _values(table, "turns")]
 
 
 def call_outcomes(turns: Sequence[Mapping[str, Any]] | None) -> str | None:
     """Return the outcomes of all tool calls of an episode, e.g. "ok, timeout"; "none" without a call."""
     if turns is None:
         return None
-    found = {call["outcome"] for turn in turns for call in turn["calls"] or ()}
-    return ", ".join(sorted(found)) or NO_CALL
+    outcomes = {call["outcome"] for turn in turns for call in turn["calls"] or ()}
+    return ", ".join(sorted(outcomes)) or NO_CALL
 
 
 def call_count(turns: Sequence[Mapping[str, Any]] | None) -> int | None:
@@ -57,8 +57,8 @@ def call_count(turns: Sequence[Mapping[str, Any]] | None) -> int | None:
 def token_rows(table: pa.Table) -> list[list[TokenRow]]:
     """Return the training rows of each sample, the first one first."""
     names = ("completion_ids", "sampled", "logprobs", *_OF_TOKENS)
-    first = [_row(*own) for own in zip(*(lists_of(table, name) for name in names), strict=True)]
-    further = [[_row(*map(row.get, names)) for row in own or ()] for own in _values(table, "further_rows")]
+    first = [_row(*values) for values in zip(*(lists_of(table, name) for name in names), strict=True)]
+    further = [[_row(*map(row.get, names)) for row in rows or ()] for rows in _values(table, "further_rows")]
     return [[row, *more] for row, more in zip(first, further, strict=True)]
 
 
@@ -86,14 +86,14 @@ def lengths_of(table: pa.Table) -> list[int | None]:
 
 def given_ranges(rows: Sequence[TokenRow]) -> list[int]:
     """Return begin and end of each stretch of given tokens, counted over all ``rows``, in one list."""
-    given = ~np.concatenate([row.is_sampled for row in rows])
-    return np.flatnonzero(np.diff(given, prepend=False, append=False)).tolist()
+    is_given = ~np.concatenate([row.is_sampled for row in rows])
+    return np.flatnonzero(np.diff(is_given, prepend=False, append=False)).tolist()
 
 
 def last_action(rows: Sequence[TokenRow]) -> np.ndarray:
     """Return the token ids of the last action, whose text the sample's `completion` is."""
-    given = np.flatnonzero(~rows[-1].is_sampled)
-    return rows[-1].ids[int(given[-1]) + 1 :] if len(given) else rows[-1].ids
+    positions = np.flatnonzero(~rows[-1].is_sampled)
+    return rows[-1].ids[int(positions[-1]) + 1 :] if len(positions) else rows[-1].ids
 
 
 def row_starts(rows: Sequence[TokenRow]) -> list[int]:

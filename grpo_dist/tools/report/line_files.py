@@ -70,9 +70,9 @@ class LineFile:
     def look(self) -> None:
         """Update ``parts``. A missing file has none."""
         try:
-            found = self._path.stat()
+            status = self._path.stat()
             check_regular(self._path)
-            seen = (found.st_ino, found.st_size, found.st_mtime_ns)
+            seen = (status.st_ino, status.st_size, status.st_mtime_ns)
             if seen != self._seen:
                 self._read()
                 self._seen = seen

@@ -59,8 +59,8 @@ def cut(path: Path) -> Cut:
             cuts.append(start)
     footer = pq.read_metadata(path)
     ends = [*cuts[1:], footer.num_rows]
-    found = tuple(Stretch(a, b) for a, b in zip(cuts, ends, strict=True) if b > a)
-    return Cut(found, "trainer_logprobs" in footer.schema.to_arrow_schema().names)
+    stretches = tuple(Stretch(a, b) for a, b in zip(cuts, ends, strict=True) if b > a)
+    return Cut(stretches, "trainer_logprobs" in footer.schema.to_arrow_schema().names)
 
 
 def group_starts(table: pa.Table) -> list[int]:
@@ -101,7 +101,7 @@ def rows(table: pa.Table, answers: AnswerReader) -> dict[str, Any]:
     group = np.zeros(len(table), dtype=int)
     group[starts] = 1
     outcomes = [value or "" for value in texts_of(table, "outcome")]
-    found = answers.found([text or "" for text in texts_of(table, "completion")], outcomes)
+    boxed = answers.read([text or "" for text in texts_of(table, "completion")], outcomes)
     turns = episodes.turns_of(table)
     columns = {
         "group": (np.cumsum(group) - 1).tolist(),
@@ -109,8 +109,8 @@ def rows(table: pa.Table, answers: AnswerReader) -> dict[str, Any]:
         "reward": numbers_of(table, "reward"),
         "length": episodes.lengths_of(table),
         "given": episodes.given_counts(table),
-        "turns": [None if own is None else len(own) for own in turns],
-        "calls": [episodes.call_count(own) for own in turns],
+        "turns": [None if each is None else len(each) for each in turns],
+        "calls": [episodes.call_count(each) for each in turns],
         "advantage": _advantages(table),
         "uid": _shared(texts_of(table, "uid")),
         "source": _shared(texts_of(table, "source")),
@@ -118,18 +118,16 @@ def rows(table: pa.Table, answers: AnswerReader) -> dict[str, Any]:
         "finish": _shared(texts_of(table, "finish_reason")),
         "problem": _shared([_preview(text) for text in texts_of(table, "problem")]),
         "expected": _shared([_preview(text) for text in texts_of(table, "answer")]),
-        "found": _shared([_preview(text) for text in found]),
-        "called": _shared([episodes.call_outcomes(own) for own in turns]),
+        "found": _shared([_preview(text) for text in boxed]),
+        "called": _shared([episodes.call_outcomes(each) for each in turns]),
         "ending": _shared([_ending(text) for text in texts_of(table, "completion")]),
-        "failure": _shared(["\n".join(own) for own in _failures(table)]),
+        "failure": _shared(["\n".join(reasons) for reasons in _failures(table)]),
     }
     parts = [name for name in table.schema.names if name.startswith(_PART)]
     return columns | {"parts": {name.removeprefix(_PART): numbers_of(table, name) for name in parts}}
 
 
-def texts(
-    table: pa.Table, token_texts: Callable[[np.ndarray], list[str]] | None = None
-) -> dict[str, Any]:
+def texts(table: pa.Table, token_texts: Callable[[np.ndarray], list[str]] | None = None) -> dict[str, Any]:
     """Return {"problem": [...], "answer": [...], "prompt": [...]} per group, and {"completion": [...],
     "turns": [...]} per sample; turns are null for a sample that is no episode.
 
@@ -146,7 +144,7 @@ def texts(
         "problem": [_shortened(text) for text in texts_of(first, "problem")],
         "answer": [_shortened(text) for text in texts_of(first, "answer")],
         "completion": [_shortened(text) for text in texts_of(table, "completion")],
-        "turns": [own and [_shown_turn(turn) for turn in own] for own in episodes.turns_of(table)],
+        "turns": [each and [_shown_turn(turn) for turn in each] for each in episodes.turns_of(table)],
     }
 
 
@@ -171,8 +169,8 @@ def _advantages(table: pa.Table) -> list[float | None]:
     """
     if "advantage" in table.schema.names:
         return [_rounded(value) for value in table["advantage"].to_pylist()]
-    found = episodes.lists_of(table, "advantages")
-    return [None if own is None or not len(own) else _rounded(float(np.mean(own))) for own in found]
+    advantages = episodes.lists_of(table, "advantages")
+    return [None if v is None or not len(v) else _rounded(float(np.mean(v))) for v in advantages]
 
 
 def _shown_prompt(ids: np.ndarray, token_texts: Callable[[np.ndarray], list[str]]) -> dict[str, Any]:
@@ -184,7 +182,7 @@ def _shown_prompt(ids: np.ndarray, token_texts: Callable[[np.ndarray], list[str]
 def _failures(table: pa.Table) -> list[list[str]]:
     if "failures" not in table.schema.names:
         return [[]] * len(table)
-    return [own or [] for own in table["failures"].to_pylist()]
+    return [reasons or [] for reasons in table["failures"].to_pylist()]
 
 
 def _shown_turn(turn: Mapping[str, Any]) -> dict[str, Any]:

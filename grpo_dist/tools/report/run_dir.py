@@ -56,14 +56,14 @@ class SampleFile:
     @property
     def version(self) -> str:
         """A text that changes with the file. Raises OSError for a missing file."""
-        found = self.path.stat()
-        return f"{found.st_mtime_ns:x}-{found.st_size:x}"
+        status = self.path.stat()
+        return f"{status.st_mtime_ns:x}-{status.st_size:x}"
 
 
 def open_runs(paths: Sequence[str]) -> list[RunDir]:
     """Open the runs. Raises UserError for a path that is not a run directory, or is given twice."""
-    found = [expanded(path) for path in paths]
-    for path in found:
+    directories = [expanded(path) for path in paths]
+    for path in directories:
         if not path.is_dir():
             raise UserError(
                 f"{path}: no such directory{searched(path)}; expected a run directory of grpo-dist train, "
@@ -75,7 +75,7 @@ def open_runs(paths: Sequence[str]) -> list[RunDir]:
                 "expected a run directory of grpo-dist train, e.g. runs/demo, or the directory of a "
                 "grpo-dist eval"
             )
-    resolved = [path.resolve() for path in found]
+    resolved = [path.resolve() for path in directories]
     if len(set(resolved)) < len(resolved):
         twice = next(path for path in resolved if resolved.count(path) > 1)
         raise UserError(f"{twice}: given twice; give each run once")
@@ -102,12 +102,12 @@ def is_evaluation(run: Path) -> bool:
 def sample_files(run: Path) -> list[SampleFile]:
     """Return the tables ordered by step, the training batch of a step first."""
     if is_evaluation(run):
-        found = [
+        files = [
             SampleFile(path, _kind(path.parent.name), 0) for path in run.glob("samples/*/part_*.parquet")
         ]
-        return sorted(found, key=lambda file: file.key)
-    found = [*_tables(run / "samples"), *_tables(run / QUARANTINE)]
-    return sorted(found, key=lambda file: (file.step, file.kind != TRAINING, file.kind))
+        return sorted(files, key=lambda file: file.key)
+    files = [*_tables(run / "samples"), *_tables(run / QUARANTINE)]
+    return sorted(files, key=lambda file: (file.step, file.kind != TRAINING, file.kind))
 
 
 def _tables(directory: Path) -> Iterator[SampleFile]:
@@ -158,9 +158,9 @@ def _defaults() -> dict[str, str]:
         "data": {"train": source, "eval": source},
         "sft": {"model": "demo:tiny", "data": source},
     }
-    given = {"model.path", "data.train.0.path", "data.eval.0.path", "sft.model", "sft.data.0.path"}
+    required = {"model.path", "data.train.0.path", "data.eval.0.path", "sft.model", "sft.data.0.path"}
     known = dict(_flat(Config.model_validate(needed).model_dump(mode="json")))
-    return {key: value for key, value in known.items() if key not in given}
+    return {key: value for key, value in known.items() if key not in required}
 
 
 def _default_key(key: str) -> str:
@@ -190,20 +190,20 @@ def settings(run: Path) -> dict[str, Any]:
 def _settings(run: Path) -> tuple[dict[str, Any], str]:
     """Return the settings, and why there are none."""
     if is_evaluation(run):
-        found, why = _object(run / _EVALUATION)
-        own = found.get("settings")
-        model = {"model": {"path": str(found.get("model", ""))}}
-        return ({**own, **model} if isinstance(own, dict) else model), why
+        recorded, why = _object(run / _EVALUATION)
+        sampled = recorded.get("settings")
+        model = {"model": {"path": str(recorded.get("model", ""))}}
+        return ({**sampled, **model} if isinstance(sampled, dict) else model), why
     path = run / _CONFIG
     if not path.is_file():
         return {}, "config.yaml is missing: no settings to show"
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
         check_nesting(text)
-        found = unescaped(yaml.safe_load(text))
+        tree = unescaped(yaml.safe_load(text))
     except (OSError, ValueError, yaml.YAMLError) as error:
         return {}, f"config.yaml: cannot be read ({_first_line(error)})"
-    return masked(found) if isinstance(found, dict) else {}, ""
+    return masked(tree) if isinstance(tree, dict) else {}, ""
 
 
 def _object(path: Path) -> tuple[dict[str, Any], str]:
@@ -211,10 +211,10 @@ def _object(path: Path) -> tuple[dict[str, Any], str]:
     if not path.is_file():
         return {}, ""
     try:
-        found = parse_json(path.read_text(encoding="utf-8", errors="replace"))
+        value = parse_json(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError) as error:
         return {}, f"{path.name}: cannot be read ({_first_line(error)})"
-    return masked(found) if isinstance(found, dict) else {}, ""
+    return masked(value) if isinstance(value, dict) else {}, ""
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

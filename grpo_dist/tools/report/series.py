@@ -33,8 +33,8 @@ def timeline(lines: list[Line]) -> Encoded:
     steps = []
     count = 0
     for line in lines:
-        found = line.get("spans")
-        spans = [span for span in found if _is_span(span)] if isinstance(found, list) else []
+        values = line.get("spans")
+        spans = [span for span in values if _is_span(span)] if isinstance(values, list) else []
         if not isinstance(line.get("step"), int) or not spans:
             continue
         origin = min(begin for _, _, begin, _ in spans)
@@ -51,9 +51,9 @@ def timeline(lines: list[Line]) -> Encoded:
         clock["begin"].append(round(origin, 3))
         clock["end"].append(round(max(end for _, _, _, end in spans), 3))
         count += len(spans)
-    drawn = {"workers": list(workers), "stages": list(stages), "steps": steps}
+    timeline = {"workers": list(workers), "stages": list(stages), "steps": steps}
     times = packed(clock)
-    return Encoded((times, packed(drawn)), weight=count, light=(times, None))
+    return Encoded((times, packed(timeline)), weight=count, light=(times, None))
 
 
 def events(lines: list[Line]) -> Encoded:
@@ -69,16 +69,16 @@ def events(lines: list[Line]) -> Encoded:
 def ledger(lines: list[Line]) -> Encoded:
     """Count prompts by outcome: {"trained": 100, "no_signal": 3}."""
     lists = {name: [line[name] for line in lines if name in line] for name in (TRAINED, *REASONS)}
-    return Encoded({name: sum(len(own) for own in of if isinstance(own, list)) for name, of in lists.items()})
+    return Encoded({name: sum(len(v) for v in each if isinstance(v, list)) for name, each in lists.items()})
 
 
 def totals(parts: Iterable[dict[str, int]]) -> dict[str, int]:
     """Sum several `ledger` payloads; leave out zeros."""
-    found: dict[str, int] = {}
+    totals: dict[str, int] = {}
     for part in parts:
         for name, count in part.items():
-            found[name] = found.get(name, 0) + count
-    return {name: count for name, count in found.items() if count}
+            totals[name] = totals.get(name, 0) + count
+    return {name: count for name, count in totals.items() if count}
 
 
 def _is_span(span: Any) -> bool:

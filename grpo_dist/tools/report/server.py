@@ -92,16 +92,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._piece(path)
 
     def _manifest(self) -> None:
-        found = []
+        manifests = []
         for source in self.server.runs:
             try:
                 with source.lock:
-                    found.append(source.manifest())
+                    manifests.append(source.manifest())
             except OSError as error:
                 reason = f"{error.filename or source.run.path}: {error.strerror or error}"
                 self._answer(500, reason.encode("utf-8", "replace"), "text/plain; charset=utf-8")
                 return
-        body = packed({"live": True, "runs": found})
+        body = packed({"live": True, "runs": manifests})
         tag = f'"{zlib.crc32(body):08x}-{len(body)}"'
         if self.headers.get("If-None-Match") == tag:
             self._answer(304, b"", "application/json", ETag=tag)

@@ -91,13 +91,13 @@ class Source:
         if self._texts is None:  # a run that is starting may still download its model
             self._texts, self.tokenizer = tokens.find_tokenizer(self.run.path, settings(self.run.path))
         notices: list[str] = []
-        own = {"metrics": self._metrics, "timeline": self._timeline, "events": self._events,
+        files = {"metrics": self._metrics, "timeline": self._timeline, "events": self._events,
                "ledger": self._ledger}  # fmt: skip
-        for name, file in own.items():
+        for name, file in files.items():
             file.look()
             if file.torn:
                 notices.append(f"{name}.jsonl: {file.torn} unreadable line(s) left out")
-        missing = [f"{name}.jsonl" for name, file in own.items() if not file.parts and name != "events"]
+        missing = [f"{name}.jsonl" for name, file in files.items() if not file.parts and name != "events"]
         if missing and not is_evaluation(self.run.path):
             notices.append(f"missing or empty: {', '.join(missing)}")
         if self._timeline.left_out:
@@ -135,15 +135,15 @@ class Source:
         kind, _, key = name.partition("/")
         if kind in ("rows", "texts", "tokens"):
             return self._of_samples(kind, self.parts[key])
-        own = {"metrics": self._metrics, "clock": self._timeline, "spans": self._timeline,
+        files = {"metrics": self._metrics, "clock": self._timeline, "spans": self._timeline,
                "events": self._events}  # fmt: skip
-        if kind not in own or not key.isdecimal() or int(key) >= len(own[kind].parts):
+        if kind not in files or not key.isdecimal() or int(key) >= len(files[kind].parts):
             raise KeyError(name)
-        payload = own[kind].parts[int(key)].payload
-        found = payload[("clock", "spans").index(kind)] if own[kind] is self._timeline else payload
-        if found is None:
+        payload = files[kind].parts[int(key)].payload
+        part = payload[("clock", "spans").index(kind)] if files[kind] is self._timeline else payload
+        if part is None:
             raise KeyError(name)
-        return found
+        return part
 
     def pieces_of(self, part: SamplePart) -> dict[str, bytes]:
         """Read the rows and texts of a part at once."""
@@ -213,24 +213,24 @@ class Source:
         """Keep the newest parts of all tables; return how many rollouts and tables are left out, and which
         tables cannot be read.
         """
-        found: list[SamplePart] = []
+        parts: list[SamplePart] = []
         unreadable: list[str] = []
         kept, left_out, tables = 0, 0, 0
         for file in reversed(sample_files(self.run.path)):
             if kept >= self._limits.rollouts:
                 tables += 1
                 continue
-            own = self._parts_of(file)
-            if isinstance(own, str):
-                unreadable.append(own)
+            sample_parts = self._parts_of(file)
+            if isinstance(sample_parts, str):
+                unreadable.append(sample_parts)
                 continue
-            for part in reversed(own):
+            for part in reversed(sample_parts):
                 if kept < self._limits.rollouts:
-                    found.append(part)
+                    parts.append(part)
                     kept += part.rows
                 else:
                     left_out += part.rows
-        self.parts = {part.key: part for part in reversed(found)}
+        self.parts = {part.key: part for part in reversed(parts)}
         self._rows = {key: known for key, known in self._rows.items() if key in self.parts}
         return {"rollouts": left_out, "tables": tables}, unreadable
 
@@ -245,8 +245,8 @@ class Source:
             return []
         if isinstance(known[1], str):
             return known[1]
-        recorded = known[1].recorded
-        return [SamplePart(file, i, own, version, recorded) for i, own in enumerate(known[1].stretches)]
+        cut = known[1]
+        return [SamplePart(file, i, s, version, cut.recorded) for i, s in enumerate(cut.stretches)]
 
 
 def sources(runs: Sequence[RunDir], limits: ReportLimits, answers: AnswerReader) -> list[Source]:

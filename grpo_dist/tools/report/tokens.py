@@ -96,27 +96,29 @@ def _places(run: Path, config: dict[str, Any]) -> list[Path]:
     sft = str(_section(config, "sft").get("model") or "") if first == "sft" else ""
     places = [run / "model", *sorted((run / "checkpoints").glob("*/policy"), reverse=True)]
     places += [expanded(name) for name in (first, sft) if name and ":" not in name]
-    found = [place / "tokenizer.json" for place in places]
+    files = [place / "tokenizer.json" for place in places]
     if first.count("/") == 1:
         from huggingface_hub import try_to_load_from_cache  # slow to import
         from huggingface_hub.errors import HFValidationError
 
         with suppress(HFValidationError):  # a path that is no hub id, such as ./model
             cached = try_to_load_from_cache(first, "tokenizer.json", revision=model.get("revision"))
-            found += [Path(cached)] if isinstance(cached, str) else []
-    return found
+            files += [Path(cached)] if isinstance(cached, str) else []
+    return files
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
-    found = config.get(name)
-    return found if isinstance(found, dict) else {}
+    value = config.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def fits(table: pa.Table, texts: TokenTexts) -> bool:
     """Return True when ``texts`` reproduces some sample: otherwise it is another tokenizer."""
     head = table.slice(0, _CHECKED)
     pairs = zip(episodes.token_rows(head), texts_of(head, "completion"), strict=True)
-    return any(text is not None and texts.gives_back(episodes.last_action(own), text) for own, text in pairs)
+    return any(
+        text is not None and texts.gives_back(episodes.last_action(rows), text) for rows, text in pairs
+    )
 
 
 def values(table: pa.Table, texts: TokenTexts) -> dict[str, Any]:
@@ -129,8 +131,8 @@ def values(table: pa.Table, texts: TokenTexts) -> dict[str, Any]:
     indices: dict[str, int] = {}
     samples = episodes.token_rows(table)
     tokens = [
-        [indices.setdefault(text, len(indices)) for row in own for text in texts.of(row.ids)]
-        for own in samples
+        [indices.setdefault(text, len(indices)) for row in rows for text in texts.of(row.ids)]
+        for rows in samples
     ]
     numbers: dict[str, Callable[[episodes.TokenRow], np.ndarray | None]] = {
         "logprob": lambda row: row.logprobs,
@@ -139,12 +141,12 @@ def values(table: pa.Table, texts: TokenTexts) -> dict[str, Any]:
         "kl": lambda row: _both(row.trainer_logprobs, row.ref_logprobs, _k3),
     }
     coarse = {
-        name: [_coarse([(row, of(row)) for row in own], SCALES[name]) for own in samples]
+        name: [_coarse([(row, of(row)) for row in rows], SCALES[name]) for rows in samples]
         for name, of in numbers.items()
     }
     where = {
-        "given": [episodes.given_ranges(own) for own in samples],
-        "rows": [episodes.row_starts(own) for own in samples],
+        "given": [episodes.given_ranges(rows) for rows in samples],
+        "rows": [episodes.row_starts(rows) for rows in samples],
     }
     return {"vocabulary": list(indices), "tokens": tokens, "scales": SCALES, **where, **coarse}
 
@@ -166,10 +168,10 @@ def _coarse(
     rows: Sequence[tuple[episodes.TokenRow, np.ndarray | None]], scale: float
 ) -> list[int | None] | int | None:
     """Round the values of a sample's rows; one number where all sampled tokens have the same."""
-    if all(own is None for _, own in rows):
+    if all(values is None for _, values in rows):
         return None
     sampled = np.concatenate([row.is_sampled for row, _ in rows])
-    known = [np.full(len(row.ids), np.nan) if own is None else own for row, own in rows]
+    known = [np.full(len(row.ids), np.nan) if values is None else values for row, values in rows]
     whole = np.where(sampled, np.round(np.concatenate(known) * scale), np.nan)
     trained = whole[sampled]
     if len(trained) and np.isfinite(trained).all() and (trained == trained[0]).all():

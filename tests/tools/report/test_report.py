@@ -301,7 +301,7 @@ def test_token_texts_concatenate_to_the_text(text):
 def test_extracted_answers_are_those_of_the_grader():
     completions = ["\\boxed{1} no, \\boxed{2}", "The final answer is $8$.", "nothing", "so\nParis"]
     with AnswerReader() as answers:
-        found = answers.found(completions, ["correct", "wrong", "no_answer", ""])
+        found = answers.read(completions, ["correct", "wrong", "no_answer", ""])
         assert answers.not_searched == 0
     assert found == ["2", "8", None, "Paris"]
 
@@ -625,4 +625,4 @@ def test_a_pipe_in_a_run_directory_is_refused_by_name(tmp_path, capsys, name):
 def test_the_answer_shown_is_not_a_guess_in_a_closed_thought():
     with AnswerReader() as answers:
         texts = ["\\boxed{3}?</think>\\boxed{7}", "so \\boxed{3}</think>", "\\boxed{3}?</think>seven"]
-        assert answers.found(texts, ["correct", "wrong", ""]) == ["7", "3", "seven"]
+        assert answers.read(texts, ["correct", "wrong", ""]) == ["7", "3", "seven"]
