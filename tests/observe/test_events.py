@@ -62,8 +62,8 @@ def trained(tmp_path, monkeypatch):
     for name in ("train", "held_out"):
         (tmp_path / f"{name}.jsonl").write_text(rows)
 
-    async def nothing(*arguments):
-        return {}
+    async def nothing(run, point):
+        return run, {}
 
     monkeypatch.setattr(session, "_session", nothing)
     monkeypatch.setattr(session, "audit", lambda run: "")

@@ -47,7 +47,8 @@ def load(models):
         own = [{"name": f"t{i}", "model": "policy"} | teacher for i, teacher in enumerate(teachers)]
         section = {"teachers": own, "reward_coef": reward_coef}
         section |= {"kl": {"name": "top_k", "k": top_k}} if top_k else {}
-        config = fakes.config(distillation=section, data={"train": [{"path": "demo:add3"}]} | (data or {}))
+        train = [{"path": "demo:add3", "name": source} for source in ("even", "odd")]
+        config = fakes.config(distillation=section, data={"train": train} | (data or {}))
         prompts = [
             replace(
                 prompt,

@@ -392,8 +392,8 @@ def test_every_command_that_takes_long_says_what_it_does_before_it_imports_what_
 
 
 def test_stages_before_the_actors_are_printed_from_the_first_second(tmp_path, monkeypatch, capsys):
-    async def nothing(*arguments):
-        return {}
+    async def nothing(run, point):
+        return run, {}
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(session, "_session", nothing)
