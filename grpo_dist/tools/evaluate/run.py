@@ -149,9 +149,11 @@ def _read_sets(
         """Return rows or prompts with the columns that rewards see."""
         if brings_columns(source):
             return list(items)
-        return [replace(x, columns={name: x.columns[name] for name in source.columns}) for x in items]
+        names = {*source.columns, *asked}
+        return [replace(x, columns={n: v for n, v in x.columns.items() if n in names}) for x in items]
 
-    rows = read_all(with_columns, "data.eval", environment_columns, asked=asked_columns(sections.rewards))
+    asked = asked_columns(sections.rewards)
+    rows = read_all(with_columns, "data.eval", environment_columns, asked=asked)
     scored = [(source, visible(source, of_set)) for source, (_, of_set) in zip(sources, rows, strict=True)]
     check_columns(sections.rewards, scored, "data.eval")
     sets = []

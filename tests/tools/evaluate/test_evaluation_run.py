@@ -575,6 +575,17 @@ def test_prompts_of_a_file_have_no_columns_that_only_the_breakdown_needs(here):
     assert asked.by[asked.prompts[0].uid] == {"level": "0"}
 
 
+def test_prompts_keep_the_columns_that_a_users_reward_names(here, tmp_path):
+    (tmp_path / "mine.py").write_text("def easy(completion, level):\n    return 1.0\n")
+    sections = PromptSections(
+        DataConfig(train=({"path": "data.jsonl"},), eval=({"path": "data.jsonl"},), chat_template="none"),
+        RewardsConfig(functions=({"function": "mine:easy"},), code_paths=(str(tmp_path),)),
+        EnvironmentsConfig(),
+    )
+    (asked,) = run._read_sets(sections, EvaluationConfig(), character_tokenizer(), (), print)
+    assert set(asked.prompts[0].columns) == {"level"}
+
+
 def test_a_reward_whose_column_the_set_lacks_is_refused_before_anything_is_sampled(here, capsys):
     rewards = "rewards.functions=[{function: unit_tests, kwargs: {column: level}}]"
     assert main(["eval", "demo:tiny", "data.jsonl", *ARGUMENTS, "--by", "level", rewards]) != 0
