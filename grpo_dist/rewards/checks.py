@@ -186,11 +186,14 @@ def _missing(
             has = {"problem", *lacking.columns}
             with suppress(ValueError):  # of a source that only the run can read
                 has = set(available()) if available else has
+            if column in has:
+                what = f"which {lacking.location} has, and the configuration does not pass on"
+            else:
+                what = f"but {lacking.location} has only {', '.join(sorted(has))}"
             other = f"give source {lacking.source} other rewards in `rewards.by_source`"
             yield (
-                f"reward {name} reads column `{column}`, but {lacking.location} has only "
-                f"{', '.join(sorted(has))}: {remedy}, correct the kwargs of the reward, or "
-                f"{other if lacking.source else 'choose another reward'}"
+                f"reward {name} reads column `{column}`, {what}: {remedy}, correct the kwargs of the reward, "
+                f"or {other if lacking.source else 'choose another reward'}"
             )
 
 

@@ -589,5 +589,7 @@ def test_prompts_keep_the_columns_that_a_users_reward_names(here, tmp_path):
 def test_a_reward_whose_column_the_set_lacks_is_refused_before_anything_is_sampled(here, capsys):
     rewards = "rewards.functions=[{function: unit_tests, kwargs: {column: level}}]"
     assert main(["eval", "demo:tiny", "data.jsonl", *ARGUMENTS, "--by", "level", rewards]) != 0
-    assert "reads column `level`, but data.jsonl:1 has only problem" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "reads column `level`, which data.jsonl:1 has, and the configuration does not pass on" in said
+    assert "add it to `data.eval.0.columns`" in said
     assert here.worlds == []
