@@ -43,7 +43,7 @@ def refusal(capsys, *overrides, command="train"):
         ),
         (
             ["policy.lora.target_modules=[lm_head]"],
-            ["`policy.lora.target_modules` = lm_head", "LM head stay as they are", "q_proj"],
+            ["`policy.lora.target_modules` = lm_head", "LM head have no adapters", "q_proj"],
         ),
         (["policy.lora.target_modules=linear"], ["policy.lora.target_modules", "all-linear"]),
         (
