@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -23,10 +23,13 @@ from actors.workers.engine_settings import EngineSpec
 from actors.workers.environment import Act, ActingEpisode, EnvironmentAddresses, EnvironmentLine
 from actors.workers.tool_calls import call_parser
 from grpo_dist.config import EnvironmentsConfig
+from grpo_dist.config.environments import AGENT
+from grpo_dist.environments.agent_rows import AgentRows, play_agent
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.dialogue import Dialogue, Renderer, template_text
 from grpo_dist.environments.episode import Action, Budgets, Generation, Observed, play
 from grpo_dist.environments.tools import resolve_format
+from grpo_dist.errors import SamplesFailed
 from grpo_dist.runtime.metering import Meter
 from grpo_dist.types import Prompt, Rollout, Sampling
 
@@ -45,9 +48,16 @@ class EpisodeSampler:
     """Samples episodes. ``generate``: of the engine."""
 
     def __init__(
-        self, generate: Generate, renderer: Renderer, settings: EnvironmentsConfig, meter: Meter
+        self,
+        generate: Generate,
+        renderer: Renderer,
+        settings: EnvironmentsConfig,
+        meter: Meter,
+        max_length: int,
     ) -> None:
+        """``max_length``: longest row that the engine takes, tokens."""
         self._generate, self._renderer, self._settings, self._meter = generate, renderer, settings, meter
+        self._max_length = max_length
         self.workers = WorkersOfEpisodes()
         # A line lives as long as an episode or a call of its own needs it: workers come and go.
         self._lines: WeakValueDictionary[Any, EnvironmentLine] = WeakValueDictionary()
@@ -87,12 +97,18 @@ class EpisodeSampler:
         while True:
             worker = await self.workers.take()
             name = f"{self._name}:{next(self._numbers)}"
-            rows = Dialogue(self._renderer, prompt)
+            rows = Dialogue(self._renderer, prompt)  # an agent has rows of its own
             line = self._lines.setdefault(worker, EnvironmentLine(worker))
             ends = _Ends(self, line, name, prompt, sampling, length)
             ends.begin()
             try:
-                budgets = Budgets.from_config(self._settings, tokens=sampling.max_new_tokens)
+                tokens = sampling.max_new_tokens
+                budgets = Budgets.from_config(self._settings, tokens=tokens)
+                if prompt.task is not None and prompt.task.environment.startswith(AGENT):
+                    asked = AgentRows(
+                        self._renderer, prompt, sampling, max_length=self._max_length, tokens=tokens
+                    )
+                    return await play_agent(asked, ends, ends, budgets, seed=seed, sample=sample)
                 finish_reason = await play(rows, ends, ends, budgets, seed=seed)
                 return rows.rollout(sample, finish_reason)
             except LOST as error:
@@ -100,6 +116,8 @@ class EpisodeSampler:
                 lost.add(worker)
                 if len(lost) == _WORKERS:
                     why = f"{_WORKERS} environment workers were lost with this episode ({reason(error)})"
+                    if prompt.task is not None and prompt.task.environment.startswith(AGENT):
+                        raise SamplesFailed(why) from error
                     rows.observe(Observed(failed=why))
                     return rows.rollout(sample, "error")
             finally:
@@ -115,7 +133,7 @@ def episode_sampler(spec: EngineSpec, tokenizer: Any, generate: Generate, meter:
     call_format = resolve_format(spec.environments.call_format, template_text(tokenizer, spec.data))
     parser = call_parser(call_format, tokenizer)
     renderer = Renderer(tokenizer, spec.data, spec.environments, parser)
-    return EpisodeSampler(generate, renderer, spec.environments, meter)
+    return EpisodeSampler(generate, renderer, spec.environments, meter, spec.max_length)
 
 
 class _Ends:
@@ -141,15 +159,18 @@ class _Ends:
         """Have the environment's process started while the first action is sampled."""
         self._line.begin(self._episode)
 
-    async def generate(self, token_ids: list[int], seed: int, max_tokens: int) -> Generation:
+    async def generate(
+        self, token_ids: list[int], seed: int, max_tokens: int, stop: Sequence[str] = ()
+    ) -> Generation:
         exact, meter = self._length is not None, self._sampler._meter
+        own = self._sampler._renderer.stop(self._episode.task)
         output = await self._sampler._generate(
             token_ids,
             seed,
             self._sampling,
             min(self._length or max_tokens, max_tokens),
             exact=exact,
-            stop=() if exact else (*self._sampler._renderer.stop(self._episode.task), *self._sampling.stop),
+            stop=() if exact else (*own, *self._sampling.stop, *stop),
         )
         meter.count("tokens", len(output.token_ids))
         if self._requests:

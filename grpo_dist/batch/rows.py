@@ -164,7 +164,7 @@ def have_logprobs(samples: Sequence[Rollout], finite: np.ndarray) -> np.ndarray:
 
 def context_ids(prompt: Prompt, row: Rollout | FurtherRow) -> np.ndarray:
     """Return the tokens in front of the row's completion, int32 [P]."""
-    return row.context_ids if isinstance(row, FurtherRow) else prompt.token_ids
+    return prompt.token_ids if row.context_ids is None else row.context_ids
 
 
 def shared_tokens(prompt: Prompt, row: Rollout | FurtherRow) -> int:
@@ -183,7 +183,7 @@ def _placed(
     starts = np.array([len(g.prompt.token_ids) for g in groups])[group_ids]
     shared = starts.copy()
     for i, row in enumerate(rows):
-        if isinstance(row, FurtherRow):
+        if row.context_ids is not None:
             starts[i] = len(row.context_ids)
             shared[i] = shared_tokens(groups[group_ids[i]].prompt, row)
     lengths = np.fromiter((len(row.completion_ids) for row in rows), np.int64, len(rows))
@@ -195,9 +195,10 @@ def _tokens(groups: Sequence[Group], placed: _Placed, group_ids: np.ndarray) -> 
     tokens = np.zeros((len(placed.rows), int(placed.ends.max())), np.int64)
     ends = np.searchsorted(group_ids, np.arange(len(groups) + 1)).tolist()
     for group, first, end in zip(groups, ends, ends[1:], strict=False):
-        tokens[first:end, : len(group.prompt.token_ids)] = group.prompt.token_ids
+        prompt = group.prompt.token_ids[: tokens.shape[1]]  # longer than rows with contexts of their own
+        tokens[first:end, : len(prompt)] = prompt
     for i, row in enumerate(placed.rows):
-        if isinstance(row, FurtherRow):
+        if row.context_ids is not None:
             tokens[i] = 0
             tokens[i, : placed.starts[i]] = row.context_ids
     _fill(tokens, placed, [row.completion_ids for row in placed.rows])

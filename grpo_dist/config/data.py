@@ -13,6 +13,7 @@ import regex
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import Choice, Section, Tagged, Temperature
+from grpo_dist.config.environments import EnvironmentName
 from grpo_dist.config.text import names_in
 from grpo_dist.errors import expanded
 from grpo_dist.plugins.user_code import ORDER, SOURCE, OwnOrder, OwnPiece, registered
@@ -193,10 +194,10 @@ class DataSourceConfig(Section):
         description="settings of a `reasoning_gym` task, e.g. {max_terms: 3, seed: 1}; size: `max_rows`; or "
         "arguments of your own source",
     )
-    environment: str | None = Field(
+    environment: EnvironmentName | None = Field(
         None,
-        description="`none`, `python`, `calculator`, `my_module:Class`, `verifiers:<environment>`, "
-        "`reasoning_gym:<task>` or `openenv:<url>`; null: `data.environment`",
+        description="`none`, `python`, `calculator`, `my_module:Class`, {program: my_agent.py}, "
+        "`verifiers:<environment>`, `reasoning_gym:<task>` or `openenv:<url>`; null: `data.environment`",
     )
     environment_kwargs: dict[str, Any] = Field({}, description="arguments of the environment")
 
@@ -342,7 +343,7 @@ class DataConfig(Section):
         min_length=1, description="sources of training prompts, concatenated"
     )
     eval: tuple[DataSourceConfig, ...] = Field((), description="evaluation sets, each with separate metrics")
-    environment: str = Field(
+    environment: EnvironmentName = Field(
         "none", description="environment of every source without its own; `none`: one completion per sample"
     )
     system_prompt: str | None = Field(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import CodePaths, Section
 from grpo_dist.plugins.user_code import ENVIRONMENT, registered
 
 # Names without a colon. `grpo_dist.environments.registry` has their classes.
 BUILTIN_ENVIRONMENTS = ("calculator", "python")
+AGENT = "program:"  # prefix of the command of an agent
 # Ends of an episode that are not its own: a budget ran out.
 BudgetOutcome = Literal["length", "turns", "tool_limit"]
 
@@ -22,9 +23,19 @@ def check_environment_name(name: str) -> None:
     if not known:
         raise ValueError(
             f"environment {name!r} is unknown; expected none, {', '.join(BUILTIN_ENVIRONMENTS)}, "
-            "my_module:Class, verifiers:ENV, reasoning_gym:TASK, openenv:URL, or a name that a package "
-            f"registers in {ENVIRONMENT.group}"
+            "my_module:Class, {program: my_agent.py}, verifiers:ENV, reasoning_gym:TASK, openenv:URL, or a "
+            f"name that a package registers in {ENVIRONMENT.group}"
         )
+
+
+def _name_of_program(value: Any) -> Any:
+    """Return {program: my_agent.py} as the name that it has everywhere else: program:my_agent.py"""
+    is_program = isinstance(value, dict) and value.keys() == {"program"} and isinstance(value["program"], str)
+    return AGENT + value["program"] if is_program else value
+
+
+# The name of an environment, or {program: COMMAND}: an agent that others wrote.
+EnvironmentName = Annotated[str, BeforeValidator(_name_of_program)]
 
 
 class SandboxConfig(Section):

@@ -19,11 +19,19 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.chat.ends import ends_of
-from grpo_dist.chat.template import ControlTokens, encode, render
+from grpo_dist.chat.template import ControlTokens, encode, encode_prompts, render
 from grpo_dist.config import DataConfig, EnvironmentsConfig
 from grpo_dist.environments.base import Message
 from grpo_dist.environments.episode import Action, Generation, Observed
-from grpo_dist.environments.tools import CODE, CODE_STOP, CallParser, read_chat, read_code, resolve_format
+from grpo_dist.environments.tools import (
+    CODE,
+    CODE_STOP,
+    CallParser,
+    openings_of,
+    read_chat,
+    read_code,
+    resolve_format,
+)
 from grpo_dist.types import FurtherRow, KeptTokens, Prompt, Rollout, Routes, Task, Thought, ToolCall, Turn
 
 # Text around turns
@@ -76,6 +84,12 @@ class Renderer:
         """Whether results follow a call in the same message."""
         return self.call_format == CODE
 
+    @property
+    def openings(self) -> Sequence[str]:
+        """Texts that open a call."""
+        own = () if self._parser is None else self._parser.openings
+        return (*openings_of(self.call_format), *own)
+
     def stop(self, task: Task) -> tuple[str, ...]:
         """Return the strings that end an action of ``task``. They are part of it. Without tools a code block
         is an answer like any other.
@@ -114,6 +128,10 @@ class Renderer:
         return self._tokenizer.decode(
             self.ends.without(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Tokenise a plain prompt, with what the tokenizer puts in front of a text."""
+        return encode_prompts([text], self._tokenizer)[0]
 
     def ids(self, text: str) -> list[int]:
         return encode(text, self._tokenizer)
@@ -260,6 +278,16 @@ class Dialogue:
         row = self._rows[-1]
         length = len(row.context) + len(row.ids) - len(self._prompt.token_ids)
         return max(length, sum(len(row.ids) for row in self._rows))
+
+    @property
+    def start(self) -> np.ndarray:
+        """Token ids in front of the first row, int32 [P]."""
+        return self._prompt.token_ids
+
+    @property
+    def kept(self) -> int:
+        """Tokens of the episode up to the last sampled one of each row."""
+        return sum(row.end for row in self._rows)
 
     def add_action(self, sampled: Generation) -> Action:
         """Append what the policy sampled, and read it. The next call continues an unfinished action."""

@@ -71,12 +71,14 @@ class Action:
         calls: the tool calls in it, in order.
         malformed: why a call in it cannot be read; "": none is malformed.
         unfinished: it stopped at the end of a code block that is no call, so sampling continues at once.
+        reply: to the request of an agent, see `agent_rows`; None: no agent has asked.
     """
 
     text: str
     calls: tuple[Call, ...] = ()
     malformed: str = ""
     unfinished: bool = False
+    reply: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Observed:
         calls: one for each call of the action, and one of outcome "malformed" for a malformed action. Their
             results are cut where they are rendered.
         failed: why the environment itself could not answer; "": it did. The sample cannot be scored.
+        request: what an agent asks next, the body of its HTTP request; None: it is no agent, or has ended.
     """
 
     observation: str | Messages = ""
@@ -95,10 +98,12 @@ class Observed:
     reward: float | None = None
     done: bool = False
     failed: str = ""
+    request: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "observation", replace_surrogates(self.observation))
         object.__setattr__(self, "failed", replace_surrogates(self.failed))
+        object.__setattr__(self, "request", replace_surrogates(self.request))
         calls = tuple(
             replace(
                 call,

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_dist.config import DataConfig
-from grpo_dist.config.environments import check_environment_name
+from grpo_dist.config.environments import AGENT, check_environment_name
 from grpo_dist.environments import builtin
 from grpo_dist.environments.base import Environment
 from grpo_dist.errors import raised
@@ -27,13 +27,14 @@ ADAPTERS = {
     "reasoning_gym": ("grpo_dist.environments.reasoning_gym", "ReasoningGym", "reasoning-gym"),
     "openenv": ("grpo_dist.environments.openenv", "OpenEnv", "openenv-core"),
 }
+_FOREIGN = {*ADAPTERS, AGENT.rstrip(":")}  # prefixes whose code is none of this run's
 
 
 def may_run_code(name: str) -> bool:
     """Return whether the environment ``name`` may have the tool `python`. A class of a user's own may: it is
     imported only in processes of its own.
     """
-    return name != "calculator" and name.partition(":")[0] not in ADAPTERS
+    return name != "calculator" and name.partition(":")[0] not in _FOREIGN
 
 
 def load_environment(name: str) -> type[Environment]:
@@ -64,7 +65,7 @@ def load_environment(name: str) -> type[Environment]:
 def own_environments(data: DataConfig) -> tuple[OwnPiece, ...]:
     """Return the environments of a user's own, and those that a package registers by name."""
     names = {data.environment_of(source) for source in (*data.train, *data.eval)} - {None, *BUILTIN}
-    user_names = sorted(str(name) for name in names if str(name).partition(":")[0] not in ADAPTERS)
+    user_names = sorted(str(name) for name in names if str(name).partition(":")[0] not in _FOREIGN)
     return tuple(OwnPiece(ENVIRONMENT, name, ENVIRONMENT.key) for name in user_names)
 
 

@@ -17,11 +17,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from grpo_dist.config import EnvironmentsConfig
+from grpo_dist.config.environments import AGENT
 from grpo_dist.config.secrets import masked_text
-from grpo_dist.environments.base import Problem
+from grpo_dist.environments.base import Environment, Problem, Step
 from grpo_dist.environments.batches import BATCHES, BatchHost
 from grpo_dist.environments.episode import Action, Call, Observed, replace_surrogates
 from grpo_dist.environments.program import PROGRAM, Program
@@ -31,6 +32,9 @@ from grpo_dist.environments.sandbox.isolation import Limits
 from grpo_dist.environments.sandbox.python import PythonSandbox
 from grpo_dist.errors import UserError, raised
 from grpo_dist.types import Task, ToolCall
+
+if TYPE_CHECKING:
+    from grpo_dist.environments.agent import Agents
 
 _CLOSE_S = 5.0  # deadline of an environment's `close`
 _REASON = 1000  # characters of a failure
@@ -71,6 +75,13 @@ class _LocalHost:
         self._live.clear()
 
 
+class _Agent(Environment):
+    """What preparation sees of an agent: no tools, and no question before it runs."""
+
+    def step(self, action: str) -> Step:
+        raise NotImplementedError("an agent asks by itself")
+
+
 def make_host(
     environment: str, kwargs: Mapping[str, Any], settings: EnvironmentsConfig, *, batched: bool = False
 ) -> Host:
@@ -80,6 +91,11 @@ def make_host(
     """
     if environment in BUILTIN:
         return _LocalHost(partial(Program, BUILTIN[environment], **kwargs))
+    if environment.startswith(AGENT):
+        from grpo_dist.environments.agent import command_of
+
+        command_of(environment, settings)
+        return _LocalHost(partial(Program, _Agent))
     host = ProcessHost(
         f"{BATCHES if batched else PROGRAM}:{environment}",
         dict(kwargs),
@@ -107,6 +123,7 @@ class EpisodeRunner:
         self._hosts: dict[str, Host] = {}
         self._episodes: dict[str, _Episode] = {}
         self._sandbox: PythonSandbox | None = None
+        self._agents: Agents | None = None  # started with the first agent
 
     async def start(self, *, sandboxed: bool = True) -> list[str]:
         """Start what all episodes share. Returns notes on the isolation of the policy's code.
@@ -130,7 +147,10 @@ class EpisodeRunner:
 
     async def begin(self, episode: str, task: Task, problem: Problem) -> None:
         """Start an episode's process before its first action, which raises the error of a failed start."""
-        if episode not in self._episodes:
+        if task.environment.startswith(AGENT):
+            with suppress(OSError, ValueError):
+                await self._start_agent(episode, task, problem)
+        elif episode not in self._episodes:
             with suppress(ProcessFailure, ValueError):
                 state = self._episodes[episode] = _Episode(self._host(task), asdict(problem))
                 await state.host.begin(episode)
@@ -143,6 +163,11 @@ class EpisodeRunner:
         Raises UnknownEpisode for a later action of an episode that another worker has. A failure of the
         environment is reported as `Observed.failed`, not raised.
         """
+        if task.environment.startswith(AGENT):
+            try:
+                return await (await self._start_agent(episode, task, problem, turn)).act(episode, action)
+            except (OSError, ValueError) as error:
+                return Observed(failed=f"{task.environment}: {error}"[:_REASON])
         if episode not in self._episodes and turn > 0:
             raise UnknownEpisode(episode)
         try:
@@ -168,6 +193,8 @@ class EpisodeRunner:
 
     async def end(self, episode: str) -> None:
         """End an episode and delete its files. Does nothing for an unknown one."""
+        if self._agents is not None:
+            await self._agents.end(episode)
         if (state := self._episodes.pop(episode, None)) is not None:
             if state.started and not state.failed:
                 with suppress(ProcessFailure):  # the episode is over, and its sample complete
@@ -178,10 +205,22 @@ class EpisodeRunner:
 
     async def close(self) -> None:
         self._episodes.clear()
+        if self._agents is not None:
+            await self._agents.close()
         for host in self._hosts.values():
             await host.close()
         if self._sandbox is not None:
             await self._sandbox.close()
+
+    async def _start_agent(self, episode: str, task: Task, problem: Problem, turn: int = 0) -> Agents:
+        """Start the program of an episode that has none. Raises UnknownEpisode in mid-episode."""
+        from grpo_dist.environments.agent import Agents
+
+        self._agents = self._agents or Agents(self._settings)
+        if turn > 0 and not self._agents.has(episode):
+            raise UnknownEpisode(episode)
+        await self._agents.begin(episode, task, problem)
+        return self._agents
 
     def _host(self, task: Task) -> Host:
         key = f"{task.environment} {json.dumps(dict(task.kwargs), sort_keys=True)}"

@@ -237,6 +237,11 @@ def resolve_format(call_format: str, chat_template: str | None) -> str:
     return next((name for mark, name in _MENTIONS if mark in template and "tools" in template), CODE)
 
 
+def openings_of(call_format: str) -> tuple[str, ...]:
+    """Return the texts that open a call of ``call_format``, as far as this package knows them."""
+    return _OPENINGS.get(call_format, ())
+
+
 def is_known(call_format: str) -> bool:
     """Return whether this package parses ``call_format`` itself; other names are parsers of vLLM."""
     return call_format in ("auto", CODE) or call_format in _OPENINGS
@@ -261,7 +266,7 @@ def read_chat(
         return (), f"the call after {opening} is not closed; end it with {closing}"
     if calls:
         return calls, ""
-    for opening in (*_OPENINGS.get(call_format, ()), *parser.openings):
+    for opening in (*openings_of(call_format), *parser.openings):
         if opening in text:
             return (), f"the call after {opening} cannot be read; write it as valid {_form(call_format)}"
     return (), ""

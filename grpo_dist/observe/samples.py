@@ -164,6 +164,8 @@ def _part(groups: list[Group], name: str) -> pa.Array:
 def _of_episodes(rollouts: list[Rollout], values: ValuesOfSamples) -> dict[str, pa.Array]:
     """Make the columns that only episodes have; none without episodes."""
     columns = {}
+    if any(r.context_ids is not None for r in rollouts):
+        columns["context_ids"] = pa.array([r.context_ids for r in rollouts], _INTS)
     if any(r.sampled is not None for r in rollouts):
         columns["sampled"] = pa.array([r.sampled for r in rollouts], _BOOLS)
     if any(r.turns for r in rollouts):
@@ -280,6 +282,7 @@ def _rollout(row: dict) -> Rollout:
         max_new_tokens=row.get("max_new_tokens"),
         routes=_read_routes(row, 0),
         kept=_read_kept(row, 0),
+        context_ids=arrays.get("context_ids"),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.config import Config, EnvironmentsConfig, RewardsConfig, SamplingConfig
+from grpo_dist.config.environments import AGENT
 from grpo_dist.data.readers import SourceRows, common_columns
 from grpo_dist.data.repeats import distinct_of
 from grpo_dist.environments.base import Problem
@@ -415,7 +416,8 @@ async def _played(
         for number, ((task, prompt), own) in enumerate(zip(first, described, strict=True)):
             problem = Problem(prompt.text, prompt.answer, prompt.columns)
             episode = f"check:{number}"
-            own_actions = _trial_answers(own, prompt.answer)
+            is_agent = task.environment.startswith(AGENT)  # which asks before the first action
+            own_actions = [Action("")] if is_agent else _trial_answers(own, prompt.answer)
             played: list[tuple[Action, Observed]] = []
             for turn, action in enumerate([*_trial_calls(own), *([] if own.stateless else own_actions)]):
                 played.append((action, await runner.act(episode, task, problem, action, turn=turn)))

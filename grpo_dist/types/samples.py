@@ -297,6 +297,8 @@ class Rollout:
     # Of the prompt and all tokens of the first row but its last; None without `policy.router_replay`.
     routes: Routes | None = None
     kept: KeptTokens | None = None  # None: each token was sampled from the whole vocabulary
+    # int32 [P], in front of the first row of an agent that asked in words of its own; None: the prompt's.
+    context_ids: np.ndarray | None = None
 
     @property
     def rows(self) -> tuple[Rollout | FurtherRow, ...]:
@@ -389,7 +391,7 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[Any, ...]:
     rest = [
         (
             *(r.prompt_uid, r.sample, r.finish_reason, r.text, _episode(r)),
-            *(r.temperature, r.max_new_tokens, r.routes, *(() if r.kept is None else (r.kept,))),
+            *(r.temperature, r.max_new_tokens, r.routes, r.kept, r.context_ids),
         )
         for r in rollouts
     ]

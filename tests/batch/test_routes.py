@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from grpo_dist.batch.rows import make_batch, split_updates
+from grpo_dist.batch.rows import context_ids, make_batch, split_updates
 from grpo_dist.batch.sharding import shard
 from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.environments.dialogue import Dialogue
@@ -27,7 +27,7 @@ def routed(groups):
         for rollout in group.rollouts:
             own = []
             for one in rollout.rows:
-                context = getattr(one, "context_ids", group.prompt.token_ids)
+                context = context_ids(group.prompt, one)
                 count = len(context) + len(one.completion_ids) - 1
                 numbers = (16 * row + np.arange(count)) % 256
                 own.append(HeldRoutes(np.stack([numbers, numbers * 0], 1)[:, :, None].astype(np.uint8)))

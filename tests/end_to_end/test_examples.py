@@ -17,6 +17,7 @@ from tests.support.services import StandIn
 
 FOLDER = ROOT / "configs/examples"
 CLUSTERS = {
+    "agent": "1x1xH100",
     "http_reward": "1x1xH100",
     "llm_judge": "1x1xH100",
     "lora_qwen2.5_7b_1gpu": "1x1xH100",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_dist.batch.rows import context_ids
 from grpo_dist.policy.attention import BlockKernel
 from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs
 from grpo_dist.policy.micro_batches import MicroBatches
@@ -37,7 +38,7 @@ def test_each_row_of_an_episode_has_the_log_probs_of_the_row_alone_and_0_for_giv
         rows = [row for r in group.rollouts for row in r.rows]
         assert len(own) == len(rows) > len(group.rollouts)
         for row, values in zip(rows, own, strict=True):
-            context = getattr(row, "context_ids", group.prompt.token_ids)
+            context = context_ids(group.prompt, row)
             tokens = torch.from_numpy(np.concatenate([context, row.completion_ids])).long()[None]
             mask = torch.ones_like(tokens, dtype=torch.bool)
             with torch.no_grad():
@@ -76,7 +77,7 @@ def test_the_likeliest_tokens_of_a_row_are_those_of_the_row_alone(tiny_model, ke
         rows = [row for r in group.rollouts for row in r.rows]
         for row, taught, values in zip(rows, own, same, strict=True):
             np.testing.assert_array_equal(taught.sampled, values)
-            context = getattr(row, "context_ids", group.prompt.token_ids)
+            context = context_ids(group.prompt, row)
             tokens = torch.from_numpy(np.concatenate([context, row.completion_ids])).long()[None]
             with torch.no_grad():
                 logits = alone.model(tokens).logits[0, len(context) - 1 : -1] / 0.8

@@ -153,7 +153,8 @@ def sampler(monkeypatch):
     monkeypatch.setattr(episodes, "_RETRY_S", 0.001)
     monkeypatch.setattr(episodes, "Dialogue", FakeRows)
     monkeypatch.setattr(episodes, "play", play)
-    return EpisodeSampler(None, None, EnvironmentsConfig(), SimpleNamespace(count=lambda name, value: None))
+    meter = SimpleNamespace(count=lambda name, value: None)
+    return EpisodeSampler(None, None, EnvironmentsConfig(), meter, 512)
 
 
 def test_what_ends_an_action(sampler, monkeypatch):

@@ -1,0 +1,334 @@
+"""Agents that others wrote: a program in a process of its own, and OpenAI's API in front of the engines.
+
+agent's process   POST /v1/chat/completions ------+                            +---> the answer
+environment worker                                +--> Observed(request)       |
+engine                                                  rows, tokens, sampling +-- Action(reply)
+
+The program gets OPENAI_BASE_URL and OPENAI_API_KEY of its episode, and its row as JSON on standard input. Its
+exit ends the episode; a last line of its output such as {"reward": 1.0} is the reward of the last turn.
+
+The server listens on this machine's loopback alone, and answers nobody without the key of an episode. The
+program is trusted as the code of rewards and environments is: its process is killed, but not confined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from aiohttp import web
+
+from grpo_dist.config import EnvironmentsConfig
+from grpo_dist.config.environments import AGENT
+from grpo_dist.environments.base import Problem
+from grpo_dist.environments.episode import Action, Observed
+from grpo_dist.environments.sandbox.host import environment_of
+from grpo_dist.runtime.processes import SET_PARENT_DEATH_SIGNAL, kill_marked
+from grpo_dist.types import Task
+
+_MARK = "GRPO_DIST_AGENT"  # environment variable that all processes of an agent inherit
+_PRINTED = 1 << 16  # bytes of output that are read, the last ones
+_SHOWN = 600  # characters of standard error in a message
+_BODY = 1 << 26  # bytes of a request
+# The program ends with this worker, also where that is killed.
+_RUN = (
+    f"import ctypes, os, sys; ctypes.CDLL(None).prctl({SET_PARENT_DEATH_SIGNAL}, 9); "
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+
+def command_of(environment: str, settings: EnvironmentsConfig) -> list[str]:
+    """Return the command of ``environment`` such as "program:my_agent.py --fast". Raises ValueError."""
+
+    def locate(part: str) -> str:
+        paths = (Path(directory, part).resolve() for directory in (*settings.code_paths, "."))
+        return next((str(path) for path in paths if path.is_file()), part)
+
+    command = [locate(part) for part in shlex.split(environment.removeprefix(AGENT))]
+    if command[0].endswith(".py") and Path(command[0]).is_file():
+        return [settings.python or sys.executable, *command]
+    if shutil.which(command[0]) is None:
+        raise ValueError(
+            f"program {command[0]} is no file of code_paths ({', '.join(settings.code_paths) or 'none'}) "
+            "that is Python or executable, and no command of PATH; correct it, or add its directory to "
+            "code_paths"
+        )
+    return command
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A request. A retry of it waits for the same reply, by a ``connection`` of its own."""
+
+    body: dict[str, Any]
+    connection: web.Request
+    reply: asyncio.Future[Mapping[str, Any]]
+    delivered: bool = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the client has hung up before it got the reply."""
+        transport = self.connection.transport
+        return not self.delivered and (transport is None or transport.is_closing())
+
+
+@dataclass(slots=True, eq=False)
+class _Agent:
+    key: str
+    process: asyncio.subprocess.Process
+    output: IO[bytes]
+    errors: IO[bytes]
+    requests: asyncio.Queue[_Asked] = field(default_factory=asyncio.Queue)
+    asked: dict[str, _Asked] = field(default_factory=dict)  # the last request of each body
+    answering: _Asked | None = None
+
+
+class Agents:
+    """All agents of one environment worker, and their server."""
+
+    def __init__(self, settings: EnvironmentsConfig) -> None:
+        self._settings = settings
+        self._live: dict[str, _Agent] = {}
+        self._by_key: dict[str, _Agent] = {}
+        self._numbers = itertools.count()
+        self._server: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+
+    async def begin(self, episode: str, task: Task, problem: Problem) -> None:
+        """Start an episode's program. Raises ValueError or OSError where it cannot be started."""
+        command = command_of(task.environment, self._settings)
+        async with self._starting:
+            if self._server is None:
+                await self._serve()
+            if episode in self._live:
+                return
+            assert self._server is not None
+            key, (host, port) = secrets.token_urlsafe(24), self._server.addresses[0][:2]
+            variables = {
+                "OPENAI_BASE_URL": f"http://{host}:{port}/{next(self._numbers)}/v1",
+                "OPENAI_API_KEY": key,
+                _MARK: key,
+            }
+            row = {
+                "problem": problem.text,
+                "answer": problem.answer,
+                "columns": dict(problem.columns),
+                "arguments": {name: value for name, value in task.kwargs.items() if name != "ignore"},
+            }
+            # Files: the end of a pipe waits for all that the program has started.
+            given, output, errors = (tempfile.TemporaryFile() for _ in range(3))  # noqa: SIM115
+            with given:
+                given.write(json.dumps(row, default=str).encode() + b"\n")
+                given.seek(0)
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-S", "-c", _RUN, *command),
+                    stdin=given,
+                    stdout=output,
+                    stderr=errors,
+                    env=environment_of(self._settings.code_paths, trusted=True) | variables,
+                    start_new_session=True,
+                )
+            self._live[episode] = self._by_key[key] = _Agent(key, process, output, errors)
+
+    def has(self, episode: str) -> bool:
+        return episode in self._live
+
+    async def act(self, episode: str, action: Action) -> Observed:
+        """Answer the agent's request with ``action``, if it has asked; return its next one, or its end."""
+        agent = self._live[episode]
+        if agent.answering is not None:
+            message = {"role": "assistant", "content": action.text}  # of a trial
+            agent.answering.reply.set_result(
+                action.reply or {"choice": {"message": message, "finish_reason": "stop"}}
+            )
+            agent.answering = None
+        ending = asyncio.ensure_future(agent.process.wait())
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                while True:
+                    asking = asyncio.ensure_future(agent.requests.get())
+                    await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED)
+                    if ending.done():
+                        asking.cancel()
+                        return _read_end(agent)
+                    asked = asking.result()
+                    if not asked.is_gone:
+                        agent.answering = asked
+                        return Observed(_messages(asked.body), request=asked.body)
+                    agent.asked.pop(_canonical(asked.body), None)  # nobody waits for it any more
+        except TimeoutError:
+            _kill(agent)
+            limit = f"environments.timeout_s = {self._settings.timeout_s:g}"
+            return Observed(failed=f"the agent neither asked nor ended within {limit}")
+        finally:
+            ending.cancel()
+
+    async def end(self, episode: str) -> None:
+        """End an episode's processes. Does nothing for an unknown one."""
+        if (agent := self._live.pop(episode, None)) is None:
+            return
+        _kill(agent)
+        for asked in agent.asked.values():
+            asked.reply.cancel()
+        await agent.process.wait()  # bounded: it was killed
+        await asyncio.to_thread(kill_marked, f"{_MARK}={agent.key}")
+        agent.output.close()
+        agent.errors.close()
+        del self._by_key[agent.key]
+
+    async def close(self) -> None:
+        for episode in list(self._live):
+            await self.end(episode)
+        if self._server is not None:
+            await self._server.cleanup()
+
+    # The server
+
+    async def _serve(self) -> None:
+        application = web.Application(client_max_size=_BODY)
+        application.router.add_post("/{episode}/v1/chat/completions", self._answer)
+        application.router.add_post("/{episode}/v1/completions", self._answer)
+        application.router.add_get("/{episode}/v1/models", self._models)
+        runner = web.AppRunner(application, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self._server = runner
+
+    def _agent(self, request: web.Request) -> _Agent | None:
+        return self._by_key.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if self._agent(request) is None:
+            return _failure(401, "the key is that of no running episode", "invalid_api_key")
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if (agent := self._agent(request)) is None:
+            return _failure(401, "the key is that of no running episode", "invalid_api_key")
+        chat = request.path.endswith("/chat/completions")
+        try:
+            body = await request.json()
+            if not isinstance(body, dict) or ("messages" if chat else "prompt") not in body:
+                raise ValueError
+        except ValueError:
+            wanted = "messages" if chat else "prompt"
+            return _failure(400, f"the body must be a JSON object with `{wanted}`", None)
+        body.pop("prompt" if chat else "messages", None)
+        name = _canonical(body)
+        before = agent.asked.get(name)
+        retried = request.headers.get("x-stainless-retry-count", "0") != "0"
+        if before is not None and (retried or before.is_gone):
+            asked = before
+            asked.connection = request
+        else:
+            reply = asyncio.get_running_loop().create_future()
+            asked = agent.asked[name] = _Asked(body, request, reply)
+            agent.requests.put_nowait(asked)
+        try:
+            answer = await asyncio.shield(asked.reply)
+        except asyncio.CancelledError:
+            if not asked.reply.cancelled():
+                raise
+            return _failure(410, "the episode has ended", "episode_ended")
+        if "error" in answer:
+            asked.delivered = True  # nothing was sampled
+            return web.json_response({"error": answer["error"]}, status=answer["status"])
+        if body.get("stream"):
+            streamed = await _stream(request, body, answer, chat=chat)
+        else:
+            streamed = web.json_response(_completion(body, answer, chat=chat))
+            await streamed.prepare(request)
+            await streamed.write_eof()
+        asked.delivered = True  # else the connection was lost, which raises
+        return streamed
+
+
+def _completion(body: Mapping[str, Any], answer: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
+    return {
+        **_head(body, "chat.completion" if chat else "text_completion"),
+        "choices": [{"index": 0, "logprobs": None, **answer["choice"]}],
+        "usage": answer.get("usage"),
+    }
+
+
+def _head(body: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    made = {"id": f"cmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time())}
+    return made | {"model": body.get("model") or "policy"}
+
+
+async def _stream(
+    request: web.Request, body: Mapping[str, Any], answer: Mapping[str, Any], *, chat: bool
+) -> web.StreamResponse:
+    """Send a finished answer as server-sent events: its content, its calls, and why it ended."""
+    head = _head(body, "chat.completion.chunk" if chat else "text_completion")
+    choice = dict(answer["choice"])
+    reason = choice.pop("finish_reason")
+    parts: list[dict[str, Any]] = []
+    if chat:
+        message = choice["message"]
+        parts.append({"delta": {"role": "assistant", "content": message["content"] or ""}})
+        for index, call in enumerate(message.get("tool_calls", ())):
+            parts.append({"delta": {"tool_calls": [{"index": index, **call}]}})
+        parts.append({"delta": {}})
+    else:
+        parts.append({"text": choice["text"]})
+    chunks = [head | {"choices": [{"index": 0, "finish_reason": None, "logprobs": None, **p}]} for p in parts]
+    chunks[-1]["choices"][0]["finish_reason"] = reason
+    if (body.get("stream_options") or {}).get("include_usage"):
+        chunks.append(head | {"choices": [], "usage": answer.get("usage")})
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for data in (*map(json.dumps, chunks), "[DONE]"):
+        await response.write(f"data: {data}\n\n".encode())
+    await response.write_eof()
+    return response
+
+
+def _failure(status: int, message: str, code: str | None) -> web.Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return web.json_response({"error": error}, status=status)
+
+
+def _canonical(body: Mapping[str, Any]) -> str:
+    return json.dumps(body, sort_keys=True)
+
+
+def _messages(body: Mapping[str, Any]) -> str:
+    """Return what is asked, for the reader of a trial episode."""
+    return str(body.get("prompt") or json.dumps(body.get("messages"), ensure_ascii=False))
+
+
+def _kill(agent: _Agent) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(agent.process.pid, signal.SIGKILL)
+
+
+def _read_end(agent: _Agent) -> Observed:
+    """Return what an agent that has ended says of its episode."""
+    if code := agent.process.returncode:
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        said = _read_tail(agent.errors)[-_SHOWN:] or "it printed no error"
+        return Observed(failed=f"the agent ended with {how}: {said}")
+    reward = None
+    with suppress(ValueError, TypeError, KeyError, IndexError, RecursionError):
+        reward = float(json.loads(_read_tail(agent.output).splitlines()[-1])["reward"])
+    return Observed(done=True, reward=reward)
+
+
+def _read_tail(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _PRINTED))
+    return file.read(_PRINTED).decode(errors="replace").strip()

@@ -1,0 +1,376 @@
+"""The token rows of an agent that others wrote, which asks by OpenAI's API. See `agent` for the other end.
+
+request 1   S U               row 0   S U | A
+request 2   S U A T           row 0   S U | A T | A        the recorded turn stands there: append the new tail
+request 3   S U' A            row 1   S U' A | A           the agent rewrote its history: a row of its own
+
+A history that begins with all messages of a recorded one, and the answer that it got, continues its row: the
+ids of the own turns stay as sampled. Any other history begins a further row, whose context is rendered anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from grpo_dist.chat.template import REJECTED
+from grpo_dist.environments.dialogue import Dialogue, Renderer
+from grpo_dist.environments.episode import Action, Budgets, Generation, Observed
+from grpo_dist.errors import SamplesFailed
+from grpo_dist.runtime.seeds import turn_seed
+from grpo_dist.types import FurtherRow, Prompt, Rollout, Sampling, Task, Turn
+
+_Fields = Mapping[str, Any]
+
+_READ = {"model", "messages", "prompt", "tools", "max_tokens", "max_completion_tokens", "stop", "stream"}
+_HARMLESS = {
+    *("stream_options", "user", "metadata", "store", "seed", "service_tier", "prompt_cache_key"),
+    *("safety_identifier", "timeout"),
+}
+_REFUSED_MORE = 10  # requests that are refused, beyond the turns, before the episode ends
+
+
+class Refused(ValueError):
+    """A request that is answered with an error of OpenAI's API. ``budget``: the finish reason it brings."""
+
+    def __init__(self, message: str, code: str | None = None, param: str | None = None, budget: str = ""):
+        super().__init__(message)
+        self.budget = budget
+        error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
+        self.reply = {"status": 400, "error": error}
+
+
+def check_parameters(body: _Fields, sampling: Sampling, ignored: Sequence[str]) -> None:
+    """Raise Refused for a parameter that would change how tokens are drawn: the policy is trained on the
+    distribution of ``sampling``. ``ignored``: parameters that the run ignores.
+    """
+    fixed: dict[str, tuple[Any, ...]] = {
+        "temperature": (sampling.temperature,),
+        "top_p": (sampling.top_p,),
+        "top_k": (sampling.top_k, -1) if not sampling.top_k else (sampling.top_k,),
+        "tool_choice": ("auto", "none"),
+        "parallel_tool_calls": (True,),
+        "response_format": ({"type": "text"},),
+        "suffix": ("",),
+        "repetition_penalty": (1,),
+    }
+    fixed |= dict.fromkeys(("n", "best_of"), (1,)) | dict.fromkeys(("logit_bias",), ({},))
+    absent = ("presence_penalty", "frequency_penalty", "min_p", "logprobs", "top_logprobs", "echo")
+    fixed |= dict.fromkeys(absent, (0,))
+    for name, value in body.items():
+        if value is None or name in ignored or name in _READ or name in _HARMLESS:
+            continue
+        if name not in fixed:
+            raise Refused(f"unsupported parameter {name!r}; remove it", "unsupported_parameter", name)
+        if value not in fixed[name]:
+            usual = "several requests" if name in ("n", "best_of") else f"{fixed[name][0]!r}"
+            raise Refused(
+                f"{name} = {value!r} is not supported in training, which samples as the run's configuration "
+                f"says; expected {usual}: leave it out, or name it in environment_kwargs.ignore",
+                "unsupported_value",
+                name,
+            )
+
+
+def normalised(messages: Any) -> list[dict[str, Any]]:
+    """Return chat messages with content of text, as templates take them. Raises Refused."""
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, Mapping) for m in messages):
+        raise Refused("`messages` must be a list of messages that is not empty", param="messages")
+    names: dict[str, str] = {}  # of the tools, by the id of a call
+    made = []
+    for number, message in enumerate(messages):
+        where, role = f"messages.{number}", message.get("role")
+        if role not in ("system", "developer", "user", "assistant", "tool"):
+            raise Refused(f"`{where}.role` = {role!r} is not supported", param=where)
+        own: dict[str, Any] = {"role": "system" if role == "developer" else role}
+        own["content"] = _content(message.get("content"), where)
+        if role == "assistant" and message.get("tool_calls"):
+            try:
+                calls = [(c.get("id"), c["function"]["name"], c["function"]["arguments"])
+                         for c in message["tool_calls"]]  # fmt: skip
+            except (KeyError, TypeError, AttributeError):
+                raise Refused(f"`{where}.tool_calls` are no calls of functions", param=where) from None
+            names |= {call_id: name for call_id, name, _ in calls}
+            own["tool_calls"] = [
+                {"type": "function", "id": call_id, "function": {"name": name, "arguments": _decoded(text)}}
+                for call_id, name, text in calls
+            ]
+        if role == "tool":
+            own |= {"tool_call_id": message.get("tool_call_id")}
+            own["name"] = message.get("name") or names.get(str(message.get("tool_call_id")), "")
+        made.append(own)
+    if made[-1]["role"] == "assistant":
+        raise Refused("the last message is the assistant's; a prefilled answer is not supported", param=where)
+    return made
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str) or content is None:
+        return content or ""
+    if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    raise Refused(f"`{where}.content` is no text; images and audio are not supported", param=where)
+
+
+def _decoded(arguments: Any) -> Any:
+    """Templates write arguments as JSON themselves."""
+    try:
+        value = json.loads(arguments)
+    except (TypeError, ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _key(message: _Fields) -> str:
+    """Return what two messages have in common that are the same turn: a framework may give calls other ids,
+    and strip an answer.
+    """
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    is_own = message["role"] == "assistant"
+    content = message["content"].strip() if is_own else message["content"]
+    return json.dumps([message["role"], content, calls], sort_keys=True)
+
+
+@dataclass(slots=True)
+class _Thread:
+    """A conversation that grows. ``keys``: of its messages, the last answer among them; of plain text the
+    text itself. None: it cannot continue.
+    """
+
+    dialogue: Dialogue
+    keys: Any
+    tools: str = ""
+
+
+class EpisodeEngine(Protocol):
+    async def generate(
+        self, token_ids: list[int], seed: int, max_tokens: int, stop: Sequence[str] = ()
+    ) -> Generation: ...
+
+
+class EpisodeEnvironment(Protocol):
+    async def act(self, action: Action, turn: int) -> Observed: ...
+
+
+class AgentRows:
+    """One episode: `ask` and `add_action` alternate.
+
+    Args:
+        max_length: longest row, tokens.
+        tokens: what the episode may have behind its contexts, sampled and given.
+    """
+
+    def __init__(
+        self, renderer: Renderer, prompt: Prompt, sampling: Sampling, *, max_length: int, tokens: int
+    ) -> None:
+        assert prompt.task is not None, "a prompt without a task has no agent"
+        self._renderer, self._prompt, self._sampling = renderer, prompt, sampling
+        self._task, self._max_length, self._tokens = prompt.task, max_length, tokens
+        self._ignored = tuple(prompt.task.kwargs.get("ignore", ()))
+        self._threads: list[_Thread] = []
+        self._order: list[_Thread] = []  # of each action
+        self._asking: tuple[_Thread, Any] | None = None  # what is asked, with the keys of its history
+        self.stop: tuple[str, ...] = ()
+        self.room = 0  # most tokens of the next action
+        self.is_last = False  # no token is left behind an action of that many
+
+    @property
+    def context(self) -> list[int]:
+        """Token ids that the next action is sampled behind."""
+        assert self._asking is not None
+        return self._asking[0].dialogue.context
+
+    def ask(self, body: _Fields) -> None:
+        """Append what a request says behind the recorded turns, or begin a row. Raises Refused."""
+        self._asking, ignored = None, self._ignored
+        check_parameters(body, self._sampling, ignored)
+        stop = body.get("stop") or ()
+        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        most = body.get("max_completion_tokens") or body.get("max_tokens")
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise Refused("`stop` must be texts that are not empty", param="stop")
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise Refused(f"`max_tokens` = {most!r} must be a positive integer", param="max_tokens")
+        thread, keys = self._chat(body) if "messages" in body else self._text(body)
+        context, used = len(thread.dialogue.context), thread.dialogue.used
+        used += sum(other.dialogue.kept for other in self._threads if other is not thread)
+        room = min(self._tokens - used, self._max_length - context)
+        if room < 1:
+            thread.keys = None
+            raise Refused(
+                f"the conversation has {context} tokens, and the episode {used} behind its first request; "
+                f"model.max_length = {self._max_length} and sampling.max_new_tokens = {self._tokens} leave "
+                "none for an answer",
+                "context_length_exceeded",
+                budget="length",
+            )
+        self.room, self.is_last = (room, True) if most is None or most >= room else (most, False)
+        self._asking = thread, keys
+
+    def add_action(self, sampled: Generation) -> Action:
+        """Append what the policy sampled; return it with the reply to the agent."""
+        assert self._asking is not None
+        (thread, keys), self._asking = self._asking, None
+        prompt_tokens = len(thread.dialogue.context)
+        action = thread.dialogue.add_action(sampled)
+        self._order.append(thread)
+        text, ids, reason = action.text, sampled.token_ids, sampled.finish_reason
+        if sampled.finish_reason == "stop" and not self._renderer.ended(ids):
+            cuts = [text.find(stop) for stop in self.stop if stop in text]
+            text = text[: min(cuts)] if cuts else text
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": len(ids),
+                 "total_tokens": prompt_tokens + len(ids)}  # fmt: skip
+        if isinstance(keys, str):
+            thread.keys = None if self._renderer.ended(ids) else keys + action.text
+            return replace(action, reply={"choice": {"text": text, "finish_reason": reason}, "usage": usage})
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if action.calls:
+            openings = [text.find(o) for o in self._renderer.openings if o in text]
+            message["content"] = text[: min(openings)].rstrip() or None if openings else None
+            message["tool_calls"] = [
+                {"id": f"call_{len(self._order)}_{number}", "type": "function",
+                 "function": {"name": call.name, "arguments": call.arguments}}
+                for number, call in enumerate(action.calls)
+            ]  # fmt: skip
+            reason = "tool_calls"
+        (own,) = normalised([message, {"role": "user", "content": ""}])[:1]
+        thread.keys = [*keys, _key(own)]
+        choice = {"message": message, "finish_reason": reason}
+        return replace(action, reply={"choice": choice, "usage": usage})
+
+    def rollout(
+        self, sample: int, finish_reason: str, reward: float | None = None, failed: str = ""
+    ) -> Rollout:
+        """Return the finished episode, its rows in the order in which they began.
+
+        Args:
+            reward: what the agent gave the episode; None: nothing.
+            failed: why the episode cannot be scored, for the reader of its last turn.
+
+        Raises SamplesFailed where nothing was sampled.
+        """
+        if not self._order:
+            raise SamplesFailed(f"the agent got no answer from the policy: {failed or 'it asked for none'}")
+        threads = [thread for thread in self._threads if thread in self._order]
+        parts = [thread.dialogue.rollout(sample, finish_reason) for thread in threads]
+        first, further = parts[0], []
+        offsets = [sum(len(part.rows) for part in parts[:index]) for index in range(len(parts))]
+        for thread, part in zip(threads, parts, strict=True):
+            if part is not first:
+                start = thread.dialogue.start
+                arrays = part.completion_ids, part.logprobs, part.policy_versions, part.sampled
+                further.append(FurtherRow(start, *arrays, routes=part.routes, kept=part.kept))
+            further += part.further_rows
+        turns_of = [iter(part.turns) for part in parts]
+        turns: list[Turn] = []
+        for thread in self._order:
+            index = threads.index(thread)
+            turn = next(turns_of[index])
+            turns.append(replace(turn, row=turn.row + offsets[index]))
+        turns[-1] = replace(turns[-1], reward=reward, observation=failed or turns[-1].observation)
+        start = threads[0].dialogue.start
+        return replace(
+            first,
+            text=turns[-1].text,
+            turns=tuple(turns),
+            further_rows=tuple(further),
+            context_ids=None if np.array_equal(start, self._prompt.token_ids) else start,
+        )
+
+    def _chat(self, body: _Fields) -> tuple[_Thread, list[str]]:
+        renderer = self._renderer
+        if not renderer.has_template:
+            raise Refused("`data.chat_template` is none: use /v1/completions")
+        messages = normalised(body.get("messages"))
+        tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise Refused("`tools` must be a list of functions", param="tools")
+        if tools and renderer.in_place:
+            raise Refused("the model's chat template shows no tools, or `environments.call_format` is code: "
+                          "describe them in the messages", param="tools")  # fmt: skip
+        keys, tools_key = [_key(message) for message in messages], json.dumps(tools, sort_keys=True)
+        messages = renderer.controls.as_text(messages)
+        try:
+            for thread in reversed(self._threads):
+                size = len(thread.keys or ())
+                is_same = isinstance(thread.keys, list) and keys[:size] == thread.keys
+                if is_same and tools_key == thread.tools and len(keys) > size:
+                    thread.keys = None  # until the tail is there
+                    thread.dialogue.observe(Observed(messages[size:]))
+                    return thread, keys
+            task = Task(self._task.environment, messages=tuple(messages), tools=tuple(tools))
+            text = renderer.prompt(task)
+        except REJECTED as error:
+            why = f"the model's chat template rejects the messages ({error})"
+            raise Refused(why, param="messages") from error
+        return self._begin(task, renderer.ids(text), text, tools_key), keys
+
+    def _text(self, body: _Fields) -> tuple[_Thread, str]:
+        text = body.get("prompt")
+        if not isinstance(text, str):
+            raise Refused("`prompt` must be one text", param="prompt")
+        plain: str = self._renderer.controls.as_text(text)
+        for thread in reversed(self._threads):
+            if isinstance(thread.keys, str) and text.startswith(thread.keys):
+                tail, thread.keys = plain[len(thread.keys) :], None
+                thread.dialogue.observe(Observed(tail))
+                return thread, text
+        # What is observed follows in the same text, as with texts that end an action.
+        task = Task(self._task.environment, stop=(" ",))
+        return self._begin(task, self._renderer.prompt_ids(plain), plain), text
+
+    def _begin(self, task: Task, ids: Sequence[int], text: str, tools: str = "") -> _Thread:
+        thought, end = self._prompt.thought, text.rstrip()
+        part: Literal["", "opens", "closes"]
+        part = "opens" if end.endswith(thought.opening) else "closes" if end.endswith(thought.closing) else ""
+        prompt = replace(
+            self._prompt,
+            token_ids=np.array(ids, np.int32),
+            task=task,
+            thought=replace(thought, prompt=part),
+        )
+        thread = _Thread(Dialogue(self._renderer, prompt), None, tools)
+        self._threads.append(thread)
+        return thread
+
+
+async def play_agent(
+    rows: AgentRows,
+    engine: EpisodeEngine,
+    environment: EpisodeEnvironment,
+    budgets: Budgets,
+    *,
+    seed: int,
+    sample: int,
+) -> Rollout:
+    """Answer the requests of an agent until it ends. Once a budget has run out the agent is told so, and
+    whatever it then does ends the episode with that finish reason.
+
+    Raises SamplesFailed where it ends without an answer of the policy.
+    """
+    action, reason, turns = Action(""), "", 0
+    for number in range(budgets.turns + _REFUSED_MORE + 1):
+        observed = await environment.act(action, number)
+        if observed.failed and not reason:
+            return rows.rollout(sample, "error", failed=observed.failed)
+        if observed.request is None:
+            return rows.rollout(sample, reason or "stop", observed.reward)
+        try:
+            if turns == budgets.turns:
+                budget = f"environments.max_turns = {turns} requests have been answered"
+                raise Refused(budget, "max_turns", budget="turns")
+            rows.ask(observed.request)
+        except Refused as refused:
+            reason, action = reason or refused.budget, Action("", reply=refused.reply)
+            continue
+        room = min(rows.room, budgets.turn_tokens or rows.room)
+        generation = await engine.generate(rows.context, turn_seed(seed, turns), room, rows.stop)
+        turns += 1
+        if generation.finish_reason == "length" and rows.is_last and room == rows.room:
+            reason = reason or "length"
+        action = rows.add_action(generation)
+    return rows.rollout(sample, reason or "error", failed="the agent goes on although it is refused")

@@ -1,0 +1,509 @@
+"""Guarantees: an agent by OpenAI's API is trained on exactly what the policy sampled for it; its faults are
+those of one sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_dist.batch.rows import make_batch
+from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
+from grpo_dist.environments.agent_rows import AgentRows, Refused, play_agent
+from grpo_dist.environments.base import Problem
+from grpo_dist.environments.dialogue import Renderer
+from grpo_dist.environments.episode import Action, Budgets, Call, Generation, Observed
+from grpo_dist.environments.runner import EnvironmentProbe, EpisodeRunner
+from grpo_dist.errors import SamplesFailed
+from grpo_dist.observe.samples import read_groups, write_groups
+from grpo_dist.types import Group, Prompt, Rollout, Sampling, Task
+from grpo_dist.types.samples import pack_rollouts, unpack_rollouts
+from tests.support.chat_templates import real_tokenizer
+from tests.support.patience import HANG_S
+
+_S, _U = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 12*34?"}
+_WEATHER = {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}  # fmt: skip
+
+
+class _Hermes:
+    openings = ("<tool_call>",)
+
+    def __call__(self, text: str, tools: Any) -> list[Call]:
+        _, found, rest = text.partition("<tool_call>")
+        call = json.loads(rest.partition("</tool_call>")[0]) if found else None
+        return [Call(call["name"], json.dumps(call["arguments"]))] if call else []
+
+
+def _renderer(name: str = "qwen2.5", **data: Any) -> Renderer:
+    settings = DataConfig(train=(DataSourceConfig(path="demo:add3"),), **data)
+    return Renderer(real_tokenizer(name), settings, EnvironmentsConfig(call_format="hermes"), _Hermes())
+
+
+def _rows(renderer: Renderer, *, tokens: int = 200, max_length: int = 1000, **kwargs: Any) -> AgentRows:
+    task = Task("program:x", kwargs, messages=(_U,))
+    ids = np.array(renderer.ids(renderer.prompt(task)), np.int32)
+    prompt = Prompt("p", ids, "408", "s", "12*34", task=task)
+    return AgentRows(renderer, prompt, Sampling(), max_length=max_length, tokens=tokens)
+
+
+def _generated(renderer: Renderer, text: str, *, end: bool = True, reason: str = "stop") -> Generation:
+    ids = renderer.ids(text) + [next(iter(renderer.ends.ids))] * end
+    size = len(ids)
+    return Generation(ids, np.full(size, -0.5, np.float32), np.full(size, 3, np.int32), reason)
+
+
+def _answer(rows: AgentRows, renderer: Renderer, text: str, messages: Any, **more: Any) -> dict[str, Any]:
+    rows.ask({"messages": messages, **more})
+    reply = rows.add_action(_generated(renderer, text)).reply
+    assert reply is not None
+    return dict(reply["choice"]["message"])
+
+
+def _decoded(renderer: Renderer, ids: Any) -> str:
+    return renderer._tokenizer.decode(list(map(int, ids)))
+
+
+def _sampled(rollout: Rollout) -> list[int]:
+    return rollout.sampled_ids.tolist()
+
+
+def test_a_conversation_that_grows_is_one_row_with_the_ids_as_sampled() -> None:
+    """The agent strips an answer, as many frameworks do; the row keeps the policy's own tokens."""
+    renderer = _renderer()
+    rows = _rows(renderer)
+    _answer(rows, renderer, "  I guess 400. ", [_S, _U])
+    own = {"role": "assistant", "content": "I guess 400."}
+    more = [{"type": "text", "text": "Too "}, {"type": "text", "text": "low <|im_end|>."}]
+    _answer(rows, renderer, "408", [_S, _U, own, {"role": "user", "content": more}])
+    rollout = rows.rollout(0, "stop", reward=0.5)
+    sampled = [*_generated(renderer, "  I guess 400. ").token_ids, *_generated(renderer, "408").token_ids]
+    assert not rollout.further_rows and _sampled(rollout) == sampled
+    assert rollout.context_ids is not None and rollout.sampled is not None
+    conversation = [_S, _U, {"role": "assistant", "content": "  I guess 400. "},
+                    {"role": "user", "content": "Too low < |im_end|>."}]  # fmt: skip
+    text = renderer.prompt(Task("x", messages=tuple(conversation)))
+    assert _decoded(renderer, [*rollout.context_ids, *rollout.completion_ids]) == f"{text}408<|im_end|>"
+    assert (rollout.text, rollout.turns[-1].reward, rollout.turns[0].reward) == ("408", 0.5, None)
+    assert np.array_equal(rollout.logprobs, np.where(rollout.sampled, np.float32(-0.5), np.float32(0)))
+    assert set(rollout.policy_versions[~rollout.sampled].tolist()) == {-1}
+
+
+def test_the_question_of_the_row_itself_shares_the_prompt_of_its_group() -> None:
+    renderer = _renderer()
+    rows = _rows(renderer)
+    _answer(rows, renderer, "408", [_U])
+    rollout = rows.rollout(0, "stop")
+    assert rollout.context_ids is None and rollout.sampled is None
+    assert rollout.completion_ids.tolist() == _generated(renderer, "408").token_ids
+
+
+@pytest.mark.parametrize("history", [
+    [_S, {"role": "user", "content": "What is 12 * 34?"}, {"role": "assistant", "content": "400"}, _U],
+    [_S, _U, {"role": "assistant", "content": "four hundred"}, _U],
+    [_S, _U],  # as a parallel call asks, or one that wants a second sample
+    [_U],
+])  # fmt: skip
+def test_a_history_that_the_agent_rewrote_begins_a_row(history: list[Any]) -> None:
+    renderer = _renderer()
+    rows = _rows(renderer)
+    _answer(rows, renderer, "400", [_S, _U])
+    _answer(rows, renderer, "408", history)
+    rollout = rows.rollout(2, "stop", reward=1.0)
+    (row,) = rollout.further_rows
+    assert _decoded(renderer, row.context_ids) == renderer.prompt(Task("x", messages=tuple(history)))
+    turns = [(turn.row, turn.text, turn.reward) for turn in rollout.turns]
+    assert turns == [(0, "400", None), (1, "408", 1.0)]
+    assert _sampled(rollout) == _generated(renderer, "400").token_ids + _generated(renderer, "408").token_ids
+    assert rollout.text == "408" and row.sampled is None
+
+
+def test_two_conversations_that_alternate_each_have_their_row() -> None:
+    renderer = _renderer()
+    rows = _rows(renderer)
+    first = _answer(rows, renderer, "a", [_S, _U])
+    other = _answer(rows, renderer, "b", [_U])
+    _answer(rows, renderer, "c", [_S, _U, first, _U])
+    _answer(rows, renderer, "d", [_U, other, _U])
+    rollout = rows.rollout(0, "stop")
+    assert [(turn.row, turn.text) for turn in rollout.turns] == [(0, "a"), (1, "b"), (0, "c"), (1, "d")]
+    assert len(rollout.further_rows) == 1 and rollout.turns[2].end == len(rollout.completion_ids)
+    asked = renderer.prompt(Task("x", messages=(_U,)))
+    assert _decoded(renderer, rollout.further_rows[0].context_ids) == asked
+
+
+def test_a_tool_call_makes_a_round_trip() -> None:
+    renderer = _renderer()
+    rows = _rows(renderer)
+    text = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    message = _answer(rows, renderer, text, [_U], tools=[_WEATHER])
+    (call,) = message["tool_calls"]
+    assert message["content"] == "I look." and call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
+    # The agent writes the arguments in its own way, and leaves the content out.
+    call["function"]["arguments"] = '{"city":"Oslo"}'
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
+    _answer(rows, renderer, "It rains.", [_U, message, result], tools=[_WEATHER])
+    rollout = rows.rollout(0, "stop")
+    assert not rollout.further_rows and rollout.context_ids is not None
+    row = _decoded(renderer, [*rollout.context_ids, *rollout.completion_ids])
+    assert text in row and "<tool_response>\nrain\n</tool_response>" in row and '"name": "weather"' in row
+    sampled = _generated(renderer, text).token_ids + _generated(renderer, "It rains.").token_ids
+    assert _sampled(rollout) == sampled
+    # Without the tools the conversation reads otherwise: a row of its own.
+    _answer(rows, renderer, "Yes.", [_U, message, result])
+    assert len(rows.rollout(0, "stop").further_rows) == 1
+
+
+def test_a_template_that_drops_thoughts_begins_a_row_within_the_conversation() -> None:
+    renderer = _renderer("qwen3")
+    rows = _rows(renderer)
+    own = _answer(rows, renderer, "<think>\nhm\n</think>\n\n400", [_U])
+    _answer(rows, renderer, "408", [_U, own, _U])
+    _answer(rows, renderer, "b", [_S])
+    rollout = rows.rollout(0, "stop")
+    assert [turn.row for turn in rollout.turns] == [0, 1, 2] and len(rollout.further_rows) == 2
+    assert "hm" not in _decoded(renderer, rollout.further_rows[0].context_ids)
+
+
+def test_a_stop_text_is_kept_in_the_row_and_left_out_of_the_answer() -> None:
+    renderer = _renderer()
+    rows = _rows(renderer)
+    rows.ask({"messages": [_U], "stop": "</search>", "max_tokens": 9})
+    assert (rows.stop, rows.room) == (("</search>",), 9)
+    action = rows.add_action(_generated(renderer, "<search>a</search>\n", end=False))
+    assert action.reply is not None
+    message = action.reply["choice"]["message"]
+    assert message["content"] == "<search>a"
+    _answer(rows, renderer, "408", [_U, message, _S])
+    rollout = rows.rollout(0, "stop")
+    assert not rollout.further_rows
+    assert _decoded(renderer, rollout.completion_ids).startswith("<search>a</search>\n<|im_end|>\n")
+
+
+def test_plain_completions_continue_their_text() -> None:
+    renderer = _renderer(chat_template="none")
+    rows = _rows(renderer)
+    texts = []
+    for prompt, text, end in (("Q: 1+1\nA:", " 2\n", False), ("Q: 1+1\nA: 2\nQ: 2+2\nA:", " 4", True),
+                              ("Q: 1+1\nA: 2\nQ: 2+2\nA: 4.", "?", True)):  # fmt: skip
+        rows.ask({"prompt": prompt, "max_tokens": 16})
+        reply = rows.add_action(_generated(renderer, text, end=end)).reply
+        assert reply is not None and reply["choice"] == {"text": text, "finish_reason": "stop"}
+        texts.append(_decoded(renderer, rows._threads[-1].dialogue.context))
+    rollout = rows.rollout(0, "stop")
+    assert texts[1].startswith("Q: 1+1\nA: 2\nQ: 2+2\nA: 4") and len(rollout.further_rows) == 1
+    with pytest.raises(Refused, match="use /v1/completions"):
+        rows.ask({"messages": [_U]})
+
+
+@pytest.mark.parametrize(("more", "words"), [
+    ({"n": 2}, ["n = 2", "expected several requests"]),
+    ({"temperature": 0.2}, ["temperature = 0.2", "expected 1.0", "environment_kwargs.ignore"]),
+    ({"top_p": 0.9}, ["top_p = 0.9"]),
+    ({"logprobs": True}, ["logprobs = True"]),
+    ({"logit_bias": {"5": 1}}, ["logit_bias"]),
+    ({"response_format": {"type": "json_object"}}, ["response_format"]),
+    ({"tool_choice": "required"}, ["tool_choice = 'required'"]),
+    ({"guided_regex": "a"}, ["unsupported parameter 'guided_regex'"]),
+    ({"max_tokens": 0}, ["`max_tokens` = 0"]),
+    ({"stop": [""]}, ["`stop` must be"]),
+    ({"tools": "weather"}, ["`tools` must be"]),
+    ({"messages": []}, ["not empty"]),
+    ({"messages": [{"role": "critic", "content": "x"}]}, ["messages.0.role", "critic"]),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ["is no text"]),
+    ({"messages": [_U, {"role": "assistant", "content": "The"}]}, ["prefilled"]),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"x": 1}]}, _U]}, ["no calls of functions"]),
+])  # fmt: skip
+def test_what_changes_the_distribution_or_cannot_be_read_is_refused(more: Any, words: Sequence[str]) -> None:
+    renderer = _renderer()
+    rows = _rows(renderer)
+    with pytest.raises(Refused) as refused:
+        rows.ask({"messages": [_U]} | more)
+    assert all(word in str(refused.value) for word in words), refused.value
+    assert refused.value.reply["status"] == 400 and refused.value.reply["error"]["message"]
+    _answer(rows, renderer, "408", [_U], temperature=1, top_p=1.0, n=1, seed=5, tool_choice="auto", user="me")
+    assert rows.rollout(0, "stop").text == "408", "the episode goes on"
+
+
+def test_a_parameter_that_the_run_ignores_is_no_error() -> None:
+    renderer = _renderer()
+    rows = _rows(renderer, ignore=["temperature"])
+    _answer(rows, renderer, "408", [_U], temperature=0.2)
+    with pytest.raises(Refused, match="top_p"):
+        rows.ask({"messages": [_U], "top_p": 0.5})
+
+
+# The loop
+
+
+class _Engine:
+    """Answers the texts in turn; the last one again and again."""
+
+    def __init__(self, renderer: Renderer, *texts: str) -> None:
+        self._renderer, self.texts = renderer, list(texts)
+        self.contexts: list[list[int]] = []
+
+    async def generate(
+        self, token_ids: list[int], seed: int, max_tokens: int, stop: Sequence[str] = ()
+    ) -> Generation:
+        self.contexts.append(token_ids)
+        made = _generated(self._renderer, self.texts.pop(0) if len(self.texts) > 1 else self.texts[0])
+        if len(made.token_ids) <= max_tokens:
+            return made
+        cut = slice(max_tokens)
+        return Generation(made.token_ids[cut], made.logprobs[cut], made.versions[cut], "length")
+
+
+_HEAD = """
+import json, os, sys, time, threading, urllib.error, urllib.request
+row = json.loads(sys.stdin.read())
+
+def post(body, path="/chat/completions", timeout=60, **headers):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], **headers}
+    url = os.environ["OPENAI_BASE_URL"] + path
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+def ask(*texts, **more):
+    status, answer = post({"messages": [{"role": "user", "content": text} for text in texts], **more})
+    return answer["choices"][0]["message"]["content"] if status == 200 else answer["error"]["code"]
+"""
+
+
+def _play(
+    directory: Path, code: str, *texts: str, budgets: Budgets | None = None, timeout_s: float = HANG_S,
+    head: str = _HEAD, engine_type: type[_Engine] = _Engine, **kwargs: Any,
+) -> tuple[Rollout, _Engine]:  # fmt: skip
+    (directory / "my_agent.py").write_text(head + code)
+    renderer = _renderer()
+    engine = engine_type(renderer, *(texts or ("408",)))
+    rows = _rows(renderer, tokens=(budgets or Budgets(200, 8)).tokens)
+    settings = EnvironmentsConfig(code_paths=(str(directory),), timeout_s=timeout_s)
+    task = Task("program:my_agent.py", kwargs)
+
+    async def session() -> Rollout:
+        runner = EpisodeRunner(settings)
+
+        class Ends:
+            async def act(self, action: Action, turn: int) -> Observed:
+                problem = Problem("12*34", "408", {"level": 3})
+                return await runner.act("e", task, problem, action, turn=turn)
+
+        try:
+            return await play_agent(rows, engine, Ends(), budgets or Budgets(200, 8), seed=0, sample=1)
+        finally:
+            await runner.end("e")
+            await runner.close()
+
+    return asyncio.run(asyncio.wait_for(session(), HANG_S)), engine
+
+
+def test_a_program_asks_and_gives_its_reward(tmp_path: Path) -> None:
+    code = """
+first = ask(row["problem"])
+second = ask("again", row["arguments"]["hint"])
+print("log"); print(json.dumps({"reward": float(second == row["answer"]) + row["columns"]["level"]}))
+"""
+    rollout, engine = _play(tmp_path, code, "400", "408", hint="h")
+    assert (rollout.finish_reason, rollout.text, rollout.sample) == ("stop", "408", 1)
+    assert [turn.reward for turn in rollout.turns] == [None, 4.0]
+    assert len(engine.contexts) == 2 and len(rollout.further_rows) == 1
+
+
+@pytest.mark.parametrize(("code", "reason", "words"), [
+    ("ask('x'); sys.exit(3)", "error", "exit code 3"),
+    ("ask('x'); raise KeyError('lost')", "error", "KeyError: 'lost'"),
+    ("ask('x'); os.kill(os.getpid(), 9)", "error", "signal 9"),
+    ("ask('x'); time.sleep(1000)", "error", "neither asked nor ended within environments.timeout_s = 3"),
+    ("while True: ask('x', n=2) if '408' == ask('x') else ask('x')", "turns", ""),
+    ("print(ask('x'))", "stop", ""),  # no reward: other rewards may judge the answer
+])  # fmt: skip
+def test_the_faults_of_an_agent_are_those_of_one_sample(
+    tmp_path: Path, code: str, reason: str, words: str
+) -> None:
+    rollout, _ = _play(tmp_path, code, timeout_s=3 if "sleep" in code else HANG_S)
+    assert rollout.finish_reason == reason and words in rollout.turns[-1].observation
+    assert rollout.turns[-1].reward is None and rollout.text == "408"
+
+
+@pytest.mark.parametrize("code", ["", "sys.exit(1)", "ask('x', n=3)"])
+def test_an_agent_that_gets_no_answer_gives_no_sample(tmp_path: Path, code: str) -> None:
+    with pytest.raises(SamplesFailed, match="the agent got no answer from the policy"):
+        _play(tmp_path, code)
+
+
+def test_calls_in_parallel_are_rows_of_one_sample(tmp_path: Path) -> None:
+    code = """
+answers = []
+threads = [threading.Thread(target=lambda n=n: answers.append(ask(f"part {n}"))) for n in range(3)]
+[thread.start() for thread in threads]; [thread.join() for thread in threads]
+print(json.dumps({"reward": len(answers)}))
+"""
+    rollout, _ = _play(tmp_path, code)
+    assert len(rollout.rows) == 3 and rollout.turns[-1].reward == 3.0
+
+
+def test_a_retry_gets_the_first_answer_and_is_not_trained_twice(tmp_path: Path) -> None:
+    """By the header of OpenAI's clients. The same request without it asks for another sample."""
+    code = """
+body = {"messages": [{"role": "user", "content": "x"}]}
+answers = [post(body), post(body, **{"x-stainless-retry-count": "1"}), post(body)]
+texts = [a["choices"][0]["message"]["content"] for _, a in answers]
+print(json.dumps({"reward": float(texts == ["a", "a", "b"])}))
+"""
+    rollout, engine = _play(tmp_path, code, "a", "b")
+    assert rollout.turns[-1].reward == 1.0 and len(engine.contexts) == len(rollout.turns) == 2
+
+
+def test_a_client_that_hung_up_gets_its_answer_when_it_asks_again(tmp_path: Path) -> None:
+    code = """
+import socket
+body = {"messages": [{"role": "user", "content": "x"}]}
+try:
+    post(body, timeout=0.3)
+except Exception as error:
+    print(type(error))
+print(json.dumps({"reward": float(post(body)[1]["choices"][0]["message"]["content"] == "a")}))
+"""
+
+    class Slow(_Engine):
+        async def generate(self, *args: Any, **kwargs: Any) -> Generation:
+            await asyncio.sleep(1.5)
+            return await super().generate(*args, **kwargs)
+
+    rollout, engine = _play(tmp_path, code, "a", "b", engine_type=Slow)
+    assert rollout.turns[-1].reward == 1.0 and len(engine.contexts) == len(rollout.turns) == 1
+
+
+@pytest.mark.parametrize(("budgets", "text", "reason"), [
+    (Budgets(40, 2), "4", "turns"), (Budgets(6, 8), "a b c d e f g h", "length"),
+])  # fmt: skip
+def test_budgets_are_told_as_the_api_tells_them(
+    tmp_path: Path, budgets: Budgets, text: str, reason: str
+) -> None:
+    code = "answers = [ask('x'), ask('y'), ask('z')]; print(json.dumps(answers), file=sys.stderr)\n"
+    code += "print(json.dumps({'reward': answers.index(answers[-1])}))"
+    rollout, _ = _play(tmp_path, code, text, budgets=budgets)
+    assert rollout.finish_reason == reason
+    if reason == "turns":
+        assert [turn.text for turn in rollout.turns] == ["4", "4"] and rollout.turns[-1].reward == 2.0
+    else:
+        assert rollout.num_sampled == 6 and len(rollout.turns) == 1 and rollout.turns[-1].reward == 1.0
+
+
+def test_no_key_no_answer(tmp_path: Path) -> None:
+    code = """
+statuses = [post({"messages": []}, Authorization=key)[0] for key in ("", "Bearer x", "Bearer ")]
+statuses += [post({"no": 1})[0], post({}, "/completions")[0], post([])[0]]
+print(json.dumps({"reward": float(ask("x") == "408" and statuses == [401, 401, 401, 400, 400, 400])}))
+"""
+    rollout, _ = _play(tmp_path, code)
+    assert rollout.turns[-1].reward == 1.0
+
+
+def test_nothing_of_an_agent_is_left_behind(tmp_path: Path) -> None:
+    """Neither what it has started, also in a session of its own, nor what ignores the end of its output."""
+    import subprocess
+    import time
+
+    code = f"""
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+open({str(tmp_path / "child")!r}, "w").write(str(child.pid)); ask("x"); print('{{"reward": 1}}')
+"""
+    rollout, _ = _play(tmp_path, code)
+    assert rollout.turns[-1].reward == 1.0
+    end = time.monotonic() + HANG_S
+    while time.monotonic() < end:
+        state = subprocess.run(["ps", "-o", "stat=", (tmp_path / "child").read_text()], capture_output=True)
+        if not state.stdout or state.stdout.startswith(b"Z"):
+            return
+        time.sleep(0.05)
+    pytest.fail("the child of the agent goes on")
+
+
+def test_a_program_that_is_not_there_is_reported_before_a_run(tmp_path: Path) -> None:
+    settings = EnvironmentsConfig(code_paths=(str(tmp_path),))
+    with pytest.raises(ValueError, match=r"program absent\.py is no file of code_paths"):
+        EnvironmentProbe("program:absent.py", {}, settings).describe()
+    (tmp_path / "there.py").write_text("")
+    described = EnvironmentProbe("program:there.py --fast", {}, settings).describe()
+    assert not described.stateless and not described.asks and not described.tools
+
+
+@pytest.mark.parametrize(("given", "name"), [
+    ({"program": "my_agent.py --fast"}, "program:my_agent.py --fast"), ("program:a", "program:a"),
+])  # fmt: skip
+def test_the_configuration_names_a_program(given: Any, name: str) -> None:
+    data = DataConfig(train=(DataSourceConfig(path="demo:add3", environment=given),), environment=given)
+    assert data.environment == data.train[0].environment == name
+    with pytest.raises(ValueError, match="environment"):
+        DataConfig(train=(DataSourceConfig(path="demo:add3"),), environment={"program": 1})
+
+
+def test_rows_with_a_context_of_their_own_reach_the_batch_and_its_table(tmp_path: Path) -> None:
+    renderer = _renderer()
+    rows = _rows(renderer)
+    _answer(rows, renderer, "408", [_S, _U])
+    rollout = rows.rollout(0, "stop", reward=1.0)
+    (copy,) = unpack_rollouts(*pack_rollouts([rollout]))
+    rewards = np.ones(1, np.float32)
+    group = Group(rows._prompt, (copy,), rewards, {"environment": rewards}, ("",))
+    write_groups(tmp_path / "step_000001.parquet", [group])
+    (read,) = read_groups(tmp_path / "step_000001.parquet", {"p": rows._prompt})
+    assert rollout.context_ids is not None
+    whole = [*rollout.context_ids.tolist(), *rollout.completion_ids.tolist()]
+    for own in (group, read):
+        batch = make_batch([own], [rewards], ref_logprobs=None, max_new_tokens=200)
+        assert batch.tokens[0].tolist() == whole and batch.prompt_lengths.tolist() == [0]
+        assert batch.policy.mask[0].tolist() == [i >= len(rollout.context_ids) for i in range(len(whole))]
+
+
+_OPENAI = """
+import json, sys
+from openai import BadRequestError, OpenAI
+
+row, client = json.loads(sys.stdin.read()), OpenAI()
+tool = json.loads(%r)
+messages = [{"role": "user", "content": row["problem"]}]
+first = client.chat.completions.create(model=client.models.list().data[0].id, messages=messages, tools=[tool])
+assert first.choices[0].finish_reason == "tool_calls" and first.usage.completion_tokens > 5
+messages.append(first.choices[0].message)
+(call,) = first.choices[0].message.tool_calls
+assert json.loads(call.function.arguments) == {"city": "Oslo"}
+messages.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
+stream = client.chat.completions.create(
+    model="policy", messages=messages, tools=[tool], stream=True, stream_options={"include_usage": True})
+chunks = list(stream)
+text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+assert chunks[-1].usage.total_tokens and chunks[-2].choices[0].finish_reason == "stop"
+try:
+    client.chat.completions.create(model="policy", messages=messages, n=2)
+except BadRequestError as error:
+    assert "expected several requests" in str(error)
+done = client.completions.create(model="policy", prompt="Say", max_tokens=8)
+streamed = client.chat.completions.create(model="policy", messages=messages[:1], tools=[tool], stream=True)
+calls = [c for chunk in streamed for c in chunk.choices[0].delta.tool_calls or ()]
+assert calls[0].function.name == "weather" and calls[0].index == 0
+print(json.dumps({"reward": float(text == "It rains." and done.choices[0].text == "yes")}))
+"""
+
+
+@pytest.mark.slow
+def test_an_unmodified_openai_client_calls_tools_and_reads_streams(tmp_path: Path) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    code, texts = _OPENAI % json.dumps(_WEATHER), (call, "It rains.", "yes", call)
+    rollout, _ = _play(tmp_path, code, *texts, head="", budgets=Budgets(500, 8))
+    assert rollout.turns[-1].reward == 1.0, rollout.turns[-1].observation
+    assert [turn.row for turn in rollout.turns] == [0, 0, 1, 2]
