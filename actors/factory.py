@@ -155,6 +155,7 @@ class Factory:
             config.rewards,
             self._actors("rewards"),
             max_new_tokens=config.sampling.longest,
+            max_length=config.max_length,
             models=self._reward_models(model_dir, shared),
             outcome_rewards=config.environments.outcome_rewards,
             policy=PolicyTokenizer(str(model_dir), config.model.trust_remote_code),

@@ -140,11 +140,12 @@ class RewardWorker(Metered, Probeable):
         settings: RewardsConfig,
         *,
         max_new_tokens: int,
+        max_length: int | None = None,
         outcome_rewards: Mapping[Any, float] | None = None,
         policy: PolicyTokenizer | None = None,
     ) -> None:
         super().__init__()
-        self._max_new_tokens, self._settings = max_new_tokens, settings
+        self._max_new_tokens, self._max_length, self._settings = max_new_tokens, max_length, settings
         self._tokenizer = load_tokenizer(policy) if policy and scores_own_steps(settings) else None
         self._pool = GraderPool.from_config(settings)
         self._scorers = scorers_by_source(
@@ -164,7 +165,11 @@ class RewardWorker(Metered, Probeable):
         """
         begin = time.perf_counter()
         completions = CompletionGroup.from_rollouts(
-            prompt, rollouts, max_new_tokens=self._max_new_tokens, settings=self._settings
+            prompt,
+            rollouts,
+            max_new_tokens=self._max_new_tokens,
+            max_length=self._max_length,
+            settings=self._settings,
         )
         scorer = self._scorers.get(prompt.source, self._scorers[""])
         scores = scorer.score(completions, {name: m.rewards for name, m in modelled.items()})
@@ -202,6 +207,7 @@ class RewardPool:
         actors: ActorSpec,
         *,
         max_new_tokens: int,
+        max_length: int | None = None,
         models: Sequence[RewardModelPool] = (),
         worker: type = RewardWorker,
         outcome_rewards: Mapping[Any, float] | None = None,
@@ -215,6 +221,7 @@ class RewardPool:
             settings.num_workers,
             settings,
             max_new_tokens=max_new_tokens,
+            max_length=max_length,
             outcome_rewards=outcome_rewards,
             policy=policy,
         )

@@ -15,6 +15,7 @@ from grpo_dist.config.algorithm import ESTIMATOR_TRAITS, AlgorithmConfig
 from grpo_dist.config.base import Choice
 from grpo_dist.config.bench import FixedLengths
 from grpo_dist.config.data import (
+    PROMPT_KEYS,
     CompletionOrder,
     DynamicSamplingConfig,
     EpochsOrderConfig,
@@ -24,6 +25,7 @@ from grpo_dist.config.distillation import DistillationConfig, TeacherConfig
 from grpo_dist.config.environments import check_environment_name
 from grpo_dist.config.sampling import AdaptiveTemperature
 from grpo_dist.config.sections import Sections
+from grpo_dist.config.text import fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ def contradictions(config: Sections) -> Iterator[str]:
     yield from _check_single_rewards(config)
     yield from _check_binary_rewards(config)
     yield from _check_environments(config)
+    yield from _check_templates(config)
     yield from _check_prefills(config)
     yield from _check_sources(config)
     yield from _check_source_rewards(config)
@@ -720,6 +723,20 @@ def _check_environments(config: Sections) -> Iterator[str]:
         )
 
 
+def _check_templates(config: Sections) -> Iterator[str]:
+    """Look for the gold answer in a box of the prompt. Elsewhere it may belong there: Countdown's target."""
+    data = config.data
+    for source in data.with_prompts((*data.train, *data.eval)):
+        for key in ("template", "problem_template"):
+            box = f"\\boxed{{{source.answer_column}}}"
+            filled = fill(getattr(source, key) or "", lambda name: f"{{{name}}}\0")
+            if f"{box}\0" in filled:
+                yield (
+                    f"`{key}` of source {source.label} has {box}, so that every prompt would show its "
+                    f"answer; write \\boxed{{{{{source.answer_column}}}}} for the text {box}"
+                )
+
+
 def _check_prefills(config: Sections) -> Iterator[str]:
     data, rewards = config.data, config.rewards
     prefilled = [source for source in data.with_prompts((*data.train, *data.eval)) if source.prefill]
@@ -749,6 +766,14 @@ def _check_sources(config: Sections) -> Iterator[str]:
             f"`data.train`: several sources have the name {twice[0]}, and one of them a weight or a "
             "temperature; give each its own `name`"
         )
+    formats: dict[str, list[Any]] = {}  # a prompt knows its source by the label alone
+    for source in data.with_prompts(data.train):
+        keys = [getattr(source, key) for key in PROMPT_KEYS]
+        if formats.setdefault(source.label, keys) != keys:
+            yield (
+                f"`data.train`: several sources have the name {source.label}, and their prompts are made in "
+                f"different ways ({', '.join(PROMPT_KEYS)}); give each its own `name`"
+            )
     weighted = [source.label for source in data.train if source.weight is not None]
     if weighted and len(weighted) < len(labels):
         lacking = next(label for label in labels if label not in weighted)

@@ -196,6 +196,11 @@ class Sections(Section):
         return self.model.max_length or self.data.max_prompt_tokens + self.longest_completion
 
     @property
+    def shortens_completions(self) -> bool:
+        """Whether `model.max_length` leaves less than the longest completion behind the longest prompt."""
+        return self.max_length < self.data.max_prompt_tokens + self.longest_completion
+
+    @property
     def longest_completion(self) -> int:
         """Most tokens of a completion in training, evaluation and rejection sampling."""
         others = (self.evaluation.max_new_tokens, self.rejection.max_new_tokens)

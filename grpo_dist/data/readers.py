@@ -201,7 +201,8 @@ def read(
     Raises ValueError for a missing file or split, a malformed row, a missing column, a row without problem or
     answer, or an empty data set. The message names the file and the row.
     """
-    files = source_files(source)
+    is_small = source.max_rows is not None and source.max_rows < repeats.STORED_FROM
+    files = [] if is_small else source_files(source)  # to hash a whole file for its first rows takes long
     if not files:
         return _read_columns(source, own, asked, "")
     before = repeats.files_state(files)
@@ -212,7 +213,9 @@ def read(
         rows = [replace(DataRow(*row), messages=tuple(row[5])) for row in distinct]
         return DataRows(rows, arrays["index"], arrays["lines"], [(at, name) for at, name in places], key)
     rows_read = _read_columns(source, own, asked, key)
-    if len(rows_read) >= repeats.STORED_FROM and repeats.files_state(files) == before:
+    if repeats.files_state(files) != before:
+        rows_read.key = ""  # a file was written meanwhile: what was read need not be what was hashed
+    elif len(rows_read) >= repeats.STORED_FROM:
         distinct = list(map(_FIELDS, rows_read.distinct))
         if _is_json(distinct):
             arrays = {"index": rows_read.codes, "lines": rows_read.lines}
@@ -678,7 +681,7 @@ class Duplicates:
 
 def find_duplicates(data: DataConfig, sources: Sequence[SourceRows]) -> Duplicates:
     """Compare the problems of all rows. White space around a problem does not count; the environment that
-    asks it does.
+    asks it, and the columns that a template puts beside it, do.
     """
     seen: dict[Hashable, DataRow] = {}
     disagreements: dict[Hashable, Pair] = {}
@@ -691,8 +694,9 @@ def find_duplicates(data: DataConfig, sources: Sequence[SourceRows]) -> Duplicat
         repeated: dict[int, DataRow] = {}  # the earlier row of the problem, by the distinct row's number
         for number, row in enumerate(rows.distinct):
             key: Hashable = row.problem.strip()
-            if row.messages or environment is not None or brings_columns(source):
-                parts = [environment, row.messages, row.columns if brings_columns(source) else None]
+            if row.messages or row.values or environment is not None or brings_columns(source):
+                columns = row.columns if brings_columns(source) else None
+                parts = [environment, row.messages, row.values, columns]
                 key = key, json.dumps(parts, sort_keys=True, default=str)
             earlier = seen.setdefault(key, row)
             if earlier is row:

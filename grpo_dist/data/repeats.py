@@ -217,10 +217,11 @@ def occurrences(codes: np.ndarray, before: np.ndarray) -> np.ndarray:
 
 @cache
 def _code_digest() -> str:
-    """Return a hash of the code that reads and tokenises rows."""
+    """Return a hash of the code that reads and tokenises rows, and of what it says of their answers."""
     digest = hashlib.sha256()
-    here = Path(__file__).parent
-    for file in sorted([*here.glob("*.py"), *(here.parent / "chat").glob("*.py")]):
+    root = Path(__file__).parents[1]
+    folders = ("chat", "config", "data", "rewards", "runs")
+    for file in sorted(file for folder in folders for file in (root / folder).glob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

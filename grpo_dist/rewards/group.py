@@ -110,13 +110,15 @@ class CompletionGroup:
         rollouts: Sequence[Rollout],
         *,
         max_new_tokens: int,
+        max_length: int | None = None,
         settings: RewardsConfig | None = None,
     ) -> CompletionGroup:
         """Collect the completions of ``prompt``.
 
-        ``max_new_tokens``: of samples without their own limit. ``settings`` may override the thought found
-        in the prompt.
+        ``max_new_tokens``: of samples without their own limit. ``max_length``: of prompt and completion;
+        None: not known. ``settings`` may override the thought found in the prompt.
         """
+        longest = next((r.max_new_tokens for r in rollouts if r.max_new_tokens), max_new_tokens)
         return cls(
             completions=tuple(r.text for r in rollouts),
             token_ids=tuple(r.sampled_ids for r in rollouts),
@@ -124,7 +126,7 @@ class CompletionGroup:
             gold=prompt.answer,
             source=prompt.source,
             columns={"problem": prompt.text, **named_columns(prompt.columns)},
-            max_new_tokens=next((r.max_new_tokens for r in rollouts if r.max_new_tokens), max_new_tokens),
+            max_new_tokens=min(longest, max_length - len(prompt.token_ids)) if max_length else longest,
             thought=resolve_thought(prompt.thought, settings) if settings else prompt.thought,
             turns=tuple(turns_for_rewards(r.turns) for r in rollouts),
             given=tuple(r.num_tokens - r.num_sampled for r in rollouts),

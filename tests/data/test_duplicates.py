@@ -53,6 +53,15 @@ def test_one_key_keeps_the_first_row_of_each_problem():
     assert [prompt.uid for prompt in built.prompts] == [plain[i].uid for i in (0, 1, 4)]
 
 
+def test_rows_that_a_template_fills_with_other_columns_are_other_problems():
+    asked = [
+        DataRow("Which is prime?", "A", "one", f"one.jsonl:{i}", {}, values={"choices": choices})
+        for i, choices in enumerate(["2, 4", "3, 6", "2, 4"], 1)
+    ]
+    found = find_duplicates(sections().data, [(ONE, asked)])
+    assert (found.repeats, [row.location for row in found.first[0][1]]) == (1, ["one.jsonl:1", "one.jsonl:2"])
+
+
 @pytest.mark.parametrize("deduplicate", [False, True])
 def test_each_evaluation_set_is_looked_at_by_itself(deduplicate):
     said = []

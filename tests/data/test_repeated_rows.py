@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 from datetime import date
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, RewardsConfig
+from grpo_dist.data import readers
 from grpo_dist.data.order import EpochOrder, OrderState
 from grpo_dist.data.prompts import build_prompts
 from grpo_dist.data.readers import DataRow, read, read_all
@@ -165,6 +167,27 @@ def test_a_stored_file_is_read_again_where_it_its_settings_or_the_store_have_cha
     with open("rows.jsonl", "a") as file:
         file.write('\n{"problem": "1+1", "answer": "2", "level": 0}')
     assert [row.problem for row in read(source)] == [*(row.problem for row in rows), "1+1"]
+
+
+def test_rows_of_a_file_that_is_written_meanwhile_are_stored_under_no_name(sources, cache, monkeypatch):
+    def read_columns(*arguments):
+        text = text_file.read_text()
+        text_file.write_text(text.replace("2+3", "3+2"))  # after it was hashed
+        return kept(*arguments)
+
+    kept, text_file = readers._read_columns, Path("rows.jsonl")
+    before = list(read(sources[0]))
+    assert readers.read(sources[0]).key
+    for stored in cache.glob("*.npz"):
+        stored.unlink()
+    monkeypatch.setattr(readers, "_read_columns", read_columns)
+    changed = read(sources[0])
+    assert changed != before and not changed.key and not list(cache.glob("*.npz"))
+
+
+def test_the_first_rows_of_a_large_file_are_read_without_hashing_it(sources, monkeypatch):
+    monkeypatch.setattr("grpo_dist.data.repeats.files_digest", None)
+    assert len(read(sources[0].model_copy(update={"max_rows": 3}))) == 3
 
 
 def test_a_store_that_cannot_be_written_is_none(sources, cache):

@@ -148,6 +148,27 @@ def test_a_prefill_that_has_no_meaning_is_refused(changes, words):
         Config.model_validate({"model": {"path": "demo:tiny"}, "data": data})
 
 
+@pytest.mark.parametrize("where", ["data", "train", "eval"])
+def test_a_template_with_the_gold_answer_in_its_box_is_refused(where):
+    def configure(template):
+        train, held_out = {"path": "demo:add3"}, {"path": "demo:add3", "split": "test"}
+        data = {"train": [train], "eval": [held_out]}
+        {"data": data, "train": train, "eval": held_out}[where]["template"] = template
+        return Config.model_validate({"model": {"path": "demo:tiny"}, "data": data})
+
+    with pytest.raises(ValueError, match=r"show its answer; write \\boxed\{\{answer\}\}"):
+        configure(r"{problem} Write \boxed{answer}.")
+    configure(r"{problem} Write \boxed{{answer}}.")
+    configure(r"Make {answer} of {problem}.")  # as Countdown's target
+
+
+def test_sources_of_one_name_with_other_prompts_are_refused():
+    train = [{"path": "demo:add3", "name": "a"}, {"path": "demo:add3", "name": "a", "prefill": "So "}]
+    with pytest.raises(ValueError, match="several sources have the name a, and their prompts"):
+        Config.model_validate({"model": {"path": "demo:tiny"}, "data": {"train": train}})
+    Config.model_validate({"model": {"path": "demo:tiny"}, "data": {"train": train, "prefill": "So "}})
+
+
 OWN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}[answer]"
 
 

@@ -165,6 +165,27 @@ def test_a_length_reward_by_the_math_grader_is_refused_for_code(length):
         check_scoring(RewardsConfig.model_validate({"functions": code}), SamplingConfig())
 
 
+def test_length_rewards_know_what_the_longest_sequence_leaves_behind_a_prompt():
+    from actors.workers.reward import RewardWorker
+
+    overlong = {"function": "overlong", "kwargs": {"buffer_tokens": 4}}
+    worker = RewardWorker(
+        RewardsConfig.model_validate({"functions": [overlong]}), max_new_tokens=24, max_length=20
+    )
+    sample = Rollout(
+        "p", 0, np.zeros(10, np.int32), np.zeros(10, np.float32), "length", "x", np.zeros(10, np.int32),
+        max_new_tokens=24,
+    )  # fmt: skip
+
+    try:
+        for size, reward in ((10, -1), (8, -0.5), (2, 0)):  # cut off behind 10 tokens of a prompt
+            prompt = Prompt("p", np.zeros(size, np.int32), "4", "sums")
+            group, _ = worker.score(prompt, [sample], {})
+            assert group.rewards.tolist() == [reward]
+    finally:
+        worker.close()
+
+
 def test_a_worker_scores_each_source_by_its_own_functions():
     from actors.workers.reward import RewardWorker, not_scored
 

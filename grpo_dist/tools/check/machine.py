@@ -61,7 +61,8 @@ def check_batch(start: Start) -> str:
         f"{config.policy.num_workers} rank(s)"
     )
     text += _changing_samples(config.sampling)
-    if (room := config.max_length - config.longest_completion) < config.data.max_prompt_tokens:
+    if config.shortens_completions:
+        room = config.max_length - config.longest_completion
         text += (
             f"; behind prompts of more than {max(0, room)} tokens completions are shorter "
             f"(`model.max_length` = {config.max_length})"

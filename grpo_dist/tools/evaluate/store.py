@@ -151,7 +151,8 @@ def sample_settings(config: Config) -> dict[str, Any]:
     reward_models = [expanded(model.path) for model in config.rewards.models]
     settings = {
         "seed": config.seed,
-        "model": {"dtype": str(resolve_dtype(config.model.dtype)).removeprefix("torch.")},
+        "model": {"dtype": str(resolve_dtype(config.model.dtype)).removeprefix("torch.")}
+        | ({"max_length": config.max_length} if config.shortens_completions else {}),
         "data": {key: tree["data"][key] for key in prompt}
         | {key: tree["data"][key] for key in ("template", "few_shot", "prefill") if tree["data"][key]}
         | ({"prefill_as": "completion"} if config.data.prefill_as == "completion" else {})

@@ -116,7 +116,7 @@ class Selection:
         if self._hides_tokens(rollout):
             return "hidden_tokens"
         text = "".join(part["text"] for part in self._segments(prompt, rollout))
-        if not rollout.text or "\N{REPLACEMENT CHARACTER}" in text:
+        if not rollout.text or not text or "\N{REPLACEMENT CHARACTER}" in text:
             return "no_text"  # empty, or incomplete characters
         asked = f"{prompt.text}{prompt.messages or ''}"
         if (asked, text) in self._seen:

@@ -478,6 +478,16 @@ def test_verdicts_of_different_graders_are_not_mixed(monkeypatch):
     assert after == before | {"versions": {"math-verify": "99.0"}}
 
 
+@pytest.mark.parametrize(("longest", "decides"), [(None, False), (100_000, False), (40, True)])
+def test_a_longest_sequence_decides_samples_where_it_shortens_completions(longest, decides):
+    limited = fakes.config(
+        sampling={"max_new_tokens": 16},
+        model={"path": "demo:tiny", "max_length": longest},
+        data={"train": [{"path": "demo:add3"}], "max_prompt_tokens": 32},
+    )
+    assert ("max_length" in store.sample_settings(limited)["model"]) == decides
+
+
 def test_a_schedule_of_lengths_is_stored_as_its_longest():
     """The settings become JSON, which knows no schedule."""
     plain = store.sample_settings(fakes.config(sampling={"max_new_tokens": 16}))
