@@ -94,6 +94,7 @@ class _Agent:
     errors: IO[bytes]
     requests: asyncio.Queue[_Asked] = field(default_factory=asyncio.Queue)
     asked: dict[str, _Asked] = field(default_factory=dict)  # the last request of each body
+    unanswered: set[_Asked] = field(default_factory=set)
     answering: _Asked | None = None
 
 
@@ -155,6 +156,7 @@ class Agents:
             agent.answering.reply.set_result(
                 action.reply or {"choice": {"message": message, "finish_reason": "stop"}}
             )
+            agent.unanswered.discard(agent.answering)
             agent.answering = None
         ending = asyncio.ensure_future(agent.process.wait())
         try:
@@ -169,7 +171,7 @@ class Agents:
                     if not asked.is_gone:
                         agent.answering = asked
                         return Observed(_messages(asked.body), request=asked.body)
-                    agent.asked.pop(_canonical(asked.body), None)  # nobody waits for it any more
+                    _drop(agent, asked)
         except TimeoutError:
             _kill(agent)
             limit = f"environments.timeout_s = {self._settings.timeout_s:g}"
@@ -181,14 +183,14 @@ class Agents:
         """End an episode's processes. Does nothing for an unknown one."""
         if (agent := self._live.pop(episode, None)) is None:
             return
+        del self._by_key[agent.key]  # it asks no more
         _kill(agent)
-        for asked in agent.asked.values():
-            asked.reply.cancel()
+        for asked in list(agent.unanswered):
+            _drop(agent, asked)
         await agent.process.wait()  # bounded: it was killed
         await asyncio.to_thread(kill_marked, f"{_MARK}={agent.key}")
         agent.output.close()
         agent.errors.close()
-        del self._by_key[agent.key]
 
     async def close(self) -> None:
         for episode in list(self._live):
@@ -227,6 +229,8 @@ class Agents:
         except ValueError:
             wanted = "messages" if chat else "prompt"
             return _failure(400, f"the body must be a JSON object with `{wanted}`", None)
+        if agent.key not in self._by_key:  # while the body was read
+            return _failure(410, "the episode has ended", "episode_ended")
         body.pop("prompt" if chat else "messages", None)
         name = _canonical(body)
         before = agent.asked.get(name)
@@ -237,6 +241,7 @@ class Agents:
         else:
             reply = asyncio.get_running_loop().create_future()
             asked = agent.asked[name] = _Asked(body, request, reply)
+            agent.unanswered.add(asked)
             agent.requests.put_nowait(asked)
         try:
             answer = await asyncio.shield(asked.reply)
@@ -247,14 +252,17 @@ class Agents:
         if "error" in answer:
             asked.delivered = True  # nothing was sampled
             return web.json_response({"error": answer["error"]}, status=answer["status"])
-        if body.get("stream"):
-            streamed = await _stream(request, body, answer, chat=chat)
-        else:
-            streamed = web.json_response(_completion(body, answer, chat=chat))
-            await streamed.prepare(request)
-            await streamed.write_eof()
-        asked.delivered = True  # else the connection was lost, which raises
-        return streamed
+        try:
+            if body.get("stream"):
+                response = await _stream(request, body, answer, chat=chat)
+            else:
+                response = web.json_response(_completion(body, answer, chat=chat))
+                await response.prepare(request)
+                await response.write_eof()
+        except ConnectionResetError:  # the client has hung up, and may ask again
+            return web.Response()
+        asked.delivered = True
+        return response
 
 
 def _completion(body: Mapping[str, Any], answer: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
@@ -312,7 +320,17 @@ def _messages(body: Mapping[str, Any]) -> str:
     return str(body.get("prompt") or json.dumps(body.get("messages"), ensure_ascii=False))
 
 
+def _drop(agent: _Agent, asked: _Asked) -> None:
+    """End the wait for a reply that will not come."""
+    agent.unanswered.discard(asked)
+    if agent.asked.get(name := _canonical(asked.body)) is asked:
+        del agent.asked[name]
+    asked.reply.cancel()
+
+
 def _kill(agent: _Agent) -> None:
+    if agent.process.returncode is not None:
+        return  # its id may be another's by now; `kill_marked` finds what it has left
     with suppress(ProcessLookupError):
         os.killpg(agent.process.pid, signal.SIGKILL)
 

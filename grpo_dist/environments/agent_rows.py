@@ -51,6 +51,7 @@ def check_parameters(body: _Fields, sampling: Sampling, ignored: Sequence[str]) 
     fixed: dict[str, tuple[Any, ...]] = {
         "temperature": (sampling.temperature,),
         "top_p": (sampling.top_p,),
+        "min_p": (sampling.min_p,),
         "top_k": (sampling.top_k, -1) if not sampling.top_k else (sampling.top_k,),
         "tool_choice": ("auto", "none"),
         "parallel_tool_calls": (True,),
@@ -59,7 +60,7 @@ def check_parameters(body: _Fields, sampling: Sampling, ignored: Sequence[str]) 
         "repetition_penalty": (1,),
     }
     fixed |= dict.fromkeys(("n", "best_of"), (1,)) | dict.fromkeys(("logit_bias",), ({},))
-    absent = ("presence_penalty", "frequency_penalty", "min_p", "logprobs", "top_logprobs", "echo")
+    absent = ("presence_penalty", "frequency_penalty", "logprobs", "top_logprobs", "echo")
     fixed |= dict.fromkeys(absent, (0,))
     for name, value in body.items():
         if value is None or name in ignored or name in _READ or name in _HARMLESS:

@@ -76,7 +76,7 @@ class Renderer:
         self.call_format = resolve_format(settings.call_format, template_text(tokenizer, data))
         self._max_tool_tokens = settings.max_tool_tokens
         self.ends = ends_of(data, tokenizer)
-        self.ends.check()  # a text of `sampling.stop` ends no action
+        self.ends.check()  # texts that end actions do not do: an action need not hold one
         self.controls = ControlTokens(tokenizer)
 
     @property

@@ -10,6 +10,8 @@ openenv:URL                  a server of the package openenv-core
 from __future__ import annotations
 
 import importlib
+import shlex
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -65,8 +67,16 @@ def load_environment(name: str) -> type[Environment]:
 def own_environments(data: DataConfig) -> tuple[OwnPiece, ...]:
     """Return the environments of a user's own, and those that a package registers by name."""
     names = {data.environment_of(source) for source in (*data.train, *data.eval)} - {None, *BUILTIN}
-    user_names = sorted(str(name) for name in names if str(name).partition(":")[0] not in _FOREIGN)
-    return tuple(OwnPiece(ENVIRONMENT, name, ENVIRONMENT.key) for name in user_names)
+    agents = {_module_of_agent(str(name)) for name in names if str(name).startswith(AGENT)} - {""}
+    classes = {str(name) for name in names if str(name).partition(":")[0] not in _FOREIGN}
+    return tuple(OwnPiece(ENVIRONMENT, name, ENVIRONMENT.key) for name in sorted(agents | classes))
+
+
+def _module_of_agent(name: str) -> str:
+    """Return the program of ``program:my_agent.py --fast`` as a class is named; "" where it is not Python."""
+    program = Path(shlex.split(name.removeprefix(AGENT))[0])
+    is_module = program.suffix == ".py" and not program.is_absolute()
+    return f"{program.with_suffix('').parts[0]}:{program.stem}" if is_module else ""
 
 
 def _imported(module: str, remedy: str) -> ModuleType:

@@ -7,14 +7,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
+from grpo_dist.environments import agent_rows
+from grpo_dist.environments.agent import Agents
 from grpo_dist.environments.agent_rows import AgentRows, Refused, play_agent
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.dialogue import Renderer
@@ -22,7 +26,7 @@ from grpo_dist.environments.episode import Action, Budgets, Call, Generation, Ob
 from grpo_dist.environments.runner import EnvironmentProbe, EpisodeRunner
 from grpo_dist.errors import SamplesFailed
 from grpo_dist.observe.samples import read_groups, write_groups
-from grpo_dist.types import Group, Prompt, Rollout, Sampling, Task
+from grpo_dist.types import Group, KeptTokens, Prompt, Rollout, Sampling, Task
 from grpo_dist.types.samples import pack_rollouts, unpack_rollouts
 from tests.support.chat_templates import real_tokenizer
 from tests.support.patience import HANG_S
@@ -138,6 +142,26 @@ def test_two_conversations_that_alternate_each_have_their_row() -> None:
     assert _decoded(renderer, rollout.further_rows[0].context_ids) == asked
 
 
+def test_each_sampled_token_has_the_mask_that_it_was_sampled_with() -> None:
+    """With top_p: in a row that grows, and in one that begins anew."""
+    renderer = _renderer()
+    rows = _rows(renderer)
+    expected: list[list[int]] = []
+    for number, messages in enumerate(([_S, _U], [_U], [_S, _U, {"role": "assistant", "content": "t0"}, _U])):
+        made = _generated(renderer, f"t{number}")
+        lists = [[token, number + 1] for token in made.token_ids]
+        expected += lists if number != 1 else []
+        rows.ask({"messages": messages})
+        rows.add_action(replace(made, kept=KeptTokens.from_lists(lists, 200_000)))
+    rollout = rows.rollout(0, "stop")
+    assert len(rollout.rows) == 2
+    for row in rollout.rows:
+        assert row.kept is not None and row.kept.contain(row.completion_ids).all()
+        is_sampled = np.ones(len(row.completion_ids), bool) if row.sampled is None else row.sampled
+        assert np.array_equal(row.kept.counts, 2 * is_sampled)
+    assert rollout.kept is not None and rollout.kept.ids.reshape(-1, 2).tolist() == expected
+
+
 def test_a_tool_call_makes_a_round_trip() -> None:
     renderer = _renderer()
     rows = _rows(renderer)
@@ -207,6 +231,7 @@ def test_plain_completions_continue_their_text() -> None:
     ({"n": 2}, ["n = 2", "expected several requests"]),
     ({"temperature": 0.2}, ["temperature = 0.2", "expected 1.0", "environment_kwargs.ignore"]),
     ({"top_p": 0.9}, ["top_p = 0.9"]),
+    ({"min_p": 0.1}, ["min_p = 0.1"]),
     ({"logprobs": True}, ["logprobs = True"]),
     ({"logit_bias": {"5": 1}}, ["logit_bias"]),
     ({"response_format": {"type": "json_object"}}, ["response_format"]),
@@ -230,6 +255,14 @@ def test_what_changes_the_distribution_or_cannot_be_read_is_refused(more: Any, w
     assert refused.value.reply["status"] == 400 and refused.value.reply["error"]["message"]
     _answer(rows, renderer, "408", [_U], temperature=1, top_p=1.0, n=1, seed=5, tool_choice="auto", user="me")
     assert rows.rollout(0, "stop").text == "408", "the episode goes on"
+
+
+def test_truncated_sampling_is_asked_for_as_the_run_has_it() -> None:
+    sampling = Sampling(top_p=0.9, top_k=5, min_p=0.1)
+    agent_rows.check_parameters({"top_p": 0.9, "top_k": 5, "min_p": 0.1}, sampling, ())
+    for name, value in {"top_p": 1.0, "top_k": -1, "min_p": 0.0}.items():
+        with pytest.raises(Refused, match=f"{name} = {value}"):
+            agent_rows.check_parameters({name: value}, sampling, ())
 
 
 def test_a_parameter_that_the_run_ignores_is_no_error() -> None:
@@ -400,6 +433,37 @@ def test_budgets_are_told_as_the_api_tells_them(
         assert [turn.text for turn in rollout.turns] == ["4", "4"] and rollout.turns[-1].reward == 2.0
     else:
         assert rollout.num_sampled == 6 and len(rollout.turns) == 1 and rollout.turns[-1].reward == 1.0
+
+
+def test_requests_that_wait_are_told_that_their_episode_has_ended(tmp_path: Path) -> None:
+    """Also several of the same words: a handler that waits on would hold up the end of the worker."""
+    (tmp_path / "my_agent.py").write_text("import time; time.sleep(1000)")
+    settings = EnvironmentsConfig(code_paths=(str(tmp_path),))
+
+    async def session() -> list[int]:
+        agents = Agents(settings)
+        await agents.begin("e", Task("program:my_agent.py"), Problem("x", "y", {}))
+        (key,) = agents._by_key
+        assert agents._server is not None
+        host, port = agents._server.addresses[0][:2]
+        url, headers = f"http://{host}:{port}/0/v1/chat/completions", {"Authorization": f"Bearer {key}"}
+
+        async def post() -> int:
+            async with client.post(url, json={"messages": [_U]}, headers=headers) as response:
+                return response.status
+
+        async with aiohttp.ClientSession() as client:
+            posts = [asyncio.create_task(post()) for _ in range(3)]
+            for action in Action(""), Action("408"):
+                assert (await agents.act("e", action)).request is not None
+            while len(agents._live["e"].unanswered) < 2:
+                await asyncio.sleep(0.01)
+            await agents.end("e")
+            statuses = sorted([await each for each in posts])
+        await agents.close()
+        return statuses
+
+    assert asyncio.run(asyncio.wait_for(session(), HANG_S)) == [200, 410, 410]
 
 
 def test_no_key_no_answer(tmp_path: Path) -> None:

@@ -112,6 +112,18 @@ def test_an_evaluation_is_another_one_with_another_rollout_function_or_helper(ow
     assert sample_settings(with_rollout) != found
 
 
+def test_the_program_of_an_agent_is_code_of_the_run(own):
+    (own / "my_agent.py").write_text("import helper_of_loss\n")
+    agent = config(own, algorithm={}, data={"train": [{"path": "demo:add3"}],
+                   "environment": {"program": "my_agent.py --fast"}})  # fmt: skip
+    found = digest(agent)
+    assert sorted(found) == ["helper_of_loss.py", "my_agent.py", "package_of_rewards/__init__.py"]
+    (own / "my_agent.py").write_text("import helper_of_loss, json\n")
+    assert changed_code(found, digest(agent)) == ["my_agent.py (changed)"]
+    other = agent.data.model_copy(update={"environment": "program:node agent.js"})
+    assert sorted(digest(agent.model_copy(update={"data": other}))) == ["package_of_rewards/__init__.py"]
+
+
 def test_code_paths_for_actors_do_not_depend_on_a_working_directory(own, tmp_path, monkeypatch):
     monkeypatch.chdir(own.parent)
     given = config("code").with_absolute_code()
