@@ -41,7 +41,7 @@ class Refused(ValueError):
         super().__init__(message)
         self.budget = budget
         error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
-        self.reply = {"status": 400, "error": error}
+        self.reply: dict[str, Any] = {"status": 400, "error": error}
 
 
 def check_parameters(body: _Fields, sampling: Sampling, ignored: Sequence[str]) -> None:
