@@ -34,7 +34,7 @@ Located = tuple[str, Mapping[str, Any]]  # where a row stands, ``file:line``, an
 _BATCH = 4096  # rows of a table that become Python objects at once
 _EXPECTED = "expected one list of objects, or one object per line"
 _VALUE = re.compile(r"\S")
-_REMEMBERED = 2**16  # lines of JSON Lines that later ones are compared with
+_REMEMBERED = 2**26  # bytes of JSON Lines with which later lines are compared
 _LONGEST_FIELD = 2**31 - 1  # characters of a CSV field; the module's own limit is 131,072
 
 
@@ -75,6 +75,7 @@ def json_lines(path: Path, name: str = "") -> Iterator[Located]:
     """
     name = name or str(path)
     rows: dict[bytes, Mapping[str, Any]] = {}
+    room = _REMEMBERED
     # Line by line and as bytes, so that an invalid or undecodable line can be named.
     with _open(path, name) as file:
         for number, line in enumerate(_lines(file, name), 1):
@@ -95,8 +96,8 @@ def json_lines(path: Path, name: str = "") -> Iterator[Located]:
                 continue
             if (row := _as_row(record)) is None:
                 raise ValueError(f"{location}: {_kind(record)}; expected one JSON object per line")
-            if number > 1 and len(rows) < _REMEMBERED:  # the first may begin with a mark of UTF-8
-                rows[line] = row
+            if number > 1 and len(line) <= room:  # the first may begin with a mark of UTF-8
+                rows[line], room = row, room - len(line)
             yield location, row
 
 

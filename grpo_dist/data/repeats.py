@@ -176,13 +176,14 @@ def each(values: Sequence[T], read: Callable[[T], V]) -> list[V]:
 
 
 def content(record: Any) -> bytes | None:
-    """Return bytes that only an equal record has, with values of the same types; None for other values than
-    those of JSON.
+    """Return a hash that only an equal record has, with values of the same types; None for other values than
+    those of JSON. A record may be long: what is remembered of many must not be.
     """
     try:
-        return marshal.dumps(record, 2)  # of version 2: later ones depend on how often a value is referred to
+        dumped = marshal.dumps(record, 2)  # later versions depend on how often a value is referred to
     except ValueError:
         return None
+    return hashlib.blake2b(dumped, digest_size=16).digest()
 
 
 def digest_parts(parts: Iterable[bytes]) -> str:

@@ -13,10 +13,11 @@ import pytest
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, RewardsConfig
 from grpo_dist.data import readers
+from grpo_dist.data.files import json_lines
 from grpo_dist.data.order import EpochOrder, OrderState
 from grpo_dist.data.prompts import build_prompts
 from grpo_dist.data.readers import DataRow, read, read_all
-from grpo_dist.data.repeats import ByUid, occurrences, uids_of
+from grpo_dist.data.repeats import ByUid, content, occurrences, uids_of
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.runs.identity import columns_digest, data_digest
@@ -212,3 +213,18 @@ def test_a_prompt_that_occurs_again_is_found_by_its_uid():
     by_uid = ByUid(built.prompts)
     assert all(by_uid[prompt.uid] == prompt for prompt in built.prompts) and "other" not in by_uid
     assert occurrences(np.array([0, 1, 0, 0]), np.array([2, 0])).tolist() == [3, 1, 4, 5]
+
+
+def test_what_is_remembered_of_rows_does_not_grow_with_their_length(tmp_path, monkeypatch):
+    solution = "x" * 100_000
+    assert len(content({"problem": "1+1", "solution": solution})) == 16
+    assert content({"level": 1}) != content({"level": True}) != content({"level": 1.0})
+    path = tmp_path / "long.jsonl"
+    lines = [json.dumps({"problem": f"{i}+1", "solution": solution}) for i in (0, 1, 1, 2, 2, 1)]
+    path.write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr("grpo_dist.data.files._REMEMBERED", 150_000)  # bytes: one line
+    records = [record for _, record in json_lines(path)]
+    assert [records[2] is records[1], records[4] is records[3], records[5] is records[1]] == [
+        True, False, True,
+    ]  # fmt: skip
+    assert records[4] == records[3]
