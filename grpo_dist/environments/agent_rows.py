@@ -353,7 +353,7 @@ async def play_agent(
 
     Raises SamplesFailed where it ends without an answer of the policy.
     """
-    action, reason, turns = Action(""), "", 0
+    action, reason, turns, calls = Action(""), "", 0, 0
     for number in range(budgets.turns + _REFUSED_MORE + 1):
         observed = await environment.act(action, number)
         if observed.failed and not reason:
@@ -374,4 +374,7 @@ async def play_agent(
         if generation.finish_reason == "length" and rows.is_last and room == rows.room:
             reason = reason or "length"
         action = rows.add_action(generation)
+        calls += len(action.calls)
+        if budgets.tool_calls is not None and calls > budgets.tool_calls:
+            return rows.rollout(sample, "tool_limit")
     return rows.rollout(sample, reason or "error", failed="the agent goes on although it is refused")

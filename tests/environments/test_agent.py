@@ -435,6 +435,13 @@ def test_budgets_are_told_as_the_api_tells_them(
         assert rollout.num_sampled == 6 and len(rollout.turns) == 1 and rollout.turns[-1].reward == 1.0
 
 
+def test_an_answer_with_a_call_too_many_ends_the_episode(tmp_path: Path) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    code = f"while True: post({{'messages': [{{'role': 'user', 'content': 'x'}}], 'tools': [{_WEATHER}]}})"
+    rollout, _ = _play(tmp_path, code, call, budgets=Budgets(500, 8, tool_calls=2))
+    assert rollout.finish_reason == "tool_limit" and len(rollout.turns) == 3
+
+
 def test_requests_that_wait_are_told_that_their_episode_has_ended(tmp_path: Path) -> None:
     """Also several of the same words: a handler that waits on would hold up the end of the worker."""
     (tmp_path / "my_agent.py").write_text("import time; time.sleep(1000)")
