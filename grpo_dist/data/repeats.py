@@ -11,12 +11,11 @@ import hashlib
 import json
 import marshal
 import os
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import IO, Any, Generic, TypeVar, overload
 
 import numpy as np
 
@@ -30,6 +29,7 @@ V = TypeVar("V")
 STORED_FROM = 10_000  # rows of a source; reading fewer takes no longer than a look at what is stored
 REMEMBERED = 2**18  # distinct rows that later ones are compared with
 _PART = 4096  # values hashed at once
+_DIGEST_BYTES = 16
 
 
 class Repeated(Sequence[T], Generic[T]):
@@ -243,20 +243,24 @@ def files_digest(files: Sequence[Path]) -> list[str]:
     digests = []
     for file in files:
         with file.open("rb") as opened:
-            digests.append(hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest())
+            digests.append(_digest(opened).hex())
     return digests
 
 
 def load(key: str) -> tuple[dict[str, np.ndarray], Any] | None:
-    """Return the arrays and the JSON stored under ``key``; None where there are none, or damaged ones: each
-    array has a checksum in the file.
+    """Return the arrays and the JSON stored under ``key``; None where there are none, or damaged ones: the
+    file begins with a hash of the rest.
     """
     try:
-        with np.load(_place(key), allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-        return arrays, json.loads(arrays.pop("json").tobytes())
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        with _place(key).open("rb") as opened:
+            if opened.read(_DIGEST_BYTES) != _digest(opened):
+                return None
+            opened.seek(_DIGEST_BYTES)
+            with np.load(opened, allow_pickle=False) as stored:
+                arrays = {name: stored[name] for name in stored.files}
+    except OSError:
         return None
+    return arrays, json.loads(arrays.pop("json").tobytes())
 
 
 def save(key: str, arrays: Mapping[str, np.ndarray], value: Any) -> None:
@@ -264,15 +268,26 @@ def save(key: str, arrays: Mapping[str, np.ndarray], value: Any) -> None:
     next start takes as long as this one.
     """
     place = _place(key)
-    partial = place.with_name(f".{place.name}-{os.getpid()}.npz")
+    unfinished = place.with_name(f".{place.name}-{os.getpid()}.npz")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         stored: dict[str, Any] = {"json": np.frombuffer(json.dumps(value).encode(), np.uint8), **arrays}
-        np.savez(partial, **stored)
-        publish(partial, place)
+        with unfinished.open("w+b") as opened:
+            opened.write(bytes(_DIGEST_BYTES))
+            np.savez(opened, **stored)
+            opened.seek(_DIGEST_BYTES)
+            digest = _digest(opened)
+            opened.seek(0)
+            opened.write(digest)
+        publish(unfinished, place)
     except OSError:
-        if partial.exists():
-            partial.unlink()
+        if unfinished.exists():
+            unfinished.unlink()
+
+
+def _digest(opened: IO[bytes]) -> bytes:
+    """Return a hash of a file from its position on."""
+    return hashlib.file_digest(opened, partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)).digest()
 
 
 def _place(key: str) -> Path:
