@@ -41,6 +41,7 @@ EARLIER_KEYS = {
     },
     "algorithm.add_token_level_kl": "`algorithm.kl.in_reward`",
     "algorithm.advantage_eps": "`algorithm.advantage.eps`; of rewards `algorithm.reward_norm.eps`",
+    "algorithm.beta": "`algorithm.loss.beta` of dro; TRL's beta is `algorithm.kl.coef`",
     "algorithm.entropy_coef": "`algorithm.entropy.coef`",
     "algorithm.gamma": "`algorithm.advantage: {name: reinforce_pp, gamma: ...}`",
     "algorithm.kwargs": "`kwargs` beside the name: `algorithm.loss: {name: my_module:f, kwargs: {...}}`",
@@ -58,7 +59,7 @@ EARLIER_KEYS = {
         f"algorithm.{key}": f"`algorithm.loss.{key}`"
         for key in (
             "clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative", "ratio_cap", "unified_mask",
-            "beta", "tau", "k_positive", "lambda_positive", "k_negative", "lambda_negative", "cov_share",
+            "tau", "k_positive", "lambda_positive", "k_negative", "lambda_negative", "cov_share",
             "cov_low", "cov_high", "cov_kl_coef",
         )
     },
@@ -247,7 +248,7 @@ def lookup(key: str, *, ends: bool = True) -> list[PeerSetting]:
             return settings
     for start in range(len(words)) if ends else ():
         rest = ".".join(words[start:])
-        if rest not in _GENERIC and (settings := _few(_index()[0], rest) or _few(_index()[1], rest)):
+        if rest not in _GENERIC and (settings := _few(_index()[1], rest) or _few(_index()[0], rest)):
             return settings
     return _few(_index()[2], ".".join(words)) if ends else []
 

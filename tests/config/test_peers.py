@@ -21,7 +21,7 @@ def base(tmp_path):
     return path
 
 
-FREE = ("rollout.engine.", "data.template_kwargs.")  # arguments of others, by their own names
+FREE = ("rollout.engine.", "data.template_kwargs.", "rewards.functions.N.kwargs.")  # arguments of others
 
 
 def test_every_key_of_ours_in_the_tables_exists():
@@ -210,3 +210,15 @@ def test_settings_that_the_maths_documents_for_peers_are_accepted():
     assert (loss.clip_low, loss.clip_high) == (1.0, 0.0)
     text = (ROOT / "grpo_dist/algorithms/README.md").read_text()
     assert "its `tis` is `cispo` with\n`clip_low: 1, clip_high: 0`" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("batch.train_batch_size", ["`batch.prompts_per_step`", "`batch.updates_per_step`"]),  # verl; others
+        ("policy.optimizer.warmup_ratio", ["`policy.optimizer.warmup_share`"]),  # a section of NeMo-RL, too
+        ("algorithm.beta", ["`algorithm.kl.coef`", "`algorithm.loss.beta`"]),
+    ],
+)
+def test_an_ambiguous_name_is_answered_with_each_meaning(key, words):
+    assert [word for word in words if word not in (hint(key) or "")] == []

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")
+PLACE = re.compile(r"\{([A-Za-z_][\w.]*)\}")
 _OPERATIONS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Eq: operator.eq, ast.NotEq: operator.ne,
@@ -52,9 +52,33 @@ def name_the_problem(text: Any) -> Any:
     return str(text).replace("{}", "{problem}") if text else None
 
 
+def sources(value: Any) -> list[str]:
+    """Return the data sets of ms-swift's list: ["org/data#500"] -> ["org/data"]."""
+    return [str(one).partition("#")[0] for one in (value if isinstance(value, list) else [value])]
+
+
+def rows(value: Any) -> list[int | None]:
+    """Return their numbers of rows: ["org/data#500", "org/other"] -> [500, None]."""
+    numbers = [str(one).partition("#")[2] for one in (value if isinstance(value, list) else [value])]
+    return [int(number) if number else None for number in numbers]
+
+
+def prose(text: Any) -> Any:
+    """Return a text that is not the name of a file."""
+    if str(text).endswith(".txt"):
+        raise Uncomputable(f"a file: {text}")
+    return text
+
+
+def beside(names: Any, name: str, value: Any) -> list[Any]:
+    """Return a list with ``value`` where ``names`` has ``name``, and None elsewhere."""
+    return [value if one == name else None for one in (names if isinstance(names, list) else [names])]
+
+
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "slug": slug, "gpus": count_gpus, "parallel": parallel, "template": name_the_problem, "max": max,
     "min": min, "int": int, "text": str, "before": lambda text, sign: str(text).partition(sign)[0],
+    "sources": sources, "rows": rows, "prose": prose, "beside": beside,
     "total": lambda value: sum(value) if isinstance(value, list) else value,
 }  # fmt: skip
 
@@ -71,7 +95,7 @@ def evaluate(expression: str, values: Mapping[str, Any]) -> Any:
         return f"_{len(places) - 1}"
 
     try:
-        return _value(ast.parse(_NAME.sub(name_of, expression).strip(), mode="eval").body, places)
+        return _value(ast.parse(PLACE.sub(name_of, expression).strip(), mode="eval").body, places)
     except (SyntaxError, TypeError, LookupError, ArithmeticError, ValueError, RecursionError) as error:
         raise Uncomputable(str(error)) from error
 

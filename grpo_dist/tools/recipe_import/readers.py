@@ -15,6 +15,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_dist.config.secrets import HIDDEN, is_secret
 from grpo_dist.errors import UserError
 from grpo_dist.tools.recipe_import.shell import Command, read_commands, unknown
 
@@ -24,6 +25,7 @@ _RANKS = ("nproc_per_node", "num_processes", "NPROC_PER_NODE")  # of launchers
 _CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig", "from_pretrained", "load_dataset")
 _LORA = {"r": "lora_r", "target_modules": "lora_target_modules"}
 _WIDEST = 200  # characters of a text without quotes
+_KEY = re.compile(r"[0-9a-f]{40}|(hf|wandb_v\d)_\w{16,}")  # of wandb and the hub
 _MOST_BASES = 8  # files that a recipe builds on
 
 
@@ -36,6 +38,8 @@ class Setting:
 
     def __str__(self) -> str:
         value = self.value if isinstance(self.value, str) else flow(self.value)
+        if isinstance(self.value, str) and (is_secret(self.name) or _KEY.fullmatch(value)):
+            value = HIDDEN
         return f"{self.name}={' '.join(value.split())}"
 
 
@@ -59,7 +63,8 @@ def read_recipe(path: Path) -> Recipe:
         if kind == ".toml":
             recipe = Recipe(tuple(_flatten(tomllib.loads(text), indexed=True)), text)
         elif kind in (".yaml", ".yml", ".json"):
-            recipe = Recipe(tuple(_flatten(_resolved(_read_yaml(path)))), text)
+            missing = list[str]()
+            recipe = Recipe(tuple(_flatten(_resolved(_read_yaml(path, missing)))), text, tuple(missing))
         elif kind in (".py", ".ipynb"):
             recipe = _read_python(_code_of_notebook(text) if kind == ".ipynb" else text)
         else:
@@ -138,16 +143,17 @@ def typed(text: str) -> Any:
     return plain[1:-1] if len(plain) > 1 and plain[0] == plain[-1] and plain[0] in "'\"" else text
 
 
-def _read_yaml(path: Path, depth: int = 0) -> DictConfig:
-    """Read a YAML file over those that its `defaults` name by path."""
+def _read_yaml(path: Path, missing: list[str], depth: int = 0) -> DictConfig:
+    """Read a YAML file over those that its `defaults` name; add a remark for each that is not there."""
     loaded = OmegaConf.load(path)
     if not isinstance(loaded, DictConfig):
         raise yaml.YAMLError("expected a mapping of keys to values")
     plain = OmegaConf.to_container(loaded, resolve=False)
     bases = plain.pop("defaults", []) if isinstance(plain, dict) else []
     names = [bases] if isinstance(bases, str) else bases
-    files = [path.parent / name for name in names if isinstance(name, str)]
-    below = [_read_yaml(file, depth + 1) for file in files if file.is_file() and depth < _MOST_BASES]
+    files = [path.parent / name for name in names if isinstance(name, str) and name != "_self_"]
+    missing += [f"{file}: not there; what it sets is left out" for file in files if not file.is_file()]
+    below = [_read_yaml(file, missing, depth + 1) for file in files if file.is_file() and depth < _MOST_BASES]
     return cast(DictConfig, OmegaConf.merge(*below, OmegaConf.create(plain)))
 
 

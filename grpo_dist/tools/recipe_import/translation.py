@@ -14,7 +14,7 @@ from grpo_dist.config import Config
 from grpo_dist.config.base import tagged_unions
 from grpo_dist.config.messages import explain, readable
 from grpo_dist.config.peers import UNSET, Row, Trainer, of_value
-from grpo_dist.tools.recipe_import.expressions import Uncomputable, evaluate
+from grpo_dist.tools.recipe_import.expressions import PLACE, Uncomputable, evaluate
 from grpo_dist.tools.recipe_import.readers import Recipe, Setting
 
 Path = tuple[str | int, ...]
@@ -24,6 +24,7 @@ _PLACEHOLDERS: tuple[tuple[Path, str], ...] = (
     (("data", "train", 0, "path"), "DATA"),
 )
 _MOST_REFUSALS = 60
+_OWN_REWARDS = "my_rewards:"
 
 
 @dataclass(slots=True)
@@ -71,6 +72,8 @@ def translate(recipe: Recipe, trainer: Trainer) -> Translation:
         if path not in paths and not (path[:2] == ("data", "train") and _environment_brings_rows(entries)):
             entries.append(Entry("not in the recipe: set it", {path: text}, kind="added"))
     remarks = _make_valid(entries)
+    own = [value for entry in entries for value in entry.values.values() if _is_placeholder(value)]
+    remarks += [f"rewards to write, or to name otherwise: {', '.join(own)}"] if own else []
     return Translation(trainer, tuple(entries), (*recipe.remarks, *remarks))
 
 
@@ -89,7 +92,7 @@ class _Reader:
         row = self.trainer.row(setting.name)
         if row is None:
             return Entry(str(setting), remark="no table has it", kind="unknown")
-        return self.converted(str(setting), row, setting.value, setting.name)
+        return self.converted(f"{setting}{self._assumed(row)}", row, setting.value, setting.name)
 
     def converted(self, source: str, row: Row, value: Any, name: str) -> Entry:
         """Apply a row to a value."""
@@ -103,6 +106,17 @@ class _Reader:
         pairs = zip(row.keys, result if many else [result] * len(row.keys), strict=True)
         values = {path: one for key, part in pairs for path, one in _placed(key, part, indices)}
         return Entry(source, values)
+
+    def _assumed(self, row: Row) -> str:
+        """Name the trainer's own counts that a value follows from, where the recipe has none."""
+        names = dict.fromkeys(PLACE.findall(row.expression))
+        rows = {name: self.trainer.rows[name] for name in names if name in self.trainer.rows}
+        numbers = [
+            f"{name}={one.default}"
+            for name, one in rows.items()
+            if id(one) not in self.by_row and type(one.default) is int and one.default > 0
+        ]
+        return f", {', '.join(numbers)} by default" if numbers else ""
 
     def _result(self, row: Row, value: Any) -> Any:
         """Return the value here; None: nothing to write; or a reason."""
@@ -133,7 +147,7 @@ class _Reader:
         known = [name for name in names if name is not UNSET and name is not None]
         if not known:
             return _Reason(row.note, lost=True)
-        return [n if n in known else f"my_rewards:{_word(i)}" for i, n in zip(items, names, strict=True)]
+        return [n if n in known else f"{_OWN_REWARDS}{_word(i)}" for i, n in zip(items, names, strict=True)]
 
     def value_of(self, name: str) -> Any:
         """Return a setting of the recipe, else the trainer's default, else None."""
@@ -186,6 +200,10 @@ class _Reason(str):
         return reason
 
 
+def _is_placeholder(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(_OWN_REWARDS)
+
+
 def _word(item: Any) -> str:
     return re.sub(r"\W+", "_", str(item).rpartition(".")[2]).strip("_") or "reward"
 
@@ -203,7 +221,8 @@ def _placed(key: str, value: Any, indices: Sequence[int]) -> Iterator[tuple[Path
     if parts[-1] in ("path", "function", "environment") and not isinstance(value, list) and not indices:
         items = [(0, value)]
     for index, item in items:
-        yield (*parts[:at], index, *parts[at + 1 :]), item
+        if item is not None or not isinstance(value, list):
+            yield (*parts[:at], index, *parts[at + 1 :]), item
 
 
 def _spread(entries: Sequence[Entry]) -> None:

@@ -272,6 +272,81 @@ def test_flags_of_openrlhf(imported):
     assert result.config.policy.optimizer.schedule == "cosine" and algorithm.correction.kind == "none"
 
 
+VERL_SCRIPT = "python -m verl.trainer.main_ppo data.train_batch_size=64 data.train_files=d.parquet "
+TRL_SCRIPT = "accelerate launch train.py --dataset_name d --beta 0 --num_generations 8 --loss_type grpo "
+SWIFT_SCRIPT = "swift rlhf --rlhf_type grpo --model m --num_generations 8 "
+NEMO = (
+    "grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4}\n"
+    "policy: {train_global_batch_size: 16, %s}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        # verl's schedule goes on once a step, after all mini-batches: 10 steps of 4 updates, twice over.
+        ("a.sh", VERL_SCRIPT + "actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor."
+         "ppo_epochs=2 actor_rollout_ref.actor.optim.lr_warmup_steps=10",
+         {"policy.optimizer.warmup_steps": 80, "epochs": 30}),
+        ("a.sh", VERL_SCRIPT + "data.gen_batch_size=192 algorithm.filter_groups.enable=True "
+         "algorithm.filter_groups.max_num_gen_batches=10", {"dynamic_sampling.max_extra_prompts": 1920 - 64}),
+        # Its budget is of a GPU, of a sequence that 4 of them share a quarter.
+        ("a.sh", VERL_SCRIPT + "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 actor_rollout_ref."
+         "actor.ppo_max_token_len_per_gpu=1000", {"batch.micro_batch_tokens": 4000}),
+        # Scores of -1 and 1 there, of 0 and 1 here, beside a penalty of the same size.
+        ("a.sh", VERL_SCRIPT + "reward_model.reward_manager=dapo",
+         {"rewards.functions.0.function": "math", "rewards.functions.0.weight": 2}),
+        ("a.sh", "python -m openrlhf.cli.train_ppo_ray --pretrain m --use_wandb {wandb_token} "
+         "--normalize_reward", {"epochs": 1, "tracking.wandb": "openrlhf_train_ppo",
+                                "algorithm.reward_norm.name": "none"}),
+        ("a.sh", TRL_SCRIPT + "--use_vllm true --num_processes 4 --vllm_tensor_parallel_size 2",
+         {"algorithm.correction.kind": "mis", "algorithm.correction.level": "sequence",
+          "algorithm.correction.high": 3, "sampling.max_new_tokens": 512, "epochs": 3}),
+        ("a.sh", TRL_SCRIPT + "--use_vllm true --vllm_importance_sampling_correction false",
+         {"algorithm.correction.kind": "none", "cluster.placement": "colocated"}),
+        # 100 updates are 25 steps of two updates, each on the samples twice.
+        ("a.sh", TRL_SCRIPT + "--save_steps 100 --eval_steps 8 --num_iterations 2 --steps_per_generation 8 "
+         "--gradient_accumulation_steps 4", {"checkpoint.every": 25, "evaluation.every": 2}),
+        ("a.sh", SWIFT_SCRIPT + "--dataset org/data#500 org/other --max_length 2048 --system prompt.txt",
+         {"data.train.0.path": "org/data", "data.train.0.max_rows": 500, "data.train.1.path": "org/other",
+          "data.train.1.max_rows": None, "data.max_prompt_tokens": 2048, "data.system_prompt": None}),
+        ("a.sh", SWIFT_SCRIPT + "--dataset d --reward_funcs accuracy soft_overlong --soft_cache_length 64 "
+         "--use_vllm true --vllm_mode colocate --vllm_tensor_parallel_size 2 --NPROC_PER_NODE 8",
+         {"rewards.functions.1.kwargs": {"buffer_tokens": 64}, "rewards.functions.0.kwargs": {},
+          "rollout.num_workers": 4}),
+        # Its schedule, too, goes on once a step.
+        ("a.yaml", NEMO % "scheduler: [{name: torch.optim.lr_scheduler.LinearLR, kwargs: {total_iters: 13}}, "
+         "{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}]",
+         {"policy.optimizer.warmup_steps": 26, "algorithm.advantage.name": "rloo_normalized"}),
+        ("a.yaml", "loss_fn: {reference_policy_kl_penalty: 0}\ngrpo: {num_prompts_per_step: 8, "
+         "normalize_rewards: false}\n", {"algorithm.advantage.name": "rloo"}),
+    ],
+)  # fmt: skip
+def test_units_and_unwritten_defaults_are_those_of_the_trainer(tmp_path, capsys, name, text, expected):
+    (tmp_path / name).write_text(text)
+    assert main(["import", str(tmp_path / name)]) == 0
+    (tmp_path / "ours.yaml").write_text(capsys.readouterr().out)
+    config = load_config(tmp_path / "ours.yaml").model_dump()
+    for key, value in expected.items():
+        node = config
+        for part in key.split("."):
+            node = node[int(part) if part.isdigit() else part]
+        assert node == value, key
+
+
+def test_a_number_that_the_recipe_leaves_to_its_launcher_is_named(tmp_path, capsys):
+    (tmp_path / "a.sh").write_text(TRL_SCRIPT + "--per_device_train_batch_size 16")
+    assert main(["import", str(tmp_path / "a.sh")]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "prompts_per_step" in line)
+    assert "prompts_per_step: 2 " in line and "num_processes=1" in line
+
+
+def test_a_file_that_a_recipe_builds_on_and_is_not_there_is_named(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("defaults: grpo_math_1B.yaml\n" + NEMO % "model_name: m")
+    assert main(["import", str(tmp_path / "a.yaml")]) == 0
+    assert "grpo_math_1B.yaml: not there" in capsys.readouterr().err
+
+
 def test_what_cannot_be_carried_over_is_said_with_its_reason(imported):
     result = imported("roll.yaml")
     assert result.config.batch.updates_per_step == 2 and result.config.rollout.num_workers == 4
@@ -319,6 +394,10 @@ def test_no_secret_of_the_environment_gets_into_the_file(tmp_path, capsys, monke
     for name, trainer in (("a.yaml", "roll"), ("a.sh", "verl")):
         assert main(["import", str(tmp_path / name), "--from", trainer]) == 0
         assert "s3cret" not in "".join(capsys.readouterr())
+    key = "0123456789abcdef" * 2 + "01234567"
+    (tmp_path / "a.sh").write_text(f"python -m openrlhf.cli.train_ppo_ray --pretrain m --use_wandb {key}\n")
+    assert main(["import", str(tmp_path / "a.sh")]) == 0
+    assert key not in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(
