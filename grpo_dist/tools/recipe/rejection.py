@@ -23,8 +23,8 @@ from grpo_dist.types import Group, Prompt, Rollout
 
 # Why a sample is dropped, in the order of the checks.
 REASONS = (
-    "unscored", "below_min_reward", "truncated", "stop_text", "hidden_tokens", "no_text", "duplicate",
-    "too_easy", "enough",
+    "unscored", "below_min_reward", "truncated", "stop_text", "other_prompt", "hidden_tokens", "no_text",
+    "duplicate", "too_easy", "enough",
 )  # fmt: skip
 
 
@@ -113,6 +113,8 @@ class Selection:
             return "truncated"  # training would teach an end that the model did not produce
         if not rollout.turns and not self._ends.ended(rollout.completion_ids):
             return "stop_text"  # so it would here: a demonstration ends with a token of its own
+        if rollout.context_ids is not None:
+            return "other_prompt"  # an agent asked in words of its own, which the row does not have
         if self._hides_tokens(rollout):
             return "hidden_tokens"
         text = "".join(part["text"] for part in self._segments(prompt, rollout))

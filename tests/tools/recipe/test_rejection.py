@@ -95,6 +95,7 @@ def test_the_shortest_right_answer_of_a_prompt_is_kept_and_every_other_sample_ac
         "below_min_reward": 1,
         "truncated": 1,
         "stop_text": 0,
+        "other_prompt": 0,
         "hidden_tokens": 1,
         "no_text": 1,
         "duplicate": 1,
@@ -114,6 +115,14 @@ def test_a_sample_with_tokens_unknown_to_the_tokenizer_is_dropped(tokenizer):
     hidden = replace(sampled, rollouts=(replace(rollout, completion_ids=ids),))
     records, report = select(tokenizer, [hidden])
     assert records == [] and report["dropped"]["hidden_tokens"] == 1
+
+
+def test_an_answer_to_the_words_of_an_agent_is_none_to_its_row(tokenizer):
+    (whole,) = one_prompt(tokenizer, ("12", 1.0))
+    (rollout,) = whole.rollouts
+    asked = replace(rollout, context_ids=np.array([5, 6], np.int32))
+    records, report = select(tokenizer, [replace(whole, rollouts=(asked,))])
+    assert not records and report["dropped"]["other_prompt"] == 1
 
 
 def test_an_answer_that_a_stop_text_ended_is_dropped(tokenizer):
