@@ -14,8 +14,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
@@ -285,7 +286,7 @@ def save(key: str, arrays: Mapping[str, np.ndarray], value: Any) -> None:
             unfinished.unlink()
 
 
-def _digest(opened: IO[bytes]) -> bytes:
+def _digest(opened: BufferedIOBase) -> bytes:
     """Return a hash of a file from its position on."""
     return hashlib.file_digest(opened, partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)).digest()
 
