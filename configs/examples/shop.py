@@ -37,3 +37,8 @@ class Shop(Environment):
         random.Random(0).shuffle(pairs)
         for a, b in (pairs[:10] if split == "test" else pairs[10:])[:count]:
             yield {"problem": f"How many {a} and {b} are there?", "answer": str(STOCK[a] + STOCK[b])}
+
+
+def questions(split: str, max_rows: int | None) -> Iterator[dict[str, str]]:
+    """Yield the problems without the environment, for an agent that brings its own tool."""
+    return Shop.problems(split, max_rows)

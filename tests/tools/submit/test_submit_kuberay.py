@@ -10,6 +10,7 @@ import yaml
 
 from actors.placement.demands import Resources, placement
 from actors.placement.fitting import Node, bundles, fits
+from grpo_dist.cli import main
 from grpo_dist.config.files import load_config
 from tests.support.submissions import RAYJOB, TINY, command, config_in
 
@@ -53,9 +54,12 @@ def submit(capsys, directory, *arguments, text=TINY):
 
 
 def manifest(capsys, directory, *arguments):
-    status, said = submit(capsys, directory, "--dry-run", *arguments)
-    assert status == 0, said
-    return tuple(yaml.safe_load_all(said))
+    path = config_in(directory, text=TINY, output="/data/runs")
+    capsys.readouterr()
+    status = main(["submit", str(path), *OPTIONS, "--dry-run", *map(str, arguments)])
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    return tuple(yaml.safe_load_all(said.out))  # without the warnings
 
 
 def has(notes, status):
