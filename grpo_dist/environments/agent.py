@@ -158,16 +158,16 @@ class Agents:
             )
             agent.unanswered.discard(agent.answering)
             agent.answering = None
-        ending = asyncio.ensure_future(agent.process.wait())
+        ending = asyncio.ensure_future(agent.process.wait())  # bounded: cancelled below
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 while True:
-                    asking = asyncio.ensure_future(agent.requests.get())
+                    asking = asyncio.ensure_future(agent.requests.get())  # bounded: by the timeout
                     await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED)
                     if ending.done():
                         asking.cancel()
                         return _read_end(agent)
-                    asked = asking.result()
+                    asked = asking.result()  # bounded: it is done
                     if not asked.is_gone:
                         agent.answering = asked
                         return Observed(_messages(asked.body), request=asked.body)

@@ -85,8 +85,9 @@ def own_code_problems(
         elif isinstance(error, ValueError):
             yield f"`{piece.key}` = {piece.name}: {error}"
             continue
-        # Names of the run's rewards, metrics and columns are not those of a made input.
-        if error is not None and not isinstance(error, KeyError):
+        # Names of the run's rewards, metrics and columns are not those of a made input. Losses see none.
+        is_name = isinstance(error, KeyError) and piece.kind not in (LOSS, KL, AGGREGATION)
+        if error is not None and not is_name:
             reason = masked_text(raised(error))
             yield f"`{piece.key}` = {piece.name} fails on a small made input ({reason}); correct it"
 

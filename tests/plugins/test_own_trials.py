@@ -68,6 +68,9 @@ def by_format(parts):
 def divides(rewards):
     return rewards * (1 // (len(rewards) - len(rewards)))
 
+def looks_up(logprobs, old_logprobs, advantages):
+    return {}["row 7"]
+
 def leaves(rewards):
     sys.exit(3)
 
@@ -135,6 +138,7 @@ WRONG = [
     (ADVANTAGE, "per_group", {}, r"returned shape \[2\]; expected \[8\]"),
     (ADVANTAGE, "leaves", {}, r"small made input \(SystemExit: 3 \(/.*/tried_pieces\.py:\d+ in leaves\)\)"),
     (KL, "nan_kl", {}, "is not finite"),
+    (LOSS, "looks_up", {}, r"small made input \(KeyError: .*row 7.*\(/.*/tried_pieces\.py:\d+ in looks_up\)"),
     (ADVANTAGE, "divides", {}, r"made input \(ZeroDivisionError: .* \(/.*/tried_pieces\.py:\d+ in divides\)"),
     (METRIC, "text", {}, "could not convert string to float|fails on a small made input"),
     (ORDER, "any_order", {}, "gives two answers to the same inputs"),
