@@ -4,8 +4,9 @@ request 1   S U               row 0   S U | A
 request 2   S U A T           row 0   S U | A T | A        the recorded turn stands there: append the new tail
 request 3   S U' A            row 1   S U' A | A           the agent rewrote its history: a row of its own
 
-A history that begins with all messages of a recorded one, and the answer that it got, continues its row: the
-ids of the own turns stay as sampled. Any other history begins a further row, whose context is rendered anew.
+A history that begins with all messages of a recorded one, and the answer that it got, continues its row:
+its earlier turns keep the ids that were sampled. Any other history begins a further row, whose context is
+rendered from its messages.
 """
 
 from __future__ import annotations

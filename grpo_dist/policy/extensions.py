@@ -134,7 +134,7 @@ def _mark(builder: str) -> Path:
 def _load_built(builder: Any) -> None:
     """Make DeepSpeed's ``builder`` use the library that is there. Raises ImportError for a damaged one.
 
-    DeepSpeed would call ninja, which builds anew what another environment built: its headers lie elsewhere.
+    DeepSpeed calls ninja, which rebuilds what another environment built: the headers have other paths.
     """
     library = kernel_directory() / builder.name / f"{builder.name}.so"
     spec = spec_from_file_location(builder.name, library)

@@ -11,7 +11,7 @@ from grpo_dist.batch.sharding import shard
 from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.environments.dialogue import Dialogue
 from grpo_dist.loop.metrics import rollout_metrics
-from grpo_dist.observe.samples import read_groups, write_groups
+from grpo_dist.observe.samples import write_groups
 from grpo_dist.types import KeptTokens, Prompt, Sampling, Task
 from tests.support import made_groups
 from tests.support.made_episodes import generated
@@ -55,15 +55,7 @@ def test_messages_and_checkpoints_keep_masks(tmp_path):
     """Of further rows, too. Samples without masks take no byte more, and the records of a run have none."""
     plain = made_groups.episode_groups(rewritten=0.6)
     groups = made_groups.truncated(plain, V)
-    prompts = {g.prompt.uid: g.prompt for g in groups}
-    write_groups(tmp_path / "kept.parquet", groups, for_training=True)
-    write_groups(tmp_path / "shown.parquet", groups)
-    for found in (pickle.loads(pickle.dumps(groups)), read_groups(tmp_path / "kept.parquet", prompts)):
-        for group, other in zip(groups, found, strict=True):
-            for one, two in zip(group.rollouts, other.rollouts, strict=True):
-                assert all(same(a.kept, b.kept) for a, b in zip(one.rows, two.rows, strict=True))
-    shown = [r for g in read_groups(tmp_path / "shown.parquet", prompts) for r in g.rollouts]
-    assert all(row.kept is None for r in shown for row in r.rows)
+    made_groups.check_stored(groups, tmp_path, "kept", same)
     write_groups(tmp_path / "plain.parquet", plain, for_training=True)
     assert (tmp_path / "plain.parquet").read_bytes() == _written(tmp_path, plain)
 

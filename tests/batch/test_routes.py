@@ -1,6 +1,5 @@
 """The experts of each token travel with its sample: through records, files, batches and micro-batches."""
 
-import pickle
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ from grpo_dist.batch.rows import context_ids, make_batch, split_updates
 from grpo_dist.batch.sharding import shard
 from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.environments.dialogue import Dialogue
-from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.policy.attention import BlockKernel
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.types import HeldRoutes, Prompt, Task
@@ -54,16 +52,7 @@ def same(a, b):
 def test_messages_and_checkpoints_keep_routes(tmp_path):
     """Of further rows, too. The records of a run do not fetch them."""
     groups = routed(made_groups.episode_groups(rewritten=0.6))
-    prompts = {g.prompt.uid: g.prompt for g in groups}
-    write_groups(tmp_path / "kept.parquet", groups, for_training=True)
-    write_groups(tmp_path / "shown.parquet", groups)
-    for found in (pickle.loads(pickle.dumps(groups)), read_groups(tmp_path / "kept.parquet", prompts)):
-        for group, other in zip(groups, found, strict=True):
-            for one, two in zip(group.rollouts, other.rollouts, strict=True):
-                assert all(same(a.routes, b.routes) for a, b in zip(one.rows, two.rows, strict=True))
-    shown = [r for g in read_groups(tmp_path / "shown.parquet", prompts) for r in g.rollouts]
-    assert all(row.routes is None for r in shown for row in r.rows)
-    assert any(r.further_rows for r in shown)
+    made_groups.check_stored(groups, tmp_path, "routes", same)
 
 
 def test_a_batch_has_the_routes_of_its_rows():

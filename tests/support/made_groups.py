@@ -1,5 +1,6 @@
 """Random but valid groups, for tests of everything after sampling."""
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.data.demonstrations import Demonstration
+from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.types import (
     Denominators,
     FurtherRow,
@@ -221,3 +223,20 @@ def truncated_batch(vocabulary: int, *, groups: int = 3, samples: int = 4, seed:
     rows = [row for g in made for r in g.rollouts for row in r.rows]
     reference = [-5 * rng.random(len(row.completion_ids), dtype=np.float32) for row in rows]
     return make_batch(made, advantages, ref_logprobs=reference, max_new_tokens=40)
+
+
+def check_stored(groups, directory, field, same):
+    """Assert that ``field`` of every row, further ones too, comes back from pickles and from the files of
+    checkpoints, by ``same(one, other)``, and that the records of a run are without it.
+    """
+    prompts = {g.prompt.uid: g.prompt for g in groups}
+    write_groups(directory / "kept.parquet", groups, for_training=True)
+    write_groups(directory / "shown.parquet", groups)
+    for stored in (pickle.loads(pickle.dumps(groups)), read_groups(directory / "kept.parquet", prompts)):
+        for group, other in zip(groups, stored, strict=True):
+            for one, two in zip(group.rollouts, other.rollouts, strict=True):
+                for a, b in zip(one.rows, two.rows, strict=True):
+                    assert same(getattr(a, field), getattr(b, field))
+    shown = [r for g in read_groups(directory / "shown.parquet", prompts) for r in g.rollouts]
+    assert all(getattr(row, field) is None for r in shown for row in r.rows)
+    assert any(r.further_rows for r in shown)

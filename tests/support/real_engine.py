@@ -14,7 +14,9 @@ from actors.workers.policy import PolicyWorker
 from actors.workers.policy_group import PolicyGroup, PolicySpec
 from actors.workers.rollout import RolloutWorker
 from actors.workers.rollout_pool import RolloutPool
+from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import (
+    AlgorithmConfig,
     ModelConfig,
     PolicyConfig,
     RolloutConfig,
@@ -26,11 +28,16 @@ from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.hardware import thread_environment
-from grpo_dist.types import Prompt, Sampling
+from grpo_dist.types import Group, Prompt, Sampling
 from tests.support.patience import HANG_S
 
 ACTORS = ActorSpec({"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}})
 PROMPTS = [Prompt(f"p{i}", np.arange(11 + i, 20 + 2 * i, dtype=np.int32), "1", "test") for i in range(4)]
+# Longer than a block of the engine's cache, which the samples of a group share.
+LONG_PROMPTS = [
+    Prompt(f"p{i}", np.arange(11 + i, 51 + 3 * i, dtype=np.int32) % 97 + 11, "1", "test") for i in range(3)
+]
+SAME = 1e-6, 1e-5  # of `mismatch`, nats in float32: mean and maximum; seen with routes: 7e-7, 2.4e-6
 
 
 class MovingWorker(PolicyWorker):
@@ -225,3 +232,19 @@ def same(a, b):
         np.array_equal(x.completion_ids, y.completion_ids) and np.array_equal(x.logprobs, y.logprobs)
         for x, y in zip(a, b, strict=True)
     )
+
+
+def batch_of(sampled):
+    """Return a batch of what was ``sampled`` for `LONG_PROMPTS`, with made advantages."""
+    groups = [
+        Group(prompt, rollouts, np.arange(len(rollouts), dtype=np.float32), {}, ("",) * len(rollouts))
+        for prompt, rollouts in zip(LONG_PROMPTS, sampled, strict=True)
+    ]
+    advantages = [np.linspace(-1, 1, len(g.rollouts), dtype=np.float32) for g in groups]
+    return make_batch(groups, advantages, ref_logprobs=None, max_new_tokens=24)
+
+
+def mismatch(world, batch):
+    """Return the mean and the largest |engine - trainer|, nats, as the metrics of an update have them."""
+    _, metrics = ray.get(world.policy.ranks[0].gradients_with.remote(batch, Objective(AlgorithmConfig())))
+    return metrics["mismatch/logprob_diff_mean"], metrics["mismatch/logprob_diff_max"]

@@ -14,9 +14,7 @@ from ray.exceptions import GetTimeoutError
 from actors.workers import rollout as rollout_module
 from actors.workers.engine_settings import RECORDING_WORKER, EngineSpec, engine_arguments
 from actors.workers.rollout import RolloutWorker, stored
-from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import (
-    AlgorithmConfig,
     EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
@@ -26,37 +24,13 @@ from grpo_dist.config import (
 )
 from grpo_dist.environments.episode import Generation
 from grpo_dist.errors import SamplesLost, UserError
-from grpo_dist.policy.loss import Objective
-from grpo_dist.types import FurtherRow, Group, HeldRoutes, Prompt, Sampling
+from grpo_dist.types import FurtherRow, HeldRoutes, Sampling
 from tests.support.made_groups import group_of
 from tests.support.models import tied_model
-from tests.support.real_engine import World
+from tests.support.real_engine import LONG_PROMPTS, SAME, World, batch_of, mismatch
 from tests.support.real_ranks import OpenWorker
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow]
-
-SAME = 1e-6, 1e-5  # nats in float32: mean and maximum; seen: 7e-7, 2.4e-6
-
-# Longer than a block of the engine's cache, which the samples of a group share.
-PROMPTS = [
-    Prompt(f"p{i}", np.arange(11 + i, 51 + 3 * i, dtype=np.int32) % 97 + 11, "1", "test") for i in range(3)
-]
-
-
-def batch_of(sampled):
-    groups = [
-        Group(prompt, rollouts, np.arange(len(rollouts), dtype=np.float32), {}, ("",) * len(rollouts))
-        for prompt, rollouts in zip(PROMPTS, sampled, strict=True)
-    ]
-    advantages = [np.linspace(-1, 1, len(g.rollouts), dtype=np.float32) for g in groups]
-    return make_batch(groups, advantages, ref_logprobs=None, max_new_tokens=24)
-
-
-def mismatch(world, batch):
-    """Return the mean and the largest |engine - trainer|, nats, as the metrics of an update have them."""
-    settings = Objective(AlgorithmConfig())
-    _, metrics = ray.get(world.policy.ranks[0].gradients_with.remote(batch, settings))
-    return metrics["mismatch/logprob_diff_mean"], metrics["mismatch/logprob_diff_max"]
 
 
 def test_replayed_routes_make_engine_and_trainer_the_same_model(ray_cluster, tmp_path):
@@ -68,7 +42,7 @@ def test_replayed_routes_make_engine_and_trainer_the_same_model(ray_cluster, tmp
     )
     world = World(tied_model(tmp_path, "qwen3_moe"), settings, OpenWorker)
     try:
-        sampled = world.sample_all(PROMPTS)
+        sampled = world.sample_all(LONG_PROMPTS)
         assert max(world.cached()) >= 32
         batch = batch_of(sampled)
         assert np.all(np.less(mismatch(world, batch), SAME))
@@ -78,7 +52,7 @@ def test_replayed_routes_make_engine_and_trainer_the_same_model(ray_cluster, tmp
         metrics = world.run(world.policy.update(world.policy.stage([batch])))
         assert metrics["mismatch/logprob_diff_max"] < SAME[1]
         world.push()
-        again = world.sample_all(PROMPTS)
+        again = world.sample_all(LONG_PROMPTS)
         assert np.all(np.less(mismatch(world, batch_of(again)), SAME))
         before, after = (own[0][0].routes.fetch()[:40] for own in (sampled, again))  # of the same prompt
         assert np.mean(before != after) > 0.1
@@ -150,7 +124,7 @@ def test_an_engine_of_evaluation_records_routes_and_keeps_those_of_the_probe_alo
     def routes_of(spec):
         worker = RolloutWorker(spec)
         worker._tokenizer, worker._generate = SimpleNamespace(decode=lambda ids, **_: "text"), generate
-        request = PROMPTS[0], [7], Sampling()
+        request = LONG_PROMPTS[0], [7], Sampling()
         (probed,), (_, (sampled,)) = asyncio.run(worker.probe(*request)), asyncio.run(worker.sample(*request))
         return probed.routes, sampled.routes
 

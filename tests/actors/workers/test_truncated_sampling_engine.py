@@ -9,14 +9,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import ray
 
 from actors.workers import rollout as rollout_module
 from actors.workers.engine_settings import EngineSpec, engine_arguments
 from actors.workers.rollout import RolloutWorker
-from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import (
-    AlgorithmConfig,
     EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
@@ -27,40 +24,20 @@ from grpo_dist.config import (
 )
 from grpo_dist.config.engine_arguments import mask_problems
 from grpo_dist.errors import SamplesFailed, UserError
-from grpo_dist.policy.loss import Objective
-from grpo_dist.types import Group, Prompt, Sampling
+from grpo_dist.types import Sampling
 from tests.support import fakes
 from tests.support.models import architecture
-from tests.support.real_engine import World, same
+from tests.support.real_engine import LONG_PROMPTS, SAME, World, batch_of, mismatch, same
 from tests.support.real_ranks import OpenWorker
 
 pytestmark = pytest.mark.machine
 
-SAME = 1e-6, 1e-5  # nats in float32: mean and maximum
-PROMPTS = [
-    Prompt(f"p{i}", np.arange(11 + i, 51 + 3 * i, dtype=np.int32) % 97 + 11, "1", "test") for i in range(3)
-]
 WAYS = {
     "top_p": {"top_p": 0.95},
     "top_k": {"top_k": 20},
     "min_p": {"min_p": 0.02},
     "all, warm": {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.005},
 }
-
-
-def batch_of(sampled):
-    groups = [
-        Group(prompt, rollouts, np.arange(len(rollouts), dtype=np.float32), {}, ("",) * len(rollouts))
-        for prompt, rollouts in zip(PROMPTS, sampled, strict=True)
-    ]
-    advantages = [np.linspace(-1, 1, len(g.rollouts), dtype=np.float32) for g in groups]
-    return make_batch(groups, advantages, ref_logprobs=None, max_new_tokens=24)
-
-
-def mismatch(world, batch):
-    """Return the mean and the largest |engine - trainer|, nats, as the metrics of an update have them."""
-    _, metrics = ray.get(world.policy.ranks[0].gradients_with.remote(batch, Objective(AlgorithmConfig())))
-    return metrics["mismatch/logprob_diff_mean"], metrics["mismatch/logprob_diff_max"]
 
 
 @pytest.mark.slow
@@ -71,7 +48,7 @@ def test_engine_and_trainer_have_the_softmax_over_the_same_tokens(ray_cluster, t
     settings = PolicyConfig(zero_stage=2, optimizer=OptimizerConfig(lr=3e-3, schedule="constant"))
     world = World(architecture(tmp_path, "olmo2"), settings, OpenWorker, masks=True)
     try:
-        alone = {name: world.sample_all(PROMPTS, **way) for name, way in WAYS.items()}
+        alone = {name: world.sample_all(LONG_PROMPTS, **way) for name, way in WAYS.items()}
         for name, sampled in alone.items():
             batch = batch_of(sampled)
             assert np.all(np.less(mismatch(world, batch), SAME)), name
@@ -79,25 +56,27 @@ def test_engine_and_trainer_have_the_softmax_over_the_same_tokens(ray_cluster, t
             assert mean > 0.01 and largest > 0.02, name
             counts = np.concatenate([own.counts for own in batch.kept])
             assert counts.min() > 0 and counts.max() < 272, name
-        for greedy in (world.sample_all(PROMPTS, temperature=0.0, top_p=0.9), world.sample_all(PROMPTS)):
+        for way in ({"temperature": 0.0, "top_p": 0.9}, {}):
+            greedy = world.sample_all(LONG_PROMPTS, **way)
             assert batch_of(greedy).kept is None
 
         async def together():
             ways = [*WAYS.values(), {}, {"temperature": 0.0}]
             return await asyncio.gather(
-                *(world.sample(prompt, [1, 2, 3], **way) for way in ways for prompt in PROMPTS)
+                *(world.sample(prompt, [1, 2, 3], **way) for way in ways for prompt in LONG_PROMPTS)
             )
 
         mixed = world.run(together())
         for one, other in zip(mixed, [group for own in alone.values() for group in own], strict=False):
             assert same(one, other)
             assert all(np.array_equal(a.kept.ids, b.kept.ids) for a, b in zip(one, other, strict=True))
-        assert all(rollout.kept is None for group in mixed[-2 * len(PROMPTS) :] for rollout in group)
+        assert all(rollout.kept is None for group in mixed[-2 * len(LONG_PROMPTS) :] for rollout in group)
 
         metrics = world.run(world.policy.update(world.policy.stage([batch_of(alone["top_p"])])))
         assert metrics["mismatch/logprob_diff_max"] < SAME[1]
         world.push()
-        assert np.all(np.less(mismatch(world, batch_of(world.sample_all(PROMPTS, **WAYS["top_p"]))), SAME))
+        again = world.sample_all(LONG_PROMPTS, **WAYS["top_p"])
+        assert np.all(np.less(mismatch(world, batch_of(again)), SAME))
     finally:
         world.close()
 
