@@ -99,6 +99,7 @@ GUESSES = {
        for name in ("train", "eval")},
 }  # fmt: skip
 _MOST_MEANINGS = 2
+_FEWEST = 3  # keys by which a recipe's trainer is recognised
 # A last word that many settings share identifies none of them.
 _GENERIC = (
     "backend",
@@ -160,8 +161,8 @@ class PeerSetting:
 def trainers() -> Mapping[str, Trainer]:
     """Read all tables, by the name of their file; those that others most often come from are first."""
     first = ("verl", "trl", "openrlhf", "roll")
-    names = sorted((path.stem for path in TABLES.glob("*.yaml")), key=lambda n: (n not in first, n))
-    return {name: _read(name) for name in sorted(names, key=lambda n: first.index(n) if n in first else 9)}
+    names = {path.stem for path in TABLES.glob("*.yaml")}
+    return {name: _read(name) for name in (*first, *sorted(names.difference(first)))}
 
 
 @cache
@@ -219,13 +220,15 @@ def hint(key: str, *, ends: bool = True, trainer: str | None = None) -> str | No
 
 
 def likely_trainer(keys: Iterable[str]) -> str | None:
-    """Return the file name of the trainer that has most of ``keys``, of which it must have three."""
+    """Return the file name of the trainer that has most of ``keys``, at least `_FEWEST`."""
     names = [_plain_name(key) for key in keys]
+    if len(names) < _FEWEST:
+        return None  # most errors are about other things, and the tables take a while to read
     counts = {
         file: sum(trainer.row(name) is not None for name in names) for file, trainer in trainers().items()
     }
     best = max(counts, key=lambda file: counts[file])
-    return best if counts[best] > 2 else None
+    return best if counts[best] >= _FEWEST else None
 
 
 def answer(key: str) -> str | None:

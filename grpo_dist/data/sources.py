@@ -111,7 +111,7 @@ def source_files(source: DataSourceConfig) -> list[Path]:
     files = [file for split in _splits(source.split) for file in splits.get(split, ())]
     if not all(map(data_ending, files)):
         return []
-    return [_guard(partial(_downloaded, f), source) if "://" in f else Path(f) for f in files]
+    return [_local(file, source) for file in files]
 
 
 def _is_hub_id(name: str, path: Path) -> bool:
@@ -227,13 +227,18 @@ def _files_split(files: Sequence[str], columns: Sequence[str], source: DataSourc
 
     def paths() -> Iterator[tuple[Path, str]]:
         for file, name in zip(files, names, strict=True):
-            yield (_guard(partial(_downloaded, file), source) if "://" in file else Path(file)), name
+            yield _local(file, source), name
 
     def rows() -> Iterator[Located]:
         for path, name in paths():
             yield from file_rows(path, name, columns)
 
     return Split(rows, lambda: sum(count_file_rows(path, name) for path, name in paths()))
+
+
+def _local(file: str, source: DataSourceConfig) -> Path:
+    """Return the local copy of a file of a split."""
+    return _guard(partial(_downloaded, file), source) if "://" in file else Path(file)
 
 
 def _downloaded(url: str) -> Path:

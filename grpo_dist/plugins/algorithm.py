@@ -41,7 +41,6 @@ class OwnCode:
 
 
 _KEYS = {ADVANTAGE: "advantage", LOSS: "policy_loss", KL: "kl", AGGREGATION: "aggregation"}
-NO_OWN_CODE = OwnCode()
 
 
 def own_advantages(name: str, own: OwnCode, inputs: AdvantageInputs) -> Float[Tensor, " B"]:

@@ -141,10 +141,9 @@ def user_column_problems(
     for spec in reward_specs(settings.for_source(rows[0].source)) if rows else ():
         if spec.function not in REWARDS:
             columns = load_user_function(spec, pool).data_columns
-            for problem in _missing(spec.name, columns, rows, remedy, available):
-                named = next((column for column in columns if f"column `{column}`" in problem), "")
-                here = _NAMES_OF_PEERS.get(named)
-                yield problem + (f". What other trainers call `{named}` is `{here}` here" if here else "")
+            for column, problem in _missing(spec.name, columns, rows, remedy, available):
+                here = _NAMES_OF_PEERS.get(column)
+                yield problem + (f". What other trainers call `{column}` is `{here}` here" if here else "")
 
 
 def asked_columns(settings: RewardsConfig) -> frozenset[str]:
@@ -177,7 +176,8 @@ def _missing(
     rows: Sequence[HasColumns],
     remedy: str,
     available: Callable[[], Iterable[str]] | None,
-) -> Iterator[str]:
+) -> Iterator[tuple[str, str]]:
+    """Yield each column that one of ``rows`` lacks, and the message about it."""
     wanted = [column for column in columns if column != "problem"]
     known = [(row, named_columns(row.columns)) for row in rows] if wanted else []
     for column in wanted:
@@ -192,8 +192,9 @@ def _missing(
                 what = f"but {lacking.location} has only {', '.join(sorted(has))}"
             other = f"give source {lacking.source} other rewards in `rewards.by_source`"
             yield (
+                column,
                 f"reward {name} reads column `{column}`, {what}: {remedy}, correct the kwargs of the reward, "
-                f"or {other if lacking.source else 'choose another reward'}"
+                f"or {other if lacking.source else 'choose another reward'}",
             )
 
 
@@ -204,7 +205,7 @@ def _problems(
     remedy: str,
     available: Callable[[], Iterable[str]] | None,
 ) -> Iterator[str]:
-    missing = list(_missing(name, reward.data_columns, rows, remedy, available))
+    missing = [problem for _, problem in _missing(name, reward.data_columns, rows, remedy, available)]
     yield from missing
     for row in () if missing else rows:
         try:

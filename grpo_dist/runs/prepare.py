@@ -419,7 +419,8 @@ def load_prompts(
         rows = rows.apart()  # an environment may ask equal problems in different words
     tasks = source_tasks(data, sections.environments, source, rows, tokenizer)
     prompt_format = PromptFormat.from_config(data, source)
-    key = _prompts_key(sections, rows, tokenizer) if tasks is None else ""
+    is_stored = tasks is None and len(rows) >= STORED_FROM
+    key = _prompts_key(sections, rows, tokenizer) if is_stored else ""
     said: list[str] | None = None
     if key and (stored := load(key)) is not None:
         arrays, (kinds, messages, warnings, said) = stored
@@ -444,7 +445,7 @@ def load_prompts(
     )
     if said is None:
         said = list(_remarks(sections, source, rows, built))
-        if key and len(rows) >= STORED_FROM:
+        if key:
             numbers = {thought: number for number, thought in enumerate(dict.fromkeys(encoded.thoughts))}
             arrays = {
                 "ids": np.concatenate(encoded.token_ids),

@@ -150,7 +150,8 @@ def with_steps(config: Config, say: Callable[[str], None]) -> Config:
         return config
     data, per_step = config.data, config.batch.prompts_per_step
     own = own_problems(data, config.environments)
-    sources = read_all(data.with_prompts(data.train), "data.train", own)
+    asked = asked_columns(config.rewards)  # as `check_data` has it, which then finds the rows stored
+    sources = read_all(data.with_prompts(data.train), "data.train", own, asked=asked)
     rows = sum(len(rows) for _, rows in without_duplicates(data, sources, "data.train", lambda _: None))
     steps = max(1, int(config.epochs * rows / per_step + 1e-9))
     say(f"`epochs` = {config.epochs:g} of {rows} rows, {per_step} a step: {steps} steps")

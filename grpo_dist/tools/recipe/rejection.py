@@ -158,10 +158,9 @@ class Selection:
     def _record(self, group: Group, index: int, pass_rate: float) -> dict[str, Any]:
         """Return a row for `data.demonstrations` with its origin."""
         prompt, rollout = group.prompt, group.rollouts[index]
+        segments = self._segments(prompt, rollout)
         return self._question(prompt) | {
-            "completion": self._segments(prompt, rollout)
-            if rollout.turns
-            else rollout.text.removeprefix(prompt.prefill),
+            "completion": segments if rollout.turns else segments[0]["text"],
             "problem": prompt.text,
             "answer": prompt.answer,
             "source": prompt.source,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,7 +53,7 @@ class Translation:
 
     def tree(self) -> dict[str, Any]:
         """Return the configuration."""
-        return _nest({path: value for entry in self.entries for path, value in entry.values.items()})
+        return _tree(self.entries)
 
     def count(self, *kinds: str) -> int:
         return sum(entry.kind in kinds for entry in self.entries)
@@ -77,6 +77,10 @@ def translate(recipe: Recipe, trainer: Trainer) -> Translation:
     return Translation(trainer, tuple(entries), (*recipe.remarks, *remarks))
 
 
+def _tree(entries: Iterable[Entry]) -> dict[str, Any]:
+    return _nest({path: value for entry in entries for path, value in entry.values.items()})
+
+
 def _environment_brings_rows(entries: Sequence[Entry]) -> bool:
     paths = [path for entry in entries for path in entry.values]
     return any(path[-1] == "environment" and path[:2] == ("data", "train") for path in paths)
@@ -87,6 +91,8 @@ class _Reader:
         self.trainer = trainer
         self.given = {setting.name: setting.value for setting in recipe.settings}
         self.by_row = {id(row): value for name, value in self.given.items() if (row := trainer.row(name))}
+        # All settings by name, for expressions.
+        self.values = {name: self.value_of(name) for name in (*trainer.rows, *self.given)}
 
     def entry(self, setting: Setting) -> Entry:
         row = self.trainer.row(setting.name)
@@ -130,7 +136,7 @@ class _Reader:
             return _Reason(listed, lost=True) if isinstance(listed, str) and " " in listed else listed
         if row.expression and listed is UNSET:
             try:
-                return evaluate(row.expression, {"value": value, **_Names(self)})
+                return evaluate(row.expression, {"value": value, **self.values})
             except Uncomputable:
                 return _Reason(row.note or f"the value follows from {row.expression}", lost=True)
         if listed is not UNSET:
@@ -174,19 +180,12 @@ class _Reader:
                 yield replace(entry, kind="added")
         for key, expression in self.trainer.derived.items():
             try:
-                value = evaluate(expression, _Names(self))
+                value = evaluate(expression, self.values)
             except Uncomputable:
                 continue
             paths = [path for path, _ in _placed(key, value, [])]
             if value is not None and not written.intersection(paths):
                 yield Entry(f"as in {self.trainer.name}", dict(_placed(key, value, [])), kind="added")
-
-
-class _Names(dict[str, Any]):
-    """Settings by name, for expressions."""
-
-    def __init__(self, reader: _Reader) -> None:
-        super().__init__({name: reader.value_of(name) for name in (*reader.trainer.rows, *reader.given)})
 
 
 class _Reason(str):
@@ -269,9 +268,8 @@ def _drop_doubles(entries: Sequence[Entry]) -> None:
 def _make_valid(entries: list[Entry]) -> list[str]:
     """Take out the values that the configuration refuses, with its reason, those of defaults first."""
     for _ in range(_MOST_REFUSALS):
-        tree = _nest({path: value for entry in entries for path, value in entry.values.items()})
         try:
-            Config.model_validate(tree)
+            Config.model_validate(_tree(entries))
             return []
         except ValidationError as error:
             if not _take_out(entries, error):
