@@ -16,6 +16,7 @@ from grpo_dist.observe.live_view import LiveView
 from grpo_dist.runtime.stage_log import shown_by_view
 from grpo_dist.runtime.tables import Terminal, make_table, print_lines
 
+_Z95 = 1.96  # of a two-sided interval of 95 %
 # label, metric, format
 _COLUMNS = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -108,9 +109,8 @@ def with_error(metrics: Mapping[str, float | None], key: str, form: str) -> str:
     if math.isnan(value):
         return "–"
     if error == 0 and value in (0, 1) and problems > 0:
-        from grpo_dist.evaluation.estimates import wilson  # not every command needs NumPy
-
-        low, high = wilson(value, problems)
+        width = _Z95**2 / (problems + _Z95**2)
+        low, high = (0.0, width) if value == 0 else (1 - width, 1.0)
         return f"{value:{form}} ({low:{form}} to {high:{form}})"
     return f"{value:{form}} ± " + ("–" if math.isnan(error) else f"{error:{form}}")
 
