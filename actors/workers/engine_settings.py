@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from grpo_dist.config import (
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.errors import UserError
 from grpo_dist.policy.router_replay import replay_problem
-from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
+from grpo_dist.runtime.hardware import DeviceType, device_type, processor_digest, resolve_dtype
 from grpo_dist.runtime.model_config import heads_of_layers
 from grpo_dist.runtime.model_files import cache_dir
 from grpo_dist.types import Sampling
@@ -169,17 +168,9 @@ def set_environment() -> None:
         # cannot read it back ("'function' object has no attribute 'finalize_loading'"), so that every start
         # compiles. Inductor's cache goes by what a graph computes.
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
-        # torch's own choice is a directory of temporary files. Its keys do not name the processor, and a home
-        # directory may be that of several machines: code for another one's instructions would crash.
-        compiled = cache_dir() / "compiled" / _processor()
+        # torch's own choice is a directory of temporary files, and its keys do not name the processor.
+        compiled = cache_dir() / "compiled" / processor_digest()
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
-
-
-def _processor(described: Path = Path("/proc/cpuinfo")) -> str:
-    """Return a name for this processor's model and instructions: 16 hexadecimal digits."""
-    wanted = ("model name", "flags", "Features", "CPU part")  # the latter two on ARM
-    lines = {line for line in described.read_text().splitlines() if line.startswith(wanted)}
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
 
 
 def fitting_arguments(spec: EngineSpec) -> dict[str, Any]:

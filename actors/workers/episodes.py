@@ -93,18 +93,19 @@ class EpisodeSampler:
     async def _until_finished(
         self, prompt: Prompt, sample: int, seed: int, sampling: Sampling, length: int | None
     ) -> Rollout:
+        is_agent = prompt.task is not None and prompt.task.environment.startswith(AGENT)
         lost: set[Any] = set()  # a second failure of one worker is no further evidence against the episode
         while True:
             worker = await self.workers.take()
             name = f"{self._name}:{next(self._numbers)}"
-            rows = Dialogue(self._renderer, prompt)  # an agent has rows of its own
+            rows = None if is_agent else Dialogue(self._renderer, prompt)  # an agent has rows of its own
             line = self._lines.setdefault(worker, EnvironmentLine(worker))
             ends = _Ends(self, line, name, prompt, sampling, length)
             ends.begin()
             try:
                 tokens = sampling.max_new_tokens
                 budgets = Budgets.from_config(self._settings, tokens=tokens)
-                if prompt.task is not None and prompt.task.environment.startswith(AGENT):
+                if rows is None:
                     asked = AgentRows(
                         self._renderer, prompt, sampling, max_length=self._max_length, tokens=tokens
                     )
@@ -116,7 +117,7 @@ class EpisodeSampler:
                 lost.add(worker)
                 if len(lost) == _WORKERS:
                     why = f"{_WORKERS} environment workers were lost with this episode ({reason(error)})"
-                    if prompt.task is not None and prompt.task.environment.startswith(AGENT):
+                    if rows is None:
                         raise SamplesFailed(why) from error
                     rows.observe(Observed(failed=why))
                     return rows.rollout(sample, "error")

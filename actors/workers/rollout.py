@@ -409,9 +409,12 @@ class RolloutWorker(WeightReceiver, Probeable):
         the object store, only where it may be trained on.
         """
         labelled = drawn(rollout, sampling)
-        has_masks = not (self._spec.returns_masks and sampling.is_truncated)
-        assert has_masks or all(row.kept for row in rollout.rows), "a row lacks its sampling masks"
+        needs_masks = self._needs_masks(sampling)
+        assert not needs_masks or all(row.kept for row in rollout.rows), "a row lacks its sampling masks"
         return stored(labelled) if self._spec.trains else labelled.without_routes()
+
+    def _needs_masks(self, sampling: Sampling) -> bool:
+        return self._spec.returns_masks and sampling.is_truncated
 
     async def _generate(
         self,
@@ -454,9 +457,8 @@ class RolloutWorker(WeightReceiver, Probeable):
             skip_special_tokens=False,  # so that a stop text may be a special token
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        needs_mask = self._spec.returns_masks and sampling.is_truncated
         output = await self._engine.generate(token_ids, params)
-        generation = _generation(output, self._vocabulary if needs_mask else None)
+        generation = _generation(output, self._vocabulary if self._needs_masks(sampling) else None)
         assert not self._spec.router_replay or generation.routes is not None, "the engine records no routes"
         return generation
 

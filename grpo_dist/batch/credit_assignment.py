@@ -72,6 +72,12 @@ class AdvantageSettings:
         """User-supplied pieces of the algorithm."""
         return OwnCode.of_pieces(self.code_paths, self.algorithm.own_pieces)
 
+    @property
+    def gamma(self) -> float:
+        """Discount of the reward, and of the KL in it, for each later token."""
+        estimator = self.algorithm.advantage
+        return estimator.gamma if isinstance(estimator, ReinforceAdvantage) else 1.0
+
     def arguments(self, *names: str) -> dict[str, Any]:
         """Return the settings called ``names`` that the estimator has."""
         return {name: value for name, value in self.algorithm.advantage.arguments.items() if name in names}
@@ -148,8 +154,8 @@ def token_advantages(
         # PRIME (Cui et al. 2025, arXiv:2502.01456), equation 6: each has a baseline of its own.
         steps = _process(batch, groups, settings)
         advantages = algorithm.process.outcome_coef * advantages + algorithm.process.coef * steps
-    if isinstance(estimator, ReinforceAdvantage) and estimator.gamma < 1.0:
-        advantages = advantages * _discounted(batch, estimator.gamma, _samples_of_rows(groups))
+    if settings.gamma < 1.0:
+        advantages = advantages * _discounted(batch, settings.gamma, _samples_of_rows(groups))
     if not estimator.whiten:  # which would undo any weight but 0
         advantages = advantages * settings.reward_coef
     if settings.kl_coef:
@@ -349,7 +355,6 @@ def _kl_to_go(batch: TrainBatch, settings: AdvantageSettings, samples: Int[Tenso
     ref = torch.where(mask, stream.ref_logprobs, 0.0).double()
     kl = kl_estimate(settings.algorithm.kl.estimator.name, settings.own, sampled, ref)
     kl = torch.where(mask, kl, 0.0)
-    estimator = settings.algorithm.advantage
-    if isinstance(estimator, ReinforceAdvantage) and estimator.gamma < 1.0:
-        return torch.where(mask, discounted_to_go(kl, mask, estimator.gamma, samples), 0.0)
+    if settings.gamma < 1.0:
+        return torch.where(mask, discounted_to_go(kl, mask, settings.gamma, samples), 0.0)
     return torch.where(mask, sum_to_go(kl, samples), 0.0)

@@ -170,7 +170,7 @@ class Agents:
                     asked = asking.result()  # bounded: it is done
                     if not asked.is_gone:
                         agent.answering = asked
-                        return Observed(_messages(asked.body), request=asked.body)
+                        return Observed(request=asked.body)
                     _drop(agent, asked)
         except TimeoutError:
             _kill(agent)
@@ -313,11 +313,6 @@ def _failure(status: int, message: str, code: str | None) -> web.Response:
 
 def _canonical(body: Mapping[str, Any]) -> str:
     return json.dumps(body, sort_keys=True)
-
-
-def _messages(body: Mapping[str, Any]) -> str:
-    """Return what is asked, for the reader of a trial episode."""
-    return str(body.get("prompt") or json.dumps(body.get("messages"), ensure_ascii=False))
 
 
 def _drop(agent: _Agent, asked: _Asked) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from grpo_dist.chat.template import REJECTED
 from grpo_dist.environments.dialogue import Dialogue, Renderer
-from grpo_dist.environments.episode import Action, Budgets, Generation, Observed
+from grpo_dist.environments.episode import Action, Budgets, EpisodeEnvironment, Generation, Observed
 from grpo_dist.errors import SamplesFailed
 from grpo_dist.runtime.seeds import turn_seed
 from grpo_dist.types import FurtherRow, Prompt, Rollout, Sampling, Task, Turn
@@ -105,8 +105,6 @@ def normalised(messages: Any) -> list[dict[str, Any]]:
             own |= {"tool_call_id": message.get("tool_call_id")}
             own["name"] = message.get("name") or names.get(str(message.get("tool_call_id")), "")
         made.append(own)
-    if made[-1]["role"] == "assistant":
-        raise Refused("the last message is the assistant's; a prefilled answer is not supported", param=where)
     return made
 
 
@@ -148,14 +146,10 @@ class _Thread:
     tools: str = ""
 
 
-class EpisodeEngine(Protocol):
+class AgentEngine(Protocol):
     async def generate(
         self, token_ids: list[int], seed: int, max_tokens: int, stop: Sequence[str] = ()
     ) -> Generation: ...
-
-
-class EpisodeEnvironment(Protocol):
-    async def act(self, action: Action, turn: int) -> Observed: ...
 
 
 class AgentRows:
@@ -239,7 +233,7 @@ class AgentRows:
                 for number, call in enumerate(action.calls)
             ]  # fmt: skip
             reason = "tool_calls"
-        (own,) = normalised([message, {"role": "user", "content": ""}])[:1]
+        (own,) = normalised([message])
         thread.keys = [*keys, _key(own)]
         choice = {"message": message, "finish_reason": reason}
         return replace(action, reply={"choice": choice, "usage": usage})
@@ -288,6 +282,10 @@ class AgentRows:
         if not renderer.has_template:
             raise Refused("`data.chat_template` is none: use /v1/completions")
         messages = normalised(body.get("messages"))
+        if messages[-1]["role"] == "assistant":
+            where = f"messages.{len(messages) - 1}"
+            why = "the last message is the assistant's; a prefilled answer is not supported"
+            raise Refused(why, param=where)
         tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise Refused("`tools` must be a list of functions", param="tools")
@@ -342,7 +340,7 @@ class AgentRows:
 
 async def play_agent(
     rows: AgentRows,
-    engine: EpisodeEngine,
+    engine: AgentEngine,
     environment: EpisodeEnvironment,
     budgets: Budgets,
     *,

@@ -217,9 +217,10 @@ class EpisodeRunner:
         from grpo_dist.environments.agent import Agents
 
         self._agents = self._agents or Agents(self._settings)
-        if turn > 0 and not self._agents.has(episode):
-            raise UnknownEpisode(episode)
-        await self._agents.begin(episode, task, problem)
+        if not self._agents.has(episode):
+            if turn > 0:
+                raise UnknownEpisode(episode)
+            await self._agents.begin(episode, task, problem)
         return self._agents
 
     def _host(self, task: Task) -> Host:

@@ -7,7 +7,6 @@ every later process of that user waits for it forever. Here the mark is a lock t
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import platform
 import sys
@@ -24,6 +23,7 @@ from torch.utils import cpp_extension
 from grpo_dist.config import PolicyConfig
 from grpo_dist.errors import UserError
 from grpo_dist.policy.deepspeed_config import offload_devices
+from grpo_dist.runtime.hardware import processor_digest
 from grpo_dist.runtime.processes import run_child
 
 _DEADLINE_S = 3600.0  # of one build by another process: a busy machine takes minutes for one file
@@ -91,17 +91,8 @@ def kernel_directory() -> Path:
     if cpp_extension.FileBaton is BuildLock:  # `build_in_own_directory` has set it
         return root
     versions = f"py{platform.python_version()}-torch{torch.__version__}-deepspeed{version('deepspeed')}"
-    return root / "grpo-dist" / f"{versions}-{_processor()}"
-
-
-def _processor() -> str:
-    """Return a digest of what this machine's processor can do: kernels are compiled for it (-march=native),
-    and machines of several kinds may share a home directory.
-    """
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else [platform.processor()]
-    able = [line for line in lines if line.startswith(("flags", "Features"))]
-    return f"{platform.machine()}-{hashlib.sha256((able or lines)[0].encode()).hexdigest()[:8]}"
+    # They are compiled for the processor (-march=native).
+    return root / "grpo-dist" / f"{versions}-{platform.machine()}-{processor_digest()}"
 
 
 def list_kernels(policy: PolicyConfig, device: str) -> list[str]:

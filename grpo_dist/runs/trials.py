@@ -504,7 +504,10 @@ def _call_form(call_format: str) -> str:
 def _shown(observed: Observed) -> str:
     if observed.calls:
         return ", ".join(f"{call.result.strip()[:_SHOWN]!r} ({call.outcome})" for call in observed.calls)
-    parts = [] if not observed.observation else [repr(str(observed.observation)[:_SHOWN])]
+    text = observed.observation
+    if (asked := observed.request) is not None:
+        text = asked.get("prompt") or json.dumps(asked.get("messages"), ensure_ascii=False)
+    parts = [] if not text else [repr(str(text)[:_SHOWN])]
     parts += [] if observed.reward is None else [f"reward {observed.reward:g}"]
     parts += ["the end of the episode"] if observed.done else []
     return ", ".join(parts)

@@ -4,9 +4,12 @@ modules ask here and decide nothing of this themselves.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from grpo_dist.config import TransferBackend
@@ -253,3 +256,13 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@cache
+def processor_digest(described: Path = Path("/proc/cpuinfo")) -> str:
+    """Return a name for this processor's model and instructions: 16 hexadecimal digits. Compiled code is kept
+    by it, as a home directory may be that of several machines: another one's instructions would crash.
+    """
+    wanted = ("model name", "flags", "Features", "CPU part")  # the latter two on ARM
+    lines = {line for line in described.read_text().splitlines() if line.startswith(wanted)}
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]

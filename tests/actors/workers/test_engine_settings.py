@@ -12,9 +12,10 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Static
 
 from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
 from actors.workers import drafter, rollout
-from actors.workers.engine_settings import EngineSpec, _processor, kv_bytes_per_token
+from actors.workers.engine_settings import EngineSpec, kv_bytes_per_token
 from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import SpeculationConfig
+from grpo_dist.runtime.hardware import processor_digest
 from grpo_dist.types import Sampling
 from tests.support import fakes
 from tests.support.engine_arguments import GIB, QWEN, arguments, spec
@@ -54,7 +55,7 @@ def test_kept_code_is_that_of_one_kind_of_processor(tmp_path):
     for name, flags in (("a", "avx2 avx512f"), ("b", "avx2"), ("c", "avx2")):
         cores = f"processor: {name}\nmodel name: X\nflags: {flags}\n" * 2
         (tmp_path / name).write_text(cores)
-    a, b, c = (_processor(tmp_path / name) for name in "abc")
+    a, b, c = (processor_digest(tmp_path / name) for name in "abc")
     assert a != b == c and len(a) == 16
 
 
