@@ -405,6 +405,7 @@ def test_a_refused_upload_keeps_the_files_and_says_how_to_go_on(run, monkeypatch
         Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("HF_TOKEN", "hf_made_for_a_test")
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # tests may have met no hub
         assert main(["export", str(run_dir), "--push", "me/mine"]) == 2
         server.shutdown()
     message = capsys.readouterr().err
