@@ -96,11 +96,11 @@ def test_a_tracker_that_does_not_start_is_left_out():
     for step in range(3000):
         sink.log(step, {})
     close_all([sink], failed=False)
-    assert warnings[0].startswith(
+    [failure] = [w for w in warnings if "records" not in w]  # its queue may be full before it tries
+    assert failure.startswith(
         "broken: cannot be started; the run continues without it: RuntimeError: no such server (/"
     )
     assert warnings[-1].startswith("broken: 3000 of 3000 records are missing")
-    assert len([w for w in warnings if "records" not in w]) == 1
 
 
 def test_a_hanging_tracker_delays_neither_the_loop_nor_the_end(monkeypatch):
