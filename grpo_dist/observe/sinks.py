@@ -45,7 +45,7 @@ class AsyncSink:
         self._messages: list[str] = []
         self._submitted = self._done = 0
         self._failed: bool | None = None  # whether the run failed; None while it lasts
-        self._broken = False  # its failure was reported
+        self._reported: set[str] = set()  # failures that come again with each record
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -90,25 +90,25 @@ class AsyncSink:
                 self._waiting.append(work)
                 self._changed.notify()
         if full:
-            self._complain("too slow or hanging; records that do not fit its queue are dropped")
+            self._note_once("too slow or hanging; records that do not fit its queue are dropped")
         self._deliver()
 
     def _run(self) -> None:
         try:
             sink = self._open(self._note)
         except Exception as error:
-            self._complain(f"cannot be started; the run continues without it: {raised(error)}")
+            self._note(f"cannot be started; the run continues without it: {raised(error)}")
             return
         while (work := self._next()) is not None:
             try:
                 work(sink)
                 self._done += 1
             except Exception as error:
-                self._complain(f"failed; records that it refuses are dropped: {raised(error)}")
+                self._note_once("failed; records that it refuses are dropped", f": {raised(error)}")
         try:
             sink.close(failed=bool(self._failed))
         except Exception as error:
-            self._complain(f"cannot be closed: {raised(error)}")
+            self._note(f"cannot be closed: {raised(error)}")
 
     def _next(self) -> Callable[[Sink], None] | None:
         """Return the next piece of work; None at the end of the run."""
@@ -116,11 +116,11 @@ class AsyncSink:
             self._changed.wait_for(lambda: self._waiting or self._failed is not None)  # bounded: `end`
             return self._waiting.popleft() if self._waiting else None
 
-    def _complain(self, what: str) -> None:
-        """Report the first failure, and only that."""
-        if not self._broken:
-            self._broken = True
-            self._note(what)
+    def _note_once(self, failure: str, reason: str = "") -> None:
+        """Report ``failure`` with its first reason, and not again."""
+        if failure not in self._reported:
+            self._reported.add(failure)
+            self._note(failure + reason)
 
     def _note(self, what: str) -> None:
         self._messages.append(f"{self._name}: {what}")
