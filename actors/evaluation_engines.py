@@ -38,7 +38,7 @@ class EvaluationEngines:
         """``timeout_s``: deadline of loading a snapshot."""
         self._policy, self.rollouts, self.rewards, self._timeout_s = policy, rollouts, rewards, timeout_s
         self._unwritten: Snapshot | None = None
-        self._held: Snapshot | None = None
+        self._snapshot: Snapshot | None = None
         self._writing, self._loading = asyncio.Lock(), asyncio.Lock()
         self.version: int | None = None
         self._is_loaded = asyncio.Event()
@@ -72,7 +72,7 @@ class EvaluationEngines:
             self._is_loaded.set()  # the loop learns of it from the evaluation
             return False
         async with self._loading:
-            self._held, self.version = snapshot, snapshot.version
+            self._snapshot, self.version = snapshot, snapshot.version
             team = self.rollouts.team
             with self._ends_the_wait_if_it_fails():
                 team.check()
@@ -102,8 +102,8 @@ class EvaluationEngines:
         the next.
         """
         async with self._loading:
-            if self._held is not None and self._held.file.parent == directory:
-                self._held = None
+            if self._snapshot is not None and self._snapshot.file.parent == directory:
+                self._snapshot = None
         await run_in_thread(lambda: discard(directory))
 
     async def _load(self, worker: Any, snapshot: Snapshot) -> None:
@@ -131,8 +131,8 @@ class EvaluationEngines:
 
     async def _catch_up(self, worker: Any) -> None:
         async with self._loading:
-            if self._held is not None:
-                await self._load_on(worker, self._held)
+            if self._snapshot is not None:
+                await self._load_on(worker, self._snapshot)
 
 
 def _finish(snapshot: Snapshot) -> None:

@@ -179,7 +179,7 @@ class Factory:
             model=config.model,
             model_dir=str(model_dir),
             temperature=config.sampling.first_temperature,
-            chunk_mib=config.policy.logprob_chunk_mib,
+            token_budget=config.reference.micro_batch_tokens,
         )
 
     def teachers(
@@ -198,7 +198,7 @@ class Factory:
                 model=teacher.model_section(config.model),
                 model_dir=str(model_dirs[teacher.name]),
                 temperature=config.sampling.first_temperature,
-                chunk_mib=config.policy.logprob_chunk_mib,
+                token_budget=config.reference.micro_batch_tokens,
                 vocabulary=tokens,
             )
             for teacher, actors in self._by_model("teachers", config.distillation.of_own_models, shared)

@@ -83,7 +83,7 @@ class DeltaSync:
         self.token: str | None = None
         self._of: tuple[int, int] | None = None  # version of what was taken, and updates before it
         self._taken: Taken | None = None
-        self._given = 0  # how often an engine was asked to give its weights to another
+        self._num_given = 0  # how often an engine was asked to give its weights to another
         self._group: TransferGroup | None = None
 
     async def take_during(
@@ -136,7 +136,7 @@ class DeltaSync:
         if self.token is None or self._of is None or self._of[0] != version or group is None:
             return False
         peers = [peer for peer in team.alive() if peer is not worker]
-        first, self._given = self._given % max(1, len(peers)), self._given + 1
+        first, self._num_given = self._num_given % max(1, len(peers)), self._num_given + 1
         for peer in peers[first:] + peers[:first]:
             names = {name: w for name, w in team.named().items() if w in (worker, peer)}
             stage = "weight sync: an engine gets the weights from another"

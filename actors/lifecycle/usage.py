@@ -29,15 +29,17 @@ class ActorUsage:
         """Return metrics of the work since the last call, and of how many actors were replaced."""
         named = {
             f"{role}-{i}": (role, actor)
-            for role, own in self._serving().items()
-            for i, actor in enumerate(own)
+            for role, serving in self._serving().items()
+            for i, actor in enumerate(serving)
         }
         all_of_them = {name: actor for name, (_, actor) in named.items()}
         async with deadline_of(all_of_them, self._timeout_s, f"usage of {len(named)} actors"):
             usages = await gather(self._read_one(*who) for who in named.values())
         self.latest = {name: usage for name, usage in zip(named, usages, strict=True) if usage is not None}
-        restarts = {f"restarts/{r}": sum(t.restarted() for t in own) for r, own in self._teams.items() if own}
-        elastic = [team for own in self._teams.values() for team in own if isinstance(team, ElasticTeam)]
+        restarts = {
+            f"restarts/{r}": sum(t.restarted() for t in teams) for r, teams in self._teams.items() if teams
+        }
+        elastic = [team for teams in self._teams.values() for team in teams if isinstance(team, ElasticTeam)]
         joined = elastic[0].metrics() if elastic else {}
         return usage_metrics(self.latest) | restarts | joined
 

@@ -313,7 +313,7 @@ def demands_of(config: Config, has: Resources, *, training: bool, colocated: boo
     demands["policy"] = ranks
     if has_reference(policy, reference, needed=config.needs_reference, colocated=shared):
         workers = on_each or reference.num_workers
-        demands["reference"] = Demand(workers, on_gpu, reference.threads or 1, shared=shared)
+        demands["reference"] = Demand(workers, on_gpu, 1, shared=shared)
     if teachers := config.distillation.of_own_models:
         workers = sum(on_each or teacher.num_workers for teacher in teachers)
         demands["teachers"] = Demand(workers, on_gpu, 1, shared=shared)

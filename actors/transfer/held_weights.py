@@ -34,17 +34,17 @@ class HeldTransfer:
 class Giving:
     """Sends a copy in a thread of its own."""
 
-    def __init__(self, held: HeldWeights, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:
+    def __init__(self, copy: HeldWeights, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:
         self._failed: BaseException | None = None
-        arguments = held, backend, seat, timeout_s
+        arguments = copy, backend, seat, timeout_s
         self._thread = threading.Thread(target=self._run, args=arguments, name="give weights", daemon=True)
         self._thread.start()
 
-    def _run(self, held: HeldWeights, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:
+    def _run(self, copy: HeldWeights, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:
         try:
             transport = open_transport(backend, seat, timeout_s=timeout_s)
             try:
-                send(transport, held.weights(), held.specs, held.bucket_bytes)
+                send(transport, copy.weights(), copy.specs, copy.bucket_bytes)
             finally:
                 transport.close()
         except BaseException as error:

@@ -105,8 +105,8 @@ _ROW = 16  # bytes of a bucket in the table: two int64
 _CHECKSUMS = 2 * Checksum.NUM_BYTES  # behind the rows: of the new weights, and of the table
 
 
-def send_changes(transport: Transport, changes: Changes, held: HeldWeights) -> dict[str, float]:
-    """Send ``changes``, after which ``held`` has the new weights. Return the bytes sent and the seconds of
+def send_changes(transport: Transport, changes: Changes, copy: HeldWeights) -> dict[str, float]:
+    """Send ``changes``, after which ``copy`` has the new weights. Return the bytes sent and the seconds of
     each stage. Ends after the table where a receiver finds it damaged.
     """
     watch = Stopwatch()
@@ -116,52 +116,52 @@ def send_changes(transport: Transport, changes: Changes, held: HeldWeights) -> d
         for flat in transport.outgoing([len(table)]):
             flat.copy_(table)
         agreed = transport.agree(True)
-    sent = _sent(keys, held) if agreed else {}
+    sent = _sent(keys, copy) if agreed else {}
     buffers = transport.outgoing(list(sent.values())) if sent else iter(())
     for i in sent:
         with watch("sync_wait"):
             flat = next(buffers)
         with watch("sync_pack"):
             data = changes.deltas[i].data
-            flat.copy_(held.flat(i) if data is None else data)
+            flat.copy_(copy.flat(i) if data is None else data)
     with watch("sync_wait"):
         next(buffers, None)  # sends the last buffer and waits for all
     return {"sync/bytes": float(len(table) + sum(sent.values()))} | watch.phases()
 
 
-def receive_changes(transport: Transport, held: HeldWeights) -> set[str] | None:
-    """Apply what `send_changes` sends to ``held``, and return the names of the tensors that changed.
+def receive_changes(transport: Transport, copy: HeldWeights) -> set[str] | None:
+    """Apply what `send_changes` sends to ``copy``, and return the names of the tensors that changed.
 
     None: the table was damaged in transit, a delta is malformed, or the checksum of the copy is
-    not that of the sender's weights; ``held`` is then of no use. ``held.token`` is None afterwards.
+    not that of the sender's weights; ``copy`` is then of no use. ``held.token`` is None afterwards.
     """
-    held.token = None
-    table = _table(transport, held)
+    copy.token = None
+    table = _table(transport, copy)
     if not transport.agree(table is not None) or table is None:
         return None
     keys, expected = table
-    sent, changed, intact = _sent(keys, held), set[str](), True
+    sent, changed, intact = _sent(keys, copy), set[str](), True
     arriving = transport.incoming(list(sent.values())) if sent else iter(())
     for i in sent:
         data, at = next(arriving).to("cpu"), None
         if keys[i][0] < 0:
-            held.flat(i).copy_(data)
-        elif (at := apply(data, keys[i][0], held.slots[i])) is None:
+            copy.flat(i).copy_(data)
+        elif (at := apply(data, keys[i][0], copy.slots[i])) is None:
             intact = False
-        changed |= held.names(i, at)
+        changed |= copy.names(i, at)
     next(arriving, None)  # acknowledges the last bucket
-    return changed if intact and held.checksum().value == expected else None
+    return changed if intact and copy.checksum().value == expected else None
 
 
-def receive_whole(transport: Transport, held: HeldWeights) -> Iterator[list[tuple[str, Tensor]]]:
-    """Copy what `stream.send` sends into ``held``; yield the tensors of each bucket once it has arrived.
+def receive_whole(transport: Transport, copy: HeldWeights) -> Iterator[list[tuple[str, Tensor]]]:
+    """Copy what `stream.send` sends into ``copy``; yield the tensors of each bucket once it has arrived.
 
     Raises RuntimeError after the last one when the checksums differ. ``held.token`` is None meanwhile.
     """
-    held.token = None
-    for i, flat in enumerate(receive_flat(transport, held.specs, held.bucket_bytes)):
-        held.flat(i).copy_(flat)
-        yield held.named(i)
+    copy.token = None
+    for i, flat in enumerate(receive_flat(transport, copy.specs, copy.bucket_bytes)):
+        copy.flat(i).copy_(flat)
+        yield copy.named(i)
 
 
 def _packed(keys: Sequence[tuple[int, int]], checksum: Checksum) -> Tensor:
@@ -176,23 +176,23 @@ def _with_checksum(flat: Tensor) -> Tensor:
     return torch.cat([flat, checksum.as_bytes()])
 
 
-def _table(transport: Transport, held: HeldWeights) -> tuple[list[tuple[int, int]], int] | None:
+def _table(transport: Transport, copy: HeldWeights) -> tuple[list[tuple[int, int]], int] | None:
     """Receive the key of each bucket's delta, and the checksum of the new weights. None: a bit is wrong, or
     no sender can have made the table.
     """
-    size = _ROW * len(held) + _CHECKSUMS
+    size = _ROW * len(copy) + _CHECKSUMS
     (received,) = [flat.to("cpu", copy=True) for flat in transport.incoming([size])]
     content = received[: -Checksum.NUM_BYTES]
     if not torch.equal(_with_checksum(content), received):
         return None
     rows = content[: -Checksum.NUM_BYTES].view(torch.int64).view(-1, 2).tolist()
     for i, (words, num_bytes) in enumerate(rows):
-        if words < -1 or not 2 * max(words, 0) <= num_bytes <= len(held.slots[i]):
+        if words < -1 or not 2 * max(words, 0) <= num_bytes <= len(copy.slots[i]):
             return None
     return [(words, num_bytes) for words, num_bytes in rows], Checksum.read(content[-Checksum.NUM_BYTES :])
 
 
-def _sent(keys: Sequence[tuple[int, int]], held: HeldWeights) -> dict[int, int]:
+def _sent(keys: Sequence[tuple[int, int]], copy: HeldWeights) -> dict[int, int]:
     """Return the bytes of each bucket that is sent."""
-    sizes = {i: len(held.flat(i)) if words < 0 else size for i, (words, size) in enumerate(keys)}
+    sizes = {i: len(copy.flat(i)) if words < 0 else size for i, (words, size) in enumerate(keys)}
     return {i: size for i, size in sizes.items() if size}

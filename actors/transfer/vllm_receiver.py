@@ -70,13 +70,13 @@ class LoadMap:
         self._layers: dict[str, set[nn.Module]] = {}
         self._is_complete = True
 
-    def watch(self, model: nn.Module, held: HeldWeights) -> None:
-        """Note what the reload that has just started loads, from views of ``held``."""
+    def watch(self, model: nn.Module, copy: HeldWeights) -> None:
+        """Note what the reload that has just started loads, from views of ``copy``."""
         self._layers, self._is_complete = {}, True
         for layer in model.modules():
             for tensor in get_layer_tensors(layer).values():
                 if hasattr(tensor, "weight_loader"):
-                    tensor.weight_loader = self._noting(layer, tensor.weight_loader, held)
+                    tensor.weight_loader = self._noting(layer, tensor.weight_loader, copy)
 
     def needed(self, changed: Collection[str]) -> tuple[set[str], set[nn.Module]] | None:
         """Return the layers of the tensors ``changed`` and all tensors of these layers.
@@ -94,11 +94,11 @@ class LoadMap:
     def _tensors_of(self, layers: set[nn.Module]) -> set[str]:
         return {name for name, loaded_by in self._layers.items() if loaded_by & layers}
 
-    def _noting(self, layer: nn.Module, loader: Callable[..., Any], held: HeldWeights) -> Callable[..., Any]:
+    def _noting(self, layer: nn.Module, loader: Callable[..., Any], copy: HeldWeights) -> Callable[..., Any]:
         @wraps(loader)  # under its name, by which vLLM finds the loader inside
         def load(*arguments: Any, **named: Any) -> Any:
             tensors = [a for a in (*arguments, *named.values()) if type(a) is Tensor]
-            names = [name for name in map(held.name_of, tensors) if name is not None]
+            names = [name for name in map(copy.name_of, tensors) if name is not None]
             if len(names) == len(tensors) == 1:
                 self._layers.setdefault(names[0], set()).add(layer)
             else:
@@ -305,15 +305,15 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Receive whole weights or changes into the copy, and load them. After changes that do not lead to
         the sender's weights in every process of the engine, nothing is loaded, and the copy has no token.
         """
-        held = self._copy(info)
+        copy = self._copy(info)
         loaded, self.loaded = self.loaded, None
         if wanted.base is None:
             self._scope, self._map = begin_reload(self.model), LoadMap()
-            self._map.watch(self.model, held)
-            for bucket in receive_whole(transport, held):
+            self._map.watch(self.model, copy)
+            for bucket in receive_whole(transport, copy):
                 self.model.load_weights(bucket)
         else:
-            changed, failure = _changes_or_error(wanted.base, transport, held)
+            changed, failure = _changes_or_error(wanted.base, transport, copy)
             try:  # one that fails votes, too
                 intact, in_model = in_all_processes(changed is not None, loaded == wanted.base)
             except RuntimeError as error:  # of gloo: another process of the engine is gone
@@ -322,18 +322,18 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 raise failure
             if changed is None or not intact:
                 return
-            held.token = wanted.token
-            self._load(held, changed if in_model else None)
-        held.token = self._loading = wanted.token
+            copy.token = wanted.token
+            self._load(copy, changed if in_model else None)
+        copy.token = self._loading = wanted.token
 
-    def _load(self, held: HeldWeights, changed: set[str] | None) -> None:
+    def _load(self, copy: HeldWeights, changed: set[str] | None) -> None:
         """Load the tensors ``changed`` from the copy, with those that vLLM fuses them with; None: all."""
         needed = None if changed is None or self._map is None else self._map.needed(changed)
         names, layers = needed or (None, None)
         if layers is not None and not layers:
             return
         self._scope = begin_reload(self.model, layers)
-        for bucket in held.weights():
+        for bucket in copy.weights():
             if tensors := [(name, tensor) for name, tensor in bucket if names is None or name in names]:
                 self.model.load_weights(tensors)
 
@@ -368,13 +368,13 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def _changes_or_error(
-    base: str, transport: Transport, held: HeldWeights
+    base: str, transport: Transport, copy: HeldWeights
 ) -> tuple[set[str] | None, Exception | None]:
     """Return what `receive_changes` does, and no error; or None and the error."""
-    if held.token != base:
-        return None, RuntimeError(f"weight sync: changes of {base}, this engine holds {held.token}")
+    if copy.token != base:
+        return None, RuntimeError(f"weight sync: changes of {base}, this engine holds {copy.token}")
     try:
-        return receive_changes(transport, held), None
+        return receive_changes(transport, copy), None
     except Exception as error:
         return None, error
 

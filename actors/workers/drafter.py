@@ -170,8 +170,8 @@ def _agreement(one: NDArray[np.int32], other: NDArray[np.int32], most: int) -> i
 
 
 METHOD, NAME = "custom_class", "actors.workers.drafter.Drafter"
-# In vLLM's ``additional_config``.
-MAX_SEQUENCES, HISTORY_TOKENS = "grpo_dist_speculation_max_sequences", "grpo_dist_speculation_history_tokens"
+MAX_SEQUENCES = "grpo_dist_speculation_max_sequences"  # in vLLM's ``additional_config``
+HISTORY_TOKENS = 16_000_000  # tokens of earlier samples that each process of an engine remembers, the newest
 # A verified token costs part of a step: below this share of right drafts they are not worth it. It is then
 # only tried again every `_TRIAL` steps.
 _WORTH, _TRIAL = 0.3, 16
@@ -189,7 +189,7 @@ class Drafter:
         settings: Any = vllm_config.speculative_config
         self._tokens: int = settings.num_speculative_tokens
         self._most_sequences: int = vllm_config.additional_config[MAX_SEQUENCES]
-        self._history = History(vllm_config.additional_config[HISTORY_TOKENS])
+        self._history = History(HISTORY_TOKENS)
         self._texts = np.zeros((0, 0), dtype=np.int32)  # of each row, after the last step
         self._lengths = np.zeros(0, dtype=np.int64)
         self._pending = 0  # drafted tokens that the next step verifies

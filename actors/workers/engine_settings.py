@@ -247,10 +247,7 @@ def _speculation(settings: RolloutConfig) -> dict[str, Any]:
     speculation = settings.speculation
     if speculation is None:
         return {}
-    drafting = {
-        drafter.MAX_SEQUENCES: speculation.max_sequences,
-        drafter.HISTORY_TOKENS: speculation.history_tokens,
-    }
+    drafting = {drafter.MAX_SEQUENCES: speculation.max_sequences}
     return {
         "speculative_config": {
             "method": drafter.METHOD,

@@ -45,19 +45,18 @@ class ReferenceWorker(Metered, Probeable):
 
     def __init__(
         self,
-        settings: ReferenceConfig | TeacherConfig,
         *,
         model: ModelConfig,
         model_dir: str,
         temperature: float,
-        chunk_mib: int | None,
+        token_budget: int | None = None,
         vocabulary: int | None = None,
     ) -> None:
         super().__init__()
         self._model, self._model_dir, self._vocabulary = model, model_dir, vocabulary
-        self._temperature, self._chunk_mib = temperature, chunk_mib
+        self._temperature = temperature
         device = device_type()
-        self._budget = micro_batch_tokens(settings.micro_batch_tokens, device)
+        self._budget = micro_batch_tokens(token_budget, device)
         self._device = torch.device(device)
         self._module: Any = None
         self._micro: Any = None
@@ -83,9 +82,11 @@ class ReferenceWorker(Metered, Probeable):
         packs = reads_packed_rows(causal_lm)
         kernel = choose_kernel(self._model.attention, self._device, dtype) if packs else None
         self._micro = MicroBatches(self._budget, kernel, 1, self._device)
-        chunk_mib = logprob_chunk_mib(self._chunk_mib, device_type())
         module = TokenLogprobs(
-            causal_lm, temperature=self._temperature, chunk_mib=chunk_mib, vocabulary=self._vocabulary
+            causal_lm,
+            temperature=self._temperature,
+            chunk_mib=logprob_chunk_mib(device_type()),
+            vocabulary=self._vocabulary,
         )
         self._module = module.to(self._device).eval().requires_grad_(False)
         freeze_loaded()  # `sleep` collects garbage
@@ -162,17 +163,16 @@ class ReferencePool:
         model: ModelConfig,
         model_dir: str,
         temperature: float,
-        chunk_mib: int | None,
+        token_budget: int | None = None,
         vocabulary: int | None = None,
     ) -> None:
         makers = actors.makers(
             one_at_a_time(ReferenceWorker),
             settings.num_workers,
-            settings,
             model=model,
             model_dir=model_dir,
             temperature=temperature,
-            chunk_mib=chunk_mib,
+            token_budget=token_budget,
             vocabulary=vocabulary,
         )
         name = "reference"

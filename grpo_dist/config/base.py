@@ -73,7 +73,7 @@ class Section(BaseModel):
         name = str(info.field_name)
         for item in _items(value):
             if isinstance(item, int | float) and (problem := _misfit(item, name)):
-                raise ValueError(f"{_shown(item)} {problem}")
+                raise ValueError(f"{_format_number(item)} {problem}")
         return value
 
     @model_validator(mode="after")
@@ -276,5 +276,5 @@ def _misfit(number: float, name: str) -> str | None:
     return f"is too close to 0; expected 0 or at least {least:g}" if 0 < abs(number) < least else None
 
 
-def _shown(number: float) -> str:
+def _format_number(number: float) -> str:
     return str(number) if isinstance(number, int) and abs(number) <= 10**12 else f"{number:g}"

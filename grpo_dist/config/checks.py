@@ -546,12 +546,6 @@ RULES = (
         "the first must be divisible by the second",
         "change one of them",
     ),
-    Rule(
-        "demonstrations.max_length",
-        lambda c: c.demonstrations and (c.demonstrations.max_length or 0) > c.max_length,
-        "above the run's longest sequence",
-        "lower it, or raise `model.max_length`",
-    ),
 )  # fmt: skip
 
 
@@ -841,7 +835,7 @@ def _check_teachers(config: Sections) -> Iterator[str]:
                 f"{where}: `prompt` replaces the problem, but an environment begins and rewrites its "
                 "episodes itself; remove `prompt`, or train without environments"
             )
-        for key in ("revision", "num_workers", "micro_batch_tokens"):
+        for key in ("revision", "num_workers"):
             value = getattr(teacher, key)
             if not teacher.has_workers and value != fields[key].default:
                 yield (

@@ -404,8 +404,8 @@ class DataConfig(Section):
     @property
     def weights(self) -> dict[str, float]:
         """The share of the prompts that each source gives, by its label; empty: by its number of prompts."""
-        known = {s.label: s.weight for s in self.train if s.weight is not None}
-        return {name: weight / sum(known.values()) for name, weight in known.items()}
+        weights = {s.label: s.weight for s in self.train if s.weight is not None}
+        return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
     @property
     def temperatures(self) -> dict[str, float]:

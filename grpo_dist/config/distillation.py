@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
-from grpo_dist.config.base import Choice, NonNegative, Section, Seed, Tagged, repeated
+from grpo_dist.config.base import Choice, NonNegative, Section, Tagged, repeated
 from grpo_dist.config.data import ModelConfig
 from grpo_dist.config.stages import DemonstrationsConfig, as_sources
 
@@ -33,9 +33,6 @@ class TeacherConfig(Section):
     )
     num_workers: PositiveInt = Field(
         1, description="actors, each with a full model; colocated on GPUs: one on each of the policy's"
-    )
-    micro_batch_tokens: PositiveInt | None = Field(
-        None, description="tokens in one forward pass; null: 16384 on a GPU, 4096 elsewhere"
     )
 
     @property
@@ -141,9 +138,3 @@ class DemonstrationStreamConfig(Section):
     )
     rows_per_step: PositiveInt = Field(16, description="demonstrations per step, over all of its updates")
     coef: PositiveFloat = Field(0.1, description="weight of the mean of -log p over their tokens")
-    max_length: PositiveInt | None = Field(
-        None,
-        description="longest prompt + completion, tokens; longer pairs are refused; null: the run's longest "
-        "sequence",
-    )
-    seed: Seed = Field(0, description="random seed of their order and of generated demonstrations")

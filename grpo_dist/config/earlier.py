@@ -18,6 +18,10 @@ _GONE = (
     "rewards.code_paths", "environments.code_paths", "cluster.restarts.window_s",
     "distillation.teachers.*.threads", "environments.sandbox.backend", "evaluation.threads",
     "profile.memory", "profile.shapes", "profile.stacks", "tracking.mlflow", "bench.other_kwargs",
+    "demonstrations.max_length", "demonstrations.seed", "distillation.teachers.*.micro_batch_tokens",
+    "environments.sandbox.output_kb", "evaluation.max_prompts", "health.idle_steps_above",
+    "policy.logprob_chunk_mib", "reference.threads", "rejection.chunk_prompts", "rejection.prefer",
+    "rewards.prompt_opens_thought", "rollout.speculation.history_tokens", "sft.betas", "sft.max_grad_norm",
 )  # fmt: skip
 # Section, its earlier key, and that of now.
 _RENAMED = (

@@ -19,8 +19,8 @@ BudgetOutcome = Literal["length", "turns", "tool_limit"]
 def check_environment_name(name: str) -> None:
     """Raise ValueError for a name that no environment can have."""
     prefix, colon, rest = name.partition(":")
-    known = name in BUILTIN_ENVIRONMENTS or (colon and prefix and rest) or name in registered(ENVIRONMENT)
-    if not known:
+    is_known = name in BUILTIN_ENVIRONMENTS or (colon and prefix and rest) or name in registered(ENVIRONMENT)
+    if not is_known:
         raise ValueError(
             f"environment {name!r} is unknown; expected none, {', '.join(BUILTIN_ENVIRONMENTS)}, "
             "my_module:Class, {program: my_agent.py}, verifiers:ENV, reasoning_gym:TASK, openenv:URL, or a "
@@ -50,7 +50,6 @@ class SandboxConfig(Section):
     episode_s: PositiveFloat = Field(60.0, description="wall clock of all tool calls of an episode")
     cpu_s: PositiveFloat = Field(20.0, description="CPU time of an episode's code")
     memory_mb: PositiveInt = Field(512, description="memory of an episode's code, MiB")
-    output_kb: PositiveInt = Field(64, description="output of one call that is kept, KiB")
     processes: PositiveInt = Field(16, description="processes and threads of an episode's code")
     files_mb: PositiveInt = Field(64, description="size of the largest file that code may write, MiB")
 

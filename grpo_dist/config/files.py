@@ -286,20 +286,19 @@ def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
     """Apply ``+algorithm=NAME``: a preset next to the configuration file, or one of this project."""
     key, _, name = override.partition("=")
     directories = [path.parent / "algorithms", PRESETS]
-    known = {file.stem: file for directory in reversed(directories) for file in directory.glob("*.yaml")}
-    if key != "+algorithm" or name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
+    presets = {file.stem: file for directory in reversed(directories) for file in directory.glob("*.yaml")}
+    if key != "+algorithm" or name not in presets:
+        near = difflib.get_close_matches(name, presets, n=1)
         # A name that resembles no preset may be anything that was pasted, a token too.
-        shown = masked_setting(override) if near else f"{masked_setting(key)}=***"
+        masked = masked_setting(override) if near else f"{masked_setting(key)}=***"
         hint = f"; did you mean +algorithm={near[0]}?" if near else ""
-        raise ConfigError(
-            f"override {shown!r}: expected +algorithm=NAME with NAME one of {', '.join(sorted(known))}{hint}"
-        )
-    preset = read_tree(known[name])
+        names = ", ".join(sorted(presets))
+        raise ConfigError(f"override {masked!r}: expected +algorithm=NAME with NAME one of {names}{hint}")
+    preset = read_tree(presets[name])
     plain = OmegaConf.to_container(merged, resolve=False)
     assert isinstance(plain, dict)
     before = plain.pop("algorithm", None)
-    if isinstance(before, dict) and (former := known.get(str(before.get("preset")))) is not None:
+    if isinstance(before, dict) and (former := presets.get(str(before.get("preset")))) is not None:
         plain = _less(plain, OmegaConf.to_container(read_tree(former), resolve=False))
     try:
         return _merged(OmegaConf.create(plain), preset)
@@ -324,9 +323,9 @@ def set_from_text(tree: DictConfig, override: str) -> None:
     Raises ConfigError for what YAML cannot read, and for a value with a comment, which it would drop.
     """
     key, sign, _ = override.partition("=")
-    shown = f"override {masked_setting(override)!r}"
+    masked = f"override {masked_setting(override)!r}"
     if not sign or not key:
-        raise ConfigError(f"{shown}: expected key=value, e.g. steps=10 or policy.optimizer.lr=1e-5")
+        raise ConfigError(f"{masked}: expected key=value, e.g. steps=10 or policy.optimizer.lr=1e-5")
     try:
         check_characters(override)
         check_nesting(override[len(key) + 1 :])
@@ -335,8 +334,8 @@ def set_from_text(tree: DictConfig, override: str) -> None:
         read = OmegaConf.from_dotlist([f"value={override[len(key) + 1 :]}"])
         value = OmegaConf.to_container(read, resolve=False)["value"]  # type: ignore[call-overload, index]
     except (YAMLError, OmegaConfBaseException, RecursionError, ValueError) as error:
-        raise ConfigError(f"{shown}: {parser_reason(error)}") from error
-    set_key(tree, key, value, shown)
+        raise ConfigError(f"{masked}: {parser_reason(error)}") from error
+    set_key(tree, key, value, masked)
 
 
 def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:

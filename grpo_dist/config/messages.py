@@ -263,12 +263,12 @@ def _keys_in(item: Mapping[str, Any]) -> list[str]:
 def _advice(place: KeyPlace, root: type[BaseModel], trainer: str | None = None) -> str:
     """Return what to set instead of an unknown key; "" where nothing is known."""
     *path, name = map(str, place.keys)
-    known, fields = _all_keys(root), list(place.section.model_fields) if place.section else []
-    if "." in name and _without_indices((*path, *name.split("."))) in known:
+    all_keys, fields = _all_keys(root), list(place.section.model_fields) if place.section else []
+    if "." in name and _without_indices((*path, *name.split("."))) in all_keys:
         return f"a file nests it: {_nested(name)}"
     if place.keys == ("defaults",):
         return "it names base files in a file; on the command line set the values themselves"
-    elsewhere = [key for key in known if key.rpartition(".")[2] == name]
+    elsewhere = [key for key in all_keys if key.rpartition(".")[2] == name]
     takes_arguments = place.section is not None and _takes_arguments(place.section)
     # If another section has the same key, only the full path identifies the framework it is from. So it does
     # where any name may be an argument.
@@ -285,7 +285,7 @@ def _advice(place: KeyPlace, root: type[BaseModel], trainer: str | None = None) 
     below = [key for key in elsewhere if key.startswith(_without_indices(path) + ".")]
     if (places := below or elsewhere) and len(places) <= _MOST_PLACES:
         return f"did you mean {' or '.join(f'`{key}`' for key in places)}?"
-    inside = {key.rpartition(".")[2]: key for key in known if key.startswith(f"{_without_indices(path)}.")}
+    inside = {key.rpartition(".")[2]: key for key in all_keys if key.startswith(f"{_without_indices(path)}.")}
     if path and (near := _near(name, list(inside))):
         return f"did you mean `{inside[near]}`?"
     return f"known here: {', '.join(fields)}" if path and fields else ""
@@ -344,10 +344,10 @@ def _sections_in(annotation: Any) -> list[type[BaseModel]]:
 
 def keys_called(name: str) -> list[str]:
     """Return the dotted key ``name``, where lists may have indices, or else the keys that end with it."""
-    known = set(_all_keys(Config))
-    if _without_indices(name.split(".")) in known:
+    all_keys = set(_all_keys(Config))
+    if _without_indices(name.split(".")) in all_keys:
         return [name]
-    return sorted(key for key in known if key.endswith(f".{name}"))
+    return sorted(key for key in all_keys if key.endswith(f".{name}"))
 
 
 def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:

@@ -35,9 +35,6 @@ class EvaluationConfig(Section):
     top_k: TopK = Field(0, description=TOP_K)
     max_new_tokens: PositiveInt | None = Field(None, description="null: the largest sampling.max_new_tokens")
     k: tuple[PositiveInt, ...] = Field((1,), description="pass@k to report; each at most samples_per_prompt")
-    max_prompts: PositiveInt | None = Field(
-        None, description="prompts of each set, from the start; null: all"
-    )
     num_workers: Count = Field(
         0,
         description="engines for evaluation alone, while training continues; 0: training waits, and "
@@ -88,11 +85,6 @@ class HealthConfig(Section):
         10,
         description="most consecutive steps without an update (not finite, or beyond a bound); above "
         "it the run ends",
-    )
-    idle_steps_above: PositiveInt | None = Field(
-        50,
-        description="most consecutive steps that trained on no token (equal rewards, or all truncated"
-        " and masked); above it the run ends for every action",
     )
     unscored_steps_above: Count | None = Field(
         0,

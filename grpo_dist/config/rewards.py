@@ -278,10 +278,6 @@ class RewardsConfig(Section):
         None,
         description="tags around a thought; null: from the prompt or chat template, else <think>",
     )
-    prompt_opens_thought: bool | None = Field(
-        None,
-        description="whether the prompt ends with the opening tag; null: detect in the rendered prompt",
-    )
     trial: RewardTrialConfig | None = Field(
         None,
         description="a right and a wrong completion for the trial of the rewards; null: usual forms of an "
@@ -331,12 +327,12 @@ class RewardsConfig(Section):
                 path.append(gate)
 
     def _check_sources(self) -> Iterator[str]:
-        known, defined = {model.name for model in self.models}, dict[str, FunctionConfig]()
+        model_names, defined = {model.name for model in self.models}, dict[str, FunctionConfig]()
         for source, settings in self.by_source.items():
-            if unknown := [name for name in settings.models if name not in known]:
+            if unknown := [name for name in settings.models if name not in model_names]:
                 yield (
                     f"by_source.{source}.models = {unknown[0]}: no such model; `rewards.models` has: "
-                    f"{', '.join(sorted(known)) or 'none'}"
+                    f"{', '.join(sorted(model_names)) or 'none'}"
                 )
             try:
                 type(self).model_validate(self.for_source(source).model_dump())

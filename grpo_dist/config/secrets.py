@@ -113,8 +113,8 @@ def masked(value: Any) -> Any:
         -> {"api_key": "***", "max_tokens": 8, "base_url": "http://***@host/v1?token=***"}
     """
     if isinstance(value, str):
-        found = _PARAMETER.sub(_masked_parameter, _USER.sub(HIDDEN, value))
-        return _BEARER.sub(rf"\1{HIDDEN}", found)
+        text = _PARAMETER.sub(_masked_parameter, _USER.sub(HIDDEN, value))
+        return _BEARER.sub(rf"\1{HIDDEN}", text)
     if isinstance(value, dict):
         return {
             key: _hidden(str(key), inner) if is_secret(str(key)) else masked(inner)
@@ -153,13 +153,13 @@ def masked_command(arguments: Iterable[str]) -> list[str]:
     """Return the words of a command line without secrets, also if the value is a separate word:
     ``--api-key k``, ``--env HF_TOKEN=k``.
     """
-    shown: list[str] = []
+    words: list[str] = []
     hide_next = False
     for word in arguments:
         hide_this = hide_next and not word.startswith("-")
-        shown.append(HIDDEN if hide_this else masked_setting(word))
+        words.append(HIDDEN if hide_this else masked_setting(word))
         hide_next = word.startswith("--") and "=" not in word and _takes_secret(word)
-    return shown
+    return words
 
 
 def _takes_secret(option: str) -> bool:
@@ -199,16 +199,16 @@ def secret_values(tree: Any) -> Iterator[str]:
     yield from _changed(tree, masked(tree))
 
 
-def _changed(value: Any, shown: Any) -> Iterator[str]:
+def _changed(value: Any, masked_value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         for key in value:
-            yield from _changed(value[key], shown[key])
+            yield from _changed(value[key], masked_value[key])
     elif isinstance(value, list):
-        for one, other in zip(value, shown, strict=True):
+        for one, other in zip(value, masked_value, strict=True):
             yield from _changed(one, other)
-    elif value != shown and len(str(value)) >= _SHORTEST:
+    elif value != masked_value and len(str(value)) >= _SHORTEST:
         yield str(value)
-        if shown != HIDDEN:  # only a part of a URL or header is secret
+        if masked_value != HIDDEN:  # only a part of a URL or header is secret
             yield from (part for part in _parts(str(value)) if len(part) >= _SHORTEST)
 
 
@@ -217,11 +217,11 @@ def _parts(text: str) -> Iterator[str]:
     for user in _USER.findall(text):
         yield user
         yield user.partition(":")[2]
-    for name, held in _PARAMETER.findall(text):
+    for name, value in _PARAMETER.findall(text):
         if _is_secret_parameter(name):
-            yield held
-    for found in _BEARER.finditer(text):
-        yield found[0][len(found[1]) :]
+            yield value
+    for match in _BEARER.finditer(text):
+        yield match[0][len(match[1]) :]
 
 
 def _hidden(key: str, value: Any) -> Any:
@@ -229,9 +229,9 @@ def _hidden(key: str, value: Any) -> Any:
     number is secret as a password or API key; under `end_token` it is a token's id.
     """
     if isinstance(value, dict):
-        return {inner: _hidden(key, held) for inner, held in value.items()}
+        return {inner: _hidden(key, inner_value) for inner, inner_value in value.items()}
     if isinstance(value, list):
-        return [_hidden(key, held) for held in value]
+        return [_hidden(key, inner_value) for inner_value in value]
     if value in (None, "") or isinstance(value, bool):
         return value
     return value if not isinstance(value, str) and not _holds_numbers(key) else HIDDEN
@@ -254,22 +254,22 @@ def _is_secret_parameter(name: str) -> bool:
     return is_secret(name) or _WORDS.findall(name.lower())[-1:] in [[word] for word in _SECRET_PARAMETER]
 
 
-def _masked_option(found: re.Match[str]) -> str:
-    return f"{found[1]}{found[2]}{HIDDEN}" if _takes_secret(found[1]) else found[0]
+def _masked_option(match: re.Match[str]) -> str:
+    return f"{match[1]}{match[2]}{HIDDEN}" if _takes_secret(match[1]) else match[0]
 
 
-def _masked_parameter(found: re.Match[str]) -> str:
-    return f"{found[1]}={HIDDEN}" if _is_secret_parameter(found[1]) else found[0]
+def _masked_parameter(match: re.Match[str]) -> str:
+    return f"{match[1]}={HIDDEN}" if _is_secret_parameter(match[1]) else match[0]
 
 
 def _without_assigned(text: str) -> str:
     """Mask assigned values: ``api_key: k, auth: [a, b], n: 3`` -> ``api_key: ***, auth: [***], n: 3``"""
     parts, end = [], 0
-    for found in _ASSIGNED.finditer(text):
-        value = _VALUE.match(text, found.end())
-        if found.start() < end or value is None or not is_secret(found[1]):
+    for match in _ASSIGNED.finditer(text):
+        value = _VALUE.match(text, match.end())
+        if match.start() < end or value is None or not is_secret(match[1]):
             continue
-        if _counts(found[1]) and _NUMBER.fullmatch(value[0]) and not set(found[2]) & set("[({"):
+        if _counts(match[1]) and _NUMBER.fullmatch(value[0]) and not set(match[2]) & set("[({"):
             continue  # a list is of tokens
         if value[0].strip("'\"") not in ("", "null", "true", "false", "value", HIDDEN):
             parts += [text[end : value.start()], HIDDEN]

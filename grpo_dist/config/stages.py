@@ -32,14 +32,12 @@ class RejectionConfig(Section):
     top_k: TopK = Field(0, description=TOP_K)
     max_new_tokens: PositiveInt | None = Field(None, description="null: the largest sampling.max_new_tokens")
     min_reward: float = Field(1.0, description="keep samples with at least this total reward")
-    keep_per_prompt: PositiveInt = Field(1, description="most distinct completions kept per prompt")
-    prefer: Literal["shortest", "first", "random"] = Field(
-        "shortest", description="which completions to keep if a prompt has more"
+    keep_per_prompt: PositiveInt = Field(
+        1, description="most distinct completions kept per prompt, the shortest"
     )
     max_pass_rate: Fraction = Field(
         1.0, description="drop prompts with a larger share of samples to keep; below 1: drops easy prompts"
     )
-    chunk_prompts: PositiveInt = Field(512, description="prompts sampled between two saves")
 
     def _contradictions(self) -> Iterator[str]:
         if self.keep_per_prompt > self.samples_per_prompt:
@@ -97,14 +95,12 @@ class SFTConfig(Section):
     )
     batch_size: PositiveInt = Field(48, description="demonstrations per step")
     lr: PositiveFloat = Field(2e-3, description="highest learning rate; for pretrained models e.g. 1e-5")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of AdamW's moving averages")
     weight_decay: NonNegative = Field(0.01, description="decoupled weight decay, scaled by the learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "linear", description="decay of the learning rate after warm-up"
     )
     warmup_steps: Count = Field(20, description="steps over which the learning rate rises, before it decays")
     min_lr_ratio: Fraction = Field(0.1, description="final learning rate as a share of lr")
-    max_grad_norm: PositiveFloat = Field(1.0, description="scale gradients with a larger norm down to it")
     max_length: PositiveInt = Field(
         1024, description="longest prompt + completion, tokens; longer pairs are refused"
     )

@@ -7,7 +7,7 @@ from grpo_dist.config.root import Config
 from grpo_dist.plugins.user_code import OwnPiece
 
 # Keys of `policy.optimizer` that `sft` has, too.
-OPTIMIZER = {"lr", "betas", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "min_lr_ratio"}
+OPTIMIZER = {"lr", "weight_decay", "schedule", "warmup_steps", "min_lr_ratio"}
 
 
 class SupervisedConfig(Config):

@@ -23,11 +23,6 @@ class SpeculationConfig(Section):
     max_sequences: PositiveInt = Field(
         4, description="draft only while an engine decodes at most this number of sequences"
     )
-    history_tokens: Annotated[int, Field(ge=1_000, le=1_000_000_000)] = Field(
-        16_000_000,
-        description="tokens of earlier samples that each process of an engine remembers, the newest; a "
-        "million takes 16 to 24 MB of host memory",
-    )
 
 
 class RolloutConfig(Section):
@@ -134,9 +129,9 @@ class ReferenceConfig(Section):
     num_workers: PositiveInt = Field(
         1, description="actors, each with a full model; colocated on GPUs: one on each of the policy's"
     )
-    threads: Count = Field(0, description="CPU threads of a worker; 0: one")
     micro_batch_tokens: PositiveInt | None = Field(
-        None, description="tokens in one forward pass; null: 16384 on a GPU, 4096 elsewhere"
+        None,
+        description="tokens in one forward pass, also of a teacher; null: 16384 on a GPU, 4096 elsewhere",
     )
     refresh_every: Count = Field(
         0, description="steps between copies of the policy into it (launched batches finish first); 0: never"
@@ -235,11 +230,6 @@ class PolicyConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoRAConfig | None = Field(None, description="train low-rank adapters; null: all weights")
     offload: OffloadConfig = OffloadConfig()
-    logprob_chunk_mib: PositiveInt | None = Field(
-        None,
-        description="size of a chunk of logits, MiB; two exist at once; null: 1024 on a GPU with 80 GB or "
-        "more, 256 on a smaller one, 32 elsewhere",
-    )
     deepspeed: dict[str, Any] = Field(
         {}, description="merged into the DeepSpeed configuration, e.g. bucket sizes and offload details"
     )

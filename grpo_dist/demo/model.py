@@ -36,8 +36,8 @@ def cached_model(name: str, *, seed: int) -> Path:
     if name == SMOLLM2:
         return smollm2()
     if name not in _SHAPES:
-        known = ", ".join(f"demo:{n}" for n in (*_SHAPES, SMOLLM2))
-        raise ValueError(f"model demo:{name}: no such model; expected one of {known}")
+        names = ", ".join(f"demo:{n}" for n in (*_SHAPES, SMOLLM2))
+        raise ValueError(f"model demo:{name}: no such model; expected one of {names}")
     decides = {"version": _VERSION, "name": name, "seed": seed}
     return cached(f"model-{name}", decides, lambda directory: _make(name, seed, directory))
 
@@ -53,14 +53,14 @@ def made_model(path: str, key: str, say: Callable[[str], None], *, seed: int) ->
     messages. Raises ValueError for one that cannot be made.
     """
     if path.startswith("demo:"):
-        made = cached_model(path.removeprefix("demo:"), seed=seed)
+        directory = cached_model(path.removeprefix("demo:"), seed=seed)
     elif is_gguf(path):
-        made = gguf_model(expanded(path), f"{key} = {path}")
+        directory = gguf_model(expanded(path), f"{key} = {path}")
     else:
         return None
-    if loss := loss_of(made):
+    if loss := loss_of(directory):
         say(loss)
-    return made
+    return directory
 
 
 def random_model(file: Path, *, seed: int) -> Path:

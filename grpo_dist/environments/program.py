@@ -161,17 +161,17 @@ def _result(text: str, outcome: str, seconds: float = 0.0) -> dict[str, Any]:
     return {"result": text, "outcome": outcome, "seconds": seconds}
 
 
-def _observation(given: Any, method: str) -> Any:
+def _observation(value: Any, method: str) -> Any:
     """Check an observation: text, or messages with role and content."""
-    if isinstance(given, str):
-        return given
+    if isinstance(value, str):
+        return value
     try:
-        messages = [dict(message) for message in given]
+        messages = [dict(message) for message in value]
     except (TypeError, ValueError):
         messages = []
     if not messages or any(not isinstance(m.get("role"), str) or "content" not in m for m in messages):
         raise TypeError(
-            f"{method} returned {str(given)[:100]!r}; expected text or messages of role and content"
+            f"{method} returned {str(value)[:100]!r}; expected text or messages of role and content"
         )
     return messages
 

@@ -141,7 +141,7 @@ def _literal(entry: Mapping[str, Any], name: str) -> str:
 def _plain(value: Any) -> Any:
     """Return ``value`` without the scalar types of numpy."""
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(own) for key, own in value.items()}
+        return {_plain(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set):
         return type(value)(map(_plain, value)) if type(value) in (list, tuple, set) else value
     return value.item() if hasattr(value, "item") and not getattr(value, "shape", ()) else value

@@ -54,14 +54,14 @@ def load_environment(name: str) -> type[Environment]:
         module, adapter, package = ADAPTERS[prefix]
         base: type[Environment] = getattr(_imported(module, f"pip install {package}"), adapter)
         return type(base.__name__, (base,), {"target": rest})
-    found: Any = getattr(_imported(prefix, "add its directory to code_paths"), rest, None)
-    if not isinstance(found, type) or not issubclass(found, Environment):
-        what = "no such class" if found is None else f"{found!r}, no subclass of Environment"
+    attribute: Any = getattr(_imported(prefix, "add its directory to code_paths"), rest, None)
+    if not isinstance(attribute, type) or not issubclass(attribute, Environment):
+        what = "no such class" if attribute is None else f"{attribute!r}, no subclass of Environment"
         raise ValueError(
             f"environment {name}: module `{prefix}` has {what} `{rest}`; expected a class that derives from "
             "grpo_dist.environments.base.Environment"
         )
-    return found
+    return attribute
 
 
 def own_environments(data: DataConfig) -> tuple[OwnPiece, ...]:

@@ -230,20 +230,20 @@ class EpisodeRunner:
             self._hosts[key] = make_host(task.environment, kwargs, self._settings, batched=batched)
         return self._hosts[key]
 
-    async def _ask(self, episode: str, known: _Episode, kind: str, **payload: Any) -> Any:
-        begin, known.started = not known.started, True
-        return await known.host.ask(
+    async def _ask(self, episode: str, state: _Episode, kind: str, **payload: Any) -> Any:
+        begin, state.started = not state.started, True
+        return await state.host.ask(
             episode,
             kind,
-            {"problem": known.problem, "begin": begin, **payload},
+            {"problem": state.problem, "begin": begin, **payload},
             timeout_s=self._settings.timeout_s,
         )
 
-    async def _call(self, episode: str, known: _Episode, call: Call) -> ToolCall:
+    async def _call(self, episode: str, state: _Episode, call: Call) -> ToolCall:
         try:
-            answer = await self._ask(episode, known, "call", **asdict(call))
+            answer = await self._ask(episode, state, "call", **asdict(call))
         except ProcessFailure as failure:
-            if failure.infrastructure or not failure.lost or not await self._is_stateless(episode, known):
+            if failure.infrastructure or not failure.lost or not await self._is_stateless(episode, state):
                 raise
             return ToolCall(call.name, call.arguments, str(failure), failure.outcome, 0.0)
         if "code" in answer:
@@ -252,8 +252,8 @@ class EpisodeRunner:
             return ToolCall(call.name, call.arguments, ran.output, ran.outcome, ran.seconds)
         return ToolCall(call.name, call.arguments, answer["result"], answer["outcome"], answer["seconds"])
 
-    async def _is_stateless(self, episode: str, known: _Episode) -> bool:
-        described = await known.host.ask(episode, "describe", {}, timeout_s=self._settings.timeout_s)
+    async def _is_stateless(self, episode: str, state: _Episode) -> bool:
+        described = await state.host.ask(episode, "describe", {}, timeout_s=self._settings.timeout_s)
         return bool(described["stateless"])
 
 

@@ -92,8 +92,7 @@ async def evaluate(
     draw = Draw.from_config(settings, config.sampling, seed=config.seed, sample_s=sample_s)
     metrics: dict[str, float] = {}
     for eval_set in eval_sets:
-        prompts = list(eval_set.prompts[: settings.max_prompts])
-        groups = await _sample_all(draw, workers, eval_set.name, prompts, explain)
+        groups = await _sample_all(draw, workers, eval_set.name, list(eval_set.prompts), explain)
         recorder.samples(f"eval_{eval_set.name}_step_{step:06d}", groups)
         correct = [correctness(group) for group in groups]
         metrics |= {f"eval/{eval_set.name}/{k}": v for k, v in summarise(correct, settings.k).items()}

@@ -73,9 +73,9 @@ def _wins(size: int, others: tuple[int, ...], silent: int, k: int) -> float:
 def _with(table: np.ndarray, chances: np.ndarray, votes: int) -> np.ndarray:
     """Add one more answer to ``table``, its counts with ``chances``: at most ``votes``, or it would lead."""
     grown = np.zeros((len(table) + 1, table.shape[1]))
-    for drawn in range(min(len(chances) - 1, votes, table.shape[1] - 1) + 1):
-        row = slice(1, None) if drawn == votes else slice(0, -1)
-        grown[row, drawn:] += chances[drawn] * table[:, : table.shape[1] - drawn]
+    for right in range(min(len(chances) - 1, votes, table.shape[1] - 1) + 1):
+        row = slice(1, None) if right == votes else slice(0, -1)
+        grown[row, right:] += chances[right] * table[:, : table.shape[1] - right]
     return grown if grown[-1].any() else grown[:-1]
 
 
@@ -85,9 +85,9 @@ def _binomial(count: int, share: float) -> np.ndarray:
     if share == 1.0:
         return np.eye(1, count + 1, count)[0]
     factorials = np.array([math.lgamma(i + 1) for i in range(count + 1)])
-    drawn = np.arange(count + 1)
+    right = np.arange(count + 1)
     logs = factorials[-1] - factorials - factorials[::-1]
-    return np.exp(logs + drawn * math.log(share) + (count - drawn) * math.log1p(-share))
+    return np.exp(logs + right * math.log(share) + (count - right) * math.log1p(-share))
 
 
 def final_answers(completions: Sequence[str], pool: Callable[[], GraderPool]) -> list[str]:
@@ -115,7 +115,7 @@ def numbered(answers: Sequence[str], correct: Sequence[float], pool: Callable[[]
         ["0.5", "\\frac12", "", "3", "x"], correct [1, 1, 0, 0, 0]  ->  [0, 0, -1, 3, 4]
     """
     numbers: list[int] = []
-    known: dict[int, str] = {}  # number -> the first wrong answer that has it
+    wrong_answers: dict[int, str] = {}  # number -> the first wrong answer that has it
     first_right: int | None = None
     for i, (answer, is_right) in enumerate(zip(answers, correct, strict=True)):
         if is_right == 1.0:
@@ -124,18 +124,18 @@ def numbered(answers: Sequence[str], correct: Sequence[float], pool: Callable[[]
         elif not answer.strip():
             number = NO_ANSWER
         else:
-            same = _same(answer, known, pool)
+            same = _same(answer, wrong_answers, pool)
             number = i if same is None else same
-            known.setdefault(number, answer)
+            wrong_answers.setdefault(number, answer)
         numbers.append(number)
     return numbers
 
 
-def _same(answer: str, known: dict[int, str], pool: Callable[[], GraderPool]) -> int | None:
+def _same(answer: str, wrong_answers: dict[int, str], pool: Callable[[], GraderPool]) -> int | None:
     """Return the number of a known answer that equals this one, or None."""
     plain, value = normalise(answer), _number(answer)
     asked = []
-    for number, other in known.items():
+    for number, other in wrong_answers.items():
         if normalise(other) == plain != "":
             return number
         other_value = _number(other)
@@ -145,7 +145,7 @@ def _same(answer: str, known: dict[int, str], pool: Callable[[], GraderPool]) ->
             return number
     if not asked:
         return None
-    pairs = [(_as_share(answer), _as_share(known[number])) for number in asked]
+    pairs = [(_as_share(answer), _as_share(wrong_answers[number])) for number in asked]
     both_ways = [(f"\\boxed{{{a}}}", b) for pair in pairs for a, b in (pair, pair[::-1])]
     equal = [grade.outcome == "correct" for grade in pool().grade(both_ways)]
     return next((n for n, *ways in zip(asked, equal[::2], equal[1::2], strict=True) if all(ways)), None)

@@ -132,12 +132,12 @@ DRIFTS = (
 
 
 def track(
-    known: Mapping[str, TrackedMetric], step: int, metrics: Mapping[str, float]
+    metrics_so_far: Mapping[str, TrackedMetric], step: int, metrics: Mapping[str, float]
 ) -> dict[str, TrackedMetric]:
     """Add the metrics of ``step``. A metric that the step lacks, or that is not finite, changes nothing."""
     tracked = {}
     for drift in DRIFTS:
-        before, value = known.get(drift.metric, TrackedMetric()), metrics.get(drift.metric, math.nan)
+        before, value = metrics_so_far.get(drift.metric, TrackedMetric()), metrics.get(drift.metric, math.nan)
         tracked[drift.metric] = _with(drift, before, step, value) if math.isfinite(value) else before
     return tracked
 
@@ -159,14 +159,14 @@ def new_drifts(tracked: Mapping[str, TrackedMetric], step: int) -> Iterator[str]
             )
 
 
-def _with(drift: Drift, known: TrackedMetric, step: int, value: float) -> TrackedMetric:
-    steps = known.steps + 1
-    average = known.average + max(_RATE, 1 / steps) * (value - known.average)
-    scatter = known.scatter
-    if known.steps:
-        rate = max(_SCATTER_RATE, 1 / known.steps)
-        scatter += rate * ((value - known.latest) ** 2 / 2 - scatter)
-    now = replace(known, steps=steps, latest=value, average=average, scatter=scatter)
+def _with(drift: Drift, tracked: TrackedMetric, step: int, value: float) -> TrackedMetric:
+    steps = tracked.steps + 1
+    average = tracked.average + max(_RATE, 1 / steps) * (value - tracked.average)
+    scatter = tracked.scatter
+    if tracked.steps:
+        rate = max(_SCATTER_RATE, 1 / tracked.steps)
+        scatter += rate * ((value - tracked.latest) ** 2 / 2 - scatter)
+    now = replace(tracked, steps=steps, latest=value, average=average, scatter=scatter)
     if steps < _REFERENCE_STEPS:
         return now
     if now.reference is None or drift.replaces(average, now.reference):

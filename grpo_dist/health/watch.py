@@ -39,6 +39,7 @@ from grpo_dist.types import Group, count_signals
 
 TRAINED_TOKENS = "train/loss_tokens"
 _REMEMBERED = 20  # gradient norms
+_MOST_IDLE = 50  # steps in a row that trained on no token
 
 
 class HealthWatch:
@@ -200,16 +201,14 @@ class HealthWatch:
 
         Neither training on nor a rollback would help: both would only sample more.
         """
-        most = self._settings.idle_steps_above
-        if most is None or self.state.idle <= most:
+        if self.state.idle <= _MOST_IDLE:
             return
         seen = ("reward/mean", "reward/unscored", "group/no_signal_share", "rollout/truncated_share")
         numbers = ", ".join(f"{name} = {metrics[name]:.4g}" for name in seen if name in metrics)
         raise Unhealthy(
-            f"step {step}: {self.state.idle} steps in a row trained on no token (`health.idle_steps_above` = "
-            f"{most}): {numbers}. Stopped. Use problems of which the model solves some "
-            "(`data.order=pass_rate`, `dynamic_sampling`), check the rewards with `grpo-dist check`, raise "
-            "`sampling.max_new_tokens` where completions are cut off, or set `health.idle_steps_above=null`"
+            f"step {step}: {self.state.idle} steps in a row trained on no token: {numbers}. Stopped. Use "
+            "problems of which the model solves some (`data.order=pass_rate`, `dynamic_sampling`), check the "
+            "rewards with `grpo-dist check`, or raise `sampling.max_new_tokens` where completions are cut off"
         )
 
     def _keep(self, step: int, groups: list[Group]) -> str:
@@ -230,9 +229,9 @@ class HealthWatch:
 
 def _why_unscored(groups: Sequence[Group]) -> str:
     """Return up to three reasons, those of most samples first, with how many have them."""
-    counts = count_failures(reason for group in groups for own in group.failures for reason in own)
-    shown = (reason if len(counts) == 1 else f"{count} times {reason}" for reason, count in counts[:3])
-    return "; ".join(shown) or "the rewards gave no reason"
+    counts = count_failures(reason for group in groups for reasons in group.failures for reason in reasons)
+    listed = (reason if len(counts) == 1 else f"{count} times {reason}" for reason, count in counts[:3])
+    return "; ".join(listed) or "the rewards gave no reason"
 
 
 def _describe(beyond: Sequence[Bound], metrics: Mapping[str, float]) -> str:

@@ -93,7 +93,7 @@ class ConcurrentEvaluation:
         if waited - begin > _WARNED_S:
             self._recorder.warn(
                 f"step {step}: waited {waited - begin:.1f} s for the evaluation before; raise "
-                "`evaluation.every`, lower `evaluation.max_prompts`, or add `evaluation.num_workers`"
+                "`evaluation.every`, lower `data.eval.N.max_rows`, or add `evaluation.num_workers`"
             )
         if not self._handle.has_snapshot(directory):
             self._recorder.phase("snapshot")

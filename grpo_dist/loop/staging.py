@@ -121,7 +121,7 @@ class Staging:
         """Runs in a thread, so that the loop keeps admitting and receiving groups."""
         config, tracking = self._config, self._config.tracking
         rewards = reward_moments(config.algorithm, batch.scored, self.rewards)
-        shown = step_demonstrations(config.demonstrations, self._demonstrations, step)
+        shown = step_demonstrations(config.demonstrations, self._demonstrations, config.seed, step)
         updates, later_epochs = make_updates(
             config,
             batch.scored,

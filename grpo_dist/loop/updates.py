@@ -125,15 +125,12 @@ def _dealt(
 
 
 def step_demonstrations(
-    settings: DemonstrationStreamConfig | None, demonstrations: Sequence[Demonstration], step: int
+    settings: DemonstrationStreamConfig | None, demonstrations: Sequence[Demonstration], seed: int, step: int
 ) -> list[Demonstration]:
     """Return the demonstrations of ``step``; none where there is no such stream."""
     if settings is None:
         return []
-    return [
-        demonstrations[i]
-        for i in step_indices(len(demonstrations), settings.rows_per_step, settings.seed, step)
-    ]
+    return [demonstrations[i] for i in step_indices(len(demonstrations), settings.rows_per_step, seed, step)]
 
 
 def _with_demonstrations(

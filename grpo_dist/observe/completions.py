@@ -72,8 +72,8 @@ def step_of(name: str) -> int:
 def _rows(group: Group, values: ValuesOfSamples) -> Iterator[tuple[Any, ...]]:
     prompt = group.prompt
     for rollout, reward, outcome in zip(group.rollouts, group.rewards, group.outcomes, strict=True):
-        known = values.get((prompt.uid, rollout.sample))
-        advantage = None if known is None else known.advantage
+        sample_values = values.get((prompt.uid, rollout.sample))
+        advantage = None if sample_values is None else sample_values.advantage
         scored = None if np.isnan(reward) else float(reward)
         yield (
             prompt.uid,

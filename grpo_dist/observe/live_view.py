@@ -168,8 +168,8 @@ def _labelled(label: str, line: Text | str) -> Text:
 
 def sparkline(values: Iterable[float]) -> str:
     """Draw a character for each value, scaled to the range: [0, 1, 2] -> ▁▅█; NaN is a blank."""
-    known = [v for v in values if math.isfinite(v)]
-    low, high = min(known, default=0.0), max(known, default=0.0)
+    finite = [v for v in values if math.isfinite(v)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((v - low) * scale)] if math.isfinite(v) else " " for v in values)
 

@@ -148,7 +148,7 @@ METRICS = (
            "the rest adds nothing to the gradient (`algorithm.skip_idle_rows`)"),
     Metric("train/tokens", "tokens", "sum over rows", "prompt and completion tokens of those", ""),
     Metric("train/loss_tokens", "tokens", "sum over rows", "completion tokens in the loss, before idle rows "
-           "are left out", "above 0; the run ends after `health.idle_steps_above` steps without any"),
+           "are left out", "above 0; the run ends after more than 50 steps without any"),
     Metric("train/epoch", "passes", _STEP, "supervised training: passes over the demonstrations so far", ""),
     Metric("validation/loss", "nats", "mean over all tokens of the held-out completions",
            "supervised training: -log p of held-out demonstrations (`sft.validation_share`)",
@@ -244,7 +244,7 @@ METRICS = (
     Metric("health/skipped_in_a_row", "steps", _STEP, "consecutive steps with a skipped update",
            "0; the run ends above `health.skipped_steps_above`"),
     Metric("health/idle_in_a_row", "steps", _STEP, "consecutive steps that trained on no token",
-           "0; the run ends above `health.idle_steps_above`"),
+           "0; the run ends above 50"),
     Metric("health/refused_<key>", "updates", "count", "updates skipped because of the bound `health.<key>`",
            "absent"),
     Metric("health/bad_weights", "0 or 1", _STEP, "non-finite weights after the step",

@@ -27,22 +27,22 @@ class MetricsFile:
             self._last = json.loads(kept[-1])
             self._last_offset -= len(kept[-1].encode())
 
-    def _insert(self, step: int, known: dict[str, Any]) -> None:
+    def _insert(self, step: int, values: dict[str, Any]) -> None:
         """Add metrics of an earlier step, whose evaluation ran while later steps were trained on."""
         lines = {json.loads(line)["step"]: line for line in self._path.read_text().splitlines(keepends=True)}
         before = json.loads(lines[step]) if step in lines else {"step": step}
-        lines[step] = json.dumps({**before, **known}) + "\n"
+        lines[step] = json.dumps({**before, **values}) + "\n"
         write_text(self._path, "".join(lines[at] for at in sorted(lines)))
         self._last_offset = self._path.stat().st_size - len(lines[max(lines)].encode())
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step, or add them to its line. The line is in the file on return."""
-        known = {k: (v if math.isfinite(v) else None) for k, v in metrics.items()}
+        values = {k: (v if math.isfinite(v) else None) for k, v in metrics.items()}
         if self._last is not None and step < self._last["step"]:
-            self._insert(step, known)
+            self._insert(step, values)
             return
         joins = self._last is not None and self._last["step"] == step
-        self._last = {**(self._last if joins and self._last else {"step": step}), **known}
+        self._last = {**(self._last if joins and self._last else {"step": step}), **values}
         with self._path.open("rb+") as file:
             if not joins:
                 self._last_offset = file.seek(0, os.SEEK_END)

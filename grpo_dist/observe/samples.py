@@ -132,12 +132,14 @@ def _table(groups: list[Group], values: ValuesOfSamples, for_training: bool) -> 
         ),
     }
     if any(g.failures for g in groups):
-        reasons = [own for g in groups for own in g.failures or [()] * len(g.rollouts)]
+        reasons = [
+            reasons_of_sample for g in groups for reasons_of_sample in g.failures or [()] * len(g.rollouts)
+        ]
         columns["failures"] = pa.array(reasons, pa.list_(pa.string()))
     if any(g.step_rewards is not None for g in groups):
         samples = [(g, i) for g in groups for i in range(len(g.rollouts))]
-        columns["step_rewards"] = pa.array([_own(g.step_rewards, i) for g, i in samples], _FLOATS)
-        columns["step_ends"] = pa.array([_own(g.step_ends, i) for g, i in samples], _INTS)
+        columns["step_rewards"] = pa.array([_select(g.step_rewards, i) for g, i in samples], _FLOATS)
+        columns["step_ends"] = pa.array([_select(g.step_ends, i) for g, i in samples], _INTS)
     columns |= _of_episodes(rollouts, values)
     if for_training and any(r.kept for r in rollouts):
         columns["kept"] = pa.array([[_kept(row) for row in r.rows] for r in rollouts], pa.list_(_KEPT))
@@ -212,8 +214,8 @@ def _turn(turn: Turn) -> dict[str, Any]:
 def _further(rollout: Rollout, values: TokenValues | None, names: Iterable[str]) -> list[dict[str, Any]]:
     row_values = values.further_rows if values and values.further_rows else [None] * len(rollout.further_rows)
     return [
-        {name: getattr(known if name in _OF_TOKENS else row, name, None) for name in names}
-        for row, known in zip(rollout.further_rows, row_values, strict=True)
+        {name: getattr(row_value if name in _OF_TOKENS else row, name, None) for name in names}
+        for row, row_value in zip(rollout.further_rows, row_values, strict=True)
     ]
 
 
@@ -248,7 +250,7 @@ def _group(prompt: Prompt, rows: list[dict]) -> Group:
     )
 
 
-def _own(arrays: tuple[np.ndarray, ...] | None, sample: int) -> np.ndarray | None:
+def _select(arrays: tuple[np.ndarray, ...] | None, sample: int) -> np.ndarray | None:
     return None if arrays is None else arrays[sample]
 
 

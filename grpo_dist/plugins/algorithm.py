@@ -43,17 +43,19 @@ class OwnCode:
 _KEYS = {ADVANTAGE: "advantage", LOSS: "policy_loss", KL: "kl", AGGREGATION: "aggregation"}
 
 
-def own_advantages(name: str, own: OwnCode, inputs: AdvantageInputs) -> Float[Tensor, " B"]:
+def own_advantages(name: str, user_code: OwnCode, inputs: AdvantageInputs) -> Float[Tensor, " B"]:
     """Return float64 advantages; 0 where the reward is not finite. Raises ValueError for a wrong result."""
-    found = _called(ADVANTAGE, name, own, inputs, "advantage").double()
-    _check_shape(ADVANTAGE, name, found, inputs.rewards)
-    found = torch.where(torch.isfinite(inputs.rewards), found, 0.0)
-    if not torch.isfinite(found).all():
+    advantages = _called(ADVANTAGE, name, user_code, inputs, "advantage").double()
+    _check_shape(ADVANTAGE, name, advantages, inputs.rewards)
+    advantages = torch.where(torch.isfinite(inputs.rewards), advantages, 0.0)
+    if not torch.isfinite(advantages).all():
         raise ValueError(f"{ADVANTAGE.title} {name}: an advantage of a scored sample is not finite")
-    return found
+    return advantages
 
 
-def own_policy_loss(name: str, own: OwnCode, inputs: PolicyLossInputs) -> tuple[Float[Tensor, "B T"], Stats]:
+def own_policy_loss(
+    name: str, user_code: OwnCode, inputs: PolicyLossInputs
+) -> tuple[Float[Tensor, "B T"], Stats]:
     """Return losses, 0 where masked, and statistics of the ratios. Raises ValueError for a wrong shape."""
     mask = inputs.mask
     log_ratio, advantages = masked_inputs(inputs.logprobs, inputs.old_logprobs, inputs.advantages, mask)
@@ -64,43 +66,45 @@ def own_policy_loss(name: str, own: OwnCode, inputs: PolicyLossInputs) -> tuple[
         rollout_logprobs=torch.where(mask, inputs.rollout_logprobs, 0.0),
         advantages=advantages,
     )
-    losses = _called(LOSS, name, own, safe, "policy_loss")
+    losses = _called(LOSS, name, user_code, safe, "policy_loss")
     _check_shape(LOSS, name, losses, inputs.logprobs)
     return torch.where(mask, losses, 0.0), ratio_stats(log_ratio, mask)
 
 
 def kl_estimate(
-    name: str, own: OwnCode, logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]
+    name: str, user_code: OwnCode, logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
     """Return nats per token, by a built-in or an own estimator. Raises ValueError for a wrong shape."""
     if name in KL_ESTIMATORS:
         return KL_ESTIMATORS[name](logprobs, ref_logprobs)
-    found = _called(KL, name, own, KLInputs(logprobs, ref_logprobs), "kl")
-    _check_shape(KL, name, found, logprobs)
-    return found
+    kl = _called(KL, name, user_code, KLInputs(logprobs, ref_logprobs), "kl")
+    _check_shape(KL, name, kl, logprobs)
+    return kl
 
 
-def own_aggregation(name: str, own: OwnCode, inputs: AggregationInputs) -> Float[Tensor, ""]:
+def own_aggregation(name: str, user_code: OwnCode, inputs: AggregationInputs) -> Float[Tensor, ""]:
     """Return the share of these rows in the loss. Raises ValueError for a result that is no scalar."""
     losses = torch.where(inputs.mask, inputs.token_losses, 0.0)
     inputs = replace(inputs, token_losses=losses)
-    found = _called(AGGREGATION, name, own, inputs, "aggregation")
-    _check_shape(AGGREGATION, name, found, losses.sum())
-    return found
+    loss = _called(AGGREGATION, name, user_code, inputs, "aggregation")
+    _check_shape(AGGREGATION, name, loss, losses.sum())
+    return loss
 
 
-def _called(kind: Kind, name: str, own: OwnCode, inputs: Any, key: str) -> Tensor:
-    function = load(kind, name, own.code_paths)
+def _called(kind: Kind, name: str, user_code: OwnCode, inputs: Any, key: str) -> Tensor:
+    function = load(kind, name, user_code.code_paths)
     with failures_named(kind, name):
-        found = call(function, inputs, own.kwargs.get(key, {}))
-    if not isinstance(found, Tensor) or not found.is_floating_point():
-        shown = f"a tensor of {found.dtype}" if isinstance(found, Tensor) else repr(type(found).__name__)
-        raise ValueError(f"{kind.title} {name} returned {shown}; expected a tensor of floats")
-    return found
+        result = call(function, inputs, user_code.kwargs.get(key, {}))
+    if not isinstance(result, Tensor) or not result.is_floating_point():
+        description = (
+            f"a tensor of {result.dtype}" if isinstance(result, Tensor) else repr(type(result).__name__)
+        )
+        raise ValueError(f"{kind.title} {name} returned {description}; expected a tensor of floats")
+    return result
 
 
-def _check_shape(kind: Kind, name: str, found: Tensor, like: Tensor) -> None:
-    if found.shape != like.shape:
+def _check_shape(kind: Kind, name: str, result: Tensor, like: Tensor) -> None:
+    if result.shape != like.shape:
         raise ValueError(
-            f"{kind.title} {name} returned shape {list(found.shape)}; expected {list(like.shape)}"
+            f"{kind.title} {name} returned shape {list(result.shape)}; expected {list(like.shape)}"
         )

@@ -99,12 +99,12 @@ class OwnPiece:
 
 def registered(kind: Kind) -> dict[str, list[EntryPoint]]:
     """Return the entry points of a kind's group by name: more than one where packages disagree."""
-    found: dict[str, list[EntryPoint]] = {}
+    by_name: dict[str, list[EntryPoint]] = {}
     for point in _installed(kind.group, _search_path()):
-        same = found.setdefault(point.name, [])
+        same = by_name.setdefault(point.name, [])
         if point.value not in {other.value for other in same}:
             same.append(point)
-    return found
+    return by_name
 
 
 @lru_cache(maxsize=64)
@@ -117,12 +117,12 @@ def _installed(group: str, path: tuple[tuple[str, int], ...]) -> EntryPoints:
 
 def _search_path() -> tuple[tuple[str, int], ...]:
     """Return the directories of `sys.path`, each with the time of its last change, as of an installation."""
-    found = []
+    paths = []
     for name in sys.path:
         directory = name or os.getcwd()
         with suppress(OSError):  # Python passes over what is not there
-            found.append((directory, os.stat(directory).st_mtime_ns))
-    return tuple(found)
+            paths.append((directory, os.stat(directory).st_mtime_ns))
+    return tuple(paths)
 
 
 def resolve_target(kind: Kind, name: str) -> str:
@@ -208,13 +208,13 @@ def _alone() -> Iterator[None]:
     """Import one module at a time, as each changes `sys.path`. One that has not returned for `_HUNG_S` holds
     up no other.
     """
-    held = _LOCK.acquire(timeout=max(0.0, _held_until[0] - time.monotonic()))
-    if held:
+    acquired = _LOCK.acquire(timeout=max(0.0, _held_until[0] - time.monotonic()))
+    if acquired:
         _held_until[0] = time.monotonic() + _HUNG_S
     try:
         yield
     finally:
-        if held:
+        if acquired:
             _LOCK.release()
 
 
@@ -229,15 +229,15 @@ def _loaded(kind: Kind, name: str, directories: tuple[str, ...]) -> Any:
             f"`module:name` in a directory of `code_paths` ({', '.join(directories) or 'empty'}) or an "
             "installed package"
         ) from error
-    found: Any = module
+    piece: Any = module
     for part in attribute.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
+        piece = getattr(piece, part, None)
+    if not callable(piece):
         near = difflib.get_close_matches(attribute, vars(module), n=1)
         hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
-        what = f"`{attribute}` is no function or class" if found is not None else f"has no `{attribute}`"
+        what = f"`{attribute}` is no function or class" if piece is not None else f"has no `{attribute}`"
         raise ValueError(f"{kind.title} {name}: module `{module_name}` {what}{hint}")
-    return found
+    return piece
 
 
 def _imported(name: str, directories: tuple[str, ...]) -> ModuleType:
@@ -246,9 +246,9 @@ def _imported(name: str, directories: tuple[str, ...]) -> ModuleType:
     if spec is None:
         return importlib.import_module(name)
     file = spec.origin or ""
-    known = sys.modules.get(top)
-    before = getattr(known, "__file__", None) or ""
-    if known is not None and Path(before).resolve() != Path(file).resolve():
+    module = sys.modules.get(top)
+    before = getattr(module, "__file__", None) or ""
+    if module is not None and Path(before).resolve() != Path(file).resolve():
         if before not in _OWN:
             raise ImportError(f"{file} has the name of a module in use, {before}; rename yours")
         for loaded in [m for m in sys.modules if m == top or m.startswith(f"{top}.")]:
@@ -283,8 +283,8 @@ def failures_named(kind: Kind, name: str) -> Iterator[None]:
 def call(piece: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any]) -> Any:
     """Call ``piece`` with the fields of the dataclass ``inputs`` that it has parameters for."""
     accepted, takes_all = _parameters(piece)
-    given = {f.name: getattr(inputs, f.name) for f in fields(inputs) if takes_all or f.name in accepted}
-    return piece(**given, **kwargs)
+    arguments = {f.name: getattr(inputs, f.name) for f in fields(inputs) if takes_all or f.name in accepted}
+    return piece(**arguments, **kwargs)
 
 
 def call_in_time(
@@ -324,35 +324,35 @@ def check_signature(
         where: key of ``kwargs`` in the configuration, for messages.
     """
     accepted, takes_all = _parameters(piece)
-    known = [f.name for f in fields(inputs)]
+    offered = [f.name for f in fields(inputs)]
     for name, parameter in accepted.items():
         if parameter.kind not in _BY_NAME:
             raise ValueError(f"{what}: argument `{name}` is positional only; expected one with a name")
-        if name not in known and name not in kwargs and parameter.default is inspect.Parameter.empty:
+        if name not in offered and name not in kwargs and parameter.default is inspect.Parameter.empty:
             raise ValueError(
-                f"{what} needs `{name}`, which is no input of its kind ({', '.join(known)}) and not in "
+                f"{what} needs `{name}`, which is no input of its kind ({', '.join(offered)}) and not in "
                 f"`{where}`; set `{where}.{name}`, or give it a default"
             )
-    own = [name for name in accepted if name not in known]
+    unknown = [name for name in accepted if name not in offered]
     for name, value in kwargs.items():
-        if name in known:
+        if name in offered:
             raise ValueError(f"`{where}.{name}`: the run gives {what} this input; remove it")
-        if name not in own and not takes_all:
+        if name not in unknown and not takes_all:
             raise ValueError(
-                f"`{where}.{name}`: {what} has no such argument; it takes {', '.join(own) or 'none'}"
+                f"`{where}.{name}`: {what} has no such argument; it takes {', '.join(unknown) or 'none'}"
             )
         if name in accepted and (expected := _misfit(accepted[name], value)):
             # Without the value, which may be a secret.
-            given = type(value).__name__
-            raise ValueError(f"`{where}.{name}`: {what} expects {expected}, and {given} is given")
+            kind_of_value = type(value).__name__
+            raise ValueError(f"`{where}.{name}`: {what} expects {expected}, and {kind_of_value} is given")
 
 
 def _parameters(piece: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
     """Return the named parameters, and whether there is a ``**kwargs``."""
-    found = inspect.signature(piece).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values())
+    parameters = inspect.signature(piece).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return {name: p for name, p in found.items() if p.kind not in several}, takes_all
+    return {name: p for name, p in parameters.items() if p.kind not in several}, takes_all
 
 
 def _misfit(parameter: inspect.Parameter, value: Any) -> str | None:
@@ -378,33 +378,33 @@ def code_digest(pieces: Iterable[OwnPiece], code_paths: Sequence[str]) -> dict[s
     path below that directory, so that a moved directory is no change. A module on PYTHONPATH is read in the
     same way; of an installed package these are its own files.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     modules: set[str] = set()
     for piece in pieces:
         if (package := find_package(piece.kind, piece.name)) is not None:
-            found[f"entry point {piece.name} of {piece.kind.group}"] = package
+            digests[f"entry point {piece.name} of {piece.kind.group}"] = package
         else:
             modules.add(resolve_target(piece.kind, piece.name).split(":")[0].split(".")[0])
     files = _with_imports(modules, [expanded(path) for path in code_paths])
     for module in sorted(modules):
         if not any(label.split("/")[0] in (module, f"{module}.py") for label in files):
             files |= _elsewhere(module)
-    return found | {label: hashlib.sha256(file.read_bytes()).hexdigest() for label, file in files.items()}
+    return digests | {label: hashlib.sha256(file.read_bytes()).hexdigest() for label, file in files.items()}
 
 
 def changed_code(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return what differs between two results of `code_digest`, e.g. ["mine.py (changed)"]."""
-    found = []
+    changed = []
     for label in sorted({*was, *now}):
         if was.get(label) != now.get(label):
             how = "new" if label not in was else "gone" if label not in now else "changed"
-            found.append(f"{label} ({how})")
-    return found
+            changed.append(f"{label} ({how})")
+    return changed
 
 
 def _with_imports(modules: Collection[str], directories: Sequence[Path]) -> dict[str, Path]:
     """Return the files of ``modules`` and of what they import, all in ``directories``, by relative path."""
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     seen = {"grpo_dist", "actors"}  # a directory may hold them, too: they have a version of their own
     left = sorted(modules)
     while left:
@@ -412,13 +412,18 @@ def _with_imports(modules: Collection[str], directories: Sequence[Path]) -> dict
         seen.add(top)
         # The first directory that has the module is the one that is imported.
         files, root = next(
-            ((own, path) for path in directories if (own := list(_module_files(path, top)))), ([], None)
+            (
+                (module_files, path)
+                for path in directories
+                if (module_files := list(_module_files(path, top)))
+            ),
+            ([], None),
         )
         for file in files:
             assert root is not None
-            found[file.relative_to(root).as_posix()] = file
+            paths[file.relative_to(root).as_posix()] = file
             left += [name for name in _imports(file) if name not in seen and name not in left]
-    return found
+    return paths
 
 
 def _module_files(directory: Path, top: str) -> Iterator[Path]:
@@ -449,8 +454,8 @@ def _elsewhere(module: str) -> dict[str, Path]:
     file = Path(spec.origin)
     root = file.parents[1] if spec.submodule_search_locations else file.parent
     if root.name in ("site-packages", "dist-packages"):
-        own = list(_module_files(root, module)) or [file]
-        files = {path.relative_to(root).as_posix(): path for path in own}
+        module_files = list(_module_files(root, module)) or [file]
+        files = {path.relative_to(root).as_posix(): path for path in module_files}
     else:
         files = _with_imports([module], [root]) or {file.name: file}
     return {f"module {label}": path for label, path in files.items()}

@@ -58,17 +58,17 @@ VarlenFunction = Callable[[Tensor, Tensor, Tensor, Segments, Segments, float, in
 
 @dataclass(frozen=True, slots=True)
 class VarlenSpans:
-    """``own``: of each row, the tokens that no row before it has, which are queries where they lie.
-    ``whole``: all of its tokens, keys and values; ``indices`` int64 [L] of these in the stream, None: the
+    """``queries``: of each row, the tokens that no row before it has, which are queries where they lie.
+    ``keys``: all of its tokens, also the values; ``indices`` int64 [L] of these in the stream, None: the
     stream itself.
 
-        stream   7 8 9 4 5 2 6 2        own    7 8 9 4 5 2 | 6 2
-                                        whole  7 8 9 4 5 2 | 7 8 9 6 2
+        stream   7 8 9 4 5 2 6 2        queries 7 8 9 4 5 2 | 6 2
+                                        keys    7 8 9 4 5 2 | 7 8 9 6 2
     """
 
     function: VarlenFunction
-    own: Segments
-    whole: Segments
+    queries: Segments
+    keys: Segments
     indices: Int[Tensor, " L"] | None
 
     def attend(
@@ -77,7 +77,7 @@ class VarlenSpans:
         if self.indices is not None:
             k, v = (_Repeated.apply(t, self.indices) for t in (k, v))
         left = -1 if window is None else window - 1
-        return self.function(q, k, v, self.own, self.whole, scale, left, dropout)
+        return self.function(q, k, v, self.queries, self.keys, scale, left, dropout)
 
 
 class _Repeated(torch.autograd.Function):
@@ -111,13 +111,13 @@ class VarlenKernel:
         self, rows: Sequence[np.ndarray], groups: Sequence[int], size: int, device: torch.device
     ) -> VarlenSpans:
         filler = np.arange(max(int(row[-1]) for row in rows) + 1, size)
-        own: list[int] = []
+        new_lengths: list[int] = []
         whole: list[np.ndarray] = []
         end = 0
         for row in sorted([*rows, *([filler] if len(filler) else [])], key=lambda row: int(row[-1])):
             if (new := int(row[-1]) + 1 - end) > 0:
                 assert row[-new] == end, "a row's own tokens are its last ones, behind those of others"
-                own.append(new)
+                new_lengths.append(new)
                 whole.append(row)
                 end += new
         lengths = [len(row) for row in whole]
@@ -125,14 +125,21 @@ class VarlenKernel:
         indices = sent(torch.from_numpy(np.concatenate(whole)), device) if repeats else None
         return VarlenSpans(
             self._function,
-            Segments.from_lengths(own, device),
+            Segments.from_lengths(new_lengths, device),
             Segments.from_lengths(lengths, device),
             indices,
         )
 
 
 def torch_varlen(
-    q: Tensor, k: Tensor, v: Tensor, own: Segments, whole: Segments, scale: float, left: int, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Segments,
+    keys: Segments,
+    scale: float,
+    left: int,
+    dropout: float,
 ) -> Tensor:
     """Call torch's own kernel. Raises ValueError for dropout, which it does not support."""
     from torch.nn.attention.varlen import varlen_attn
@@ -143,20 +150,27 @@ def torch_varlen(
         )
     gqa = q.shape[1] != k.shape[1]
     out: Any = varlen_attn(
-        q, k, v, own.ends, whole.ends, own.longest, whole.longest,
+        q, k, v, queries.ends, keys.ends, queries.longest, keys.longest,
         scale=scale, window_size=(left, 0), enable_gqa=gqa,
     )  # fmt: skip
     return out
 
 
 def flash_varlen(
-    q: Tensor, k: Tensor, v: Tensor, own: Segments, whole: Segments, scale: float, left: int, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Segments,
+    keys: Segments,
+    scale: float,
+    left: int,
+    dropout: float,
 ) -> Tensor:
     """Call the flash-attn package's kernel."""
     from flash_attn import flash_attn_varlen_func
 
     return flash_attn_varlen_func(
-        q, k, v, own.ends, whole.ends, own.longest, whole.longest,
+        q, k, v, queries.ends, keys.ends, queries.longest, keys.longest,
         dropout_p=dropout, softmax_scale=scale, causal=True, window_size=(left, 0),
     )  # fmt: skip
 
@@ -225,11 +239,11 @@ class BlockSpans:
     ) -> Tensor:
         outputs = []
         for block in self.blocks:
-            own = (_heads_first(t.index_select(0, block.indices), block) for t in (q, k, v))
+            heads = (_heads_first(t.index_select(0, block.indices), block) for t in (q, k, v))
             if block.mask is None:
-                out = _causal(*own, scale=scale, window=window, dropout=dropout)
+                out = _causal(*heads, scale=scale, window=window, dropout=dropout)
             else:
-                out = _masked(*own, bias=block.mask.within(window), scale=scale, dropout=dropout)
+                out = _masked(*heads, bias=block.mask.within(window), scale=scale, dropout=dropout)
             outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
         return torch.cat(outputs).index_select(0, self.back)
 
@@ -243,12 +257,12 @@ class BlockKernel:
         longest = _LONGEST_GROUP if device.type == "cpu" else 0
         together, alone = _worth_a_mask(rows, groups, longest=longest)
         blocks, back, end = [], np.zeros(size, np.int64), 0
-        for own, masked in ((alone, False), ([tokens for _, tokens in together], True)):
-            for members in _alike([len(row) for row in own]):
-                longest = len(own[members[0]])
+        for indices_of_rows, masked in ((alone, False), ([tokens for _, tokens in together], True)):
+            for members in _alike([len(row) for row in indices_of_rows]):
+                longest = len(indices_of_rows[members[0]])
                 indices = np.zeros((len(members), longest), np.int64)
                 for i, member in enumerate(members):
-                    row = own[member]
+                    row = indices_of_rows[member]
                     indices[i, : len(row)] = row
                     back[row] = np.arange(end, end + len(row))
                     end += longest
@@ -270,12 +284,12 @@ def _worth_a_mask(
     together: list[tuple[list[np.ndarray], np.ndarray]] = []
     alone = set(range(len(rows)))
     for members in sharing.values():
-        own = [rows[i] for i in members]
-        if len(own) == 1 or max(map(len, own)) > longest:
+        member_rows = [rows[i] for i in members]
+        if len(member_rows) == 1 or max(map(len, member_rows)) > longest:
             continue
-        union = np.unique(np.concatenate(own))
-        if len(union) <= longest and len(union) ** 2 <= sum(len(row) ** 2 for row in own):
-            together.append((own, union))
+        union = np.unique(np.concatenate(member_rows))
+        if len(union) <= longest and len(union) ** 2 <= sum(len(row) ** 2 for row in member_rows):
+            together.append((member_rows, union))
             alone.difference_update(members)
     return together, [rows[i] for i in sorted(alone)]
 

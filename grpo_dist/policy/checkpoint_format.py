@@ -86,7 +86,7 @@ def _is_only(tensors: Mapping[str, Tensor], value: Tensor) -> bool:
 
 def owners(specs: Mapping[str, Iterable[ParameterSpec]]) -> dict[str, str]:
     """Return the parameter that each checkpoint tensor comes from."""
-    return {spec.name: name for name, own in specs.items() for spec in own}
+    return {spec.name: name for name, tensors in specs.items() for spec in tensors}
 
 
 def check_expert_names(model: Any, model_dir: Path) -> None:
@@ -97,11 +97,11 @@ def check_expert_names(model: Any, model_dir: Path) -> None:
     each = {kind: (name, p) for name, p in model.named_parameters() if (kind := _kind(name))}
     if not stored or not each:
         return
-    for own, (name, parameter) in each.items():
+    for layer, (name, parameter) in each.items():
         form = CheckpointFormat(model, {name: ParameterSpec.from_tensor(name, parameter)})
         sent = {kind: spec.name for spec in form.specs[name] if (kind := _kind(spec.name))}
         unknown = sorted(key for kind, key in sent.items() if kind not in stored)
-        if unknown and own not in stored:
+        if unknown and layer not in stored:
             raise ValueError(
                 f"model {model_dir}: its architecture {model.config.model_type} is a mixture of experts "
                 f"whose weights have other names or another format in the checkpoint "
@@ -112,5 +112,5 @@ def check_expert_names(model: Any, model_dir: Path) -> None:
 
 def _kind(name: str) -> str | None:
     """Return the name without layer and expert: experts.N.w1.weight; None for what is no expert's."""
-    found = _EXPERTS.search(name)
-    return re.sub(r"\.\d+\.", ".N.", found[0]) if found else None
+    match = _EXPERTS.search(name)
+    return re.sub(r"\.\d+\.", ".N.", match[0]) if match else None

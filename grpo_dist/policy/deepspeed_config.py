@@ -105,8 +105,8 @@ def check_values(policy: PolicyConfig) -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError  # with DeepSpeed, above
 
-    own = policy.deepspeed["zero_optimization"]
-    for name, value in own.items():
+    user_settings = policy.deepspeed["zero_optimization"]
+    for name, value in user_settings.items():
         field = DeepSpeedZeroConfig.model_fields.get(name)
         if isinstance(value, bool) and field is not None and field.annotation in (int, float):
             raise ValueError(
@@ -114,7 +114,7 @@ def check_values(policy: PolicyConfig) -> None:
                 "expected a number"
             )
     try:
-        DeepSpeedZeroConfig(**own)
+        DeepSpeedZeroConfig(**user_settings)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

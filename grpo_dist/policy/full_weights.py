@@ -96,8 +96,8 @@ def _name_on_hub(model_dir: str) -> str:
 
     .../models--Qwen--Qwen3-4B/snapshots/1cfa9a7 -> Qwen/Qwen3-4B
     """
-    found = re.search(r"/models--([^/]+)/snapshots/[^/]+$", model_dir)
-    return found[1].replace("--", "/") if found else model_dir
+    match = re.search(r"/models--([^/]+)/snapshots/[^/]+$", model_dir)
+    return match[1].replace("--", "/") if match else model_dir
 
 
 def _list_files(directory: Path) -> None:
@@ -136,9 +136,9 @@ def _name_ends(directory: Path, ids: Collection[int]) -> None:
     file = directory / "generation_config.json"
     settings = read_json(file) if file.is_file() else {}
     named = settings.get("eos_token_id")
-    known = named if isinstance(named, list) else [] if named is None else [named]
-    if missing := sorted(set(ids) - set(known)):
-        file.write_text(json.dumps(settings | {"eos_token_id": [*known, *missing]}, indent=2))
+    end_ids = named if isinstance(named, list) else [] if named is None else [named]
+    if missing := sorted(set(ids) - set(end_ids)):
+        file.write_text(json.dumps(settings | {"eos_token_id": [*end_ids, *missing]}, indent=2))
 
 
 def why_no_export(directory: Path) -> str:
@@ -161,8 +161,8 @@ def why_no_export(directory: Path) -> str:
 def _listed_files(directory: Path) -> set[Path] | None:
     """Return the files that the list of an export names; None where it has none that can be read."""
     try:
-        found = read_json(directory / EXPORT_LIST)
-        return {directory / name for name in (EXPORT_LIST, *found["files"])}
+        listing = read_json(directory / EXPORT_LIST)
+        return {directory / name for name in (EXPORT_LIST, *listing["files"])}
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -197,18 +197,16 @@ def save_pretrained(model: Any, directory: Path, weights: dict[str, Tensor] | No
     from transformers import GenerationConfig  # slow to import
     from transformers.utils import GENERATION_CONFIG_NAME  # slow to import
 
-    own = model.generation_config if model.can_generate() else None
+    generation_config = model.generation_config if model.can_generate() else None
     try:
-        if own is not None:
+        if generation_config is not None:
             model.generation_config = GenerationConfig()
-        model.save_pretrained(
-            directory, state_dict=weights, safe_serialization=True, max_shard_size=_SHARD
-        )
+        model.save_pretrained(directory, state_dict=weights, safe_serialization=True, max_shard_size=_SHARD)
     finally:
-        if own is not None:
-            model.generation_config = own
-    if own is not None:
-        own.to_json_file(directory / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+        if generation_config is not None:
+            model.generation_config = generation_config
+    if generation_config is not None:
+        generation_config.to_json_file(directory / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
 
 
 class FullWeights:
@@ -244,7 +242,7 @@ class FullWeights:
         alone.
 
         Args:
-            bucket_bytes: size of a bucket; a larger tensor gets a bucket of its own.
+            bucket_bytes: size of a bucket; a larger tensor gets a bucket of its bucket_adapters.
             as_held: yield the parameters as transformers' model has them, where its checkpoint names them
                 otherwise or splits fused experts.
         """
@@ -253,17 +251,23 @@ class FullWeights:
         specs, plain = self._specs(adapters_only, as_held), adapters_only or as_held
         owner, left = owners(specs), dict.fromkeys(specs)
         pending: dict[str, Tensor] = {}  # of parameters that are gathered, not yet sent
-        for bucket in make_buckets([spec for own in specs.values() for spec in own], bucket_bytes):
+        for bucket in make_buckets([spec for tensors in specs.values() for spec in tensors], bucket_bytes):
             names = [name for name in dict.fromkeys(owner[spec.name] for spec in bucket) if name in left]
-            own = {name: low_rank[name] for name in names if name in low_rank}
-            held = [parameters[name] for name in names]
-            with self.gathered([*held, *(t for adapter in own.values() for t in (adapter.a, adapter.b))]):
-                for name, p in zip(names, held, strict=True):
+            bucket_adapters = {name: low_rank[name] for name in names if name in low_rank}
+            gathered = [parameters[name] for name in names]
+            with self.gathered(
+                [*gathered, *(t for adapter in bucket_adapters.values() for t in (adapter.a, adapter.b))]
+            ):
+                for name, p in zip(names, gathered, strict=True):
                     del left[name]
-                    value = own[name].merged_into(p.data, self._lora_scale) if name in own else p.data
+                    value = (
+                        bucket_adapters[name].merged_into(p.data, self._lora_scale)
+                        if name in bucket_adapters
+                        else p.data
+                    )
                     pending |= {name: value} if plain else self._format.tensors(name, value)
                 yield [(spec.name, pending.pop(spec.name)) for spec in bucket]
-                if held and self._zero3:  # its parameter is released here
+                if gathered and self._zero3:  # its parameter is released here
                     pending = {name: t.clone() for name, t in pending.items()}
 
     def gathered(self, parameters: list[Tensor]) -> Any:

@@ -170,15 +170,15 @@ def _tokenizer(file: Path, pre_tokenizer: str | None, where: str) -> Any:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    own = (*_SPLIT_LIKE_GPT2, *_SINGLE_DIGITS)
+    supported = (*_SPLIT_LIKE_GPT2, *_SINGLE_DIGITS)
     if pre_tokenizer in GGUF_PRE_TOKENIZER_SPLITS or pre_tokenizer is None:
         return tokenizer
-    if pre_tokenizer not in own:
-        known = ", ".join(sorted({*GGUF_PRE_TOKENIZER_SPLITS, *own}))
+    if pre_tokenizer not in supported:
+        choices = ", ".join(sorted({*GGUF_PRE_TOKENIZER_SPLITS, *supported}))
         raise _Refused(
             f"{where}: its pre-tokenizer, tokenizer.ggml.pre = {pre_tokenizer}, is not known, so text would "
-            f"become other tokens than those the model was trained on; known are {known}. Give the model as "
-            "a Hugging Face directory"
+            f"become other tokens than those the model was trained on; known are {choices}. Give the model "
+            "as a Hugging Face directory"
         )
     steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
     if pre_tokenizer in _SINGLE_DIGITS:

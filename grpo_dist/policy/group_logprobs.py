@@ -35,8 +35,8 @@ def group_logprobs(
         forward: float32 [B, T] of a layout, 0 where nothing is wanted.
         together: ``forward`` is a collective, which all ranks call equally often.
     """
-    found = _values_of_rows(lambda layout: (forward(layout),), groups, micro, together=together)
-    return [[values for (values,) in own] for own in found]
+    values_of_groups = _values_of_rows(lambda layout: (forward(layout),), groups, micro, together=together)
+    return [[values for (values,) in group_values] for group_values in values_of_groups]
 
 
 @torch.no_grad()
@@ -58,8 +58,8 @@ def group_top_logprobs(
         there = replace(layout, places=layout.places.cpu())
         return values, *map(there.as_rows, tops)
 
-    found = _values_of_rows(on_host, groups, micro, together=together)
-    return [[TeacherLogprobs(*row) for row in rows] for rows in found]
+    values_of_groups = _values_of_rows(on_host, groups, micro, together=together)
+    return [[TeacherLogprobs(*row) for row in rows] for rows in values_of_groups]
 
 
 def _values_of_rows(
@@ -73,15 +73,15 @@ def _values_of_rows(
     the tensors [C, ...].
     """
     rows = [_rows(prompt, samples) for prompt, samples in groups]
-    plan = [(own, chosen) for own, made in enumerate(rows) for chosen in _plan(made, micro)]
-    out: list[list[tuple[np.ndarray, ...]]] = [[()] * len(made) for made in rows]
+    plan = [(group, chosen) for group, group_rows in enumerate(rows) for chosen in _plan(group_rows, micro)]
+    out: list[list[tuple[np.ndarray, ...]]] = [[()] * len(group_rows) for group_rows in rows]
     # Before the first pass: under ZeRO-3 passes are collectives, which no other may come between.
     further = micro.max_over_ranks(len(plan)) - len(plan) if together else 0
-    values = [forward(_layout([rows[own][i] for i in chosen], micro)) for own, chosen in plan]
-    for (own, chosen), found in zip(plan, values, strict=True):
-        for i, parts in zip(chosen, zip(*(t.cpu().numpy() for t in found), strict=True), strict=True):
-            row = rows[own][i]
-            out[own][i] = tuple(part[row.start : len(row.tokens)].copy() for part in parts)
+    values = [forward(_layout([rows[group][i] for i in chosen], micro)) for group, chosen in plan]
+    for (group, chosen), outputs in zip(plan, values, strict=True):
+        for i, parts in zip(chosen, zip(*(t.cpu().numpy() for t in outputs), strict=True), strict=True):
+            row = rows[group][i]
+            out[group][i] = tuple(part[row.start : len(row.tokens)].copy() for part in parts)
     for _ in range(further):
         forward(_layout([_SampleRow(np.zeros(2, np.int32), 1, 1, None)], micro))
     return out
@@ -98,13 +98,13 @@ class _SampleRow:
 
 
 def _rows(prompt: Prompt, samples: Sequence[Rollout]) -> list[_SampleRow]:
-    made = []
+    out = []
     for owner, row in ((sample, row) for sample in samples for row in sample.rows):
         context = context_ids(prompt, row)
         tokens = np.concatenate([context, row.completion_ids])
         shared = shared_tokens(prompt, row)
-        made.append(_SampleRow(tokens, len(context), shared, row.sampled, owner.temperature, row.kept))
-    return made
+        out.append(_SampleRow(tokens, len(context), shared, row.sampled, owner.temperature, row.kept))
+    return out
 
 
 def _plan(rows: Sequence[_SampleRow], micro: MicroBatches) -> list[list[int]]:
@@ -119,7 +119,9 @@ def _layout(rows: Sequence[_SampleRow], micro: MicroBatches) -> Layout:
             wanted[i, row.start : len(row.tokens)] = torch.from_numpy(row.sampled.copy())
     lengths, shared = (torch.tensor(v) for v in ([len(r.tokens) for r in rows], [r.shared for r in rows]))
     group_ids = torch.zeros(len(rows), dtype=torch.long)
-    own = [row.temperature for row in rows if row.temperature is not None]
-    temperatures = torch.tensor(own, dtype=torch.float64) if len(own) == len(rows) else None
+    row_temperatures = [row.temperature for row in rows if row.temperature is not None]
+    temperatures = (
+        torch.tensor(row_temperatures, dtype=torch.float64) if len(row_temperatures) == len(rows) else None
+    )
     kept = tuple(row.kept for row in rows) if any(row.kept for row in rows) else None
     return micro.layout(Rows(tokens, lengths, group_ids, shared, temperatures, None, kept), wanted)

@@ -82,10 +82,10 @@ def replace_operations(model: Any) -> None:
     before = dict(vars(module))
     _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
     # The package also replaces the classes that later models are made of, which may differ from this one.
-    for name, own in before.items():
-        if getattr(module, name) is not own:
-            is_first = name == _ROTARY and not isinstance(own, _Rotary)
-            setattr(module, name, _Rotary(own) if is_first else own)
+    for name, original in before.items():
+        if getattr(module, name) is not original:
+            is_first = name == _ROTARY and not isinstance(original, _Rotary)
+            setattr(module, name, _Rotary(original) if is_first else original)
 
 
 class _Rotary:

@@ -45,9 +45,9 @@ class LogitMask:
         """
         assert rows.kept is not None, "rows without masks need no mask"
         parts = []
-        for own, length, columns in zip(rows.kept, rows.lengths.tolist(), wanted.numpy(), strict=True):
+        for kept, length, columns in zip(rows.kept, rows.lengths.tolist(), wanted.numpy(), strict=True):
             at = np.flatnonzero(columns[1:]) + 1
-            parts.append((None if own is None else own.select(at - (length - len(own.counts))), len(at)))
+            parts.append((None if kept is None else kept.select(at - (length - len(kept.counts))), len(at)))
         joined = KeptTokens.join(parts)
         assert joined is not None, "a row has masks"
         return cls.from_kept(joined, device)
@@ -68,9 +68,9 @@ class LogitMask:
 
     def dropped(self, part: slice, vocabulary: int) -> Bool[Tensor, "N V"]:
         """Return which tokens of the ``vocabulary`` the rows of ``part`` do not keep."""
-        own = self.is_restricted[part]
-        out = own[:, None].repeat(1, vocabulary)
-        first, last = part.start, part.start + len(own)
+        restricted = self.is_restricted[part]
+        out = restricted[:, None].repeat(1, vocabulary)
+        first, last = part.start, part.start + len(restricted)
         (ids, bits), (ids_end, bits_end) = self.ends[:, first].tolist(), self.ends[:, last].tolist()
         out[self.id_rows[ids:ids_end].long() - first, self.ids[ids:ids_end].long()] = False
         if bits < bits_end:

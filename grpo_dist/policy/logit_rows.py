@@ -31,8 +31,8 @@ class RowSums:
     def __getitem__(self, part: slice) -> RowSums:
         return RowSums(*(t[part] for t in self.tensors))
 
-    def __setitem__(self, part: slice, own: RowSums) -> None:
-        for t, other in zip(self.tensors, own.tensors, strict=True):
+    def __setitem__(self, part: slice, sums: RowSums) -> None:
+        for t, other in zip(self.tensors, sums.tensors, strict=True):
             t[part] = other
 
     @property

@@ -120,10 +120,10 @@ def top_logprobs(
     top = values.new_empty(len(rows), count)
     ids, kernel = torch.empty_like(top, dtype=torch.int32), choose_logit_rows(values)
     for part in _parts(len(rows), chunk_tokens):
-        logits, own = head.logits(rows[part]), _of(temperature, part)
+        logits, row_temperature = head.logits(rows[part]), _of(temperature, part)
         raw, ids[part] = logits[:, :vocabulary].topk(count, dim=1)
-        values[part], sums = kernel.logprobs(logits, targets[part], own, with_entropy=False)
-        top[part] = _normalised(raw, own, sums)
+        values[part], sums = kernel.logprobs(logits, targets[part], row_temperature, with_entropy=False)
+        top[part] = _normalised(raw, row_temperature, sums)
         del logits, raw  # before the next block is made
     return values, ids, top
 
@@ -145,11 +145,11 @@ def selected_score_norms(
     head = _Head(rows, lm_head_weight, bias, transform)
     norms = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
     for part in _parts(len(rows), chunk_tokens):
-        own = _of(temperature, part)
+        row_temperature = _of(temperature, part)
         p = head.logits(rows[part])
         if mask is not None:
             p.masked_fill_(mask.dropped(part, p.shape[1]), -torch.inf)
-        p /= own[:, None] if isinstance(own, Tensor) else own
+        p /= row_temperature[:, None] if isinstance(row_temperature, Tensor) else row_temperature
         p -= p.amax(dim=1, keepdim=True)
         p.exp_()
         p /= p.sum(dim=1, keepdim=True)
@@ -220,13 +220,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         of_candidates = None if candidates is None else values.new_empty(candidates.shape)
         sums, kernel = RowSums.empty_like(values), choose_logit_rows(values)
         for part in _parts(len(rows), chunk):
-            logits, own = head.logits(rows[part]), _of(temperature, part)
+            logits, row_temperature = head.logits(rows[part]), _of(temperature, part)
             if mask is not None:
                 logits.masked_fill_(mask.dropped(part, logits.shape[1]), -torch.inf)
             raw = None if candidates is None else logits.gather(1, candidates[part])
-            values[part], sums[part] = kernel.logprobs(logits, targets[part], own, with_entropy=with_entropy)
+            values[part], sums[part] = kernel.logprobs(
+                logits, targets[part], row_temperature, with_entropy=with_entropy
+            )
             if raw is not None and of_candidates is not None:
-                of_candidates[part] = _normalised(raw, own, sums[part])
+                of_candidates[part] = _normalised(raw, row_temperature, sums[part])
             del logits  # before the next block is made
         ctx.save_for_backward(rows, weight, bias, targets, candidates, of_candidates, *sums.tensors)
         ctx.temperature, ctx.chunk, ctx.transform, ctx.mask = temperature, chunk, transform, mask
@@ -250,12 +252,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=head.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=head.dtype) if needs_bias else None
         for part in _parts(len(rows), ctx.chunk):
-            own = _of(ctx.temperature, part)
+            row_temperature = _of(ctx.temperature, part)
             logits = head.logits(rows[part])
             slopes = None if total is None else transform.derivative(logits.gather(1, candidates[part]))
             d_outputs = kernel.gradient(
-                logits, targets[part], own, sums[part], _some(grad, part), _some(entropy_grad, part),
-                head.operand_dtype, _some(total, part), transform,
+                logits, targets[part], row_temperature, sums[part], _some(grad, part),
+                _some(entropy_grad, part), head.operand_dtype, _some(total, part), transform,
             )  # fmt: skip
             del logits
             if total is not None and candidate_grad is not None:
@@ -263,11 +265,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 if grad is not None:
                     exact += torch.where(candidates[part] == targets[part, None], grad[part, None], 0.0)
                 if entropy_grad is not None:
-                    known = of_candidates[part]
-                    inner = torch.where(known > -torch.inf, known + sums.entropies[part, None], 0.0)
-                    exact -= entropy_grad[part, None] * known.exp() * inner
+                    candidate_logprobs = of_candidates[part]
+                    inner = torch.where(
+                        candidate_logprobs > -torch.inf, candidate_logprobs + sums.entropies[part, None], 0.0
+                    )
+                    exact -= entropy_grad[part, None] * candidate_logprobs.exp() * inner
                 exact *= slopes
-                d_outputs.scatter_(1, candidates[part], _over(exact, own).to(d_outputs.dtype))
+                d_outputs.scatter_(1, candidates[part], _over(exact, row_temperature).to(d_outputs.dtype))
             if ctx.mask is not None:
                 d_outputs.masked_fill_(ctx.mask.dropped(part, d_outputs.shape[1]), 0.0)
             if grad_bias is not None:

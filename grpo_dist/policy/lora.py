@@ -139,13 +139,13 @@ def check_targets(model_dir: Path, settings: LoRAConfig, *, trust_remote_code: b
     if not adaptable:
         raise ValueError(f"`policy.lora`: {model_dir.name} has no linear layers to adapt; remove it")
     for target in names:
-        found = {name for name, _ in model.named_modules() if _matches(name, [target])}
-        if not found:
+        matches = {name for name, _ in model.named_modules() if _matches(name, [target])}
+        if not matches:
             raise ValueError(
                 f"`policy.lora.target_modules` = {target}: {model_dir.name} has no such layer; expected "
                 f"all-linear or names among: {choices}"
             )
-        if foreign := found - set(adaptable):
+        if foreign := matches - set(adaptable):
             raise ValueError(
                 f"`policy.lora.target_modules` = {target}: {min(foreign)} is no linear layer inside the "
                 "model (embeddings and the LM head have no adapters: tied ones would be merged twice); "
@@ -325,12 +325,12 @@ def apply_start_adapter(base: Path, adapter: Path, where: str, *, continued: boo
         "tokenizer": [fingerprint(file) for file in _tokenizer_files(adapter)],
     }  # fmt: skip
 
-    def write(made: Path) -> None:
-        _link_base(base, adapter, made, with_weights=continued)
+    def write(directory: Path) -> None:
+        _link_base(base, adapter, directory, with_weights=continued)
         if continued:
-            _write_beside(base, adapter, made / _FOLDER)
+            _write_beside(base, adapter, directory / _FOLDER)
         else:
-            _write_merged(base, start, made)
+            _write_merged(base, start, directory)
 
     return cached(f"adapted-{base.name}", decides, write)
 
@@ -446,17 +446,17 @@ def _tokenizer_files(adapter: Path) -> list[Path]:
     return files if whole & {file.name for file in files} else []
 
 
-def _link_base(base: Path, adapter: Path, made: Path, *, with_weights: bool) -> None:
-    """Fill ``made`` with what lies in ``base``, with the tokenizer of the adapter if it has one."""
+def _link_base(base: Path, adapter: Path, target: Path, *, with_weights: bool) -> None:
+    """Fill ``target`` with what lies in ``base``, with the tokenizer of the adapter if it has one."""
     tokenizer = _tokenizer_files(adapter)
     for entry in base.iterdir():
         if entry.suffix == ".safetensors" or entry.is_dir():
             if with_weights or entry.is_dir():
-                (made / entry.name).symlink_to(entry.resolve())
+                (target / entry.name).symlink_to(entry.resolve())
         elif not (tokenizer and any(map(entry.match, _TOKENIZER))):
-            shutil.copyfile(entry, made / entry.name)
+            shutil.copyfile(entry, target / entry.name)
     for file in tokenizer:
-        shutil.copyfile(file, made / file.name)
+        shutil.copyfile(file, target / file.name)
 
 
 def _write_beside(base: Path, adapter: Path, folder: Path) -> None:
@@ -466,7 +466,7 @@ def _write_beside(base: Path, adapter: Path, folder: Path) -> None:
     (folder / _BASE).write_text(json.dumps(str(base)))
 
 
-def _write_merged(base: Path, start: StartAdapter, made: Path) -> None:
+def _write_merged(base: Path, start: StartAdapter, target: Path) -> None:
     """Write the weights of ``base`` with the adapter merged, file by file."""
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -480,4 +480,4 @@ def _write_merged(base: Path, start: StartAdapter, made: Path) -> None:
                 if name in low_rank:
                     weight = low_rank[name].merged_into(weight, start.scale)
                 weights[name] = weight
-        save_file(weights, made / file.name, metadata={"format": "pt"})
+        save_file(weights, target / file.name, metadata={"format": "pt"})

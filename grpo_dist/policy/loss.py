@@ -108,9 +108,11 @@ def _policy_objective(
     """Return the policy loss with its KL and entropy terms, and their statistics."""
     algorithm, stream, mask = objective.algorithm, batch.policy, batch.policy.mask
     old = logprobs.detach() if stream.old_logprobs is None else stream.old_logprobs
-    known = ~(mask & stream.rollout_logprobs.isnan()).any(dim=1, keepdim=True)
-    old = torch.where(known, old, logprobs.detach())  # where ratios are to the engine's, these are NaN too
-    weights = known.to(logprobs.dtype).expand_as(logprobs)
+    has_logprobs = ~(mask & stream.rollout_logprobs.isnan()).any(dim=1, keepdim=True)
+    old = torch.where(
+        has_logprobs, old, logprobs.detach()
+    )  # where ratios are to the engine's, these are NaN too
+    weights = has_logprobs.to(logprobs.dtype).expand_as(logprobs)
     if batch.choice.kept is not None:
         weights = weights * batch.choice.kept
     policy, stats = _policy_term(logprobs, old, weights, batch, objective)
@@ -119,7 +121,7 @@ def _policy_objective(
         kl_coef = algorithm.kl.loss_coef
     assert stream.ref_logprobs is not None or not kl_coef, "kl_coef > 0 needs reference log-probs"
     if stream.ref_logprobs is not None:
-        kl_loss, kl = _kl_term(logprobs, stream.ref_logprobs, known, batch, objective)
+        kl_loss, kl = _kl_term(logprobs, stream.ref_logprobs, has_logprobs, batch, objective)
         loss = loss + kl_coef * kl_loss if kl_coef else loss
         stats |= {"kl": kl, "loss_kl": kl_coef * kl_loss}
     if entropy is not None:
@@ -198,7 +200,7 @@ def _with_masks(
 def _kl_term(
     logprobs: TokenValues,
     ref_logprobs: TokenValues,
-    known: Bool[Tensor, "B 1"],
+    has_logprobs: Bool[Tensor, "B 1"],
     batch: TrainBatch,
     objective: Objective,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
@@ -206,8 +208,8 @@ def _kl_term(
 
     With the bias correction each token's KL is multiplied by its ratio to what sampled it, the engine,
     gradient included, which makes value and gradient those of KL(policy || reference) for tokens that older
-    weights sampled (DeepSeek-V3.2, arXiv:2512.02556, equation 7). ``known``: rows whose sampling log-probs
-    are; the ratio of the others is 1.
+    weights sampled (DeepSeek-V3.2, arXiv:2512.02556, equation 7). ``has_logprobs``: rows whose sampling
+    log-probs are known; the ratio of the others is 1.
     """
     how, mask = objective.algorithm.kl, batch.policy.mask
     kl = kl_estimate(
@@ -215,7 +217,7 @@ def _kl_term(
         torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0),
     )  # fmt: skip
     if how.bias_correction:
-        sampled = torch.where(known, batch.policy.rollout_logprobs, logprobs.detach())
+        sampled = torch.where(has_logprobs, batch.policy.rollout_logprobs, logprobs.detach())
         kl = kl * torch.where(mask, logprobs - sampled, 0.0).exp()
     return _aggregate(kl, batch, objective), torch.where(mask, kl, 0.0).sum()
 
@@ -362,14 +364,14 @@ def _aggregate(token_losses: TokenValues, batch: TrainBatch, objective: Objectiv
 def _mismatch(old: TokenValues, stream: PolicyStream) -> Stats:
     """Sum differences between the trainer's and the engine's log-probs of the sampled tokens."""
     difference = old.double() - stream.rollout_logprobs.double()
-    known = stream.mask & ~stream.rollout_logprobs.isnan()
-    difference = torch.where(known, difference, 0.0)
+    has_logprobs = stream.mask & ~stream.rollout_logprobs.isnan()
+    difference = torch.where(has_logprobs, difference, 0.0)
     return {
         "mismatch": difference.abs().sum(),
         "mismatch_max": difference.abs().max() if difference.numel() else difference.sum(),
         "mismatch_kl": (torch.expm1(difference) - difference).sum(),  # k3 of rollout to trainer
-        "mismatch_w": torch.where(known, difference.exp(), 0.0).sum(),
-        "mismatch_w2": torch.where(known, (2 * difference).exp(), 0.0).sum(),
+        "mismatch_w": torch.where(has_logprobs, difference.exp(), 0.0).sum(),
+        "mismatch_w2": torch.where(has_logprobs, (2 * difference).exp(), 0.0).sum(),
     }
 
 

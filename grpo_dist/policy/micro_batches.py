@@ -44,9 +44,9 @@ class MicroBatches:
             return micro_batches(lengths, self.token_budget)
         return packed_micro_batches(lengths, prefixes, self.token_budget)
 
-    def max_over_ranks(self, own: int) -> int:
-        """Return the greatest ``own`` of all ranks. Collective."""
-        count = torch.tensor(own, device=self.device)
+    def max_over_ranks(self, value: int) -> int:
+        """Return the greatest ``value`` of all ranks. Collective."""
+        count = torch.tensor(value, device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)  # bounded: the process group has a deadline
         return int(count)
 
@@ -83,13 +83,15 @@ def values_by_row(
     """
     if not values:
         return {}
-    flat = torch.cat([own.flatten().float() for own in values]).cpu()
-    found: dict[int, np.ndarray] = {}
-    for rows, own, part in zip(plan, values, flat.split([own.numel() for own in values]), strict=True):
+    flat = torch.cat([tensor.flatten().float() for tensor in values]).cpu()
+    by_row: dict[int, np.ndarray] = {}
+    for rows, tensor, part in zip(
+        plan, values, flat.split([tensor.numel() for tensor in values]), strict=True
+    ):
         # A micro-batch without rows has one that is no sample.
-        for row, value in zip(rows, part.view(own.shape), strict=False):
-            found[int(batch.row_ids[row])] = value[batch.policy.mask[row, : len(value)]].numpy()
-    return found
+        for row, value in zip(rows, part.view(tensor.shape), strict=False):
+            by_row[int(batch.row_ids[row])] = value[batch.policy.mask[row, : len(value)]].numpy()
+    return by_row
 
 
 def _blank(batch: TrainBatch) -> TrainBatch:

@@ -225,11 +225,11 @@ class TokenLogprobs(nn.Module):
         ``score_norms``: return `selected_score_norms` in place of the log-probs, and nothing else. ``top_k``:
         return `top_logprobs` alone: log-probs [B, T], and likeliest tokens and their log-probs [M, K].
         """
-        part, own = (layout, None) if self._ranks is None else self._ranks.own_slice(layout)
+        part, rank_indices = (layout, None) if self._ranks is None else self._ranks.own_slice(layout)
 
         def whole(values: Tensor | None) -> Tensor | None:
-            if values is not None and self._ranks is not None and own is not None:
-                values = self._ranks.together(values, own, len(layout.targets))
+            if values is not None and self._ranks is not None and rank_indices is not None:
+                values = self._ranks.together(values, rank_indices, len(layout.targets))
             return layout.as_rows(values) if values is not None and values.ndim == 1 else values
 
         values, *further = self._selected(part, with_entropy, score_norms, top_k)
@@ -275,9 +275,9 @@ class _LMHead(nn.Module):
         score_norms: bool,
         top_k: int,
     ) -> HeadOutputs:
-        targets, own = layout.targets, layout.temperature
+        targets, temperature = layout.targets, layout.temperature
         how: dict[str, Any] = {
-            "temperature": self._temperature if own is None else own,
+            "temperature": self._temperature if temperature is None else temperature,
             "chunk_tokens": max(1, self._chunk_bytes // (4 * self.weight.shape[0])),
             "bias": self.bias,
             "transform": self._transform,

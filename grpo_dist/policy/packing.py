@@ -113,7 +113,10 @@ def packed(
     stream[0, indices[inside]] = rows.tokens.numpy()[inside]
     positions[0, indices[inside]] = columns[inside]
     spans = kernel.spans(
-        [own[:length] for own, length in zip(indices, lengths, strict=True)], prefixes.groups, size, device
+        [row_indices[:length] for row_indices, length in zip(indices, lengths, strict=True)],
+        prefixes.groups,
+        size,
+        device,
     )
     tokens, position_ids = (sent(torch.from_numpy(a), device) for a in (stream, positions))
     routes = None if experts is None else lay_out_routes(experts, indices, size, device)

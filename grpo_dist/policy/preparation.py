@@ -93,10 +93,12 @@ class Preparation:
         loss: ClipCovLoss | KLCovLoss,
         number: int,
     ) -> Bool[Tensor, "B T"]:
-        mask, own = batch.policy.mask, self._reported(batch.policy.mask)
+        mask, reported = batch.policy.mask, self._reported(batch.policy.mask)
         advantages = torch.where(mask, batch.policy.advantages, 0.0)
         num_tokens = batch.denominators.tokens
-        totals = self._sum(float(logprobs[own].double().sum()), float(advantages[own].double().sum()))
+        totals = self._sum(
+            float(logprobs[reported].double().sum()), float(advantages[reported].double().sum())
+        )
         mean_logprob, mean_advantage = (total / max(num_tokens, 1.0) for total in totals)
         products = token_covariances(
             logprobs, advantages, mask, mean_logprob=mean_logprob, mean_advantage=mean_advantage
@@ -104,24 +106,27 @@ class Preparation:
         ids = batch.row_ids[:, None] * _ROW + torch.arange(mask.shape[1])
         count = max(int(loss.cov_share * num_tokens), 1)
         if isinstance(loss, KLCovLoss):
-            return mask & self._lowest(-products, ids, own, mask, count)
+            return mask & self._lowest(-products, ids, reported, mask, count)
         clipped = _is_clipped(batch.policy.advantages, old, logprobs, loss)
         within = mask & (products > loss.cov_low) & (products < loss.cov_high) & ~clipped
-        return within & self._lowest(random_keys(ids, number), ids, own & within, within, count)
+        return within & self._lowest(random_keys(ids, number), ids, reported & within, within, count)
 
     def _lowest(
         self,
         values: Float[Tensor, "B T"],
         ids: Int[Tensor, "B T"],
-        own: Bool[Tensor, "B T"],
+        reported: Bool[Tensor, "B T"],
         among: Bool[Tensor, "B T"],
         count: int,
     ) -> Bool[Tensor, "B T"]:
-        """Return which tokens ``among`` this rank's have the ``count`` lowest values of all ranks. ``own``:
-        those of them that this rank reports. Collective.
+        """Return which tokens ``among`` this rank's have the ``count`` lowest values of all ranks.
+        ``reported``: those of them that this rank reports. Collective.
         """
-        known, names = gather_values(values[own], self.device), gather_values(ids[own], self.device)
-        return among & up_to(values, ids, lowest(known.cpu(), names.cpu(), count))
+        all_values, names = (
+            gather_values(values[reported], self.device),
+            gather_values(ids[reported], self.device),
+        )
+        return among & up_to(values, ids, lowest(all_values.cpu(), names.cpu(), count))
 
     def _sum(self, *rank_values: float) -> list[float]:
         """Return the sums over all ranks. Collective."""

@@ -33,7 +33,7 @@ class RankMemory:
         weights = [t for p in parameters for t in _parts(p)]
         kept = {storage._cdata for storage in storages(weights, self._device)}
         self._scratch.offload(self._buckets())
-        rest = (t for t in self._held(parameters) if t.untyped_storage()._cdata not in kept)
+        rest = (t for t in self._state_tensors(parameters) if t.untyped_storage()._cdata not in kept)
         self._rest.offload(rest, timed)
         if not keep_weights:
             # Under ZeRO-3 this rank's part alone: each gathering puts a small whole parameter elsewhere.
@@ -65,7 +65,7 @@ class RankMemory:
         for bucket in getattr(self._engine.optimizer, "ipg_buckets", {}).values():
             yield from tensors_in(bucket.buffer)
 
-    def _held(self, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    def _state_tensors(self, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield gradients and every tensor of the optimizer, and of the one that it wraps."""
         yield from (p.grad for p in parameters if p.grad is not None)
         optimizer = self._engine.optimizer

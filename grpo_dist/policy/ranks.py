@@ -42,18 +42,20 @@ def join(rank: Rank) -> None:
         check_members(_gathered, rank.secret, rank.challenge, rank.index)
 
 
-def _gathered(own: Tensor) -> list[Tensor]:
-    own = own.to(device_type())
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)  # bounded: the process group has a deadline
+def _gathered(tensor: Tensor) -> list[Tensor]:
+    tensor = tensor.to(device_type())
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)  # bounded: the process group has a deadline
     return gathered
 
 
 def _interface(host: str, port: int) -> str | None:
     """Return the network interface by which this machine reaches ``host``; None where that is unclear."""
-    own = find_local_address(host, port)
-    found = [name for name, known in psutil.net_if_addrs().items() if own in [a.address for a in known]]
-    return found[0] if len(found) == 1 else None
+    address = find_local_address(host, port)
+    interfaces = [
+        name for name, addresses in psutil.net_if_addrs().items() if address in [a.address for a in addresses]
+    ]
+    return interfaces[0] if len(interfaces) == 1 else None
 
 
 def reduce_over_ranks(stats: Stats) -> Stats:
@@ -70,19 +72,19 @@ def reduce_over_ranks(stats: Stats) -> Stats:
     return out
 
 
-def gather_values(own: Tensor, device: torch.device) -> Tensor:
+def gather_values(values: Tensor, device: torch.device) -> Tensor:
     """Return the values of all ranks, [sum of their sizes], rank after rank, on ``device``. Collective."""
-    count = torch.tensor([own.numel()], device=device)
+    count = torch.tensor([values.numel()], device=device)
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, count)  # bounded: the process group has a deadline
-    padded = torch.zeros(max(int(max(counts)), 1), dtype=own.dtype, device=device)
-    padded[: own.numel()] = own.to(device)
+    padded = torch.zeros(max(int(max(counts)), 1), dtype=values.dtype, device=device)
+    padded[: values.numel()] = values.to(device)
     gathered = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(gathered, padded)  # bounded: the process group has a deadline
     return torch.cat([part[: int(size)] for part, size in zip(gathered, counts, strict=True)])
 
 
-def find_top_threshold(own: Tensor, share: float, device: torch.device) -> float:
+def find_top_threshold(rank_values: Tensor, share: float, device: torch.device) -> float:
     """Return the least of the greatest ``share`` of all ranks' values, of at least one value. Collective."""
-    values = gather_values(own, device).sort(descending=True).values
+    values = gather_values(rank_values, device).sort(descending=True).values
     return float(values[max(round(share * len(values)), 1) - 1]) if len(values) else 0.0

@@ -85,7 +85,7 @@ class _LayerReplay:
 
 def fetched(routes: Sequence[Routes | None]) -> list[np.ndarray | None]:
     """Return the routes of each row, [T', L, k]. Raises RuntimeError when some are lost."""
-    return [None if own is None else own.fetch() for own in routes]
+    return [None if route is None else route.fetch() for route in routes]
 
 
 def lay_out_routes(
@@ -97,13 +97,13 @@ def lay_out_routes(
         routes: [T', L, k] of each row's first tokens; None: of none of them.
         indices: [B, T], where in the stream each token of each row is.
     """
-    known = [own for own in routes if own is not None]
-    if not known:
+    present = [route for route in routes if route is not None]
+    if not present:
         return None
-    out = np.full((size, *known[0].shape[1:]), _UNKNOWN, np.int16)
-    for own, index in zip(routes, indices, strict=True):
-        if own is not None:
-            out[index[: len(own)]] = own[: len(index)]
+    out = np.full((size, *present[0].shape[1:]), _UNKNOWN, np.int16)
+    for route, index in zip(routes, indices, strict=True):
+        if route is not None:
+            out[index[: len(route)]] = route[: len(index)]
     return sent(torch.from_numpy(out), device)
 
 
@@ -111,7 +111,7 @@ def check_routes(batch: TrainBatch) -> None:
     """Raises ValueError for rows of the policy loss without routes."""
     trained = batch.policy.mask.any(dim=1).tolist()
     routes = batch.routes or [None] * len(trained)
-    if missing := sum(own is None for own, is_trained in zip(routes, trained, strict=True) if is_trained):
+    if missing := sum(route is None for route, is_trained in zip(routes, trained, strict=True) if is_trained):
         raise ValueError(
             f"policy.router_replay: {missing} of {sum(trained)} samples have no routes: their engine did not "
             "record them; resume without policy.router_replay, or start a new run"

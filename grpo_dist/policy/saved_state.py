@@ -204,19 +204,19 @@ class SavedPolicy:
 
     def part(self, name: str, what: str, start: int, numel: int) -> Tensor:
         """Return ``numel`` elements of `whole` from ``start``, or as many as there are. Reads no others."""
-        found = [torch.empty(0)]
+        tensors = [torch.empty(0)]
         for piece in self._pieces[name]:
-            own = max(0, min(numel, piece.numel - start))
-            if own:
-                found += _cut(self._flat[piece.rank][what], piece.start + start, own)
-            start, numel = max(0, start - piece.numel), numel - own
-        return torch.cat([tensor.float() for tensor in found])
+            overlap = max(0, min(numel, piece.numel - start))
+            if overlap:
+                tensors += _cut(self._flat[piece.rank][what], piece.start + start, overlap)
+            start, numel = max(0, start - piece.numel), numel - overlap
+        return torch.cat([tensor.float() for tensor in tensors])
 
     def _only(self, pattern: str) -> Path:
-        found = sorted(self._directory.glob(pattern))
-        if not found:
+        files = sorted(self._directory.glob(pattern))
+        if not files:
             raise ValueError(f"{self._directory}: no file {pattern}; use another checkpoint")
-        return found[0]
+        return files[0]
 
     def _open_undivided(self, names: Sequence[str]) -> None:
         """Find parameters and averages of ZeRO stage 0, where every rank has all of them."""
@@ -228,11 +228,11 @@ class SavedPolicy:
 
     def _add_flat(self, weights: list[Tensor], states: list[Mapping[str, Any]]) -> None:
         """Add weights and averages of the same lengths, which are zeros before Adam's first step."""
-        own = {WEIGHTS: weights}
+        tensors = {WEIGHTS: weights}
         for moment in MOMENTS:
             pairs = zip(weights, states, strict=True)
-            own[moment] = [s[moment] if moment in s else torch.zeros_like(w) for w, s in pairs]
-        self._flat.append(own)
+            tensors[moment] = [s[moment] if moment in s else torch.zeros_like(w) for w, s in pairs]
+        self._flat.append(tensors)
         self.steps = max(self.steps, *(float(state.get("step", 0.0)) for state in states))
 
     def _add_rank(self, rank: int, state: Mapping[str, Any]) -> None:
@@ -262,10 +262,10 @@ class SavedPolicy:
 def _cut(flat: list[Tensor], start: int, numel: int) -> Iterator[Tensor]:
     """Yield ``numel`` elements from ``start`` of tensors end to end."""
     for tensor in flat:
-        own = max(0, min(numel, tensor.numel() - start))
-        if own:
-            yield tensor.reshape(-1).narrow(0, start, own)
-        start, numel = max(0, start - tensor.numel()), numel - own
+        overlap = max(0, min(numel, tensor.numel() - start))
+        if overlap:
+            yield tensor.reshape(-1).narrow(0, start, overlap)
+        start, numel = max(0, start - tensor.numel()), numel - overlap
 
 
 def is_in_8_bits(engine: Any) -> bool:
@@ -274,23 +274,28 @@ def is_in_8_bits(engine: Any) -> bool:
     return type(inner).__name__ == "AdamW8bit"
 
 
-def reshard(saved: SavedPolicy, engine: Any, own: Sharding) -> None:
-    """Load each rank's part of ``saved`` into DeepSpeed's ``engine``, which shards by ``own``.
+def reshard(saved: SavedPolicy, engine: Any, sharding: Sharding) -> None:
+    """Load each rank's part of ``saved`` into DeepSpeed's ``engine``, which shards by ``sharding``.
     Collective under ZeRO-3. Raises ValueError where a state is on disks that only its own rank can read.
     """
-    if "nvme" in (own.optimizer, own.parameters, saved.sharding.optimizer, saved.sharding.parameters):
+    if "nvme" in (
+        sharding.optimizer,
+        sharding.parameters,
+        saved.sharding.optimizer,
+        saved.sharding.parameters,
+    ):
         raise ValueError(
-            f"{saved}: written by {saved.sharding}, and this run has {own}. State on NVMe disks cannot be "
-            "resharded; resume with the settings of the checkpoint's config.yaml"
+            f"{saved}: written by {saved.sharding}, and this run has {sharding}. State on NVMe disks cannot "
+            "be resharded; resume with the settings of the checkpoint's config.yaml"
         )
     if is_in_8_bits(engine):
         raise ValueError(
-            f"{saved}: written by {saved.sharding}, and this run has {own}. The averages of adamw_8bit "
+            f"{saved}: written by {saved.sharding}, and this run has {sharding}. The averages of adamw_8bit "
             "cannot be resharded; resume with the settings of the checkpoint's config.yaml"
         )
     trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     saved.open([*trained])
-    load = (_load_undivided, _load_partition, _load_partition, _load_shares)[own.zero_stage]
+    load = (_load_undivided, _load_partition, _load_partition, _load_shares)[sharding.zero_stage]
     with torch.no_grad():
         load(saved, engine, trained)
 
@@ -312,11 +317,11 @@ def _load_partition(saved: SavedPolicy, engine: Any, trained: Mapping[str, Tenso
     _make_moments(inner, flats, saved.steps)
     for name, parameter in trained.items():
         parameter.copy_(saved.whole(name, WEIGHTS).view_as(parameter))
-        own: Any = parameter._hp_mapping  # type: ignore[attr-defined]
-        if own is None:  # in the partitions of other ranks
+        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:  # in the partitions of other ranks
             continue
-        of_parameter, in_partition = own.lp_fragment_address, own.hp_fragment_address
-        flat = flats[own.param_group_index]
+        of_parameter, in_partition = mapping.lp_fragment_address, mapping.hp_fragment_address
+        flat = flats[mapping.param_group_index]
         for what in (WEIGHTS, *MOMENTS):
             target = flat if what == WEIGHTS else inner.state[flat][what]
             share = saved.part(name, what, of_parameter.start, of_parameter.numel)
@@ -398,11 +403,11 @@ class SavedState:
         Raises:
             ValueError: there is no policy state, or none that can be read.
         """
-        own = Sharding.from_settings(self._num_ranks, self._engine.config)
+        sharding = Sharding.from_settings(self._num_ranks, self._engine.config)
         saved = SavedPolicy(state_directory(directory), self.files.mapped)
-        if saved.sharding == own:
+        if saved.sharding == sharding:
             return self._load_unchanged(directory)
-        reshard(saved, self._engine, own)
+        reshard(saved, self._engine, sharding)
         return saved.client_state
 
     def _load_unchanged(self, directory: Path) -> Mapping[str, Any]:
@@ -416,5 +421,5 @@ class SavedState:
             raise ValueError(f"{directory}: DeepSpeed finds no policy state there; use another checkpoint")
         if on_disk:
             set_steps(self._engine.optimizer, counters["updates"])
-        found: Mapping[str, Any] = counters
-        return found
+        client_state: Mapping[str, Any] = counters
+        return client_state

@@ -44,7 +44,7 @@ class SequenceGroup:
         """
         rank, world, timeout = dist.get_rank(), dist.get_world_size(), timedelta(seconds=timeout_s)
         members = [list(range(first, first + size)) for first in range(0, world, size)]
-        groups = [dist.new_group(own, timeout=timeout) for own in members]
+        groups = [dist.new_group(ranks, timeout=timeout) for ranks in members]
         return cls(groups[rank // size], size, rank % size)
 
     def own_slice(self, layout: Layout) -> tuple[Layout, Tensor]:
@@ -54,30 +54,30 @@ class SequenceGroup:
         assert layout.positions is not None and layout.spans is not None, "padded rows cannot be shared"
         width = layout.tokens.shape[1] // self.size
         start = self.index * width
-        own = ((layout.sources >= start) & (layout.sources < start + width)).nonzero()[:, 0]
+        indices = ((layout.sources >= start) & (layout.sources < start + width)).nonzero()[:, 0]
         part = replace(
             layout,
             tokens=layout.tokens[:, start : start + width],
             positions=layout.positions[:, start : start + width],
             spans=_UlyssesSpans(layout.spans, self),
-            sources=layout.sources[own] - start,
-            targets=layout.targets[own],
-            temperature=_of_part(layout.temperature, own),
+            sources=layout.sources[indices] - start,
+            targets=layout.targets[indices],
+            temperature=_of_part(layout.temperature, indices),
             routes=None if layout.routes is None else layout.routes[start : start + width],
-            candidates=None if layout.candidates is None else layout.candidates[own],
+            candidates=None if layout.candidates is None else layout.candidates[indices],
             candidates_at_teacher=None,  # the whole layout's are compared
-            mask=None if layout.mask is None else layout.mask.select(own),
+            mask=None if layout.mask is None else layout.mask.select(indices),
         )
-        return part, own
+        return part, indices
 
-    def together(self, own: Shaped[Tensor, "S ..."], index: Tensor, count: int) -> Shaped[Tensor, "M ..."]:
+    def together(self, values: Shaped[Tensor, "S ..."], index: Tensor, count: int) -> Shaped[Tensor, "M ..."]:
         """Return the values of all slices, ``count`` in all, on every rank. Collective."""
-        placed = own.new_zeros(count, *own.shape[1:]).index_copy(0, index, own)
+        placed = values.new_zeros(count, *values.shape[1:]).index_copy(0, index, values)
         return _SumOfParts.apply(placed, self.group)
 
 
-def _of_part(temperature: float | Tensor | None, own: Tensor) -> float | Tensor | None:
-    return temperature[own] if isinstance(temperature, Tensor) else temperature
+def _of_part(temperature: float | Tensor | None, indices: Tensor) -> float | Tensor | None:
+    return temperature[indices] if isinstance(temperature, Tensor) else temperature
 
 
 def check_heads(model: Any, size: int) -> None:

@@ -140,8 +140,8 @@ class SnapshotReader:
         with self._path.open("rb") as file:
             for size in sizes:
                 flat = torch.empty(size, dtype=torch.uint8)
-                if (found := file.readinto(flat.numpy().data)) != size:
-                    raise RuntimeError(f"{self._path}: expected {size} more bytes and found {found}")
+                if (count := file.readinto(flat.numpy().data)) != size:
+                    raise RuntimeError(f"{self._path}: expected {size} more bytes and found {count}")
                 yield flat
 
     def agree(self, agrees: bool) -> bool:

@@ -66,9 +66,9 @@ def text_model(directory: Path, config: Any, where: str) -> Path:
     """
     decides = {"version": _VERSION, "directory": str(directory), "files": fingerprint(directory)}
 
-    def write(made: Path) -> None:
+    def write(folder: Path) -> None:
         try:
-            _separate(directory, made, config)
+            _separate(directory, folder, config)
         except _Inseparable as error:
             raise ValueError(
                 f"{where}: a {config.model_type} model, and only the text model inside can be trained, which "
@@ -79,8 +79,8 @@ def text_model(directory: Path, config: Any, where: str) -> Path:
     return cached(f"text-{directory.name}", decides, write)
 
 
-def _separate(directory: Path, made: Path, config: Any) -> None:
-    """Write the text model in ``directory`` to ``made``, and all else to its folder. Raises _Inseparable."""
+def _separate(directory: Path, target: Path, config: Any) -> None:
+    """Write the text model in ``directory`` to ``target``, the rest to its folder. Raises _Inseparable."""
     text, stored = deepcopy(config.get_text_config()), stored_tensors(directory)
     model_class = _text_class(text)
     prefix, head = _decoder_and_head(stored)
@@ -96,8 +96,8 @@ def _separate(directory: Path, made: Path, config: Any) -> None:
         if (value := getattr(config, key, None)) is not None:  # the wrapper's, where it has its own
             setattr(text, key, value)
     note = {"checkpoint": str(directory), "names": names, "decoder": _module_of(model.model, config)}
-    _write_text(directory, made, text, stored, names)
-    _write_rest(directory, made / _WRAPPER, stored, note)
+    _write_text(directory, target, text, stored, names)
+    _write_rest(directory, target / _WRAPPER, stored, note)
 
 
 def read_wrapper_type(model_dir: Path) -> str:
@@ -163,9 +163,10 @@ def _check_whole(model_class: Any, text: Any, names: set[str]) -> Any:
     """
     with torch.device("meta"):
         model = model_class(text)
-    held = {name: ParameterSpec.from_tensor(name, tensor) for name, tensor in base_weights(model)}
+    parameters = {name: ParameterSpec.from_tensor(name, tensor) for name, tensor in base_weights(model)}
     stored_as = {
-        name: {spec.name for spec in specs} for name, specs in CheckpointFormat(model, held).specs.items()
+        name: {spec.name for spec in specs}
+        for name, specs in CheckpointFormat(model, parameters).specs.items()
     }
     if unknown := sorted(names - set(stored_as).union(*stored_as.values())):
         raise _Inseparable(f"transformers' text model has no {unknown[0]}")
@@ -175,14 +176,14 @@ def _check_whole(model_class: Any, text: Any, names: set[str]) -> Any:
 
 
 def _write_text(
-    source: Path, made: Path, text: Any, stored: Mapping[str, StoredTensor], names: Mapping[str, str]
+    source: Path, target: Path, text: Any, stored: Mapping[str, StoredTensor], names: Mapping[str, str]
 ) -> None:
     """Write the text model: its weights, configuration, and what else lies beside them, as the tokenizer."""
     for file in source.iterdir():
         if file.is_file() and not any(map(file.match, (*_WEIGHTS, "*processor_config.json"))):
-            shutil.copyfile(file, made / file.name)
-    write_tensors(made, {names[name]: tensor for name, tensor in stored.items() if name in names})
-    text.save_pretrained(made)
+            shutil.copyfile(file, target / file.name)
+    write_tensors(target, {names[name]: tensor for name, tensor in stored.items() if name in names})
+    text.save_pretrained(target)
 
 
 def _write_rest(
@@ -257,12 +258,12 @@ def usable_model(
     config = _known_config(directory, settings, where)
     if config is None or config.get_text_config() is config:
         return directory
-    made = text_model(directory, config, where)
+    text_directory = text_model(directory, config, where)
     say(
-        f"{where}: {read_wrapper_type(made)} wraps a text model, which is trained; the other weights stay as "
-        f"they are and are in the export (the text model is copied to {made})"
+        f"{where}: {read_wrapper_type(text_directory)} wraps a text model, which is trained; the others "
+        f"stay as they are and are in the export (the text model is copied to {text_directory})"
     )
-    return made
+    return text_directory
 
 
 def _known_config(directory: Path, settings: dict[str, Any], where: str) -> Any:
@@ -276,10 +277,10 @@ def _known_config(directory: Path, settings: dict[str, Any], where: str) -> Any:
     if not kind:
         return None
     if kind not in CONFIG_MAPPING_NAMES:
-        own = "set model.trust_remote_code=true if you trust the code it brings"
+        remedy = "set model.trust_remote_code=true if you trust the code it brings"
         raise ValueError(
             f"{where}: config.json has model_type = {kind}, which transformers {version('transformers')} "
-            f"does not know; {own if 'auto_map' in settings else 'use another model'}"
+            f"does not know; {remedy if 'auto_map' in settings else 'use another model'}"
         )
     try:
         config = AutoConfig.from_pretrained(directory)

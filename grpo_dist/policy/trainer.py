@@ -101,9 +101,11 @@ class Trainer:
         shared = policy.sequence_parallel
         self._micro = MicroBatches(budget, kernel, shared, self.device)
         self._sharing = SequenceGroup.join(shared, rank.timeout_s) if shared > 1 else None
-        chunk_mib = logprob_chunk_mib(policy.logprob_chunk_mib, device)
         module = TokenLogprobs(
-            causal_lm, temperature=settings.temperature, chunk_mib=chunk_mib, ranks=self._sharing
+            causal_lm,
+            temperature=settings.temperature,
+            chunk_mib=logprob_chunk_mib(device),
+            ranks=self._sharing,
         )
         self.attention_cost = attention_cost(causal_lm)
         self.engine = initialize(module, policy, engine_settings)
@@ -146,24 +148,24 @@ class Trainer:
             for i, b in enumerate(batches)
         ]
         # Made as they come: each is a copy of its rows.
-        later = (regrouped(first, own) for epoch in later_epochs for own in epoch)
+        later = (regrouped(first, update_rows) for epoch in later_epochs for update_rows in epoch)
         plan = chain(first, later) if later_epochs else first * self._epochs
         self.token_logprobs = {}
         known_old = not algorithm.correction.bypasses
         most = min((b.value for b in bounds if b.metric == GRAD_NORM), default=math.inf)
         per_update, trained, refused = [], list[bool](), Counter[str]()
-        for index, known in enumerate(plan):
+        for index, update in enumerate(plan):
             batch = prepare.before_the_update(
-                known, algorithm, number=self._updates, unmoved=known_old and index == 0
+                update, algorithm, number=self._updates, unmoved=known_old and index == 0
             )
-            own = self.accumulate(batch, kl_coef, keep_logprobs=keep_logprobs)
-            own |= self._bonus.observe(own)
-            too_far = passed(bounds, own)
-            own |= self.step(limit=-math.inf if too_far else most)
-            per_update.append(own)
+            values = self.accumulate(batch, kl_coef, keep_logprobs=keep_logprobs)
+            values |= self._bonus.observe(values)
+            too_far = passed(bounds, values)
+            values |= self.step(limit=-math.inf if too_far else most)
+            per_update.append(values)
             sizes = batch.denominators
             trained.append(sizes.tokens + sizes.demonstrated + sizes.taught > 0)
-            refused.update(f"{REFUSED}{bound.key}" for bound in too_far or passed(bounds, own))
+            refused.update(f"{REFUSED}{bound.key}" for bound in too_far or passed(bounds, values))
         # Before anything moved: of all samples where the trainer's old log-probs are known.
         metrics = step_metrics(per_update, trained, unmoved=len(batches) if known_old else 1)
         metrics |= {name: float(count) for name, count in refused.items()}
@@ -179,8 +181,8 @@ class Trainer:
             plan = self._micro.plan(batch)
             parts = (self._micro.part(batch, rows) for rows in plan)
             layouts = (self._micro.layout(part, part.wanted) for part in parts)
-            made = [self.engine(own, with_entropy=True) for own in layouts]
-        for rows, (values, entropy, _) in zip(plan, made, strict=True):
+            outputs = [self.engine(layout, with_entropy=True) for layout in layouts]
+        for rows, (values, entropy, _) in zip(plan, outputs, strict=True):
             if rows:
                 logprobs[rows, : values.shape[1]] = values.cpu()
                 entropies[rows, : values.shape[1]] = entropy.cpu()
@@ -192,15 +194,15 @@ class Trainer:
         """Return, by row id, float32 [C], log-probs of the rows of ``batches`` under the current weights, or
         with ``score_norms`` their `selected_score_norms`. Collective.
         """
-        found: dict[int, np.ndarray] = {}
+        by_row: dict[int, np.ndarray] = {}
         with forward_only(self.engine):
-            for batch in (own.without_candidates() for own in batches):
+            for batch in (each.without_candidates() for each in batches):
                 plan = self._micro.plan(batch)
                 parts = (self._micro.part(batch, rows) for rows in plan)
                 layouts = (self._micro.layout(part, part.wanted) for part in parts)
-                values = [self.engine(own, score_norms=score_norms)[0] for own in layouts]
-                found |= values_by_row(batch, plan, values)
-        return found
+                values = [self.engine(each, score_norms=score_norms)[0] for each in layouts]
+                by_row |= values_by_row(batch, plan, values)
+        return by_row
 
     def base_logprobs(self, groups: Sequence[SampledGroup]) -> list[list[np.ndarray]]:
         """Return `group_logprobs` of the model that training started from. Collective."""
@@ -240,8 +242,8 @@ class Trainer:
             # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so
             # undo that. A loss that is not finite gets a gradient that is not either: the one test of the
             # reduced gradient then stops all ranks.
-            known = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
-            self.engine.backward(loss * self.rank.world_size * known)
+            finite = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+            self.engine.backward(loss * self.rank.world_size * finite)
             if not self._reports:
                 part_stats = {name: torch.zeros_like(value) for name, value in part_stats.items()}
             stats = add_stats(stats, part_stats) if stats else part_stats
@@ -280,8 +282,8 @@ class Trainer:
         gate, limit = self._gate, min(limit, _LARGEST_NORM)
         norm, applied = self._gated_step(gate, limit) if gate else self._step_without_zero(limit)
         self._updates += applied
-        known = norm if norm <= _LARGEST_NORM else math.nan
-        return {GRAD_NORM: known, "policy/lr": rate, SKIPPED: float(not applied)}
+        finite_norm = norm if norm <= _LARGEST_NORM else math.nan
+        return {GRAD_NORM: finite_norm, "policy/lr": rate, SKIPPED: float(not applied)}
 
     def _gated_step(self, gate: NormGate, limit: float) -> tuple[float, bool]:
         """Return the gradient's norm, and whether the weights moved."""
@@ -305,9 +307,9 @@ class Trainer:
     def _weights_are_finite(self) -> bool:
         """Return whether the weights of all ranks are finite, as far as they are in memory. Collective."""
         trained = [p for p in self.engine.module.parameters() if p.requires_grad]
-        held = [getattr(p, "ds_tensor", p).detach() for p in trained]  # under ZeRO-3 this rank's part
+        shards = [getattr(p, "ds_tensor", p).detach() for p in trained]  # under ZeRO-3 this rank's part
         # The norm of squares, a tenth of the largest's time on CPUs. Weights above 1e19 are not finite here.
-        norm = torch.nn.utils.get_total_norm([t for t in held if t.numel()]).to(self.device)
+        norm = torch.nn.utils.get_total_norm([t for t in shards if t.numel()]).to(self.device)
         bad = norm.isfinite().logical_not().int()
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)  # bounded: the process group has a deadline
         return not bad
@@ -354,16 +356,18 @@ def step_metrics(
         unmoved: how many of them, from the first, have log-probs of the weights before the step.
     """
     first = per_update[0]
-    means = [own for own, had_tokens in zip(per_update, trained, strict=True) if had_tokens] or per_update
+    means = [
+        values for values, had_tokens in zip(per_update, trained, strict=True) if had_tokens
+    ] or per_update
     metrics = {}
-    for name in dict.fromkeys(name for own in per_update for name in own):
+    for name in dict.fromkeys(name for values in per_update for name in values):
         some = means
         if name.startswith("mismatch/"):
             some = per_update[:unmoved]
         elif name.endswith("_max") or name == SKIPPED:
             some = per_update
-        if values := [own[name] for own in some if name in own]:
-            metrics[name] = _reduced(name, values)
+        if numbers := [values[name] for values in some if name in values]:
+            metrics[name] = _reduced(name, numbers)
     return metrics | {f"first_update/{k}": first[k] for k in _BEFORE_ANYTHING_MOVED if k in first}
 
 

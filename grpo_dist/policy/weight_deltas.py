@@ -53,12 +53,12 @@ class BucketDelta:
 def difference(old: Tensor, new: Tensor) -> BucketDelta:
     """Return what turns ``old`` uint8 [8 N] into ``new`` uint8 [8 N], both on one device."""
     # Most groups of four words are equal: only the others are taken apart.
-    held, sent = old.view(torch.int64), new.view(torch.int64)
-    group = (held != sent).nonzero().squeeze(1)
-    if 2 * len(group) > len(sent):
+    old_words, new_words = old.view(torch.int64), new.view(torch.int64)
+    group = (old_words != new_words).nonzero().squeeze(1)
+    if 2 * len(group) > len(new_words):
         return BucketDelta(int((old.view(torch.int16) != new.view(torch.int16)).count_nonzero()), None)
-    words = sent[group].view(torch.int16)
-    differs = (held[group].view(torch.int16) != words).nonzero().squeeze(1)
+    words = new_words[group].view(torch.int16)
+    differs = (old_words[group].view(torch.int16) != words).nonzero().squeeze(1)
     at = (group[differs >> 2] << 2) + (differs & 3)
     gaps = _encoded(at.diff(prepend=at.new_full((1,), -1)) - 1)
     if 2 * (len(at) * _WORD + len(gaps)) > len(new):
@@ -75,10 +75,10 @@ def apply(data: Tensor, words: int, flat: Tensor) -> Tensor | None:
     gaps = data[words * _WORD :]
     ends = gaps < _LONGEST
     at = (torch.cumsum(gaps.long() + ends, 0) - 1)[ends]
-    held = flat.view(torch.int16)
-    if len(at) != words or (words and int(at[-1]) >= len(held)):
+    words_of = flat.view(torch.int16)
+    if len(at) != words or (words and int(at[-1]) >= len(words_of)):
         return None
-    held[at] = _aligned(data[: words * _WORD]).view(torch.int16)
+    words_of[at] = _aligned(data[: words * _WORD]).view(torch.int16)
     return at
 
 
@@ -115,8 +115,8 @@ class HeldWeights:
         slots = [-(-bucket_size(bucket) // _ALIGNED) * _ALIGNED for bucket in self.buckets]
         # Zeros behind a bucket's end, up to its slot's.
         blocks = _joined(slots, _PINNED) if pinned else [slots]
-        memory = [torch.zeros(sum(own), dtype=torch.uint8, pin_memory=pinned) for own in blocks]
-        self.slots = [s for own, block in zip(blocks, memory, strict=True) for s in block.split(own)]
+        memory = [torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=pinned) for sizes in blocks]
+        self.slots = [s for sizes, block in zip(blocks, memory, strict=True) for s in block.split(sizes)]
         self._memory = {block.untyped_storage().data_ptr() for block in memory}
         self._places: list[tuple[int, str]] = []
         for slot, bucket in zip(self.slots, self.buckets, strict=True):
@@ -231,11 +231,11 @@ class SentWeights:
         They are compared on ``device``, bucket by bucket. After an error the copy is no base, because it is
         not whole.
         """
-        held, watch, checksum = self._copy(specs, bucket_bytes, device), Stopwatch(), Checksum()
-        base, held.token, self.changes = held.token, None, None
-        scratch = torch.zeros(max(map(len, held.slots), default=0), dtype=torch.uint8, device=device)
+        copy, watch, checksum = self._copy(specs, bucket_bytes, device), Stopwatch(), Checksum()
+        base, copy.token, self.changes = copy.token, None, None
+        scratch = torch.zeros(max(map(len, copy.slots), default=0), dtype=torch.uint8, device=device)
         deltas, buckets = [], iter(weights)
-        for slot, bucket in zip(held.slots, held.buckets, strict=True):
+        for slot, bucket in zip(copy.slots, copy.buckets, strict=True):
             with watch("sync_gather"):
                 tensors = next(buckets)
             with watch("sync_pack"):
@@ -253,8 +253,8 @@ class SentWeights:
             # In host memory: they are kept through the next update, whose memory they would take.
             deltas.append(replace(delta, data=None if delta.data is None else delta.data.cpu()))
         next(buckets, None)  # releases what the last bucket gathered
-        held.token = token
-        self.changes = Changes(token, base, tuple(deltas), checksum, held.num_bytes, watch.phases())
+        copy.token = token
+        self.changes = Changes(token, base, tuple(deltas), checksum, copy.num_bytes, watch.phases())
         return self.changes
 
     def _copy(self, specs: list[ParameterSpec], bucket_bytes: int, device: torch.device) -> HeldWeights:

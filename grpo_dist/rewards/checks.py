@@ -34,9 +34,9 @@ def reward_problems(
     question.
     """
     custom, seen = [], list[tuple[str, Mapping[str, Any]]]()
-    for source, own in settings.variants.items():
+    for source, rewards_of_source in settings.variants.items():
         key = f"rewards.by_source.{source}.functions" if source else "rewards.functions"
-        for spec in reward_specs(own):
+        for spec in reward_specs(rewards_of_source):
             if (spec.name, spec.kwargs) in seen:
                 continue
             seen.append((spec.name, spec.kwargs))
@@ -79,8 +79,8 @@ def combination_problems(settings: RewardsConfig) -> Iterator[str]:
     The math grader finds no gold answer in code: it would call every solution wrong, for the length reward as
     in evaluations. With `math` or `judge` among the rewards, its verdicts are asked for.
     """
-    for source, own in settings.variants.items():
-        built_in = [spec for spec in reward_specs(own) if spec.function in REWARDS]
+    for source, rewards_of_source in settings.variants.items():
+        built_in = [spec for spec in reward_specs(rewards_of_source) if spec.function in REWARDS]
         tests = next((s.name for s in built_in if not REWARDS[s.function].knows_right_answers), None)
         if tests is None or {"math", "judge"} & {spec.function for spec in built_in}:
             continue
@@ -179,9 +179,9 @@ def _missing(
 ) -> Iterator[tuple[str, str]]:
     """Yield each column that one of ``rows`` lacks, and the message about it."""
     wanted = [column for column in columns if column != "problem"]
-    known = [(row, named_columns(row.columns)) for row in rows] if wanted else []
+    with_columns = [(row, named_columns(row.columns)) for row in rows] if wanted else []
     for column in wanted:
-        lacking = next((row for row, has in known if column not in has), None)
+        lacking = next((row for row, has in with_columns if column not in has), None)
         if lacking is not None:
             has = {"problem", *lacking.columns}
             with suppress(ValueError):  # of a source that only the run can read

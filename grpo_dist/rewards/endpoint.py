@@ -170,7 +170,9 @@ class Endpoint:
         try:
             sent = json.dumps(body).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise NoReply(self._shown(f"the request is no JSON ({type(error).__name__}: {error})")) from error
+            raise NoReply(
+                self._masked(f"the request is no JSON ({type(error).__name__}: {error})")
+            ) from error
         if not self.breaker.permits():
             raise NoReply(f"not asked: the last {self._settings.break_after} requests or more failed")
         # An open breaker's trial is one attempt: its only question is whether the server is back.
@@ -191,11 +193,11 @@ class Endpoint:
                 reason, pause = f"HTTP {status}: {_message(content)}", retry_after
                 if status < 500 and status not in _TRANSIENT:
                     self.breaker.succeeded()  # it is there
-                    raise NoReply(self._shown(reason), status)
+                    raise NoReply(self._masked(reason), status)
             if attempt < attempts - 1:
                 self._sleep(min(_LONGEST_PAUSE_S, pause if pause is not None else _pause(attempt)))
         self.breaker.failed()
-        raise NoReply(f"{self._shown(reason)} (after {attempts} tries)", status)
+        raise NoReply(f"{self._masked(reason)} (after {attempts} tries)", status)
 
     def close(self) -> None:
         self._loop.close()
@@ -226,9 +228,9 @@ class Endpoint:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise NoReply(self._shown(f"malformed reply ({type(error).__name__}: {error})")) from error
+            raise NoReply(self._masked(f"malformed reply ({type(error).__name__}: {error})")) from error
 
-    def _shown(self, message: str) -> str:
+    def _masked(self, message: str) -> str:
         return masked_text(message, self._secrets)[:_LONGEST_REASON]
 
 

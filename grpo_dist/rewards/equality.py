@@ -637,7 +637,7 @@ def _pieces_of_relation(node: Formula, values: Values) -> list[_Interval]:
     signs = node.name.split()
     if signs == ["in"] and node.parts[0].kind == "symbol":
         return _pieces(node.parts[1], values)
-    found = [_Interval(-mp.inf, False, mp.inf, False)]
+    intervals = [_Interval(-mp.inf, False, mp.inf, False)]
     unknown = [part for part in node.parts if _is_name(part)]
     if len(unknown) != 1 or any(
         part == unknown[0] for side in node.parts if side is not unknown[0] for part in _nodes(side)
@@ -659,8 +659,8 @@ def _pieces_of_relation(node: Formula, values: Values) -> list[_Interval]:
         }.get(sign)  # fmt: skip
         if pieces is None:
             raise Unread(sign)
-        found = _intersected(found, pieces)
-    return found
+        intervals = _intersected(intervals, pieces)
+    return intervals
 
 
 def _end(node: Formula, values: Values) -> Number:
@@ -677,30 +677,30 @@ def _is_empty(piece: _Interval) -> bool:
 
 
 def _united(pieces: list[_Interval]) -> list[_Interval]:
-    found: list[_Interval] = []
+    out: list[_Interval] = []
     kept = (piece for piece in pieces if not _is_empty(piece))
     for piece in sorted(kept, key=lambda piece: (real(piece.low), not piece.low_closed)):
-        last = found[-1] if found else None
+        last = out[-1] if out else None
         touches = last is not None and (
             real(piece.low) < real(last.high)
             or (close(piece.low, last.high) and (piece.low_closed or last.high_closed))
         )
         if last is None or not touches:
-            found.append(piece)
+            out.append(piece)
         elif close(piece.high, last.high):
             closed = piece.high_closed or last.high_closed
-            found[-1] = _Interval(last.low, last.low_closed, last.high, closed)
+            out[-1] = _Interval(last.low, last.low_closed, last.high, closed)
         elif real(piece.high) > real(last.high):
-            found[-1] = _Interval(last.low, last.low_closed, piece.high, piece.high_closed)
-    return found
+            out[-1] = _Interval(last.low, last.low_closed, piece.high, piece.high_closed)
+    return out
 
 
 def _complement(pieces: list[_Interval]) -> list[_Interval]:
-    found, low, closed = [], -mp.inf, False
+    out, low, closed = [], -mp.inf, False
     for piece in pieces:
-        found.append(_Interval(low, closed, piece.low, not piece.low_closed))
+        out.append(_Interval(low, closed, piece.low, not piece.low_closed))
         low, closed = piece.high, not piece.high_closed
-    return _united([*found, _Interval(low, closed and low != mp.inf, mp.inf, False)])
+    return _united([*out, _Interval(low, closed and low != mp.inf, mp.inf, False)])
 
 
 def _intersected(ours: list[_Interval], theirs: list[_Interval]) -> list[_Interval]:
@@ -738,14 +738,15 @@ def _same_value(ours: Formula, theirs: Formula, *, places: int = _PLACES) -> boo
     return True
 
 
-def _both_vanish(trees: Sequence[Formula], found: Sequence[Number], values: Values) -> bool:
+def _both_vanish(trees: Sequence[Formula], numbers: Sequence[Number], values: Values) -> bool:
     """Return whether tiny numbers are rounding errors of zero: they shrink with more digits."""
-    if any(abs(inexact(number)) > mpf(10) ** -40 for number in found):
+    if any(abs(inexact(number)) > mpf(10) ** -40 for number in numbers):
         return False
     with mp.workdps(2 * DIGITS):
         again = [inexact(evaluate(tree, values)) for tree in trees]
     return all(
-        abs(more) <= abs(inexact(number)) * mpf(10) ** -30 for more, number in zip(again, found, strict=True)
+        abs(more) <= abs(inexact(number)) * mpf(10) ** -30
+        for more, number in zip(again, numbers, strict=True)
     )
 
 
@@ -775,8 +776,8 @@ def _values_of_variables(*trees: Formula) -> Iterator[Values]:
     for trial in range(3):
         values = {}
         for name in names:
-            drawn = int.from_bytes(blake2b(f"{trial} {name}".encode(), digest_size=4).digest(), "big")
-            values[name] = Fraction(drawn % 4001 + 700, 1009) * (1, -1, -1 if drawn & 4096 else 1)[trial]
+            digest = int.from_bytes(blake2b(f"{trial} {name}".encode(), digest_size=4).digest(), "big")
+            values[name] = Fraction(digest % 4001 + 700, 1009) * (1, -1, -1 if digest & 4096 else 1)[trial]
         yield values
 
 

@@ -220,19 +220,19 @@ def _is_option(gold: str) -> bool:
     return re.fullmatch("[A-J]", normalise(gold)) is not None
 
 
-def _box_is_right(found: list[str], gold: str, accept_arithmetic: bool) -> bool:
-    option = marked_option(found[-1]) if len(found[-1]) <= _LONGEST_ANSWER else None
+def _box_is_right(boxes: list[str], gold: str, accept_arithmetic: bool) -> bool:
+    option = marked_option(boxes[-1]) if len(boxes[-1]) <= _LONGEST_ANSWER else None
     if option is not None:
         # Never both: of another option, the letter is wrong although the text may be that of the gold.
         part = option[0] if _is_option(gold) else option[1]
         if part and _plain_box_is_right([part], gold, accept_arithmetic):
             return True
-    return _plain_box_is_right(found, gold, accept_arithmetic)
+    return _plain_box_is_right(boxes, gold, accept_arithmetic)
 
 
-def _plain_box_is_right(found: list[str], gold: str, accept_arithmetic: bool) -> bool:
+def _plain_box_is_right(boxes: list[str], gold: str, accept_arithmetic: bool) -> bool:
     """Compare boxes of which the last begins with no mark of an option."""
-    last = found[-1]
+    last = boxes[-1]
     if len(last) > max(_LONGEST_ANSWER, 4 * len(gold)):
         return False
     if _same_text(last, gold) or same_list(gold, last) or _differ_in_decimal_comma(gold, last):
@@ -244,7 +244,7 @@ def _plain_box_is_right(found: list[str], gold: str, accept_arithmetic: bool) ->
     for ours, theirs in strip_percent(gold, last, share=lambda: _is_share(gold)):
         if _same_spellings(ours, theirs):
             return True
-    return len(found) > 1 and "," in gold and _same_spellings(gold, ", ".join(found)[-_LONGEST_ANSWER:])
+    return len(boxes) > 1 and "," in gold and _same_spellings(gold, ", ".join(boxes)[-_LONGEST_ANSWER:])
 
 
 def _same_spellings(gold: str, answer: str) -> bool:
@@ -336,12 +336,12 @@ def _differs_in_marks(gold: str, answer: str) -> bool:
     return any(ours and theirs and ours != theirs for ours, theirs in marks)
 
 
-def _equal(gold: str, known: tuple[Reading, ...], answers: list[Reading]) -> bool:
+def _equal(gold: str, readings: tuple[Reading, ...], answers: list[Reading]) -> bool:
     from math_verify import verify  # heavy: only where answers are graded
 
     # An inequality may stand for an interval, but not if the gold is "x \\in ...".
     lenient = re.search(r"\\in(?![A-Za-z])", gold) is None
-    for ours, theirs in product(known, answers):
+    for ours, theirs in product(readings, answers):
         try:
             equal = verify(
                 ours.expression,

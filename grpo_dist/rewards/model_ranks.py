@@ -162,8 +162,8 @@ def _new_group(size: int) -> list[Rank]:
     challenge = secrets.token_bytes(_RANDOM_BYTES)
     sockets = [listening.detach(), *[None] * (size - 1)]
     return [
-        Rank(index, size, _HOST, port, _COLLECTIVE_S, secret, challenge, listening=own)
-        for index, own in enumerate(sockets)
+        Rank(index, size, _HOST, port, _COLLECTIVE_S, secret, challenge, listening=rank_sockets)
+        for index, rank_sockets in enumerate(sockets)
     ]
 
 

@@ -379,13 +379,13 @@ def _tensors(settings: RewardModelConfig, source: str, names: Sequence[str]) -> 
     if index := file("model.safetensors.index.json"):
         places = json.loads(Path(index).read_text())["weight_map"]
         shards = {places[name] for name in names if name in places}
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for shard in sorted(shards):
         if (path := file(shard)) is None:
             continue  # the caller names the weights that are absent
         with safe_open(path, framework="pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in names if name in tensors.keys()}  # noqa: SIM118
-    return found
+            by_name |= {name: tensors.get_tensor(name) for name in names if name in tensors.keys()}  # noqa: SIM118
+    return by_name
 
 
 # Models
@@ -490,8 +490,8 @@ class Classifier:
         lengths = [len(rows[i].token_ids) for i in fits]
         for batch in micro_batches(lengths, self._settings.micro_batch_tokens):
             chosen = [fits[b] for b in batch]
-            for i, own in zip(chosen, self._forward([rows[i] for i in chosen]), strict=True):
-                out[i] = own
+            for i, score in zip(chosen, self._forward([rows[i] for i in chosen]), strict=True):
+                out[i] = score
         return out
 
     def _forward(self, inputs: Sequence[ModelInput]) -> list[Float32[np.ndarray, " _S"]]:

@@ -111,8 +111,8 @@ def model_terms(settings: RewardsConfig) -> list[Term]:
 def placed(settings: RewardsConfig) -> RewardsConfig:
     """Make the judges' `cache_path` absolute, since an actor may have another working directory."""
     by_source = {
-        source: own.model_copy(update={"functions": tuple(map(_placed, own.functions))})
-        for source, own in settings.by_source.items()
+        source: rewards.model_copy(update={"functions": tuple(map(_placed, rewards.functions))})
+        for source, rewards in settings.by_source.items()
     }
     functions = tuple(map(_placed, settings.functions))
     return settings.model_copy(update={"functions": functions, "by_source": by_source})

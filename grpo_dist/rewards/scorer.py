@@ -86,7 +86,7 @@ class Scorer:
         names = [term.name for term in self._terms]
         if len(set(names)) != len(names):
             raise ValueError(f"two rewards share a name: {names}; give each `name` once")
-        self._own = {
+        self._user_functions = {
             spec.name: load_user_function(spec, pool) for spec in specs if spec.function not in REWARDS
         }
         self._builtin = {spec.name: make(spec) for spec in specs if spec.function in REWARDS}
@@ -111,8 +111,8 @@ class Scorer:
         for name, reward in self._builtin.items():
             values[name] = reward.score(group, verdicts)
         steps, details = None, dict[str, list[str]]()
-        for name, own in self._own.items():
-            results, of_steps = own.score(group)
+        for name, function in self._user_functions.items():
+            results, of_steps = function.score(group)
             steps = steps or of_steps
             values[name] = [math.nan if isinstance(result, Failure) else result for result in results]
             details[name] = [result.detail if isinstance(result, Failure) else "" for result in results]
@@ -235,7 +235,10 @@ def add_outcome_rewards(
     added: Mapping[Any, float],
 ) -> Float32[np.ndarray, " G"]:
     """Return ``rewards`` with what `environments.outcome_rewards` adds to episodes."""
-    more = [added.get(why, 0.0) if own else 0.0 for why, own in zip(finish_reasons, turns, strict=True)]
+    more = [
+        added.get(why, 0.0) if is_episode else 0.0
+        for why, is_episode in zip(finish_reasons, turns, strict=True)
+    ]
     return (rewards + np.array(more)).astype(np.float32)
 
 

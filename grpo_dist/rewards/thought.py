@@ -13,13 +13,10 @@ if TYPE_CHECKING:  # keeps the configuration out of grader processes
     from grpo_dist.config import RewardsConfig
 
 
-def resolve_thought(found: Thought, settings: RewardsConfig) -> Thought:
-    """Override the thought ``found`` in the prompt by the settings."""
-    opening, closing = settings.thought_tags or (found.opening, found.closing)
-    prompt = found.prompt
-    if settings.prompt_opens_thought is not None:
-        prompt = "opens" if settings.prompt_opens_thought else ""
-    return Thought(opening, closing, prompt)
+def resolve_thought(thought: Thought, settings: RewardsConfig) -> Thought:
+    """Override the tags of ``thought``, which the prompt has, by the settings."""
+    opening, closing = settings.thought_tags or (thought.opening, thought.closing)
+    return Thought(opening, closing, thought.prompt)
 
 
 def infer_thought(completions: Sequence[str], settings: RewardsConfig) -> Thought:
@@ -28,12 +25,11 @@ def infer_thought(completions: Sequence[str], settings: RewardsConfig) -> Though
     The prompt opened it if a completion closes a thought that it has not opened.
     """
     thought = resolve_thought(Thought(), settings)
-    if settings.prompt_opens_thought is None:
-        opening, closing = _patterns(thought.opening, thought.closing)
-        for completion in completions:
-            closed = closing.search(completion)
-            if closed and not opening.search(completion[: closed.start()]):
-                return Thought(thought.opening, thought.closing, "opens")
+    opening, closing = _patterns(thought.opening, thought.closing)
+    for completion in completions:
+        closed = closing.search(completion)
+        if closed and not opening.search(completion[: closed.start()]):
+            return Thought(thought.opening, thought.closing, "opens")
     return thought
 
 

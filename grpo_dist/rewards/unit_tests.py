@@ -19,7 +19,7 @@ import secrets
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt, PrivateAttr, model_validator
+from pydantic import Field, PositiveInt, PrivateAttr
 
 from grpo_dist.config.environments import SandboxConfig
 from grpo_dist.environments.sandbox.host import ProcessFailure
@@ -86,11 +86,7 @@ class UnitTests(Builtin):
     column: str = Field("tests", description="column of the data with the tests, a list or its JSON")
     setup_column: str | None = Field(None, description="column of code that runs before the solution")
     reward: Literal["all", "share"] = Field("all", description="all: 1 or 0; share: of the tests that pass")
-    output_kb: PositiveInt = Field(
-        4096,
-        description="output of a program that is compared, KiB; or set sandbox.output_kb, whose default is "
-        "not used here",
-    )
+    output_kb: PositiveInt = Field(4096, description="output of a program that is compared, KiB")
     max_concurrency: PositiveInt = Field(4, description="interpreters of one reward worker at once")
     sandbox: SandboxConfig = SandboxConfig()
 
@@ -110,7 +106,7 @@ class UnitTests(Builtin):
 
     def check(self, *, max_new_tokens: int) -> None:
         """Run a test of each kind, so that a machine without a sandbox is reported before the run starts."""
-        code = _CodeLoop(self._limits, 1)
+        code = _CodeLoop(self.sandbox, 1, self.output_kb)
         try:
             code.start()
             passed = [code.run(_passed_all(solution, [test], code)) for solution, test in _TRIALS]
@@ -125,35 +121,13 @@ class UnitTests(Builtin):
             raise ValueError("kwargs.sandbox: a right solution fails its test; raise its limits")
 
     def start(self, *, workers: int, note: Note) -> None:
-        self._note, self._code = note, _CodeLoop(self._limits, self.max_concurrency)
+        self._note, self._code = note, _CodeLoop(self.sandbox, self.max_concurrency, self.output_kb)
         self._code.start()
-
-    @model_validator(mode="after")
-    def _one_length_of_output(self) -> UnitTests:
-        kept = self.sandbox.output_kb
-        both = {"output_kb"} <= self.model_fields_set & self.sandbox.model_fields_set
-        if both and kept != self.output_kb:
-            raise ValueError(
-                f"output_kb = {self.output_kb} and sandbox.output_kb = {kept}: both are the output that is "
-                "compared, KiB; remove one of them"
-            )
-        return self
-
-    @property
-    def _limits(self) -> SandboxConfig:
-        if "output_kb" in self.sandbox.model_fields_set:
-            return self.sandbox
-        return self.sandbox.model_copy(update={"output_kb": self.output_kb})
-
-    @property
-    def _output_key(self) -> str:
-        is_default = "output_kb" not in self.sandbox.model_fields_set
-        return "kwargs.output_kb" if is_default else "kwargs.sandbox.output_kb"
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         try:
             tests = read_tests(group.columns.get(self.column), self.column)
-            _check_lengths(tests, self._limits, self._output_key)
+            _check_lengths(tests, self.sandbox, self.output_kb)
         except ValueError as error:
             self._note(str(error))
             return [math.nan] * len(group.completions)
@@ -208,7 +182,7 @@ def read_tests(value: Any, column: str) -> list[str | dict[str, str]]:
     return tests
 
 
-def _check_lengths(tests: Sequence[Any], limits: SandboxConfig, output_key: str) -> None:
+def _check_lengths(tests: Sequence[Any], limits: SandboxConfig, output_kb: int) -> None:
     """Raise ValueError for an expected output of which a right program's would be cut, and for an input that
     is no file within the limits.
     """
@@ -217,10 +191,10 @@ def _check_lengths(tests: Sequence[Any], limits: SandboxConfig, output_key: str)
         key: max((len(pair[key].encode(errors="replace")) for pair in pairs), default=0)
         for key in ("input", "output")
     }
-    if longest["output"] > limits.output_kb * 1024:
+    if longest["output"] > output_kb * 1024:
         raise ValueError(
-            f"a test expects {-(-longest['output'] // 1024)} KiB of output, but {output_key} = "
-            f"{limits.output_kb} are kept; raise it"
+            f"a test expects {-(-longest['output'] // 1024)} KiB of output, but kwargs.output_kb = "
+            f"{output_kb} are kept; raise it"
         )
     if longest["input"] > limits.files_mb * 2**20:
         raise ValueError(
@@ -311,8 +285,9 @@ def _sendable(code: str) -> str:
 class _CodeLoop:
     """The sandbox on an event loop of its own thread, for callers that have none."""
 
-    def __init__(self, settings: SandboxConfig, concurrency: int) -> None:
-        self.sandbox, self.permits = PythonSandbox(settings), asyncio.Semaphore(concurrency)
+    def __init__(self, settings: SandboxConfig, concurrency: int, output_kb: int) -> None:
+        self.sandbox = PythonSandbox(settings, output_kb=output_kb)
+        self.permits = asyncio.Semaphore(concurrency)
         self._loop = LoopThread("unit-tests")
 
     def start(self) -> None:

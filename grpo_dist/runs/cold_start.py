@@ -29,6 +29,7 @@ from grpo_dist.runtime.memory import return_freed_memory
 from grpo_dist.runtime.model_files import cached, fingerprint
 
 _VERSION = 4  # of the result; raise it when a change here alters the result
+_BETAS, _MAX_GRAD_NORM = (0.9, 0.95), 1.0  # the defaults of `policy.optimizer`
 LOGIT_TOKENS = 4096  # tokens whose logits exist at once
 _POOL = 16  # batches that are sorted by length together
 
@@ -97,7 +98,7 @@ def _train(
     ).to(device)
     model.train()
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+        model.parameters(), lr=settings.lr, betas=_BETAS, weight_decay=settings.weight_decay
     )
     say(f"supervised: {settings.steps} steps of {settings.batch_size} on {len(pairs)} demonstrations")
     for step, batch in enumerate(_batches(pairs, settings)):
@@ -108,7 +109,7 @@ def _train(
             )  # fmt: skip
         loss = response_loss(model, *(t.to(device) for t in batch))
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
         if not torch.isfinite(loss + norm):
             raise ValueError(
                 f"supervised: step {step + 1} has loss {loss.item():g} and gradient norm {norm.item():g}; "

@@ -90,11 +90,10 @@ _SHARDING = (
 _LAYOUT = (
     *_SHARDING,
     "batch.micro_batch_tokens", "model.gradient_checkpointing",
-    "policy.sequence_parallel", "policy.threads", "policy.logprob_chunk_mib", "policy.offload.nvme_path",
-    "reference.num_workers", "reference.threads", "reference.micro_batch_tokens",
+    "policy.sequence_parallel", "policy.threads", "policy.offload.nvme_path",
+    "reference.num_workers", "reference.micro_batch_tokens",
     "rewards.num_workers", "rewards.processes_per_worker", "environments.num_workers",
     "distillation.teachers.*.num_workers",
-    "distillation.teachers.*.micro_batch_tokens",
     "rewards.models.*.num_workers", "rewards.models.*.micro_batch_tokens",
     "rewards.models.*.gpu_share", "rewards.models.*.tensor_parallel_size",
     "rollout.num_workers", "rollout.max_workers", "rollout.tensor_parallel_size",

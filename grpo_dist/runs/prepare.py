@@ -154,13 +154,26 @@ def build_inputs(
             resolve=lambda model: resolve_model(model, None, config.seed, say, key="`model`"),
             tokenizer_of=lambda path: load_tokenizer(path, config.model.trust_remote_code),
         )
-        shown = load_stream(
-            config.demonstrations, config.max_length, tokenizer, day=config.data.day, say=warn
+        demonstrations = load_stream(
+            config.demonstrations,
+            config.max_length,
+            tokenizer,
+            seed=config.seed,
+            day=config.data.day,
+            say=warn,
         )
-    row_uids = chain(loaded.row_uids, (row.row_uid for row in shown))
+    row_uids = chain(loaded.row_uids, (row.row_uid for row in demonstrations))
     origin = DataOrigin.from_rows(row_uids, tokenizer, model_dir, config.data)
     return RunInputs(
-        model_dir, prompts, eval_sets, loaded.dropped, warnings, teacher_dirs, shown, origin, tokenizer
+        model_dir,
+        prompts,
+        eval_sets,
+        loaded.dropped,
+        warnings,
+        teacher_dirs,
+        demonstrations,
+        origin,
+        tokenizer,
     )
 
 
@@ -216,12 +229,12 @@ def without_duplicates(
     data: DataConfig, sources: Sequence[SourceRows], key: str, say: Callable[[str], None]
 ) -> list[SourceRows]:
     """Say which rows repeat a problem; with `data.deduplicate` return the first row of each alone."""
-    found = find_duplicates(data, sources)
-    for warning in found.warnings(key, deduplicated=data.deduplicate):
+    duplicates = find_duplicates(data, sources)
+    for warning in duplicates.warnings(key, deduplicated=data.deduplicate):
         say(warning)
     if not data.deduplicate:
         return list(sources)
-    return [(source, rows) for source, rows in found.first if rows]
+    return [(source, rows) for source, rows in duplicates.first if rows]
 
 
 def prepare_eval(
@@ -282,10 +295,10 @@ def resolve_model(
         return with_chat_template(base, model.chat_template)
     where, local = f"model.adapter = {model.adapter}", expanded(model.adapter)
     adapter = local.resolve() if local.is_dir() else download(model.adapter, None, "model.adapter")
-    made = apply_start_adapter(base, adapter, where, continued=trains_adapter)
+    merged = apply_start_adapter(base, adapter, where, continued=trains_adapter)
     if not trains_adapter:
-        say(f"{where}: merged into a copy of the weights, {made}")
-    return with_chat_template(made, model.chat_template)
+        say(f"{where}: merged into a copy of the weights, {merged}")
+    return with_chat_template(merged, model.chat_template)
 
 
 def starting_model(config: Config, run_dir: Path, say: Callable[[str], None]) -> Path:
@@ -316,11 +329,11 @@ def with_chat_template(model_dir: Path, template: str | None) -> Path:
     if template is None:
         return model_dir
 
-    def write(made: Path) -> None:
+    def write(directory: Path) -> None:
         for entry in model_dir.iterdir():
             if not entry.name.startswith(("chat_template", "additional_chat_templates")):
-                (made / entry.name).symlink_to(entry.resolve())
-        write_text(made / "chat_template.jinja", template)
+                (directory / entry.name).symlink_to(entry.resolve())
+        write_text(directory / "chat_template.jinja", template)
 
     decides = {"model": str(model_dir), "files": fingerprint(model_dir), "template": template}
     return cached(f"templated-{model_dir.name}", decides, write)
@@ -338,8 +351,8 @@ def _named_model(
 
     if is_checkpoint(path):
         return usable(checkpoint_model(path, say, starting_model=partial(starting_model, say=say)))
-    if made := made_model(path, key, say, seed=seed):
-        return made
+    if demo_model := made_model(path, key, say, seed=seed):
+        return demo_model
     if path.startswith("random:"):
         return usable(random_model(expanded(path.removeprefix("random:")), seed=seed))
     local = expanded(path)

@@ -20,7 +20,7 @@ from grpo_dist.config import (
     TeacherConfig,
 )
 from grpo_dist.config.text import fill
-from grpo_dist.data.demonstrations import Demonstration, load_demonstrations
+from grpo_dist.data.demonstrations import Demonstration, Stream, load_demonstrations
 from grpo_dist.data.prompts import PromptFormat
 from grpo_dist.data.repeats import each
 from grpo_dist.errors import refuse
@@ -70,19 +70,18 @@ def load_stream(
     max_length: int,
     tokenizer: Any,
     *,
+    seed: int,
     day: date | None,
     say: Callable[[str], None],
 ) -> list[Demonstration]:
     """Return the demonstrations that are mixed into the batches; none without ``settings``.
 
-    ``max_length``: of the run's sequences. ``day``, ``say``: as `load_pairs` takes them. Raises ValueError
-    for a row that cannot be used.
+    ``max_length``: of the run's sequences. ``seed``: the run's. ``day``, ``say``: as `load_pairs` takes them.
+    Raises ValueError for a row that cannot be used.
     """
     if settings is None:
         return []
-    longest = settings.max_length or max_length
-    bounded = settings.model_copy(update={"max_length": longest})
-    return load_demonstrations(bounded, tokenizer, day=day, say=say)
+    return load_demonstrations(Stream(settings.data, seed, max_length), tokenizer, day=day, say=say)
 
 
 def _directory(policy: ModelConfig, teacher: TeacherConfig, resolve: Callable[[ModelConfig], Path]) -> Path:
@@ -102,14 +101,14 @@ def source_problems(distillation: DistillationConfig, prompts: Sequence[Prompt])
     """Yield a message for every source that a teacher names and the data lacks, and for sources that nothing
     is learned from.
     """
-    teachers, known = distillation.teachers, sorted(set(each(prompts, lambda prompt: prompt.source)))
+    teachers, sources = distillation.teachers, sorted(set(each(prompts, lambda prompt: prompt.source)))
     for teacher in teachers:
-        if unknown := sorted(set(teacher.sources) - set(known)):
+        if unknown := sorted(set(teacher.sources) - set(sources)):
             yield (
                 f"{key_of(teacher)}: `sources` has {unknown[0]}, which no source of data.train is named; "
-                f"expected {', '.join(known)}"
+                f"expected {', '.join(sources)}"
             )
-    idle = [source for source in known if not any(teacher.teaches(source) for teacher in teachers)]
+    idle = [source for source in sources if not any(teacher.teaches(source) for teacher in teachers)]
     if teachers and distillation.reward_coef == 0 and idle:
         yield (
             f"`distillation.reward_coef` = 0, and source {idle[0]} has no teacher, so nothing is learned "
@@ -147,16 +146,16 @@ def with_teacher_prompts(
 
 
 def _filled(template: str, prompt: Prompt, key: str) -> str:
-    known: Mapping[str, Any] = {**prompt.columns, "problem": prompt.text, "answer": prompt.answer}
+    columns: Mapping[str, Any] = {**prompt.columns, "problem": prompt.text, "answer": prompt.answer}
 
     def value(name: str) -> str:
-        if name not in known:
+        if name not in columns:
             raise ValueError(
                 f"{key}: `prompt` has {{{name}}}, and problem {prompt.uid} has no such column; expected one "
-                f"of {', '.join(sorted(known))}, and further columns in `data.train.*.columns`; "
+                f"of {', '.join(sorted(columns))}, and further columns in `data.train.*.columns`; "
                 f"{{{{{name}}}}} is the text {{{name}}}"
             )
-        return str(known[name])
+        return str(columns[name])
 
     return fill(template, value)
 

@@ -75,9 +75,9 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
     changed = changes_since(checkpoint, config)
     # None: unknown, a value is masked or config.yaml is unreadable. Empty: the fingerprint differs only
     # because another version of grpo-dist computed it.
-    known = changed is not None and HIDDEN not in dump_config(config)
+    may_change = changed is not None and HIDDEN not in dump_config(config)
     decisive = None
-    if known:
+    if may_change:
         kept = [c for c in changed or () if c.decides(config) and not _is_same_stage(c)]
         decisive = [c for c in kept if not c.is_recorded]
     if state.fingerprint != fingerprint(config) and decisive != []:

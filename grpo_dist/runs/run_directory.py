@@ -200,8 +200,8 @@ def _gpus_by_nvml() -> list[str]:
     try:
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
         return [
-            f"{pynvml.nvmlDeviceGetName(own)}, {pynvml.nvmlDeviceGetMemoryInfo(own).total / GIB:.0f} GiB"
-            for own in handles
+            f"{pynvml.nvmlDeviceGetName(gpu)}, {pynvml.nvmlDeviceGetMemoryInfo(gpu).total / GIB:.0f} GiB"
+            for gpu in handles
         ]
     finally:
         pynvml.nvmlShutdown()

@@ -52,21 +52,24 @@ def check_own_code(start: Start) -> str:
 def check_data(start: Start) -> str:
     """Read every source of `data.train` and `data.eval`. A mistake in a row shows before a download."""
     data, wrong = start.config.data, dict[str, None]()  # an environment that cannot be loaded is one mistake
-    own = own_problems(data, start.config.environments)
+    problems = own_problems(data, start.config.environments)
     asked = asked_columns(start.config.rewards)
     read_sets: dict[str, list[SourceRows]] = {"data.train": [], "data.eval": []}
     with stage("data", "problems are read"):
-        for (key, found), sources in zip(read_sets.items(), (data.train, data.eval), strict=True):
+        for (key, read_rows), sources in zip(read_sets.items(), (data.train, data.eval), strict=True):
             sources = data.with_prompts(sources)
             for number, source in enumerate(sources):
                 try:
-                    found += read_all([source], key, own, asked=asked, first=number)
+                    read_rows += read_all([source], key, problems, asked=asked, first=number)
                 except (ValueError, OSError) as error:
                     wrong[str(error)] = None
     fail(wrong)
     train, held_out = read_sets.values()
     start.rows = (train, held_out)
-    counts = [", ".join(f"{len(rows)} of {source_name(s)}" for s, rows in own) for own in (train, held_out)]
+    counts = [
+        ", ".join(f"{len(rows)} of {source_name(s)}" for s, rows in problems)
+        for problems in (train, held_out)
+    ]
     return f"rows for training: {counts[0]}; held out: {counts[1] or 'none'}"
 
 
@@ -114,15 +117,15 @@ def check_prompts(start: Start) -> str:
     if start.rows is None or start.model_dir is None:
         raise CheckSkipped(f"the {'data' if start.rows is None else 'model'} cannot be read")
     config = start.config
-    found = start.inputs = build_inputs(config, start.model_dir, *start.rows, start.say)
+    inputs = start.inputs = build_inputs(config, start.model_dir, *start.rows, start.say)
     if (by := config.data.pools_by) is not None:
-        sizes = pool_sizes(found.prompts, by)
+        sizes = pool_sizes(inputs.prompts, by)
         start.say("pools: " + ", ".join(f"{name} {size}" for name, size in sizes.items()))
-    first = found.prompts[0]
-    text = found.tokenizer.decode(first.token_ids)
+    first = inputs.prompts[0]
+    text = inputs.tokenizer.decode(first.token_ids)
     dots = "..." if len(text) > _SHOWN else ""
     lines = [
-        f"{len(found.prompts)} prompts, {sum(len(s.prompts) for s in found.eval_sets)} held out",
+        f"{len(inputs.prompts)} prompts, {sum(len(s.prompts) for s in inputs.eval_sets)} held out",
         f"the end of the first prompt ({len(first.token_ids)} tokens), whose answer is {first.answer!r}:",
         *(f"  | {line}" for line in (dots + text[-_SHOWN:]).splitlines()),
     ]
@@ -149,9 +152,9 @@ def with_steps(config: Config, say: Callable[[str], None]) -> Config:
     if config.epochs is None:
         return config
     data, per_step = config.data, config.batch.prompts_per_step
-    own = own_problems(data, config.environments)
+    problems = own_problems(data, config.environments)
     asked = asked_columns(config.rewards)  # as `check_data` has it, which then finds the rows stored
-    sources = read_all(data.with_prompts(data.train), "data.train", own, asked=asked)
+    sources = read_all(data.with_prompts(data.train), "data.train", problems, asked=asked)
     rows = sum(len(rows) for _, rows in without_duplicates(data, sources, "data.train", lambda _: None))
     steps = max(1, int(config.epochs * rows / per_step + 1e-9))
     say(f"`epochs` = {config.epochs:g} of {rows} rows, {per_step} a step: {steps} steps")

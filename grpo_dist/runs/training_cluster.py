@@ -146,10 +146,10 @@ class Verbs:
         self._actors, self._stack = actors, AsyncExitStack()
         self._notes = Notes()
         self._order = build_order(config, inputs.prompts, OrderState())
-        self._known = set(uids_of(inputs.prompts))  # the caller may sample others, too
+        self._uids = set(uids_of(inputs.prompts))  # the caller may sample others, too
         self._batch = 0  # of `batch`: the step, and the one after it while an update runs
         self._indices: dict[int, list[int]] = {}  # of the order, by batch
-        self._drawn = Counter[str]()  # samples of each prompt since the last update
+        self._samples_drawn = Counter[str]()  # samples of each prompt since the last update
         self._synced = 0  # version that the engines hold
         self._probed = -1  # version whose probe was started
         self._running: RunningUpdate | None = None
@@ -203,7 +203,10 @@ class Verbs:
             self._probe.begin(self.step)
         count, sampling = samples or self._draw.samples, self._sampling_now()
         least = min(count, self._draw.least)
-        step, draws = self.step, self._drawn  # an update may end before the tasks begin, or draw again
+        step, draws = (
+            self.step,
+            self._samples_drawn,
+        )  # an update may end before the tasks begin, or draw again
 
         async def one(prompt: Prompt, first: int) -> SampledGroup:
             prompt_sampling = replace(self._scorer.sampling_for(prompt, sampling), least=least)
@@ -236,8 +239,8 @@ class Verbs:
 
         async def one(group: SampledGroup) -> ScoredGroup:
             try:
-                known = group.rollouts if group.reference is None else group.reference
-                return await self._scorer.score_samples(group.prompt, known, self.step)
+                rollouts_or_reference = group.rollouts if group.reference is None else group.reference
+                return await self._scorer.score_samples(group.prompt, rollouts_or_reference, self.step)
             except SamplesLost:  # with the node that held them; here they still are
                 return await self._scorer.score_samples(group.prompt, group.rollouts, self.step)
 
@@ -312,10 +315,10 @@ class Verbs:
         metrics |= trained_metrics(staged, metrics, trained=trainable) | self._kl.observe(metrics)
         alarms, counts = self._health.examine(step + 1, metrics)
         indices = self._indices.pop(step, [])
-        self._order.trained(indices, [g for g in groups if g.prompt.uid in self._known])
+        self._order.trained(indices, [g for g in groups if g.prompt.uid in self._uids])
         self._schedule.observe(groups, sampling_used(groups, self._sampling_now()))
         self._sampling.clear()
-        self._drawn, self.step = Counter(), step + 1
+        self._samples_drawn, self.step = Counter(), step + 1
         self._scorer.forget(step)
         self._health.act(self.step, alarms, metrics | counts, groups)
         return metrics | counts

@@ -65,8 +65,8 @@ class CheckSkipped(Exception):
 
 def fail(problems: Iterable[str]) -> None:
     """Raise CheckFailed where there are ``problems``."""
-    if found := list(problems):
-        raise CheckFailed(*found)
+    if messages := list(problems):
+        raise CheckFailed(*messages)
 
 
 @dataclass
@@ -170,7 +170,7 @@ def _check_all(start: Start, pool: GraderPool) -> str:
     if start.inputs is None:
         raise CheckSkipped("the data cannot be read, so there is no problem of each source to answer")
     first: dict[str, Prompt] = {}
-    for prompts in (start.inputs.prompts, *(own.prompts for own in start.inputs.eval_sets)):
+    for prompts in (start.inputs.prompts, *(eval_set.prompts for eval_set in start.inputs.eval_sets)):
         for prompt in distinct_of(prompts):
             first.setdefault(prompt.source, prompt)
     said, failed, skipped = [], [], []
@@ -298,7 +298,7 @@ def _tried(
     )
     raised = any(counts.total() > before.get(name, 0) for name, counts in scorer.failures.items())
     parts = {name: (float(part[0]), float(part[1])) for name, part in scores.parts.items()}
-    failures = dict(count_failures(reason for own in scores.failures for reason in own))
+    failures = dict(count_failures(reason for reasons in scores.failures for reason in reasons))
     return RewardTrial(
         texts, (float(scores.rewards[0]), float(scores.rewards[1])), parts, tuple(failures), raised
     )
@@ -334,7 +334,7 @@ def is_blind(rewards: RewardsConfig) -> bool:
     as much as a right one.
     """
     builtin = [REWARDS.get(reward.function) for reward in rewards.functions if reward.weight]
-    return all(own is not None and own.is_blind for own in builtin)
+    return all(function is not None and function.is_blind for function in builtin)
 
 
 def without_right_answers(rewards: RewardsConfig) -> list[str]:
@@ -370,7 +370,7 @@ def check_environments(start: Start) -> str:
         return ""
     if start.inputs is None:
         raise CheckSkipped("the prompts cannot be prepared")
-    prompts = [*start.inputs.prompts, *(p for own in start.inputs.eval_sets for p in own.prompts)]
+    prompts = [*start.inputs.prompts, *(p for eval_set in start.inputs.eval_sets for p in eval_set.prompts)]
     first = _first_of_each(prompts)
     with stage("environments", "each plays a trial episode"):
         described = [
@@ -382,12 +382,14 @@ def check_environments(start: Start) -> str:
     form = resolve_format(config.environments.call_format, template_text(tokenizer, config.data))
     lines = [*notes]
     failed: list[str] = []
-    for (task, prompt), own, answered in zip(first, described, answers, strict=True):
-        tools = ", ".join(map(_signature, own.tools))
+    for (task, prompt), eval_set, answered in zip(first, described, answers, strict=True):
+        tools = ", ".join(map(_signature, eval_set.tools))
         calls = f"; tools: {tools}, called {_call_form(form)}" if tools else ""
         lines.append(f"{task.environment}{calls}")
-        lines += _not_told(own, tokenizer.decode(prompt.token_ids.tolist()))
-        lines += [f"  | {action.text!r} is answered with {_shown(observed)}" for action, observed in answered]
+        lines += _not_told(eval_set, tokenizer.decode(prompt.token_ids.tolist()))
+        lines += [
+            f"  | {action.text!r} is answered with {_describe(observed)}" for action, observed in answered
+        ]
         failed += [f"a trial action failed: {o.failed}" for _, o in answered if o.failed]
         for call in (call for _, o in answered for call in o.calls if call.outcome not in _HARMLESS):
             start.warn(
@@ -402,12 +404,12 @@ def check_environments(start: Start) -> str:
 
 def _first_of_each(prompts: Sequence[Prompt]) -> list[tuple[Task, Prompt]]:
     """Return each environment with its arguments, and its first prompt."""
-    found: dict[str, tuple[Task, Prompt]] = {}
+    first: dict[str, tuple[Task, Prompt]] = {}
     for prompt in prompts:
         if prompt.task is not None:
             key = json.dumps([prompt.task.environment, dict(prompt.task.kwargs)], sort_keys=True, default=str)
-            found.setdefault(key, (prompt.task, prompt))
-    return list(found.values())
+            first.setdefault(key, (prompt.task, prompt))
+    return list(first.values())
 
 
 async def _played(
@@ -415,15 +417,17 @@ async def _played(
 ) -> tuple[list[str], list[list[tuple[Action, Observed]]]]:
     runner = EpisodeRunner(settings)
     try:
-        notes = await runner.start(sandboxed=any(own.sandboxed for own in described))
+        notes = await runner.start(sandboxed=any(environment.sandboxed for environment in described))
         answers: list[list[tuple[Action, Observed]]] = []
-        for number, ((task, prompt), own) in enumerate(zip(first, described, strict=True)):
+        for number, ((task, prompt), environment) in enumerate(zip(first, described, strict=True)):
             problem = Problem(prompt.text, prompt.answer, prompt.columns)
             episode = f"check:{number}"
             is_agent = task.environment.startswith(AGENT)  # which asks before the first action
-            own_actions = [Action("")] if is_agent else _trial_answers(own, prompt.answer)
+            own_actions = [Action("")] if is_agent else _trial_answers(environment, prompt.answer)
             played: list[tuple[Action, Observed]] = []
-            for turn, action in enumerate([*_trial_calls(own), *([] if own.stateless else own_actions)]):
+            for turn, action in enumerate(
+                [*_trial_calls(environment), *([] if environment.stateless else own_actions)]
+            ):
                 played.append((action, await runner.act(episode, task, problem, action, turn=turn)))
                 if played[-1][1].done:
                     break
@@ -448,8 +452,8 @@ def _trial_answers(described: Description, answer: str) -> list[Action]:
 def _trial_call(function: Mapping[str, Any]) -> Action:
     if (name := function["name"]) in _TRIALS:
         return Action(_TRIALS[name], (Call(name, _TRIALS[name], raw=True),))
-    made = json.dumps(_example(function["parameters"], function["parameters"].get("$defs", {})))
-    return Action(f"{name}({made})", (Call(name, made),))
+    arguments = json.dumps(_example(function["parameters"], function["parameters"].get("$defs", {})))
+    return Action(f"{name}({arguments})", (Call(name, arguments),))
 
 
 def _example(schema: Mapping[str, Any], defined: Mapping[str, Any]) -> Any:
@@ -501,7 +505,7 @@ def _call_form(call_format: str) -> str:
     return "in code blocks" if call_format == CODE else f"as {call_format} does"
 
 
-def _shown(observed: Observed) -> str:
+def _describe(observed: Observed) -> str:
     if observed.calls:
         return ", ".join(f"{call.result.strip()[:_SHOWN]!r} ({call.outcome})" for call in observed.calls)
     text = observed.observation

@@ -283,9 +283,9 @@ def record_to_dict(record: Any) -> dict[str, Any]:
 def replace_part(text: str, name: str, part: str) -> str:
     """Return ``text`` with ``part`` between the marks of ``name``. Raises ValueError where there are none."""
     begin, end = f"<!-- begin generated: {name} -->", f"<!-- end generated: {name} -->"
-    before, found, rest = text.partition(begin)
+    before, marker, rest = text.partition(begin)
     _, also_found, after = rest.partition(end)
-    if not (found and also_found):
+    if not (marker and also_found):
         raise ValueError(f"no marks {begin} ... {end}; put them where the generated part belongs")
     return f"{before}{begin}\n{part.strip()}\n{end}{after}"
 

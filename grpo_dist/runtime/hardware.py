@@ -136,16 +136,17 @@ def device_memory() -> int:
     return torch.cuda.get_device_properties(0).total_memory if device_type() == "cuda" else 0
 
 
-def logprob_chunk_mib(chosen: int | None, device: DeviceType, memory: int | None = None) -> int:
-    """Return the size of a block of logits, MiB. ``memory``: of the device, bytes; None: of this machine's.
+def logprob_chunk_mib(device: DeviceType, memory: int | None = None) -> int:
+    """Return the size of a block of logits, MiB, of which two exist at once. ``memory``: of the device,
+    bytes; None: of this machine's.
 
     The backward pass reads and writes the gradient of the head's weight, float32 [V, D], once for each block.
     A GPU with room for large blocks spends less of its time on that.
     """
     if device == "cpu":
-        return chosen or 32
+        return 32
     memory = device_memory() if memory is None else memory
-    return chosen or (1024 if memory >= _LARGE_GPU else 256)
+    return 1024 if memory >= _LARGE_GPU else 256
 
 
 def collective_backend(device: DeviceType | None = None) -> Literal["gloo", "nccl"]:

@@ -165,8 +165,8 @@ class LoadBalancer:
         least = self._least_loaded(sequences) if index is not None else None
         if index is None or least is None or not self._takes(index, sequences):
             return None
-        own, fewest = self._loads[index], self._loads[least]
-        equal = own.sequences <= fewest.sequences and own.tokens - fewest.tokens < tokens
+        load, fewest = self._loads[index], self._loads[least]
+        equal = load.sequences <= fewest.sequences and load.tokens - fewest.tokens < tokens
         return index if equal else None
 
     def _least_loaded(self, sequences: int) -> int | None:

@@ -39,7 +39,7 @@ class HostCopies:
         self._end = 0  # bytes in use
         self._begins: dict[int, int | None] = {}  # by storage: its first byte; None: it holds zeros
         # Those of `_begins`, kept so that no other gets the address of one.
-        self._known: list[torch.UntypedStorage] = []
+        self._storages: list[torch.UntypedStorage] = []
         self._away: list[tuple[torch.UntypedStorage, int]] = []
         self._reserving: Thread | None = None
 
@@ -53,9 +53,9 @@ class HostCopies:
         GB or so. A failure is logged, and `offload` tries again.
         """
         if self._reserving is None:
-            own = (num_bytes,)
+            sizes = (num_bytes,)
             # Not a daemon: Python would end it inside torch at exit, which aborts the process.
-            self._reserving = Thread(target=self._reserve, args=own, name="pin host memory")
+            self._reserving = Thread(target=self._reserve, args=sizes, name="pin host memory")
             self._reserving.start()
 
     def _reserve(self, num_bytes: int) -> None:
@@ -75,14 +75,14 @@ class HostCopies:
             return
         if not self._constant:
             self.forget()
-        found = storages(tensors, self._device)
+        on_device = storages(tensors, self._device)
         try:
-            self._copy([storage for storage in found if storage._cdata not in self._begins], timed)
+            self._copy([storage for storage in on_device if storage._cdata not in self._begins], timed)
         except BaseException:
             self.forget()  # what has a place on the host by now may not be there
             raise
-        self._away = [(storage, storage.nbytes()) for storage in found]
-        for storage in found:
+        self._away = [(storage, storage.nbytes()) for storage in on_device]
+        for storage in on_device:
             storage.resize_(0)
 
     def reload(self) -> None:
@@ -100,7 +100,7 @@ class HostCopies:
 
     def forget(self) -> None:
         """Copy constant tensors again the next time: they have changed."""
-        self._end, self._begins, self._known = 0, {}, []
+        self._end, self._begins, self._storages = 0, {}, []
 
     def _copy(self, new: list[torch.UntypedStorage], timed: Timer) -> None:
         with timed("offload_look"):
@@ -120,7 +120,7 @@ class HostCopies:
     def _assign(self, new: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
         """Give each of ``new`` its place on the host; return those that are to be copied there."""
         if self._constant:
-            self._known += new
+            self._storages += new
         # Gradients hold zeros once an update is made.
         holds = [False] * len(new) if self._scratch else _hold_values(new)
         for storage, holds_values in zip(new, holds, strict=True):
@@ -150,14 +150,14 @@ class HostCopies:
 
 def storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.UntypedStorage]:
     """Return the distinct storages of ``tensors`` on ``device`` that have memory of their own."""
-    found = {}
+    by_address = {}
     for tensor in tensors:
         if tensor.device.type != device.type:
             continue
         storage = tensor.untyped_storage()
         if storage.nbytes() and storage.resizable():  # a file mapped into memory is not
-            found[storage._cdata] = storage
-    return list(found.values())
+            by_address[storage._cdata] = storage
+    return list(by_address.values())
 
 
 def release_cache(timed: Timer = untimed) -> None:
@@ -175,7 +175,7 @@ def _hold_values(candidates: list[torch.UntypedStorage]) -> list[bool]:
     """Return which of ``candidates`` hold anything but zeros. It waits for the device once."""
     if not candidates:
         return []
-    return [bool(found) for found in torch.stack([_bytes_of(s).any() for s in candidates]).tolist()]
+    return [bool(holds) for holds in torch.stack([_bytes_of(s).any() for s in candidates]).tolist()]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -149,18 +149,20 @@ def usage_metrics(usage: Mapping[str, Usage]) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     for role in dict.fromkeys(name.rsplit("-", 1)[0] for name in usage):
-        own = [u for name, u in usage.items() if name.rsplit("-", 1)[0] == role]
-        for stage in sorted({stage for u in own for stage in u.busy_s}):
-            seconds = sum(u.busy_s.get(stage, 0.0) for u in own) / len(own)
+        role_usage = [u for name, u in usage.items() if name.rsplit("-", 1)[0] == role]
+        for stage in sorted({stage for u in role_usage for stage in u.busy_s}):
+            seconds = sum(u.busy_s.get(stage, 0.0) for u in role_usage) / len(role_usage)
             metrics[f"time/{role}_{stage}_busy_s"] = seconds
-        for name in sorted({name for u in own for name in u.counts}):
-            metrics[f"throughput/{role}_{name}"] = sum(u.counts.get(name, 0.0) for u in own)
-        metrics[f"memory/{role}_gib"] = max(u.peak_bytes for u in own) / 2**30
-        if gpu := max(u.peak_gpu_bytes for u in own):
+        for name in sorted({name for u in role_usage for name in u.counts}):
+            metrics[f"throughput/{role}_{name}"] = sum(u.counts.get(name, 0.0) for u in role_usage)
+        metrics[f"memory/{role}_gib"] = max(u.peak_bytes for u in role_usage) / 2**30
+        if gpu := max(u.peak_gpu_bytes for u in role_usage):
             metrics[f"memory/{role}_gpu_gib"] = gpu / 2**30
     # Of training alone: the engines of evaluation count their own turns.
     counts = [u.counts for name, u in usage.items() if not name.startswith("evaluation-")]
-    turns = EpisodeCounts(*(sum(own.get(name, 0.0) for own in counts) for name in EpisodeCounts._fields))
+    turns = EpisodeCounts(
+        *(sum(role_usage.get(name, 0.0) for role_usage in counts) for name in EpisodeCounts._fields)
+    )
     for name in EpisodeCounts._fields:  # their ratios say more
         for role in ("rollout", "evaluation"):
             metrics.pop(f"throughput/{role}_{name}", None)

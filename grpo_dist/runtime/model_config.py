@@ -66,7 +66,7 @@ def _scaled(rope: Mapping[str, Any], most: int, text_config: Mapping[str, Any]) 
 def _rope_parameters(text_config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield those of each type of layers that has its own; older files call them `rope_scaling`."""
     rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
-    parts = [own for own in rope.values() if isinstance(own, Mapping)]
+    parts = [parameters for parameters in rope.values() if isinstance(parameters, Mapping)]
     yield from parts or [rope]
 
 

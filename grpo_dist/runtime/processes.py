@@ -88,12 +88,12 @@ def kill_descendants(root: int, *, proc: str = "/proc") -> None:
 
 def kill_marked(mark: str) -> None:
     """Send SIGKILL to all processes with ``mark``, as ``NAME=value``, in their initial environment."""
-    wanted, found = mark.encode(), set()
+    wanted, marked = mark.encode(), set()
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             if wanted in environment.read_bytes().split(b"\0"):
-                found.add(int(environment.parent.name))
-    _signal(found - {os.getpid()}, signal.SIGKILL)
+                marked.add(int(environment.parent.name))
+    _signal(marked - {os.getpid()}, signal.SIGKILL)
 
 
 def _wait(grader: int, lifeline: int, wake: int, asked: list[int]) -> int:
@@ -124,11 +124,11 @@ def become_subreaper() -> None:
 
 def reap() -> dict[int, int]:
     """Reap children that have ended. Returns their wait statuses by process id."""
-    found = {}
+    statuses = {}
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            found[ended[0]] = ended[1]
-    return found
+            statuses[ended[0]] = ended[1]
+    return statuses
 
 
 def _exit_as(status: int) -> None:
@@ -152,26 +152,26 @@ def descendants(root: int, *, proc: str = "/proc") -> set[int]:
         with suppress(OSError):
             parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(stat.parent.name))
-    found, below = set(), list(children.get(root, ()))
+    pids, below = set(), list(children.get(root, ()))
     while below:
         pid = below.pop()
-        if pid not in found:
-            found.add(pid)
+        if pid not in pids:
+            pids.add(pid)
             below += children.get(pid, ())
-    return found
+    return pids
 
 
 def _listed_descendants(root: int, proc: str) -> set[int]:
     """Like `descendants`, by the kernel's lists of children; the cost does not grow with the machine."""
-    found: set[int] = set()
+    pids: set[int] = set()
     below = _children(root, proc)
     while below:
         pid = below.pop()
-        if pid not in found:
-            found.add(pid)
+        if pid not in pids:
+            pids.add(pid)
             with suppress(FileNotFoundError, ProcessLookupError):
                 below += _children(pid, proc)
-    return found
+    return pids
 
 
 def _children(pid: int, proc: str) -> list[int]:
@@ -259,12 +259,12 @@ async def run_child(module: str, *arguments: object, deadline_s: float) -> tuple
     return process.returncode, output, errors.decode(errors="replace")
 
 
-def code_directories(key: str, given: Sequence[str], what: str) -> list[str]:
+def code_directories(key: str, paths: Sequence[str], what: str) -> list[str]:
     """Return the directories that the configuration names under ``key``. Raises ValueError for one that does
     not exist. ``what``: is in them.
     """
-    directories = [expanded(path).resolve() for path in given]
-    for path, directory in zip(given, directories, strict=True):
+    directories = [expanded(path).resolve() for path in paths]
+    for path, directory in zip(paths, directories, strict=True):
         if not directory.is_dir():
             raise ValueError(
                 f"{key}: {path!r} is not a directory (resolved to {directory}); expected directories with "

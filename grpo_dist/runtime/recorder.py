@@ -32,7 +32,7 @@ class Recorder(Protocol):
     def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
         """Write a table of samples, with per-token ``values`` where training computed them."""
 
-    def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
+    def spans(self, step: int, loop_spans: Sequence[Span], workers: Mapping[str, Usage]) -> None:
         """Write when the loop (``own``) and each worker were busy during ``step``."""
 
     def ledger(self, step: int, entry: LedgerEntry) -> None:
@@ -65,7 +65,7 @@ class NullRecorder:
 
     def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None: ...
 
-    def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None: ...
+    def spans(self, step: int, loop_spans: Sequence[Span], workers: Mapping[str, Usage]) -> None: ...
 
     def ledger(self, step: int, entry: LedgerEntry) -> None: ...
 

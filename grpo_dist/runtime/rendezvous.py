@@ -74,8 +74,8 @@ def check_members(
     and returns those of all ranks. The store, gloo and NCCL authenticate no peer, so this check runs over
     them before anything else is sent.
     """
-    own = torch.frombuffer(bytearray(_proof(secret, challenge, rank)), dtype=torch.uint8)
-    for other, proof in enumerate(gather(own)):
+    own_proof = torch.frombuffer(bytearray(_proof(secret, challenge, rank)), dtype=torch.uint8)
+    for other, proof in enumerate(gather(own_proof)):
         if not hmac.compare_digest(bytes(proof.tolist()), _proof(secret, challenge, other)):
             raise NotAMember(
                 f"rank {other} of a process group does not know the secret of the group: another program "

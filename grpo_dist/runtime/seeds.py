@@ -19,12 +19,12 @@ def request_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
 def request_seeds(run_seed: int, step: int, uid: str, samples: Iterable[int]) -> list[int]:
     """Return the `request_seed` of each of ``samples``; what they share is hashed once."""
     shared = hashlib.blake2b(f"{run_seed}\x1f{step}\x1f{uid}\x1f".encode(), digest_size=8)
-    found = []
+    seeds = []
     for sample in samples:
-        own = shared.copy()
-        own.update(str(sample).encode())
-        found.append(int.from_bytes(own.digest(), "big") >> 1)
-    return found
+        digest = shared.copy()
+        digest.update(str(sample).encode())
+        seeds.append(int.from_bytes(digest.digest(), "big") >> 1)
+    return seeds
 
 
 def turn_seed(seed: int, number: int) -> int:

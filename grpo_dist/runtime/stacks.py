@@ -70,21 +70,21 @@ def pending_calls() -> str:
     """Where the other tasks of the running event loop wait: the stack of its thread shows only that it
     does.
     """
-    own = asyncio.current_task()
-    stacks = Counter(_text(_of_coroutine(t.get_coro())) for t in asyncio.all_tasks() if t is not own)
+    current = asyncio.current_task()
+    stacks = Counter(_text(_of_coroutine(t.get_coro())) for t in asyncio.all_tasks() if t is not current)
     return "\n".join(f"{n} call(s) wait in\n{stack}" for stack, n in stacks.most_common(_STACKS) if stack)
 
 
 async def _with_children(process: int) -> str:
     try:
         children = [child.pid for child in psutil.Process(process).children(recursive=True)]
-        own = [child for child in children if _memory(child)]
-        texts = await gather(_look(p) for p in (process, *own))
+        working = [child for child in children if _memory(child)]
+        texts = await gather(_look(p) for p in (process, *working))
     except (psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
         return "dead"
     except OSError as error:
         return f"its process cannot be inspected ({error})"
-    return texts[0] + "".join(f"\nits process {p}: {t}" for p, t in zip(own, texts[1:], strict=True))
+    return texts[0] + "".join(f"\nits process {p}: {t}" for p, t in zip(working, texts[1:], strict=True))
 
 
 async def _look(process: int) -> str:
@@ -173,12 +173,12 @@ def _ended(process: int, others: set[str]) -> bool:
 
 def _in_handler(process: int) -> set[str]:
     """Return the threads in which our signal is blocked, as it is while our handler runs."""
-    found = set()
+    threads = set()
     for thread in Path(f"/proc/{process}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
             if int(_status_of(thread)["SigBlk"], 16) >> (_SIGNAL - 1) & 1:
-                found.add(thread.name)
-    return found
+                threads.add(thread.name)
+    return threads
 
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
@@ -222,6 +222,6 @@ def _text(stack: list[FrameSummary]) -> str:
     """Format ``stack`` as Python does, without the frames that lead into the actor and those of imports; ""
     where nothing else is left.
     """
-    own = list(dropwhile(lambda frame: frame.filename.startswith(_plumbing()), stack))
-    own = [frame for frame in own if not frame.filename.startswith("<frozen importlib")]
-    return indent("".join(StackSummary.from_list(own[-_FRAMES:]).format()), "  ").rstrip()
+    frames = list(dropwhile(lambda frame: frame.filename.startswith(_plumbing()), stack))
+    frames = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")]
+    return indent("".join(StackSummary.from_list(frames[-_FRAMES:]).format()), "  ").rstrip()

@@ -277,10 +277,10 @@ def log_ready() -> None:
         _current.ready()
 
 
-def shown_by_view(shown: bool) -> None:
+def shown_by_view(is_shown: bool) -> None:
     """Set whether a live view shows the open stages."""
     if _current is not None:
-        _current.has_view = shown
+        _current.has_view = is_shown
 
 
 def print_line(text: str) -> None:

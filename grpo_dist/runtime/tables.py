@@ -64,9 +64,9 @@ def print_rows(console: Console, title: str, columns: Sequence[str], rows: Seque
     table = make_table(title, columns, rows, wrap="never")
     if console.measure(table, options=console.options.update(width=_ANY_WIDTH)).maximum > console.width:
         table = make_table(title, (columns[0], "", ""), left=(columns[0], ""))
-        for name, *own in rows:
-            for i, (heading, cell) in enumerate(zip(columns[1:], own, strict=True)):
-                last = i == len(own) - 1
+        for name, *cells in rows:
+            for i, (heading, cell) in enumerate(zip(columns[1:], cells, strict=True)):
+                last = i == len(cells) - 1
                 table.add_row("" if i else name, heading.replace("\n", " "), cell, end_section=last)
     console.print(table)
 

@@ -44,8 +44,8 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     takes = vars(args).pop("takes", "")
     words = [text for text in rest if not text.startswith("-")]
     settings = [text for text in words if "=" in text]
-    known = words if takes in ("words", "runs") else settings
-    if unknown := [text for text in rest if text not in known]:
+    allowed = words if takes in ("words", "runs") else settings
+    if unknown := [text for text in rest if text not in allowed]:
         from grpo_dist.config.secrets import masked_command  # imports pydantic
 
         advice = _as_settings(rest) if takes in ("words", "settings") else ""
@@ -53,10 +53,10 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     if takes == "runs":
         args.config = [*args.config, *(text for text in words if text not in settings)]
         args.overrides = settings
-    elif known:
+    elif allowed:
         if takes == "words" and args.config is None:  # every word followed an option
-            args.config, *known = known
-        args.overrides = [*args.overrides, *known]
+            args.config, *allowed = allowed
+        args.overrides = [*args.overrides, *allowed]
     return args
 
 
@@ -73,10 +73,10 @@ def _as_settings(rest: Sequence[str]) -> str:
             value = rest[i + 1]
         if len(keys := keys_called(flag.lstrip("-").replace("-", "_"))) == 1:
             hints.append(masked_setting(f"{keys[0]}={value or '...'}"))
-        elif found := hint(flag):
-            hints.append(f"{flag}: {found}")
-    shown = f": {'; '.join(hints)}" if hints else ", e.g. steps=50"
-    return f"; settings are given as key=value{shown}" if flags else ""
+        elif advice := hint(flag):
+            hints.append(f"{flag}: {advice}")
+    example = f": {'; '.join(hints)}" if hints else ", e.g. steps=50"
+    return f"; settings are given as key=value{example}" if flags else ""
 
 
 def file_path(text: str) -> Path:

@@ -170,7 +170,7 @@ def _sections(annotation: Any) -> tuple[type[BaseModel], ...]:
         return union
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return (annotation,)
-    return next((found for part in get_args(annotation) if (found := _sections(part))), ())
+    return next((inner for part in get_args(annotation) if (inner := _sections(part))), ())
 
 
 def _has_list(annotation: Any) -> bool:

@@ -68,12 +68,12 @@ class KeptTokens:
         restriction.
         """
         width = -(-vocabulary // 8)
-        lists = [np.asarray(own if len(own) < vocabulary else (), np.int32) for own in kept]
-        short = [own for own in lists if 4 * len(own) <= width]
+        lists = [np.asarray(ids if len(ids) < vocabulary else (), np.int32) for ids in kept]
+        short = [ids for ids in lists if 4 * len(ids) <= width]
         bits = np.zeros((len(lists) - len(short), width), np.uint8)
-        for row, own in zip(bits, (own for own in lists if 4 * len(own) > width), strict=True):
+        for row, ids in zip(bits, (ids for ids in lists if 4 * len(ids) > width), strict=True):
             is_kept = np.zeros(8 * width, bool)
-            is_kept[own] = True
+            is_kept[ids] = True
             row[:] = np.packbits(is_kept, bitorder="little")
         counts = np.fromiter(map(len, lists), np.int32, len(lists))
         return cls(counts, np.concatenate([np.empty(0, np.int32), *short]), bits)
@@ -83,11 +83,11 @@ class KeptTokens:
         """Return the masks of parts of a row end to end, each with its number of tokens; None: of no part
         they are known.
         """
-        known = [own for own, _ in parts if own is not None]
-        if not known:
+        present = [tokens for tokens, _ in parts if tokens is not None]
+        if not present:
             return None
-        counts = [np.zeros(size, np.int32) if own is None else own.counts for own, size in parts]
-        arrays = ([own.ids for own in known], [own.bits for own in known])
+        counts = [np.zeros(size, np.int32) if tokens is None else tokens.counts for tokens, size in parts]
+        arrays = ([tokens.ids for tokens in present], [tokens.bits for tokens in present])
         return cls(np.concatenate(counts), *map(np.concatenate, arrays))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -121,8 +121,8 @@ class KeptTokens:
         listed, kept = self.are_listed, self.counts == 0
         owner = np.repeat(np.arange(len(tokens)), np.where(listed, self.counts, 0))
         kept[owner[self.ids == tokens[owner]]] = True
-        own = tokens[~listed]
-        kept[~listed] = self.bits[np.arange(len(own)), own // 8] >> (own % 8) & 1
+        in_bits = tokens[~listed]
+        kept[~listed] = self.bits[np.arange(len(in_bits)), in_bits // 8] >> (in_bits % 8) & 1
         return kept
 
 
@@ -315,8 +315,10 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         """Count the tokens behind the prompt, sampled and given."""
-        own = len(self.completion_ids)
-        return own + sum(len(row.completion_ids) for row in self.further_rows) if self.further_rows else own
+        count = len(self.completion_ids)
+        return (
+            count + sum(len(row.completion_ids) for row in self.further_rows) if self.further_rows else count
+        )
 
     @property
     def num_sampled(self) -> int:
@@ -328,8 +330,8 @@ class Rollout:
     @property
     def sampled_ids(self) -> np.ndarray:
         """Return the tokens that the policy sampled, int32."""
-        own = [select_sampled(row, row.completion_ids) for row in self.rows]
-        return own[0] if len(own) == 1 else np.concatenate(own)
+        ids = [select_sampled(row, row.completion_ids) for row in self.rows]
+        return ids[0] if len(ids) == 1 else np.concatenate(ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +388,7 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[Any, ...]:
     """
     lengths = [len(r.completion_ids) for r in rollouts]
     parts = [(r.completion_ids, r.policy_versions, r.logprobs.view(np.int32)) for r in rollouts]
-    flat = np.concatenate([part for own in parts for part in own]) if parts else np.empty(0, np.int32)
+    flat = np.concatenate([part for arrays in parts for part in arrays]) if parts else np.empty(0, np.int32)
     assert len(flat) == 3 * sum(lengths), "ids, versions and log-probs of a sample differ in length"
     rest = [
         (
@@ -412,8 +414,10 @@ def unpack_rollouts(flat: np.ndarray, lengths: list[int], rest: list[tuple[Any, 
         ids, versions, end = start + length, start + 2 * length, start + 3 * length
         mask, turns, further = episode or (None, (), ())
         sampled = None if mask is None else np.frombuffer(mask, dtype=bool)
-        tokens, known, own = flat[start:ids], logprobs[versions:end], flat[ids:versions]
-        rollouts.append(Rollout(uid, sample, tokens, known, reason, text, own, sampled, turns, further, *how))
+        tokens, values, made_by = flat[start:ids], logprobs[versions:end], flat[ids:versions]
+        rollouts.append(
+            Rollout(uid, sample, tokens, values, reason, text, made_by, sampled, turns, further, *how)
+        )
         start = end
     return tuple(rollouts)
 
@@ -424,8 +428,8 @@ def _group(prompt: Prompt, packed: tuple[Any, ...], others: tuple[Any, ...]) -> 
 
 def has_signal(rewards: np.ndarray) -> bool:
     """Return whether samples differ in reward, so that not every group-relative advantage is 0."""
-    known = rewards[~np.isnan(rewards)]
-    return len(known) > 1 and bool(np.any(known != known[0]))
+    scored = rewards[~np.isnan(rewards)]
+    return len(scored) > 1 and bool(np.any(scored != scored[0]))
 
 
 def count_signals(groups: Sequence[Group]) -> int:
@@ -442,6 +446,6 @@ def count_signals(groups: Sequence[Group]) -> int:
 def correctness(group: Group) -> np.ndarray:
     """Return float32 [G]: 1 right, 0 wrong, NaN not scorable."""
     if any(group.outcomes):
-        known = {"correct": 1.0, "wrong": 0.0, "no_answer": 0.0}
-        return np.array([known.get(o, np.nan) for o in group.outcomes], dtype=np.float32)
+        scores = {"correct": 1.0, "wrong": 0.0, "no_answer": 0.0}
+        return np.array([scores.get(o, np.nan) for o in group.outcomes], dtype=np.float32)
     return np.where(np.isnan(group.rewards), np.nan, group.rewards > 0.5).astype(np.float32)

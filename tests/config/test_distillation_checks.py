@@ -35,12 +35,9 @@ def alone(**changes):
             {"distillation": {"teachers": [OWN], "reward_coef": 0.5}, "algorithm": WHITENED},
             ["`distillation.reward_coef` = 0.5", "`algorithm.kl.in_reward`", "`algorithm.advantage.whiten`"],
         ),
-        *(
-            (
-                {"distillation": {"teachers": [REFERENCE | {key: 3}]}},
-                [f"self: `{key}` = 3", f"set `reference.{key}`"],
-            )
-            for key in ("num_workers", "micro_batch_tokens")
+        (
+            {"distillation": {"teachers": [REFERENCE | {"num_workers": 3}]}},
+            ["self: `num_workers` = 3", "set `reference.num_workers`"],
         ),
         ({"distillation": {"teachers": [REFERENCE | {"revision": "v1"}]}}, ["self: `revision` = v1"]),
         ({"distillation": {"reward_coef": 0}}, ["`distillation.reward_coef` = 0: has no effect"]),

@@ -73,9 +73,7 @@ def test_a_closing_tag_that_decoding_drops_opens_nothing():
 def test_settings_override_the_prompt():
     found = Thought("<THINK>", "</THINK>", "opens")
     assert resolve_thought(found, RewardsConfig()) == found
-    assert resolve_thought(found, RewardsConfig(prompt_opens_thought=False)) == Thought("<THINK>", "</THINK>")
-    own = RewardsConfig(thought_tags=("[[", "]]"), prompt_opens_thought=True)
-    assert resolve_thought(Thought(), own) == Thought("[[", "]]", "opens")
+    assert resolve_thought(found, RewardsConfig(thought_tags=("[[", "]]"))) == Thought("[[", "]]", "opens")
     with pytest.raises(ValueError, match="thought_tags"):
         RewardsConfig(thought_tags=("<think>", "<think>"))
 
@@ -98,7 +96,6 @@ def test_an_unclosed_thought_is_cut_off(completion, thought, outside):
 def test_completions_of_an_unknown_prompt_show_that_it_opened_their_thought():
     assert infer_thought(["a \\boxed{4}", "b</think>4"], RewardsConfig()) == OPENS
     assert infer_thought(["<think>a</think>4", "a"], RewardsConfig()) == Thought()
-    assert infer_thought(["b</think>4"], RewardsConfig(prompt_opens_thought=False)) == Thought()
 
 
 GROUP = ("2+2</think>\\boxed{4}", "2+2 \\boxed{4}", "<think>2+2</think>\\boxed{4}")

@@ -26,7 +26,7 @@ COMMON = (
     "algorithm.kl.coef=0",
     "tracking.samples=true",
     TEACHERS,
-    "demonstrations={data: [{path: 'demo:add3', examples: 20}], rows_per_step: 4, max_length: 48}",
+    "demonstrations={data: [{path: 'demo:add3', examples: 20}], rows_per_step: 4}",
     "data.max_prompt_tokens=64",
 )
 

@@ -18,7 +18,6 @@ COMMON = (
     "checkpoint.every=1",
     "rollout.threads=1",
     "policy.threads=1",
-    "reference.threads=1",
     "weight_sync.probe_every=1",
     "tracking.samples=true",
 )

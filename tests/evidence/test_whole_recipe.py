@@ -38,7 +38,7 @@ sampling: {max_new_tokens: 16}
 rewards:
   functions: [{function: math}, {name: digits, function: "end_to_end_rewards:digit_share"}]
   code_paths: [REWARDS]
-rejection: {samples_per_prompt: 8, keep_per_prompt: 2, min_reward: 0, chunk_prompts: 4}
+rejection: {samples_per_prompt: 8, keep_per_prompt: 2, min_reward: 0}
 rollout: {kv_cache_gib: 0.25, enforce_eager: true}
 policy: {num_workers: 2, optimizer: {lr: 1.0e-3}}
 evaluation: {before: false, after: false}

@@ -41,7 +41,7 @@ class _Operands:
         rows = torch.randn(tokens, width, generator=generator).to(this_device(), torch.bfloat16)
         weight = (torch.randn(vocabulary, width, generator=generator) / width**0.5).to(this_device())
         targets = torch.randint(vocabulary, (tokens,), generator=generator).to(this_device())
-        chunk = logprob_chunk_mib(None, this_device().type) * 2**20 // (4 * vocabulary)  # type: ignore[arg-type]
+        chunk = logprob_chunk_mib(this_device().type) * 2**20 // (4 * vocabulary)  # type: ignore[arg-type]
         return cls(rows.requires_grad_(), weight.bfloat16().requires_grad_(), targets, max(1, chunk))
 
     def forward(self) -> tuple[Tensor, Tensor]:

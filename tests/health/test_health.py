@@ -12,6 +12,7 @@ from grpo_dist.cli import report_end
 from grpo_dist.config import HealthConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import Unhealthy
+from grpo_dist.health import watch as health_watch
 from grpo_dist.health.bounds import HealthState, passed
 from grpo_dist.health.watch import HealthWatch
 from grpo_dist.observe import Tracker
@@ -114,7 +115,7 @@ def unscored_in(world, steps):
 
 
 def test_a_step_in_which_no_sample_is_scored_ends_the_run_with_the_reason():
-    """Under any action, and before the 50 steps of `idle_steps_above`."""
+    """Under any action, and before 50 steps without a trained token."""
     for action in ("skip", "warn", "stop", "rollback"):
         world = fakes.World(jitter=False)
         reason = unscored_in(world, {1})
@@ -336,24 +337,25 @@ def test_a_run_that_skips_too_many_steps_in_a_row_is_stopped():
 
 @pytest.mark.parametrize("action", ["skip", "warn", "stop", "rollback"])
 @pytest.mark.parametrize("why", ["equal rewards", "not scored"])
-def test_a_run_that_trains_on_no_token_for_too_many_steps_ends_whatever_the_action(why, action):
+def test_a_run_that_trains_on_no_token_for_too_many_steps_ends_whatever_the_action(why, action, monkeypatch):
     """Of the first four steps the second can be trained on, which resets the count."""
+    assert health_watch._MOST_IDLE == 50
+    monkeypatch.setattr(health_watch, "_MOST_IDLE", 2)
     world = fakes.World(jitter=False)
     idle = [1.0, 1.0] if why == "equal rewards" else [math.nan, math.nan]
     scored_by(world, lambda step, index: [0.0, 1.0] if step == 1 else idle)
-    health = {"idle_steps_above": 2, "action": action, "min_signal_groups": int(why == "equal rewards")}
+    health = {"action": action, "min_signal_groups": int(why == "equal rewards")}
     health |= {"unscored_steps_above": None}
     with pytest.raises(Unhealthy) as stop:
         train(world, fakes.config(steps=9, health=health))
-    assert str(stop.value).startswith(
-        "step 5: 3 steps in a row trained on no token (`health.idle_steps_above` = 2): reward/mean = "
-    )
+    assert str(stop.value).startswith("step 5: 3 steps in a row trained on no token: reward/mean = ")
     assert stop.value.exit_code == 3
     assert [world.logged[s]["health/idle_in_a_row"] for s in sorted(world.logged)] == [1, 0, 1, 2, 3]
     assert [world.logged[s]["train/loss_tokens"] for s in sorted(world.logged)] == [0, 16, 0, 0, 0]
 
 
-def test_a_run_whose_samples_are_all_cut_off_and_masked_trains_on_no_token():
+def test_a_run_whose_samples_are_all_cut_off_and_masked_trains_on_no_token(monkeypatch):
+    monkeypatch.setattr(health_watch, "_MOST_IDLE", 3)
     world = fakes.World(jitter=False)
     sample = world.sample
 
@@ -361,15 +363,13 @@ def test_a_run_whose_samples_are_all_cut_off_and_masked_trains_on_no_token():
         return tuple(dataclasses.replace(r, finish_reason="length") for r in await sample(prompt, **request))
 
     world.sample = cut
-    config = fakes.config(
-        steps=9, health={"idle_steps_above": 3, "min_signal_groups": 0}, algorithm={"mask_truncated": True}
-    )
+    config = fakes.config(steps=9, health={"min_signal_groups": 0}, algorithm={"mask_truncated": True})
     with pytest.raises(Unhealthy, match=r"step 4: 4 steps in a row.*rollout/truncated_share = 1\. Stopped"):
         train(world, config)
 
 
-def test_idle_steps_are_counted_across_a_resume_and_the_bound_can_be_removed():
-    config = fakes.config(steps=4, checkpoint={"every": 2}, health={"idle_steps_above": None})
+def test_idle_steps_are_counted_across_a_resume(monkeypatch):
+    config = fakes.config(steps=4, checkpoint={"every": 2})
     world = fakes.World(jitter=False)
     scored_by(world, lambda step, index: [1.0, 1.0])
     train(world, config)
@@ -377,9 +377,9 @@ def test_idle_steps_are_counted_across_a_resume_and_the_bound_can_be_removed():
     resumed = fakes.World(jitter=False)
     resumed.version = 2
     scored_by(resumed, lambda step, index: [1.0, 1.0])
+    monkeypatch.setattr(health_watch, "_MOST_IDLE", 2)
     with pytest.raises(Unhealthy, match=r"step 3: 3 steps in a row"):
-        train(resumed, fakes.config(steps=4, health={"idle_steps_above": 2}), progress=world.saved[2])
-    assert HealthConfig().idle_steps_above == 50
+        train(resumed, config, progress=world.saved[2])
 
 
 def test_updates_get_bounds_only_if_the_action_is_skip():

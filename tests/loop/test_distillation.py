@@ -90,13 +90,14 @@ def test_each_sample_learns_from_exactly_the_teachers_of_its_source():
 
 @pytest.mark.parametrize("kl", ["advantage", "sampled"])
 @pytest.mark.parametrize("reward_coef", [0.0, 1.0])
-def test_groups_without_reward_signal_are_trained_on_where_they_have_a_teacher(kl, reward_coef):
+def test_groups_without_reward_signal_are_trained_on_where_they_have_a_teacher(kl, reward_coef, monkeypatch):
     """Also samples without a reward; no health check, no idle row and no ledger line says otherwise."""
+    monkeypatch.setattr("grpo_dist.health.watch._MOST_IDLE", 1)
     world = EqualRewards()
     world.unscored = ("p1",)
     config = fakes.config(
         steps=2,
-        health={"min_signal_groups": 1, "idle_steps_above": 1},
+        health={"min_signal_groups": 1},
         distillation={"teachers": [teacher("t")], "kl": kl, "reward_coef": reward_coef},
     )
     batches = train(world, config, fakes.prompts(8), {"t": Teacher(-3.0)})
@@ -115,13 +116,12 @@ def test_groups_without_reward_signal_are_trained_on_where_they_have_a_teacher(k
 
 @pytest.mark.parametrize("unscored", [("p0", "p1", "p2", "p3"), ("p1",), ()])
 @pytest.mark.parametrize("kl", ["advantage", "sampled"])
-def test_a_token_that_only_a_teacher_trains_is_a_trained_token(kl, unscored):
+def test_a_token_that_only_a_teacher_trains_is_a_trained_token(kl, unscored, monkeypatch):
     """Tokens of two streams count once, and the run does not end as one that trains on none."""
+    monkeypatch.setattr("grpo_dist.health.watch._MOST_IDLE", 1)
     world = EqualRewards()
     world.unscored = unscored
-    config = fakes.config(
-        steps=2, health={"idle_steps_above": 1}, distillation={"teachers": [teacher("t")], "kl": kl}
-    )
+    config = fakes.config(steps=2, distillation={"teachers": [teacher("t")], "kl": kl})
     train(world, config, fakes.prompts(4), {"t": Teacher(-3.0)})
     assert [metrics["train/loss_tokens"] for metrics in world.logged.values()] == [16.0, 16.0]
 

@@ -193,12 +193,12 @@ def test_variable_length_kernels_get_what_rows_share_as_keys_alone():
     """
     kernel = VarlenKernel(varlen_stand_in)
     spans = pack(rows_of([[7, 8, 9]], [[[4, 5, 2], [6, 2]]]), kernel, multiple=11).spans
-    assert spans.own.ends.tolist() == [0, 6, 8, 11] and spans.own.longest == 6
-    assert spans.whole.ends.tolist() == [0, 6, 11, 14] and spans.whole.longest == 6
+    assert spans.queries.ends.tolist() == [0, 6, 8, 11] and spans.queries.longest == 6
+    assert spans.keys.ends.tolist() == [0, 6, 11, 14] and spans.keys.longest == 6
     assert spans.indices.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 8, 9, 10]
     rows = [np.arange(5), np.arange(5)]
     spans = kernel.spans(rows, [0, 0], 5, CPU)
-    assert spans.own.ends.tolist() == spans.whole.ends.tolist() == [0, 5] and spans.indices is None
+    assert spans.queries.ends.tolist() == spans.keys.ends.tolist() == [0, 5] and spans.indices is None
     leaves = [heads(i, 5, n) for i, n in enumerate((4, 2, 2))]
     ours = spans.attend(*leaves, scale=0.3, window=None, dropout=0.0)
     torch.testing.assert_close(ours, row_by_row(*leaves, rows, scale=0.3, window=None))
@@ -467,7 +467,7 @@ def test_groups_stay_together_if_loads_allow():
 
 def test_default_sizes_follow_from_the_device():
     assert (micro_batch_tokens(None, "cpu"), micro_batch_tokens(None, "cuda")) == (4096, 16384)
-    assert (logprob_chunk_mib(None, "cpu", 0), logprob_chunk_mib(7, "cuda", 0)) == (32, 7)
+    assert logprob_chunk_mib("cpu", 0) == 32
 
 
 def test_a_gpu_of_80_gb_takes_larger_blocks_of_logits():
@@ -475,4 +475,4 @@ def test_a_gpu_of_80_gb_takes_larger_blocks_of_logits():
     cards = [
         parse_cluster(f"1x8x{name}").card.memory for name in ("L40S", "A100-40GB", "A100", "H100", "H200")
     ]
-    assert [logprob_chunk_mib(None, "cuda", memory) for memory in cards] == [256, 256, 1024, 1024, 1024]
+    assert [logprob_chunk_mib("cuda", memory) for memory in cards] == [256, 256, 1024, 1024, 1024]

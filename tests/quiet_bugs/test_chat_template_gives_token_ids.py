@@ -60,8 +60,6 @@ def test_a_run_that_trains_on_nothing_ends():
         return Group(prompt, rollouts, rewards, {"fake": rewards}, ("error",) * len(rollouts))
 
     world.score = unscored
-    config = fakes.config(
-        steps=50, health={"min_signal_groups": 0, "idle_steps_above": 5, "unscored_steps_above": 50}
-    )
-    with pytest.raises(Unhealthy, match="step 6: 6 steps in a row trained on no token"):
+    config = fakes.config(steps=80, health={"min_signal_groups": 0, "unscored_steps_above": 80})
+    with pytest.raises(Unhealthy, match="step 51: 51 steps in a row trained on no token"):
         train(world, config, fakes.prompts(40))

@@ -14,7 +14,7 @@ from grpo_dist.rewards import unit_tests
 from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.scorer import Scorer
-from grpo_dist.rewards.unit_tests import UnitTests, last_block, read_tests
+from grpo_dist.rewards.unit_tests import last_block, read_tests
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S, longer
 from tests.support.services import sandbox_fusion
@@ -340,17 +340,6 @@ def test_an_interpreter_that_the_machine_loses_between_two_calls_is_no_wrong_sol
     np.testing.assert_array_equal(rewards, [np.nan, 0.0])
     reason = "the sandbox failed: it lost an interpreter between two calls"
     assert scorer.failures == {"code": {reason: 1}}
-
-
-@pytest.mark.slow
-def test_the_output_that_is_compared_has_one_length_wherever_it_is_set(pool):
-    right, tests = block("print('x' * 3000)"), [{"input": "", "output": "x" * 3000}]
-    scores, scorer = scored(pool, [right], tests, sandbox=LIMITS | {"output_kb": 2})
-    assert np.isnan(scores.rewards).all()
-    assert "3 KiB of output, but kwargs.sandbox.output_kb = 2" in next(iter(scorer.failures["code"]))
-    assert scored(pool, [right], tests, sandbox=LIMITS | {"output_kb": 4})[0].rewards.tolist() == [1]
-    with pytest.raises(ValueError, match=r"output_kb = 8 and sandbox\.output_kb = 2: .* remove one"):
-        UnitTests(output_kb=8, sandbox={"output_kb": 2})
 
 
 def test_code_that_never_ends_is_wrong_and_a_sandbox_that_fails_is_not(pool, monkeypatch):

@@ -94,7 +94,7 @@ def without(settings, *keys):
 
 
 def test_keys_added_by_a_later_version_are_no_change_at_their_defaults():
-    later = "rewards.accept_arithmetic", "health.idle_steps_above", "weight_sync.probe_every"
+    later = "rewards.accept_arithmetic", "health.unscored_steps_above", "weight_sync.probe_every"
     old = without(config(), *later)
     assert changes(yaml.safe_dump(old), config()) == []
     other = config(rewards={"models": [MODEL], "accept_arithmetic": True})

@@ -272,7 +272,7 @@ def test_samples_of_a_call_that_an_update_overtakes_have_the_seeds_of_the_step_i
     async def slow(verbs, done, work):
         if overtaken:
             overtaken.clear()
-            verbs.step, verbs._drawn = verbs.step + 1, Counter()  # as `update` does at its end
+            verbs.step, verbs._samples_drawn = verbs.step + 1, Counter()  # as `update` does at its end
         return await within(verbs, done, work)
 
     monkeypatch.setattr(Verbs, "_within", slow)

@@ -255,8 +255,10 @@ class ProcessHost:
         raise ProcessFailure(outcome, str(value), lost=False, output=output)
 
     async def _answer(self, channel: socket.socket, number: bytes) -> tuple[str, bytes, str, float, float]:
-        found, index, seconds, used_s, size, printed = ANSWER.unpack(await receive_soon(channel, ANSWER.size))
-        if found != number or size + printed > self._longest:
+        outcome_code, index, seconds, used_s, size, printed = ANSWER.unpack(
+            await receive_soon(channel, ANSWER.size)
+        )
+        if outcome_code != number or size + printed > self._longest:
             raise EOFError
         body, output = await receive_soon(channel, size), await receive_soon(channel, printed)
         return OUTCOMES[index], body, output.decode(errors="replace"), seconds, used_s
@@ -264,8 +266,8 @@ class ProcessHost:
     async def begin(self, episode: str) -> LiveEpisode:
         """Fork the process of an episode that has none, as its first request does. Raises ProcessFailure."""
         await self.start()
-        if (known := self._live.get(episode)) is not None:  # by another request meanwhile
-            return known
+        if (other := self._live.get(episode)) is not None:  # by another request meanwhile
+            return other
         mine, keeper_end = socket.socketpair()
         mine.setblocking(False)
         self._count += 1
@@ -284,22 +286,22 @@ class ProcessHost:
             keeper_end.close()
         return live
 
-    async def _start_episode(self, live: LiveEpisode, given: socket.socket) -> None:
-        """Ask the zygote for a keeper that holds ``given``; start another zygote if it is gone."""
+    async def _start_episode(self, live: LiveEpisode, child_end: socket.socket) -> None:
+        """Ask the zygote for a keeper that holds ``child_end``; start another zygote if it is gone."""
         zygote = self._child
         try:
-            await self._ask_zygote(live, given)
+            await self._ask_zygote(live, child_end)
         except (BrokenPipeError, ConnectionResetError):
             await asyncio.shield(self._replace_zygote(zygote, kept=live))
             await self.start()
-            await self._ask_zygote(live, given)
+            await self._ask_zygote(live, child_end)
 
-    async def _ask_zygote(self, live: LiveEpisode, given: socket.socket) -> None:
+    async def _ask_zygote(self, live: LiveEpisode, child_end: socket.socket) -> None:
         """Ask the zygote for a keeper, and replace a zygote that does not answer. Raises ProcessFailure."""
         zygote = self._child
         try:
             async with asyncio.timeout(_START_S):
-                await self._tell({"do": "start", "episode": live.number}, given)
+                await self._tell({"do": "start", "episode": live.number}, child_end)
                 await live.started
         except TimeoutError:
             await asyncio.shield(self._replace_zygote(zygote, hangs=True))

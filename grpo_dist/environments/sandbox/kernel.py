@@ -48,7 +48,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def syscall(name: str, number: int, *arguments: int | bytes | ctypes.Array | ctypes.Structure | None) -> int:
     """Call ``number``; structures and arrays are passed by address."""
-    given: list[object] = [
+    values: list[object] = [
         ctypes.byref(a)
         if isinstance(a, ctypes.Array | ctypes.Structure)
         else ctypes.c_long(a)
@@ -56,7 +56,7 @@ def syscall(name: str, number: int, *arguments: int | bytes | ctypes.Array | cty
         else a
         for a in arguments
     ]
-    return _checked(name, _libc.syscall(ctypes.c_long(number), *given))
+    return _checked(name, _libc.syscall(ctypes.c_long(number), *values))
 
 
 def unshare(flags: int) -> None:

@@ -14,6 +14,7 @@ from grpo_dist.environments.sandbox.service import CodeService
 from grpo_dist.environments.sandbox.trial import find_isolation
 
 _PROGRAM = "grpo_dist.environments.sandbox.interpreter:Interpreter"
+OUTPUT_KB = 64  # of a call that are kept
 _READY_S = 300.0  # limit for the start of an interpreter, which no call is charged with
 _OUTCOMES = ("ok", "error", "timeout", "memory", "died")
 _GONE = "The interpreter was ended: variables and files of earlier calls are gone."
@@ -26,7 +27,7 @@ class CodeResult:
 
     Attributes:
         output: stdout and stderr in order, the value of a last expression, a traceback; cut to
-            ``environments.sandbox.output_kb``. It notes a lost interpreter.
+            ``output_kb``. It notes a lost interpreter.
         outcome: ok | error | timeout | memory | died.
         seconds: wall clock of the code.
         began: False where the machine had lost the interpreter before, so that the code did not run.
@@ -52,15 +53,18 @@ class PythonSandbox:
 
     Args:
         isolation: of the process backend; None: the strongest that `start` finds to work.
+        output_kb: KiB of the output of a call that are kept, its start and its end.
     """
 
-    def __init__(self, settings: SandboxConfig, *, isolation: Isolation | None = None) -> None:
+    def __init__(
+        self, settings: SandboxConfig, *, isolation: Isolation | None = None, output_kb: int = OUTPUT_KB
+    ) -> None:
         self._settings = settings
         self._backend: CodeBackend
         if settings.url is None:
-            self._backend = InterpreterProcesses(settings, isolation)
+            self._backend = InterpreterProcesses(settings, isolation, output_kb)
         else:
-            self._backend = CodeService(settings)
+            self._backend = CodeService(settings, output_kb)
         self._used_s: dict[str, float] = {}
 
     async def start(self) -> list[str]:
@@ -100,14 +104,14 @@ class PythonSandbox:
 class InterpreterProcesses:
     """Interpreters in processes of this machine."""
 
-    def __init__(self, settings: SandboxConfig, isolation: Isolation | None) -> None:
+    def __init__(self, settings: SandboxConfig, isolation: Isolation | None, output_kb: int) -> None:
         self._isolation = isolation
         self._limits = Limits(
             memory_mb=settings.memory_mb,
             cpu_s=settings.cpu_s,
             processes=settings.processes,
             files_mb=settings.files_mb,
-            output_kb=settings.output_kb,
+            output_kb=output_kb,
             reply_kb=16,
         )
         self._host: ProcessHost | None = None

@@ -32,8 +32,9 @@ _REASON = 500  # characters of an error
 class CodeService:
     """Runs code on a service."""
 
-    def __init__(self, settings: SandboxConfig) -> None:
+    def __init__(self, settings: SandboxConfig, output_kb: int) -> None:
         assert settings.url, "without an address code runs in processes"
+        self._output_kb = output_kb
         self._settings, self._url = settings, settings.url.rstrip("/") + "/run_code"
         self._earlier: dict[str, list[tuple[str, float]]] = {}  # code and seconds of each call
         self._source = Path(cells.__file__).read_text()
@@ -48,8 +49,8 @@ class CodeService:
         outcome, output, _ = await self.run("", "print(6 * 7)", self._settings.call_s)
         await self.end("")
         if (outcome, output) != ("ok", "42\n"):
-            raise ProcessFailure("error", f"{self._shown(self._url)} printed {output[:_REASON]!r} for 6 * 7")
-        where = self._shown(self._settings.url or "")
+            raise ProcessFailure("error", f"{self._masked(self._url)} printed {output[:_REASON]!r} for 6 * 7")
+        where = self._masked(self._settings.url or "")
         return [f"sandbox: code runs at {where}, whose isolation is its own affair and is not checked here"]
 
     async def run(self, episode: str, code: str, timeout_s: float) -> tuple[str, str, float]:
@@ -106,20 +107,20 @@ class CodeService:
                 reason = f"no reply within {limit_s + _GRACE_S:g} s"
             except (httpx.HTTPError, ValueError) as error:
                 reason = f"{type(error).__name__}: {error}"
-        masked = self._shown(reason)[:_REASON]
+        masked = self._masked(reason)[:_REASON]
         detail = f"the sandbox service does not answer ({masked})"
         raise ProcessFailure("error", detail, lost=False, infrastructure=True)
 
     def _read(
-        self, episode: str, found: dict[str, Any], timeout_s: float, elapsed_s: float
+        self, episode: str, reply: dict[str, Any], timeout_s: float, elapsed_s: float
     ) -> tuple[str, str, float]:
         """Return outcome, output and seconds of all the code. Raises ProcessFailure."""
-        ran = found.get("run_result")
-        if found.get("status") == "SandboxError" or not isinstance(ran, dict):
-            reason = str(found.get("message") or "it ran nothing")[:_REASON]
-            detail = f"the sandbox service failed ({self._shown(reason)})"
+        ran = reply.get("run_result")
+        if reply.get("status") == "SandboxError" or not isinstance(ran, dict):
+            reason = str(reply.get("message") or "it ran nothing")[:_REASON]
+            detail = f"the sandbox service failed ({self._masked(reason)})"
             raise ProcessFailure("error", detail, lost=False, infrastructure=True)
-        kept = KeptOutput(self._settings.output_kb * 1024)
+        kept = KeptOutput(self._output_kb * 1024)
         # Code prints to the first; Python's own last words are in the second.
         for part in ("stdout", "stderr"):
             kept.add(str(ran.get(part) or "").encode(errors="replace"))
@@ -133,5 +134,5 @@ class CodeService:
             raise ProcessFailure("died", f"the process ended with exit status {code}", output=output)
         return _OF_EXIT[code], output, seconds if isinstance(seconds, int | float) else elapsed_s
 
-    def _shown(self, text: str) -> str:
+    def _masked(self, text: str) -> str:
         return masked_text(text, {"url": self._settings.url})

@@ -105,5 +105,5 @@ def card_peak(name: str) -> float | None:
     """Return the operations per second in the data sheet of the card ``name``, e.g. "NVIDIA H100 80GB HBM3";
     None where it is unknown.
     """
-    known = [card for card in _CARDS if card.lower() in name.lower()]
-    return _CARDS[max(known, key=len)] if known else None
+    names = [card for card in _CARDS if card.lower() in name.lower()]
+    return _CARDS[max(names, key=len)] if names else None

@@ -33,7 +33,7 @@ class NeededWork:
         prompts = zip(map(len, distinct), shared_prefix_lengths(distinct).tolist(), strict=True)
         spans = [
             *((len(r.prompt_ids), r.tokens) for r in step.requests),
-            *((known, n) for n, known in prompts),
+            *((length, n) for n, length in prompts),
         ]
         return cls.over(spans, trained=sum(r.length for r in step.requests))
 

@@ -100,7 +100,7 @@ def check_memory(start: Start, place: Place) -> str:
     cluster = parse_cluster(place.cluster) if place.cluster else this_machine()
     card = cluster.card
     memory, roles = card.memory if card else 0, _roles(config, cluster.gpus)
-    found = footprints(
+    needs = footprints(
         config,
         model,
         Sizes.of(config, gpu=card is not None, memory=memory),
@@ -109,8 +109,8 @@ def check_memory(start: Start, place: Place) -> str:
         memory=memory,
         frozen=frozen_models(config)[0],
     )
-    lines = [_of_role(role, need) for role, need in found.items()]
-    wrong = memory_problems(config, found, cluster, roles)
+    lines = [_of_role(role, need) for role, need in needs.items()]
+    wrong = memory_problems(config, needs, cluster, roles)
     first = None
     if config.sft is not None and is_trained_first(config.model, config.sft):
         sizes = Sizes.of(config, gpu=card is not None)
@@ -120,7 +120,7 @@ def check_memory(start: Start, place: Place) -> str:
     lines += _as_stage(config, cluster)
     fail(wrong)
     if place.cluster is None or card is None:
-        lines += _of_this_machine(found, first, roles, cluster)
+        lines += _of_this_machine(needs, first, roles, cluster)
     return "\n    ".join([f"of one worker, on {cluster}", *lines])
 
 
@@ -149,14 +149,14 @@ def _parts(need: Footprint) -> str:
 
 
 def _of_this_machine(
-    found: dict[str, Footprint], first: Footprint | None, roles: Roles, cluster: ClusterShape
+    needs: dict[str, Footprint], first: Footprint | None, roles: Roles, cluster: ClusterShape
 ) -> list[str]:
     """Compare the host memory of all workers with this machine's. Raises CheckFailed where it lacks some."""
     if cluster.card is not None:
-        total = node_host_bytes(found, roles, cluster)
+        total = node_host_bytes(needs, roles, cluster)
         remedy = "set checkpoint.background=false, or take back some of `policy.offload`"
         return [_fits("in host memory", total, remedy)] if total else []
-    total = sum(need.total * roles.workers[role] for role, need in found.items())
+    total = sum(need.total * roles.workers[role] for role, need in needs.items())
     remedy = "lower `policy.num_workers`, `rollout.num_workers`, `rollout.kv_cache_gib` or "
     lines = [_fits("all together", total, f"{remedy}`batch.micro_batch_tokens`")]
     if first is not None:
@@ -199,9 +199,9 @@ def this_machine() -> ClusterShape:
         name, memory = str(pynvml.nvmlDeviceGetName(device)), pynvml.nvmlDeviceGetMemoryInfo(device).total
     finally:
         pynvml.nvmlShutdown()
-    known = card_called(name)
-    if known is None:
+    card = card_called(name)
+    if card is None:
         raise CheckFailed(
             f"{name} is in no table of `plan`; name a similar one with --cluster, e.g. 1x{count}xA100"
         )
-    return ClusterShape(1, count, replace(known, name=name, memory=memory))
+    return ClusterShape(1, count, replace(card, name=name, memory=memory))

@@ -30,7 +30,7 @@ _LOG_BYTES = GIB  # metrics, samples and logs of a long run: a guess
 
 def check_versions(start: Start) -> str:
     """Compare the installed packages with what this package requires."""
-    shown, wrong = [], []
+    versions, wrong = [], []
     for text in metadata.requires("grpo-dist") or []:
         wanted = Requirement(text)
         if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
@@ -42,13 +42,13 @@ def check_versions(start: Start) -> str:
         if not wanted.specifier.contains(has, prereleases=True):
             wrong.append(f"{wanted.name} is {has}, needed is {wanted.specifier}")
         if wanted.name in _SHOWN:
-            shown.append(f"{wanted.name} {has}")
+            versions.append(f"{wanted.name} {has}")
     engines = [f"{name} {has}" for name in _ENGINES if (has := installed(name))]
     if not engines:
         wrong.append("no engine is installed; pip install -e .[cpu], or .[gpu] on a machine with GPUs")
     if wrong:
         raise CheckFailed("; ".join(wrong))
-    return ", ".join([*shown, *engines])
+    return ", ".join([*versions, *engines])
 
 
 def check_batch(start: Start) -> str:

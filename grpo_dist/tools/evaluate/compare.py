@@ -200,8 +200,8 @@ def _rows_of_set(
     name: str, ours: Sequence[Mapping[str, float | None]], theirs: Sequence[Mapping[str, float | None]]
 ) -> Iterator[Paired]:
     """Compare every measure that both have, over the problems on which both have a value."""
-    known = {measure for values in theirs for measure in values}
-    for measure in dict.fromkeys(m for values in ours for m in values if m in known):
+    measures = {measure for values in theirs for measure in values}
+    for measure in dict.fromkeys(m for values in ours for m in values if m in measures):
         pairs = [
             (x, y)  # null where too few samples are scored
             for a, b in zip(ours, theirs, strict=True)

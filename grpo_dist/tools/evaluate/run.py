@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.chat.template import writes_date
-from grpo_dist.config import Config, EvaluationConfig
+from grpo_dist.config import Config
 from grpo_dist.data.readers import brings_columns, column, common_columns, read_all
 from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import as_user_errors
@@ -90,7 +90,7 @@ def evaluate_model(
                 if writes_date(tokenizer):
                     identity = identity.with_date(config.data.template_date)
                 check_rendering(config.data, config.sampling, tokenizer, say)
-                sets = _read_sets(sections, config.evaluation, tokenizer, by, say)
+                sets = _read_sets(sections, tokenizer, by, say)
             store = Store(directory, identity, fresh=fresh)
             store.begin()
         if store.moved:
@@ -121,7 +121,6 @@ def evaluate_model(
 
 def _read_sets(
     sections: PromptSections,
-    evaluation: EvaluationConfig,
     tokenizer: Any,
     by: Sequence[str],
     say: Callable[[str], None],
@@ -159,9 +158,8 @@ def _read_sets(
     sets = []
     loaded = prepare_eval(sections, rows, tokenizer, [], say)
     for eval_set, source, names in zip(loaded, sources, columns, strict=True):
-        prompts = eval_set.prompts[: evaluation.max_prompts]
-        values = {p.uid: {name: str(column(p.columns, name)) for name in names} for p in prompts}
-        sets.append(ProblemSet(eval_set.name, visible(source, prompts), values))
+        values = {p.uid: {name: str(column(p.columns, name)) for name in names} for p in eval_set.prompts}
+        sets.append(ProblemSet(eval_set.name, visible(source, eval_set.prompts), values))
     return sets
 
 

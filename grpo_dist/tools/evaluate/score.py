@@ -350,12 +350,22 @@ def _print_rewards(console: Console, scored: Scored, parts: Mapping[str, np.ndar
     columns = ("reward", "scored", "unscored", "mean", "std", "min", "p50", "max")
     rows = []
     for name, scores in values.items():
-        known = scores[~np.isnan(scores)]
+        scored_values = scores[~np.isnan(scores)]
         numbers = (
-            (known.mean(), known.std(), known.min(), np.median(known), known.max()) if len(known) else ()
+            (
+                scored_values.mean(),
+                scored_values.std(),
+                scored_values.min(),
+                np.median(scored_values),
+                scored_values.max(),
+            )
+            if len(scored_values)
+            else ()
         )
         cells = [f"{number:.3f}" for number in numbers] or ["–"] * 5
-        rows.append([escape(name), str(len(known)), str(len(scores) - len(known) or "–"), *cells])
+        rows.append(
+            [escape(name), str(len(scored_values)), str(len(scores) - len(scored_values) or "–"), *cells]
+        )
     print_rows(console, "rewards", columns, rows)
     if outcomes := Counter(o for group in scored.groups for o in group.outcomes if o):
         console.print("math outcomes: " + ", ".join(f"{o} {n}" for o, n in outcomes.most_common()))
@@ -380,8 +390,8 @@ def _print_rewards(console: Console, scored: Scored, parts: Mapping[str, np.ndar
 
 def is_grader(values: np.ndarray) -> bool:
     """Return True when all scored values are 0 or 1, and at least one was scored."""
-    known = values[~np.isnan(values)]
-    return bool(len(known)) and bool(np.isin(known, (0.0, 1.0)).all())
+    scored = values[~np.isnan(values)]
+    return bool(len(scored)) and bool(np.isin(scored, (0.0, 1.0)).all())
 
 
 def disagreements(graders: Mapping[str, np.ndarray]) -> np.ndarray:

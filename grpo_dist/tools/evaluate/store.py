@@ -80,8 +80,8 @@ class Store:
     def __init__(self, directory: Path, identity: Identity, *, fresh: bool) -> None:
         self.directory, self.identity = directory, identity
         self.moved: Path | None = None
-        known = directory / _IDENTITY
-        if not known.is_file():
+        identity_file = directory / _IDENTITY
+        if not identity_file.is_file():
             if directory.exists() and any(directory.iterdir()):
                 raise ValueError(
                     f"{directory}: exists, but holds no evaluation (no {_IDENTITY}); choose another --output"
@@ -91,11 +91,12 @@ class Store:
                 self.moved = keep_backup(directory)
         else:
             try:
-                record = read_json(known)
+                record = read_json(identity_file)
                 old = Identity(**{field.name: record[field.name] for field in fields(Identity)})
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"{known}: cannot be read ({error}); start over with --fresh, or choose another --output"
+                    f"{identity_file}: cannot be read ({error}); start over with --fresh, or choose "
+                    "another --output"
                 ) from error
             _check_same(directory, old, identity)
 

@@ -139,7 +139,6 @@ def _set_data(tree: DictConfig, data: Sequence[str], data_dir: Path | None, wher
         for name in data
     ]
     set_key(tree, "data.eval", sources, where)
-    set_key(tree, "evaluation.max_prompts", None, where)  # the limit was meant for the run's own sets
     if OmegaConf.select(tree, "data.train") is None:
         set_key(tree, "data.train", sources, where)  # required by the schema; an evaluation does not read it
 

@@ -92,12 +92,12 @@ def export(
                 base = starting_model(config, run_dir, say)
             out.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
-                made = Path(folder) / "model"
+                target = Path(folder) / "model"
                 with _deletion_explained([checkpoint]):
-                    measured = _write(config, base, checkpoint, made, dtype, adapter=adapter)
-                add_file(made, CARD, model_card(config, run_dir, step, adapter=adapter))
-                record_origin(made, origin)
-                publish(made, out)
+                    measured = _write(config, base, checkpoint, target, dtype, adapter=adapter)
+                add_file(target, CARD, model_card(config, run_dir, step, adapter=adapter))
+                record_origin(target, origin)
+                publish(target, out)
             say(f"{out}: step {step} of {run_dir}; {measured}")
         adapted = read_json(out / ADAPTER_CONFIG)["base_model_name_or_path"] if adapter else ""
         if Path(adapted).is_absolute():  # no model of the hub

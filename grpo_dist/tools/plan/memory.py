@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from actors.workers.drafter import history_bytes
+from actors.workers.drafter import HISTORY_TOKENS, history_bytes
 from actors.workers.engine_settings import GPU_MEMORY, EngineSpec
 from grpo_dist.batch.sharding import ATTENDED
 from grpo_dist.config import (
@@ -99,7 +99,7 @@ class Sizes:
             itemsize,
             micro_batch_tokens(config.batch.micro_batch_tokens, device),
             micro_batch_tokens(config.reference.micro_batch_tokens, device),
-            logprob_chunk_mib(config.policy.logprob_chunk_mib, device, memory) * 2**20,
+            logprob_chunk_mib(device, memory) * 2**20,
             varlen=gpu and itemsize == 2 and config.model.packing and config.model.attention in _VARLEN,
             kernels=gpu and config.model.kernels != "torch" and not config.policy.compile and has_package,
         )
@@ -385,8 +385,7 @@ def frozen_worker(max_length: int, model: FrozenModel, sizes: Sizes) -> Footprin
     settings = model.settings
     assert settings is not None  # the reference has `reference_worker`
     if not isinstance(settings, RewardModelConfig):
-        tokens = micro_batch_tokens(settings.micro_batch_tokens, "cuda" if sizes.gpu else "cpu")
-        return reference_worker(max_length, model.shape, replace(sizes, reference_micro_batch=tokens))
+        return reference_worker(max_length, model.shape, sizes)
     s, b = model.shape.shape, itemsize_of(settings.dtype, gpu=sizes.gpu)
     tokens = max(settings.micro_batch_tokens, max_length)
     widest = -(-max(3 * s.intermediate, 4 * s.heads * s.head_dim) // settings.tensor_parallel_size)
@@ -478,7 +477,7 @@ def rollout_engine(
     mean = workload.prompt_tokens / config.batch.samples_per_prompt + workload.mean
     host |= _delta_copies(config.weight_sync, model, sizes, tensor_parallel)  # each process has one
     if rollout.speculation:
-        host[_DRAFTS] = tensor_parallel * history_bytes(rollout.speculation.history_tokens)
+        host[_DRAFTS] = tensor_parallel * history_bytes(HISTORY_TOKENS)
     return EngineFootprint(
         parts if sizes.gpu else parts | host,
         host if sizes.gpu else {},

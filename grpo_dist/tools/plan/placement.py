@@ -272,7 +272,7 @@ def memory_problems(
     if needed > available:
         first = "set cluster.placement=separate" if roles.sharing else "take back some of `policy.offload`"
         background = ", set checkpoint.background=false" if config.checkpoint.background else ""
-        texts = ", lower `rollout.speculation.history_tokens`" if config.rollout.speculation else ""
+        texts = ", set rollout.speculation=null" if config.rollout.speculation else ""
         problems.append(
             f"host memory: the workers of one node keep {needed / GIB:,.0f} GiB there, and a node of "
             f"{cluster} is assumed to have {available / GIB:,.0f} GiB; {first}{background}{texts}, or add "
@@ -319,7 +319,9 @@ def _remedy(role: str, config: Config) -> str:
         return (
             "raise `policy.zero_stage` or `rollout.tensor_parallel_size`, or set cluster.placement=separate"
         )
-    return "its weights are a whole copy on one GPU; lower its `micro_batch_tokens`, or use a smaller one"
+    return (
+        "its weights are a whole copy on one GPU; lower `reference.micro_batch_tokens`, or use a smaller one"
+    )
 
 
 def _policy_remedy(settings: ModelConfig, policy: PolicyConfig) -> str:

@@ -118,10 +118,10 @@ def head_lines(plan: Plan) -> list[str]:
     if workload.assumed:
         lines.append(f"assumed: {workload.assumed}")
     if shown := config.demonstrations:
-        prompt, completion = assumed_row(shown, config.max_length)
+        prompt, completion = assumed_row(config.max_length)
         lines.append(
             f"assumed: each of the {shown.rows_per_step} demonstrations of a step has {prompt} + "
-            f"{completion} tokens, half of the longest that may be (`demonstrations.max_length`)"
+            f"{completion} tokens, half of the longest that may be"
         )
     lines += delta_line(config.weight_sync, config.policy.optimizer, itemsize)
     if any(model.is_reward_model for model in setting.frozen):

@@ -29,7 +29,7 @@ import numpy as np
 
 from grpo_dist import driver
 from grpo_dist.batch.token_values import ValuesOfSamples
-from grpo_dist.config import Config, DemonstrationStreamConfig, HealthConfig
+from grpo_dist.config import Config, HealthConfig
 from grpo_dist.config.algorithm import NormalisedAdvantage
 from grpo_dist.config.data import EpochsOrderConfig, LengthOrderConfig
 from grpo_dist.config.distillation import SampledKL
@@ -101,15 +101,14 @@ class Scenario:
         settings, updates = self.config.demonstrations, self.config.batch.updates_per_step
         if settings is None:
             return ()
-        prompt, completion = assumed_row(settings, self.config.max_length)
+        prompt, completion = assumed_row(self.config.max_length)
         return ((prompt, (completion,)),) * (settings.rows_per_step // updates)
 
 
-def assumed_row(settings: DemonstrationStreamConfig, longest: int) -> tuple[int, int]:
+def assumed_row(longest: int) -> tuple[int, int]:
     """Return the tokens of prompt and completion of a demonstration of which nothing but a bound is known.
     ``longest``: tokens of the run's longest sequence.
     """
-    longest = settings.max_length or longest
     return round(_PROMPT_SHARE * longest), max(1, round(_COMPLETION_SHARE * longest))
 
 

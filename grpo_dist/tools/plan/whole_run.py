@@ -88,7 +88,7 @@ class WholeRun:
             return []
         if planned.prompts:
             names = ", ".join(planned.assumed)
-            guessed = f", as many prompts in {names} as `evaluation.max_prompts` or `max_rows` allows"
+            guessed = f", as many prompts in {names} as `max_rows` allows"
             beside = ""
             if planned.waited_s is not None:
                 beside = f", while training continues, which waits {written(planned.waited_s, 's')} in all"
@@ -101,7 +101,7 @@ class WholeRun:
         if planned.left_out:
             lines.append(
                 f"warning: evaluation of {', '.join(planned.left_out)}, {planned.count} time(s), is left "
-                "out: their number of prompts is unknown; plan with evaluation.max_prompts"
+                "out: their number of prompts is unknown; plan with data.eval.N.max_rows"
             )
         return lines
 
@@ -152,7 +152,7 @@ def planned_evaluation(option: Option, step_s: float) -> PlannedEvaluation | Non
         return None
     sizes, assumed, left_out = [], [], []
     for source in config.data.eval:
-        known, size = prompts_of(source, config.evaluation.max_prompts)
+        known, size = prompts_of(source)
         if size is None:
             left_out.append(source_name(source))
             continue
@@ -197,16 +197,14 @@ def _evaluation_scenario(option: Option) -> Scenario:
     return replace(scenario, workload=workload, capacity=max(1, option.engine.sequences_of(held)))
 
 
-def prompts_of(source: DataSourceConfig, most: int | None) -> tuple[bool, int | None]:
+def prompts_of(source: DataSourceConfig) -> tuple[bool, int | None]:
     """Return whether the number of rows is known, and how many are evaluated; None: unbounded."""
-    bounds = [bound for bound in (source.max_rows, most) if bound is not None]
-    bound = min(bounds, default=None)
     if source.path is not None and (source.path.startswith("demo:") or expanded(source.path).exists()):
         try:
-            return True, len(read(source.model_copy(update={"max_rows": bound})))
+            return True, len(read(source))
         except (OSError, ValueError):  # the run itself reports it
             pass
-    return False, bound
+    return False, source.max_rows
 
 
 def planned_checkpoints(planned: Planned) -> PlannedCheckpoints:

@@ -115,18 +115,21 @@ def _other_streams(stage: ResolvedStage, ancestors: dict[str, Path]) -> dict[str
     """Return `distillation` with the models that teachers of earlier stages derive from, and `demonstrations`
     without the files that earlier stages will write.
     """
-    own, shown = stage.config.distillation, stage.config.demonstrations
+    distillation, demonstrations = stage.config.distillation, stage.config.demonstrations
     symbolic = stage.symbolic.distillation.teachers
     names = [t.model.removeprefix("stage:") if _to_come(t.model) else None for t in symbolic]
     teachers = tuple(
         teacher.model_copy(update={"model": str(ancestors[name])}) if name else teacher
-        for teacher, name in zip(own.teachers, names, strict=True)
+        for teacher, name in zip(distillation.teachers, names, strict=True)
     )
-    if shown is not None and stage.symbolic.demonstrations is not None:
+    if demonstrations is not None and stage.symbolic.demonstrations is not None:
         there = [not _to_come(source.path) for source in stage.symbolic.demonstrations.data]
-        data = tuple(compress(shown.data, there))
-        shown = shown.model_copy(update={"data": data}) if data else None
-    return {"distillation": own.model_copy(update={"teachers": teachers}), "demonstrations": shown}
+        data = tuple(compress(demonstrations.data, there))
+        demonstrations = demonstrations.model_copy(update={"data": data}) if data else None
+    return {
+        "distillation": distillation.model_copy(update={"teachers": teachers}),
+        "demonstrations": demonstrations,
+    }
 
 
 def _check_sft(stage: ResolvedStage, config: Config, device: DeviceType) -> None:
@@ -165,12 +168,12 @@ def _check_rows_to_come(stage: ResolvedStage, pipeline: ResolvedPipeline) -> Non
             continue
         maker = pipeline[source.path.removeprefix("stage:").partition("/")[0]]
         completion = maker.config.rejection.max_new_tokens or maker.config.sampling.longest
-        made = maker.config.data.max_prompt_tokens + completion
-        if made > longest:
+        row_length = maker.config.data.max_prompt_tokens + completion
+        if row_length > longest:
             raise ValueError(
-                f"sft.max_length = {longest}, but stage `{maker.name}` may make rows of {made} tokens "
-                f"(data.max_prompt_tokens + the longest completion); raise sft.max_length to {made}, or "
-                f"lower one of the two in that stage"
+                f"sft.max_length = {longest}, but stage `{maker.name}` may make rows of {row_length} tokens "
+                f"(data.max_prompt_tokens + the longest completion); raise sft.max_length to {row_length}, "
+                f"or lower one of the two in that stage"
             )
 
 
@@ -205,8 +208,8 @@ def _check_sampling(config: Config, device: DeviceType) -> None:
 def _check_prompts(config: Config, sections: PromptSections, sources: list[DataSourceConfig]) -> None:
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
     check_rendering(config.data, config.sampling, tokenizer, _quiet)
-    own = own_problems(sections.data, sections.environments)
-    train_prompts(sections, read_all(config.data.with_prompts(sources), own=own), tokenizer, _quiet)
+    problems = own_problems(sections.data, sections.environments)
+    train_prompts(sections, read_all(config.data.with_prompts(sources), own=problems), tokenizer, _quiet)
 
 
 def _there(stage: ResolvedStage) -> list[DataSourceConfig]:

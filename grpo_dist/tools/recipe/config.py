@@ -135,10 +135,10 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedPi
     """
     path = Path(path)
     tree = read_tree(path)
-    own = [text for text in overrides if text.partition("=")[0] in _OWN]
-    for text in own:
+    pipeline_keys = [text for text in overrides if text.partition("=")[0] in _OWN]
+    for text in pipeline_keys:
         set_from_text(tree, text)
-    return resolve(_read_file(tree, path), path, [text for text in overrides if text not in own])
+    return resolve(_read_file(tree, path), path, [text for text in overrides if text not in pipeline_keys])
 
 
 def _read_file(tree: DictConfig, path: Path) -> PipelineFile:
@@ -168,16 +168,16 @@ def resolve(file: PipelineFile, path: Path, overrides: Sequence[str] = ()) -> Re
 
 def _by_stage(overrides: Sequence[str], file: PipelineFile) -> dict[str, list[str]]:
     """Group overrides by stage: ``rejection.model.path=x`` is model.path=x of the stage `rejection`."""
-    found: dict[str, list[str]] = {stage.name: [] for stage in file.stages}
+    by_stage: dict[str, list[str]] = {stage.name: [] for stage in file.stages}
     for text in overrides:
         name, dot, rest = text.partition(".")
-        if not dot or name not in found:
+        if not dot or name not in by_stage:
             raise ConfigError(
                 f"override {masked_setting(text)!r}: expected {', '.join(f'{k}=...' for k in _OWN)}, or "
-                f"STAGE.key=value with one of the stages {', '.join(found)}"
+                f"STAGE.key=value with one of the stages {', '.join(by_stage)}"
             )
-        found[name].append(rest)
-    return found
+        by_stage[name].append(rest)
+    return by_stage
 
 
 def _tree(
@@ -243,12 +243,12 @@ def _stage(
     return ResolvedStage(written.name, written.kind, directory, config, symbolic, inputs)
 
 
-def _check_reference(name: str, of: str, earlier: list[str], known: list[str], where: str) -> None:
+def _check_reference(name: str, of: str, earlier: list[str], allowed: list[str], where: str) -> None:
     if name in earlier:
         return
     if name == of:
         raise ConfigError(f"{where} refers to itself: ${{stage:{name}}}; name an earlier stage")
-    if name in known:
+    if name in allowed:
         raise ConfigError(
             f"{where} refers to ${{stage:{name}}}, which comes after it; move `{name}` before `{of}`"
         )

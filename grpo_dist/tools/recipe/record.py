@@ -44,7 +44,7 @@ _UNUSED: dict[Kind, set[str]] = {
 # A run that resumes may change these; what it measured, and how long it was, is the stage's result.
 _OF_RESULTS = {"evaluation", "steps", "rejection"}
 # Keys of `rejection` that choose among finished samples.
-_CHOICE = {"min_reward", "keep_per_prompt", "prefer", "max_pass_rate"}
+_CHOICE = {"min_reward", "keep_per_prompt", "max_pass_rate"}
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
 
     The fingerprint of an incomplete stage is None.
     """
-    found: dict[str, str | None] = {}
+    fingerprints: dict[str, str | None] = {}
     used = settings(stage)
     for key, value, _ in input_paths(stage.symbolic):
         section, name = key.split(".")[:2]
@@ -122,20 +122,20 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
             continue
         if value.startswith("stage:"):
             name = value.removeprefix("stage:").partition("/")[0]
-            found[f"stage:{name}"] = earlier[name].id if name in earlier else None
+            fingerprints[f"stage:{name}"] = earlier[name].id if name in earlier else None
         elif (local := expanded(value)).exists():
-            found[value] = fingerprint(local)
+            fingerprints[value] = fingerprint(local)
     if stage.kind != "sft":
-        own = stage.config
+        config = stage.config
         digest = (
-            digest_run_code(own.own_pieces, own.rewards, own.data) if stage.kind == "grpo"
-            else digest_sampling_code(own.rollout, own.rewards, own.data)
+            digest_run_code(config.own_pieces, config.rewards, config.data) if stage.kind == "grpo"
+            else digest_sampling_code(config.rollout, config.rewards, config.data)
         )  # fmt: skip
-        found |= {f"own code {label}": code for label, code in digest.items()}
+        fingerprints |= {f"own code {label}": code for label, code in digest.items()}
     whole = _settings(stage)
     if used != whole:  # a custom reward's `end_token` may look like a secret, and affects the result
-        found[f"what {HIDDEN} stands for"] = hashlib.sha256(json.dumps(whole).encode()).hexdigest()
-    return found
+        fingerprints[f"what {HIDDEN} stands for"] = hashlib.sha256(json.dumps(whole).encode()).hexdigest()
+    return fingerprints
 
 
 def resumed_with(record: StageRecord, stage: ResolvedStage) -> StageRecord:
@@ -154,13 +154,13 @@ def of_results(record: StageRecord, stage: ResolvedStage) -> StageRecord:
     what a run warns of.
     """
     config = stage.symbolic
-    return _only(record, lambda own: own.key.partition(".")[0] in _OF_RESULTS or own.decides(config))
+    return _only(record, lambda change: change.key.partition(".")[0] in _OF_RESULTS or change.decides(config))
 
 
 def _only(record: StageRecord, kept: Callable[[Change], bool]) -> StageRecord:
     """Return ``record`` with the settings whose change is one of those that are ``kept``."""
-    own = flat(record.settings)
-    return replace(record, settings={key: v for key, v in own.items() if kept(Change(key, v, v))})
+    settings = flat(record.settings)
+    return replace(record, settings={key: v for key, v in settings.items() if kept(Change(key, v, v))})
 
 
 def differences(old: StageRecord, new: StageRecord, config: Config) -> list[str]:
@@ -171,13 +171,13 @@ def differences(old: StageRecord, new: StageRecord, config: Config) -> list[str]
     before, now = flat(drop_layout(old.settings)), flat(new.settings)
     chosen = flat(config.model_dump(mode="json", exclude_defaults=True))
     added = {key for key in now if key not in chosen and not has_place(key, before)}
-    found = changes(before, {key: value for key, value in now.items() if key not in added})
+    changed = changes(before, {key: value for key, value in now.items() if key not in added})
     for name in dict.fromkeys([*old.inputs, *new.inputs]):
         if old.inputs.get(name) != new.inputs.get(name):
             stage = name.removeprefix("stage:")
-            found.append(
+            changed.append(
                 f"stage `{stage}` was redone or is no longer complete"
                 if stage != name
                 else f"{name} has changed"
             )
-    return found
+    return changed

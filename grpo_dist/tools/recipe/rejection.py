@@ -1,14 +1,13 @@
 """Rejection sampling: choose the samples that become demonstrations, and count why others do not.
 
 4 samples of a prompt    right, 9 tokens | wrong | right, 7 tokens | truncated
-keep_per_prompt 1, prefer shortest  ->  the third
+keep_per_prompt 1  ->  the third, the shortest
 """
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,6 @@ from grpo_dist.chat.ends import SampleEnds, ends_of
 from grpo_dist.chat.template import ControlTokens, encode
 from grpo_dist.config import DataConfig, RejectionConfig
 from grpo_dist.data.prompts import PromptFormat, plain_text, tokenise_messages, user_content
-from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.types import Group, Prompt, Rollout
 
 # Why a sample is dropped, in the order of the checks.
@@ -59,8 +57,8 @@ class Report:
 class Selection:
     """Turns scored groups into records of `sft.jsonl`, and counts kept and dropped samples."""
 
-    def __init__(self, settings: RejectionConfig, data: DataConfig, tokenizer: Any, *, seed: int) -> None:
-        self._settings, self._data, self._tokenizer, self._seed = settings, data, tokenizer, seed
+    def __init__(self, settings: RejectionConfig, data: DataConfig, tokenizer: Any) -> None:
+        self._settings, self._data, self._tokenizer = settings, data, tokenizer
         controls = ControlTokens(tokenizer)
         self._special, self._ends, self._as_text = controls.ids, ends_of(data, tokenizer), controls.as_text
         self._formats = PromptFormat.by_source(data)
@@ -95,7 +93,7 @@ class Selection:
         if pass_rate > settings.max_pass_rate:
             report.dropped["too_easy"] += len(good)
             return []
-        kept = self._preferred(group, good)[: settings.keep_per_prompt]
+        kept = sorted(good, key=lambda i: len(group.rollouts[i].completion_ids))[: settings.keep_per_prompt]
         report.dropped["enough"] += len(good) - len(kept)
         report.kept += len(kept)
         report.prompts_kept += bool(kept)
@@ -146,14 +144,6 @@ class Selection:
         texts = [part["text"] for part in self._segments(prompt, rollout)]
         ids = [token for text in texts for token in encode(text, self._tokenizer)]
         return ids != rollout.completion_ids[:-1].tolist()
-
-    def _preferred(self, group: Group, indices: Sequence[int]) -> list[int]:
-        if self._settings.prefer == "shortest":
-            return sorted(indices, key=lambda i: len(group.rollouts[i].completion_ids))
-        if self._settings.prefer == "random":
-            rng = random.Random(derived_seed(self._seed, f"rejection {group.prompt.uid}"))
-            return rng.sample(indices, len(indices))
-        return list(indices)
 
     def _record(self, group: Group, index: int, pass_rate: float) -> dict[str, Any]:
         """Return a row for `data.demonstrations` with its origin."""

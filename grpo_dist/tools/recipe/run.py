@@ -141,7 +141,7 @@ def _as_recorded(pipeline: ResolvedPipeline, redone: Sequence[ResolvedStage]) ->
     for stage in pipeline.stages:
         config, symbolic, record = set_template_date(stage.config, day), stage.symbolic, records[stage.name]
         if record is not None and stage not in redone and (rewards := record.settings.get("rewards")):
-            config, symbolic = (keep_recorded_box(own, rewards) for own in (config, symbolic))
+            config, symbolic = (keep_recorded_box(each, rewards) for each in (config, symbolic))
         stages.append(replace(stage, config=config, symbolic=symbolic))
     return replace(pipeline, stages=tuple(stages))
 
@@ -235,13 +235,13 @@ def _measured(record: StageRecord) -> list[tuple[str, str, str]]:
     if record.kind == "sample":
         kept = f"{record.counts['kept']} of {record.counts['samples']} samples kept"
         return [(kept, "–", "–")]
-    found: dict[str, str] = {}  # set -> its first measure that has a standard error
+    measures: dict[str, str] = {}  # set -> its first measure that has a standard error
     for key in [*record.after, *record.before]:
         if f"{key}_stderr" in record.after or f"{key}_stderr" in record.before:
-            found.setdefault(key.split("/")[1], key)
+            measures.setdefault(key.split("/")[1], key)
     return [
         (key.removeprefix("eval/").replace("/", " "), _share(record.before, key), _share(record.after, key))
-        for key in found.values()
+        for key in measures.values()
     ]
 
 

@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import Config, RejectionConfig
+from grpo_dist.config import Config
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
 from grpo_dist.data.tasks import own_problems
@@ -41,6 +41,7 @@ from grpo_dist.tools.recipe.rejection import Selection
 from grpo_dist.types import Group, Prompt
 
 SFT_FILE = "sft.jsonl"
+_CHUNK = 512  # prompts sampled between two saves
 _STAGE = -2  # for request seeds; training steps count from 0, evaluations use -1
 
 
@@ -56,17 +57,17 @@ def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) ->
         check_length(config.model, model_dir, config.max_length)
         tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
         check_rendering(config.data, config.sampling, tokenizer, say)
-        own = own_problems(config.data, config.environments)
+        problems = own_problems(config.data, config.environments)
         sections = PromptSections(config.data, config.rewards, config.environments)
         sources = config.data.with_prompts(config.data.train)
-        read = read_all(sources, own=own, asked=asked_columns(config.rewards))
-        found = list(train_prompts(sections, read, tokenizer, say).prompts)
-        chunks = _chunks(config.rejection, _drawn(found, config.rejection.max_prompts, config.seed))
+        read = read_all(sources, own=problems, asked=asked_columns(config.rewards))
+        prompts = list(train_prompts(sections, read, tokenizer, say).prompts)
+        chunks = _chunks(_draw_prompts(prompts, config.rejection.max_prompts, config.seed))
     sample_s = config.cluster.timeouts.sample_s
     draw = Draw.from_config(config.rejection, config.sampling, seed=config.seed, sample_s=sample_s)
     workers = evaluation_workers(config, model_dir)
     asyncio.run(_sample_missing(workers, draw, chunks, directory, say))
-    selection = Selection(config.rejection, config.data, tokenizer, seed=config.seed)
+    selection = Selection(config.rejection, config.data, tokenizer)
     lines = [
         json.dumps(record, ensure_ascii=False) + "\n"
         for number, chunk in enumerate(chunks)
@@ -88,17 +89,16 @@ def _reasons(report: dict[str, Any]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in report["dropped"].items() if count)
 
 
-def _drawn(found: list[Prompt], wanted: int | None, seed: int) -> list[Prompt]:
+def _draw_prompts(prompts: list[Prompt], wanted: int | None, seed: int) -> list[Prompt]:
     """Return ``wanted`` of the prompts, drawn by seed; None: all."""
-    if wanted is None or wanted >= len(found):
-        return found
-    drawn = step_prompts(len(found), wanted, derived_seed(seed, "rejection prompts"), 0)
-    return [found[i] for i in drawn]
+    if wanted is None or wanted >= len(prompts):
+        return prompts
+    chosen = step_prompts(len(prompts), wanted, derived_seed(seed, "rejection prompts"), 0)
+    return [prompts[i] for i in chosen]
 
 
-def _chunks(rejection: RejectionConfig, prompts: list[Prompt]) -> list[list[Prompt]]:
-    size = rejection.chunk_prompts
-    return [prompts[first : first + size] for first in range(0, len(prompts), size)]
+def _chunks(prompts: list[Prompt]) -> list[list[Prompt]]:
+    return [prompts[first : first + _CHUNK] for first in range(0, len(prompts), _CHUNK)]
 
 
 def _part(directory: Path, number: int) -> Path:

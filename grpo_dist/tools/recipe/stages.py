@@ -73,8 +73,8 @@ def run_grpo_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], 
             train(stage.config, identity=stage.symbolic)
     lines = [json.loads(text) for text in (stage.directory / "metrics.jsonl").read_text().splitlines()]
     measured = [(line["step"], _measures(line)) for line in lines]
-    first = next((found for step, found in measured if step == 0 and found), before)
-    last: Measures = next((found for step, found in measured if step == stage.config.steps), {})
+    first = next((metrics for step, metrics in measured if step == 0 and metrics), before)
+    last: Measures = next((metrics for step, metrics in measured if step == stage.config.steps), {})
     return StageResult(first, last)
 
 
@@ -117,11 +117,13 @@ def _protocol(settings: dict[str, Any]) -> dict[str, Any]:
 def evaluate_stage(config: Config, model_dir: Path, directory: Path, say: Callable[[str], None]) -> Measures:
     """Evaluate a model. The evaluation is kept in ``directory``, so that a killed stage resumes it."""
     model = config.model.model_copy(update={"path": str(model_dir)})
-    own = config.model_copy(update={"model": model, "output_dir": str(directory)})
-    return _measures(evaluate_model(own, say).metrics())
+    stage_config = config.model_copy(update={"model": model, "output_dir": str(directory)})
+    return _measures(evaluate_model(stage_config, say).metrics())
 
 
 def _measures(metrics: dict[str, Any]) -> Measures:
     """Select the metrics of an evaluation, with None for NaN, which JSON lacks."""
-    found: Measures = without_nan({key: value for key, value in metrics.items() if key.startswith("eval/")})
-    return found
+    measures: Measures = without_nan(
+        {key: value for key, value in metrics.items() if key.startswith("eval/")}
+    )
+    return measures

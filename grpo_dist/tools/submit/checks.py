@@ -65,8 +65,8 @@ def check_no_secrets(job: Job) -> None:
     for place in _differing(plain, masked(plain), ()):
         raise _secret(f"{job.path}: `{'.'.join(place)}`")
     for text in job.overrides:
-        if (shown := masked_setting(text)) != text:
-            raise _secret(f"override {shown}")
+        if (masked_form := masked_setting(text)) != text:
+            raise _secret(f"override {masked_form}")
     for variable in job.environment:
         if not variable.hidden and masked({variable.name: variable.value})[variable.name] != variable.value:
             raise _secret(f"--env {variable.name}={HIDDEN}")
@@ -75,9 +75,9 @@ def check_no_secrets(job: Job) -> None:
 def check_options(options: Sequence[tuple[str, str]]) -> None:
     """Raise UserError for a secret in ``options`` (name, text) of a target."""
     for option, text in options:
-        shown = masked_setting(text) if text.startswith("-") else masked_text(text)
-        if shown != text:
-            raise _secret(f"{option}={shown}")
+        masked = masked_setting(text) if text.startswith("-") else masked_text(text)
+        if masked != text:
+            raise _secret(f"{option}={masked}")
 
 
 def _secret(what: str) -> UserError:
@@ -148,8 +148,8 @@ def variables(named: Sequence[str]) -> tuple[Variable, ...]:
 def _variable(text: str) -> Variable:
     name, sign, value = text.partition("=")
     if not _VARIABLE.fullmatch(name):
-        shown = f"{name}={HIDDEN}" if sign else name  # any value may be a secret
-        raise UserError(f"--env {shown}: expected NAME, or NAME=value; a name has letters, digits and _")
+        printed = f"{name}={HIDDEN}" if sign else name  # any value may be a secret
+        raise UserError(f"--env {printed}: expected NAME, or NAME=value; a name has letters, digits and _")
     if not sign:
         if name not in os.environ:
             raise UserError(f"--env {name}: not set here; export it first, or give --env {name}=value")

@@ -59,8 +59,8 @@ class Carried:
         for name in self.files:
             top = name.split("/")[0] + ("/" if "/" in name else "")
             tops[top] = tops.get(top, 0) + 1
-        shown = (f"{top} ({count} files)" if top.endswith("/") else top for top, count in tops.items())
-        return f"{', '.join(shown)}: {sum(self.files.values()) / 2**20:.1f} MiB"
+        entries = (f"{top} ({count} files)" if top.endswith("/") else top for top, count in tops.items())
+        return f"{', '.join(entries)}: {sum(self.files.values()) / 2**20:.1f} MiB"
 
 
 def resolved(config: Config, *, grows: bool) -> str:
@@ -82,8 +82,8 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     """
     left_out: dict[str, str] = {}
     for relative in _own_code(config.code_paths):
-        own = (*excludes, f"/{Path(config.output_dir).name}", into.name)
-        left_out |= _copy(Path(relative), into / relative, own)
+        all_excludes = (*excludes, f"/{Path(config.output_dir).name}", into.name)
+        left_out |= _copy(Path(relative), into / relative, all_excludes)
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None
@@ -102,21 +102,21 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
 
 def _own_code(code_paths: Sequence[str]) -> Iterator[str]:
     """Yield directories of a user's own code, relative to this directory; each once."""
-    found: set[str] = set()
-    for given in code_paths:
-        path = expanded(given)
+    modules: set[str] = set()
+    for path_text in code_paths:
+        path = expanded(path_text)
         if path.is_absolute():
             continue  # a path on the cluster
         relative = os.path.relpath(path)
         if relative.startswith("..") or not path.resolve().is_relative_to(Path.cwd().resolve()):
             raise UserError(
-                f"`code_paths`: {given} is outside of the current directory, and only that travels "
+                f"`code_paths`: {path_text} is outside of the current directory, and only that travels "
                 "with the job; submit from a parent directory, or give an absolute path on the cluster"
             )
         if not path.is_dir():
-            raise UserError(f"`code_paths`: {given}: no such directory{searched(given)}")
-        if relative not in found:
-            found.add(relative)
+            raise UserError(f"`code_paths`: {path_text}: no such directory{searched(path_text)}")
+        if relative not in modules:
+            modules.add(relative)
             yield relative
 
 
@@ -127,17 +127,17 @@ def _copy(source: Path, target: Path, excludes: Sequence[str]) -> dict[str, str]
     def excluded(directory: str, names: list[str]) -> list[str]:
         at_top = Path(directory).resolve() == Path.cwd()
         patterns = [p.strip("/") for p in excludes if at_top or not p.startswith("/")]
-        found = []
+        out = []
         for name in names:
             path = Path(directory) / name
             why = _unfit(path, top)
             if why:
                 left_out[os.path.relpath(path)] = why
             # A link is also excluded by the name of its target.
-            own = {name, path.resolve().name}
-            if why or any(fnmatch(each, pattern) for each in own for pattern in patterns):
-                found.append(name)
-        return found
+            names_of = {name, path.resolve().name}
+            if why or any(fnmatch(each, pattern) for each in names_of for pattern in patterns):
+                out.append(name)
+        return out
 
     left = LIMIT_MIB * 2**20
 
@@ -190,8 +190,8 @@ def _check_size(carried: Carried) -> None:
     mib = sum(carried.files.values()) / 2**20
     if mib > LIMIT_MIB:
         largest = sorted(carried.files.items(), key=lambda item: -item[1])[:5]
-        shown = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in largest)
+        largest_files = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in largest)
         raise UserError(
-            f"`code_paths`: {mib:.0f} MiB would travel with the job, and "
-            f"a Ray cluster accepts {LIMIT_MIB}; name directories with only that code. Largest files: {shown}"
+            f"`code_paths`: {mib:.0f} MiB would travel with the job, and a Ray cluster accepts "
+            f"{LIMIT_MIB}; name directories with only that code. Largest files: {largest_files}"
         )

@@ -98,13 +98,13 @@ def stop(run_dir: str, overrides: Sequence[str] = ()) -> None:
 
 def _target(to: str, options: dict[str, Any]) -> Target:
     """Build the target. Raises UserError for an option of another target."""
-    given = {name: value for name, value in options.items() if value is not None}
+    set_options = {name: value for name, value in options.items() if value is not None}
     build, _ = _TARGETS[to]
     fields = build.__dataclass_fields__
-    if foreign := sorted(set(given) - set(fields)):
-        known = ", ".join(map(as_option, fields))
-        raise UserError(f"{as_option(foreign[0])} is not an option of --to {to}, which has {known}")
-    target: Target = build(**given)
+    if foreign := sorted(set(set_options) - set(fields)):
+        option_names = ", ".join(map(as_option, fields))
+        raise UserError(f"{as_option(foreign[0])} is not an option of --to {to}, which has {option_names}")
+    target: Target = build(**set_options)
     return target
 
 

@@ -91,8 +91,8 @@ def run_directory(name: str, output_dir: str) -> Path:
 def read_record(run_dir: Path) -> SubmissionRecord | None:
     """Read the record of the last submission; None if there is none. Raises UserError for an invalid one."""
     run_dir = Path(os.path.abspath(run_dir))
-    found = [_read(path) for path in (run_dir / RECORD, _elsewhere(run_dir)) if path.is_file()]
-    return max(found, key=lambda record: record.submitted_at, default=None)
+    records = [_read(path) for path in (run_dir / RECORD, _elsewhere(run_dir)) if path.is_file()]
+    return max(records, key=lambda record: record.submitted_at, default=None)
 
 
 def _read(path: Path) -> SubmissionRecord:

@@ -127,7 +127,7 @@ class KubeRayTarget(NodeSizes):
         # would still create the RayJob, which would run the old configuration.
         left = "configmap" if existing is None else "rayjob,configmap"
         ask([*kubectl, "delete", left, job.name, "--ignore-not-found", "--timeout=90s"])
-        ask([*kubectl, "create", "-f", "-"], given=self.render(job))
+        ask([*kubectl, "create", "-f", "-"], stdin=self.render(job))
         return SubmissionRecord("kuberay", job.name, str(job.run_dir), where=self.namespace or "")
 
     @property
@@ -153,11 +153,11 @@ class KubeRayTarget(NodeSizes):
         claim, path = self._volume
         (container,) = pod["containers"]
         container["image"] = self.image
-        given = {v.name: v.value for v in job.environment}
+        environment = {v.name: v.value for v in job.environment}
         # Pods have no home in common, and the driver downloads and makes models for all of them.
         secrets = {key for _, sign, key in (secret.partition(":") for secret in self.secret) if sign}
         caches = {name: f"{path}/{folder}" for name, folder in _CACHES.items() if name not in secrets}
-        container["env"] = [{"name": name, "value": value} for name, value in (caches | given).items()]
+        container["env"] = [{"name": name, "value": value} for name, value in (caches | environment).items()]
         container["envFrom"] = []
         for secret in self.secret:
             name, sign, key = secret.partition(":")
@@ -210,7 +210,7 @@ def state(record: SubmissionRecord) -> JobState:
 def print_logs(record: SubmissionRecord, follow: bool) -> None:
     """Print the log of the submitting pod, which repeats the output of the driver."""
     options = [f"job/{record.job}", "--tail=-1", *(["--follow"] if follow else [])]
-    ask([*_kubectl(record.where), "logs", *options], shown=True)
+    ask([*_kubectl(record.where), "logs", *options], is_printed=True)
 
 
 def stop(record: SubmissionRecord) -> None:

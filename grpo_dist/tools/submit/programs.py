@@ -21,8 +21,8 @@ class Refused(UserError):
     """The program failed; the message is its own."""
 
 
-def ask(command: Sequence[str], *, given: str | None = None, shown: bool = False) -> str:
-    """Run ``command`` and return its output. ``shown``: print it as it comes instead, however long it takes.
+def ask(command: Sequence[str], *, stdin: str | None = None, is_printed: bool = False) -> str:
+    """Run ``command`` and return its output. ``is_printed``: print it as it comes instead, with no deadline.
 
     Raises Refused with its message when it fails, UserError when it is missing or does not answer.
     """
@@ -32,15 +32,15 @@ def ask(command: Sequence[str], *, given: str | None = None, shown: bool = False
         )
     try:
         done = subprocess.run(
-            command, input=given, text=True, check=False,
-            capture_output=not shown, timeout=None if shown else _DEADLINE_S,
+            command, input=stdin, text=True, check=False,
+            capture_output=not is_printed, timeout=None if is_printed else _DEADLINE_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise UserError(f"`{' '.join(command)}` did not answer within {_DEADLINE_S:g} s") from error
     if done.returncode:
-        output = "" if shown else ": " + (done.stderr.strip() or done.stdout.strip()).replace("\n", " ")
+        output = "" if is_printed else ": " + (done.stderr.strip() or done.stdout.strip()).replace("\n", " ")
         raise Refused(f"`{' '.join(command)}` failed with exit code {done.returncode}{output}")
-    return "" if shown else done.stdout
+    return "" if is_printed else done.stdout
 
 
 def template(name: str) -> str:
@@ -49,9 +49,9 @@ def template(name: str) -> str:
     if here.is_file():
         return here.read_text(encoding="utf-8")
     try:
-        found = [f for f in files("grpo-dist") or [] if f.as_posix().endswith(f"{INSTALLED}/{name}")]
+        installed = [f for f in files("grpo-dist") or [] if f.as_posix().endswith(f"{INSTALLED}/{name}")]
     except PackageNotFoundError:
-        found = []
-    if not found:
+        installed = []
+    if not installed:
         raise FileNotFoundError(f"launch/{name} is not installed; install grpo-dist again")
-    return Path(str(found[0].locate())).read_text(encoding="utf-8")
+    return Path(str(installed[0].locate())).read_text(encoding="utf-8")

@@ -58,8 +58,8 @@ class RayTarget:
             request = self._request(job, _next_number(job))
             request["runtime_env"]["working_dir"] = carried.summary()
             request["runtime_env"]["env_vars"] |= {v.name: HIDDEN for v in job.environment if v.hidden}
-            shown = {"address": _named(self.address) or "(none given)", **request}
-            text = yaml.safe_dump(shown, sort_keys=False, width=110)
+            rendered = {"address": _named(self.address) or "(none given)", **request}
+            text = yaml.safe_dump(rendered, sort_keys=False, width=110)
             notices = "".join(f"# {line}\n" for line in carried.notices())
             return f"{text}{notices}\n# {CONFIG}\n{(carried.directory / CONFIG).read_text()}"
 
@@ -86,7 +86,7 @@ class RayTarget:
 
     def _request(self, job: Job, number: int) -> dict[str, Any]:
         """Return the arguments of the Jobs API, without the working directory."""
-        given = {variable.name: variable.value for variable in job.environment}
+        environment = {variable.name: variable.value for variable in job.environment}
         return {
             "submission_id": f"{job.name}-{number}",
             "entrypoint": _ENTRYPOINT,
@@ -97,7 +97,7 @@ class RayTarget:
                 "config": job.path.name,
                 "overrides": " ".join(job.overrides),
             },
-            "runtime_env": {"env_vars": runtime_env()["env_vars"] | job.stop_patience | given},
+            "runtime_env": {"env_vars": runtime_env()["env_vars"] | job.stop_patience | environment},
         }
 
 

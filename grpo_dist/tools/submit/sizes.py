@@ -44,8 +44,8 @@ class NodeSizes:
         """Return a warning if the job would hold GPUs that no worker uses, else None."""
         count, demands, _ = self._fitted(job.config, target)
         per_node = self.gpus_per_node or 0
-        held, used = count * per_node, sum(bundle.gpus for bundle in bundles(demands))
-        if used >= held:
+        available, used = count * per_node, sum(bundle.gpus for bundle in bundles(demands))
+        if used >= available:
             return None
         advice = ""
         if count == 1:
@@ -53,8 +53,8 @@ class NodeSizes:
                 if replace(self, gpus_per_node=used)._fitted(job.config, target)[0] == 1:
                     advice = f"give --gpus-per-node {used}, or "
         return (
-            f"warning: the job asks for {held} GPU(s), {count} node(s) with {per_node} each, and the run "
-            f"uses {used}: {held - used} would be idle; {advice}raise `rollout.num_workers` or "
+            f"warning: the job asks for {available} GPU(s), {count} node(s) with {per_node} each, and the "
+            f"run uses {used}: {available - used} would be idle; {advice}raise `rollout.num_workers` or "
             "`policy.num_workers`"
         )
 

@@ -102,7 +102,7 @@ class SlurmTarget(NodeSizes):
             )
         job.run_dir.mkdir(parents=True, exist_ok=True)
         # "1234" or "1234;cluster"
-        number = ask(["sbatch", "--parsable"], given=self.render(job)).strip().split(";")[0]
+        number = ask(["sbatch", "--parsable"], stdin=self.render(job)).strip().split(";")[0]
         return SubmissionRecord("slurm", number, str(job.run_dir), log=_log(job, number))
 
     def _settings(self, job: Job) -> str:
@@ -145,14 +145,14 @@ def state(record: SubmissionRecord) -> JobState:
     try:
         # All states: a cluster without accounting knows an ended job only here, for some minutes.
         queue = ["squeue", "--noheader", "--states=all", "--jobs", record.job, "--format", "%T|%M|%R"]
-        found = ask(queue).strip()
+        answer = ask(queue).strip()
     except Refused as error:
         if "invalid job id" not in str(error).lower():
             raise  # no answer: the state is unknown
-        found = ""
+        answer = ""
     queued = None
-    if found:
-        name, elapsed, reason = found.splitlines()[0].split("|", 2)
+    if answer:
+        name, elapsed, reason = answer.splitlines()[0].split("|", 2)
         queued = JobState(f"{name}, {elapsed} ({reason.strip('()')})", live=name in _LIVE)
         if queued.live:
             return queued
@@ -205,8 +205,8 @@ def _succeeded(run_dir: str) -> str:
 
 def _live(job: Job) -> str:
     """Return the id of a pending or running job of this run, or ""."""
-    found = ask(["squeue", "--noheader", "--user", getpass.getuser(), "--name", job.name, "--format", "%i"])
-    return found.split()[0] if found.split() else ""
+    answer = ask(["squeue", "--noheader", "--user", getpass.getuser(), "--name", job.name, "--format", "%i"])
+    return answer.split()[0] if answer.split() else ""
 
 
 def _log(job: Job, number: str) -> str:

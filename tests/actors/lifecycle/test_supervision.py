@@ -311,7 +311,6 @@ def test_a_reference_is_restarted_unless_it_follows_the_policy(ray_cluster, monk
             model=ModelConfig(path="tiny"),
             model_dir="",
             temperature=1.0,
-            chunk_mib=8,
         )
         await reference.ready()
         before = await reference.logprobs(prompt("p"), ["abc", "d"])

@@ -19,7 +19,7 @@ from actors.workers.policy import PolicyWorker
 from actors.workers.reference import ReferenceWorker
 from actors.workers.reward import RewardModelWorker
 from actors.workers.rollout import RolloutWorker
-from grpo_dist.config import ModelConfig, ReferenceConfig
+from grpo_dist.config import ModelConfig
 from grpo_dist.config.rewards import OutcomeModelConfig
 from grpo_dist.errors import UserError, as_user_errors
 from tests.support.patience import HANG_S
@@ -99,8 +99,7 @@ def start_of(kind):
     if kind == "engine":
         return lambda: asyncio.run(RolloutWorker.__new__(RolloutWorker).start())
     if kind == "reference":
-        settings = {"model": model, "model_dir": "none", "temperature": 1.0, "chunk_mib": None}
-        return ReferenceWorker(ReferenceConfig(), **settings).ready
+        return ReferenceWorker(model=model, model_dir="none", temperature=1.0).ready
     return RewardModelWorker(OutcomeModelConfig(name="m", path="none"), policy=model, policy_dir="none").ready
 
 

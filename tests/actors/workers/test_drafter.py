@@ -136,12 +136,9 @@ class Batch:
     def __init__(self, monkeypatch, max_sequences=2, tokens=3):
         monkeypatch.setattr(drafters, "use_exact_sampler", lambda: None)
         settings = type("", (), {"num_speculative_tokens": tokens})
-        own = {drafters.MAX_SEQUENCES: max_sequences, drafters.HISTORY_TOKENS: 1000}
-        config = type(
-            "",
-            (),
-            {"speculative_config": settings, "additional_config": own},
-        )
+        monkeypatch.setattr(drafters, "HISTORY_TOKENS", 1000)
+        limits = {drafters.MAX_SEQUENCES: max_sequences}
+        config = type("", (), {"speculative_config": settings, "additional_config": limits})
         self.drafter = drafters.Drafter(config)
         self.texts = np.zeros((8, 64), dtype=np.int32)
         self.rows: list[list[int]] = []

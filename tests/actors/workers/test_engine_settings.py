@@ -135,10 +135,10 @@ def test_speculation_is_a_drafter_that_vllm_loads_by_its_name():
     assert drafting["speculative_config"] == {
         "method": "custom_class", "model": "actors.workers.drafter.Drafter", "num_speculative_tokens": 3,
     }  # fmt: skip
-    own = {drafter.MAX_SEQUENCES: 4, drafter.HISTORY_TOKENS: 16_000_000}
-    assert drafting["additional_config"] == {"own": 1} | own
+    limits = {drafter.MAX_SEQUENCES: 4}
+    assert drafting["additional_config"] == {"own": 1} | limits
     for wrong in (None, "x"):  # which vLLM's own check refuses, by the key
         made = arguments(speculation=SpeculationConfig(tokens=3), engine={"additional_config": wrong})
-        assert made["additional_config"] == own
+        assert made["additional_config"] == limits
     folder, name = drafter.NAME.rsplit(".", 1)
     assert getattr(import_module(folder), name) is drafter.Drafter

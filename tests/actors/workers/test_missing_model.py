@@ -9,7 +9,7 @@ from actors.workers.policy import PolicyWorker
 from actors.workers.reference import ReferenceWorker
 from actors.workers.reward import PolicyTokenizer, RewardModelWorker, load_tokenizer
 from actors.workers.rollout import RolloutWorker
-from grpo_dist.config import ModelConfig, ReferenceConfig
+from grpo_dist.config import ModelConfig
 from grpo_dist.config.rewards import OutcomeModelConfig
 from grpo_dist.runtime.model_files import check_on_node
 from tests.support.engine_arguments import spec
@@ -19,9 +19,7 @@ POLICY = ModelConfig(path="owner/name")
 
 
 def reference(directory):
-    ReferenceWorker(
-        ReferenceConfig(), model=POLICY, model_dir=MISSING, temperature=1.0, chunk_mib=None
-    ).ready()
+    ReferenceWorker(model=POLICY, model_dir=MISSING, temperature=1.0).ready()
 
 
 def reward_model(path, policy_dir):

@@ -45,8 +45,8 @@ def close(ours, theirs):
 def start(ray_cluster, tiny_model):
     def start():
         return ReferencePool(
-            ReferenceConfig(micro_batch_tokens=16), ACTORS, model=ModelConfig(path="tiny"),
-            model_dir=str(tiny_model), temperature=0.7, chunk_mib=8,
+            ReferenceConfig(), ACTORS, model=ModelConfig(path="tiny"),
+            model_dir=str(tiny_model), temperature=0.7, token_budget=16,
         )  # fmt: skip
 
     return start
@@ -92,9 +92,8 @@ def test_likeliest_tokens_are_tokens_of_the_policy_also_where_the_teacher_has_mo
     """Without Ray. Log-probs are those of the teacher's whole distribution."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     for vocabulary in (None, 50):
-        settings = ReferenceConfig(micro_batch_tokens=16)
         how = {"model": ModelConfig(path="tiny"), "model_dir": str(tiny_model), "temperature": 0.7}
-        worker = ReferenceWorker(settings, **how, chunk_mib=8, vocabulary=vocabulary)
+        worker = ReferenceWorker(**how, token_budget=16, vocabulary=vocabulary)
         worker.ready()
         found = worker.top_logprobs(PROMPT, ROLLOUTS, 4)
         for rollout, own in zip(ROLLOUTS, found, strict=True):

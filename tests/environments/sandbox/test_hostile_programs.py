@@ -18,7 +18,7 @@ from grpo_dist.config.environments import SandboxConfig
 from grpo_dist.environments.sandbox import kernel
 from grpo_dist.environments.sandbox.isolation import Isolation
 from grpo_dist.environments.sandbox.kernel import MACHINE
-from grpo_dist.environments.sandbox.python import PythonSandbox
+from grpo_dist.environments.sandbox.python import OUTPUT_KB, PythonSandbox
 from grpo_dist.runtime.processes import descendants
 from tests.environments.sandbox.found import FOUND
 from tests.environments.sandbox.hostile import ATTACKS, PRELUDE, REFUSED_CALLS, Attack
@@ -165,7 +165,7 @@ def test_an_attack_has_its_outcome_and_reaches_nothing_else(attack: Attack, sand
     assert result.outcome in attack.outcomes, result
     assert attack.shown in result.output, result
     assert "REACHED" not in result.output, result
-    assert len(result.output.encode()) < 2 * 1024 * SETTINGS.output_kb
+    assert len(result.output.encode()) < 2 * 1024 * OUTPUT_KB
     result.output.encode()  # text that files and tokenizers take
     other = sandbox.do(sandbox.sandbox.run("another", "x = 1\nx + 1"))
     assert (other.outcome, other.output) == ("ok", "2\n")

@@ -13,7 +13,7 @@ from grpo_dist.environments.sandbox import python, service
 from grpo_dist.environments.sandbox.cells import Cells
 from grpo_dist.environments.sandbox.frames import KeptOutput
 from grpo_dist.environments.sandbox.host import ProcessFailure
-from grpo_dist.environments.sandbox.python import PythonSandbox
+from grpo_dist.environments.sandbox.python import OUTPUT_KB, PythonSandbox
 from tests.environments.sandbox.found import FOUND
 from tests.support.patience import HANG_S, longer
 from tests.support.services import sandbox_fusion
@@ -22,12 +22,12 @@ SETTINGS = SandboxConfig(call_s=HANG_S, episode_s=4 * HANG_S, cpu_s=HANG_S, memo
 
 
 @asynccontextmanager
-async def tool(backend="process", **settings):
+async def tool(backend="process", output_kb=OUTPUT_KB, **settings):
     made = SETTINGS.model_copy(update=settings)
     with sandbox_fusion() as fusion:
         if backend == "http":
             made = made.model_copy(update={"url": fusion.url})
-        sandbox = PythonSandbox(made, isolation=FOUND)
+        sandbox = PythonSandbox(made, isolation=FOUND, output_kb=output_kb)
         sandbox.fusion = fusion
         await sandbox.start()
         try:

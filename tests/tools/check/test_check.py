@@ -193,9 +193,7 @@ def test_the_memory_of_a_login_node_is_not_that_of_its_cluster(here, monkeypatch
 
 def test_a_reward_that_raises_and_one_that_prefers_wrong_answers_are_found(here):
     (here / "mine.py").write_text("def broken(completion, answer):\n    return 1 / 0\n")
-    found = results(
-        "rewards.functions=[{function: math}, {function: 'mine:broken'}]", f"code_paths=[{here}]"
-    )
+    found = results("rewards.functions=[{function: math}, {function: 'mine:broken'}]", f"code_paths=[{here}]")
     said = wrong(found)["reward"]
     assert f"not scored: reward mine:broken: ZeroDivisionError: division by zero ({here}/mine.py:2 in" in said
     write("train.jsonl", [{"problem": f"{i} + 1", "answer": "-987654321"} for i in range(20)])
@@ -237,7 +235,7 @@ def test_a_reward_may_expect_answers_of_another_form(here, form):
 
 @pytest.mark.slow
 def test_a_thought_opened_by_the_prompt_is_closed_before_the_trial_answer(here):
-    found = results("rewards.prompt_opens_thought=true", "rewards.thought_tags=['<T>', '</T>']")
+    found = results("data.prefill=<T>", "rewards.thought_tags=['<T>', '</T>']")
     assert "</T>\\nThe answer is" in found["reward"].detail and not wrong(found)
 
 

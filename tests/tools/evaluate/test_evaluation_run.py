@@ -112,7 +112,7 @@ def load_config_of(directory):
     path = directory / "config.yaml"
     path.write_text(
         "model: {path: 'demo:tiny'}\ndata: {train: [{path: data.jsonl}], eval: [{path: data.jsonl, "
-        "name: own}], max_prompt_tokens: 32}\nsampling: {max_new_tokens: 4}\nevaluation: {max_prompts: 3}\n"
+        "name: own, max_rows: 3}], max_prompt_tokens: 32}\nsampling: {max_new_tokens: 4}\n"
     )
     return load_config(path)
 
@@ -239,7 +239,7 @@ def test_a_problem_that_the_grader_has_no_time_for_is_done(here, monkeypatch):
 
 
 def test_more_data_is_sampled_and_changed_problems_are_noticed(here):
-    evaluate("evaluation.max_prompts=4")
+    evaluate("data.eval.0.max_rows=4")
     _, result, _ = evaluate()
     assert sampled(here.worlds[1]) == 6 and json.loads(result)["measured"][0]["problems"] == 10
     write("data.jsonl", [{**PROBLEMS[0], "answer": "99"}, *PROBLEMS[1:]])

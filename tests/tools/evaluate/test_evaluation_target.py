@@ -21,7 +21,7 @@ data:
   instruction: Add.
   max_prompt_tokens: 64
 sampling: {max_new_tokens: 32}
-evaluation: {max_prompts: 8, samples_per_prompt: 2}
+evaluation: {samples_per_prompt: 2}
 """
 
 
@@ -37,7 +37,7 @@ def run(tmp_path) -> Path:
 def test_a_run_is_evaluated_with_its_own_settings_and_the_model_it_exported(run):
     config = configuration(str(run), [], ["seed=3"])
     assert config.model.path == str(run / "model") and config.model.revision is None
-    assert config.data.instruction == "Add." and config.evaluation.max_prompts == 8 and config.seed == 3
+    assert config.data.instruction == "Add." and config.seed == 3
     assert [s.path for s in config.data.eval] == ["demo:add3"]
 
 
@@ -51,7 +51,7 @@ def test_other_data_for_a_run_is_checked_whole(run):
     assert [(s.path, s.split, s.problem_column) for s in config.data.eval] == [
         ("demo:add4", "test", "problem"), ("x.jsonl", "test", "question")
     ]  # fmt: skip
-    assert config.evaluation.max_prompts is None and config.evaluation.samples_per_prompt == 2
+    assert config.evaluation.samples_per_prompt == 2
     assert [s.path for s in config.data.train] == ["demo:add3"]
 
 

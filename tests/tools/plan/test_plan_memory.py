@@ -306,10 +306,8 @@ def test_experts_take_their_share_of_a_rank(policy, each):
 
 def test_each_process_of_an_engine_remembers_texts_for_drafts():
     """16 bytes for each token, and 8 for each of the buckets, which are a power of two."""
-    texts = 2 * (100_000 * 8 + 2**17 * 8)
-    changes = {
-        "rollout": {"tensor_parallel_size": 2, "speculation": {"tokens": 4, "history_tokens": 100_000}}
-    }
+    texts = 2 * (16_000_000 * 8 + 2**24 * 8)
+    changes = {"rollout": {"tensor_parallel_size": 2, "speculation": {"tokens": 4}}}
     drafts, plain = gpu(**changes), gpu(rollout={"tensor_parallel_size": 2})
     model, card = model_of(plain), parse_cluster("1x8xH100").card
     for sizes, memory in ((Sizes.of(plain, gpu=True), card.memory), (Sizes.of(plain, gpu=False), 0)):

@@ -27,7 +27,14 @@ from tests.support.fakes import config
 from tests.support.plans import Times, judges
 
 TINY = ModelShape("tiny", Shape(8, 1, 2, 2, 4, 16, 100), parameters=1000, tied=True)
-EVAL = {"data": {"train": [{"path": "demo:add3"}], "eval": [{"path": "demo:add3", "split": "test"}]}}
+
+
+def evaluated_on(rows):
+    test = {"path": "demo:add3", "split": "test", "max_rows": rows}
+    return {"data": {"train": [{"path": "demo:add3"}], "eval": [test]}}
+
+
+EVAL = evaluated_on(None)
 
 
 def wide(**changes):
@@ -99,7 +106,8 @@ def test_prompts_are_counted_if_their_files_are_readable(tmp_path):
     data = {"train": [{"path": "demo:add3"}], "eval": sets}
     found = planned_evaluation(option(wide(data=data, evaluation={"after": False})), 1.0)
     assert (found.prompts, found.assumed, found.left_out) == (49, ("set",), ("set",))
-    few = planned_evaluation(option(wide(data=data, evaluation={"after": False, "max_prompts": 5})), 1.0)
+    data["eval"] = [one | {"max_rows": 5} for one in sets]
+    few = planned_evaluation(option(wide(data=data, evaluation={"after": False})), 1.0)
     assert (few.prompts, few.assumed, few.left_out) == (15, ("set", "set"), ())
     assert 0 < found.seconds < few.seconds  # two sets, three sets
     assert few.count == 1 and few.total_s == few.seconds
@@ -108,7 +116,7 @@ def test_prompts_are_counted_if_their_files_are_readable(tmp_path):
 def test_an_evaluation_has_its_own_longest_completion():
     """200 tokens if 256 are allowed as in training, and 50 if no more are."""
     usual, short = (
-        option(wide(evaluation={"max_prompts": 8, "max_new_tokens": most}, **EVAL)) for most in (None, 50)
+        option(wide(evaluation={"max_new_tokens": most}, **evaluated_on(8))) for most in (None, 50)
     )
     rates = usual.scenario.rates
     longer_s = 150 * rates.decode_step_s(8, 8 * (100 + 125))  # with the tokens that eight hold midway
@@ -201,8 +209,8 @@ def test_colocated_roles_change_turns_to_save():
 
 
 def test_the_whole_run_is_in_hours_and_price():
-    data = {"evaluation": {"every": 50, "max_prompts": 64}, "checkpoint": {"every": 50}, "steps": 100} | EVAL
-    made = make_plan(wide(**data), "1x4xH100", Assumptions(prompt_tokens=100), splits=False)
+    settings = {"evaluation": {"every": 50}, "checkpoint": {"every": 50}, "steps": 100} | evaluated_on(64)
+    made = make_plan(wide(**settings), "1x4xH100", Assumptions(prompt_tokens=100), splits=False)
     whole, run = made.whole, made.simulated.simulated
     assert whole.evaluation.count == 3 and whole.evaluation.prompts == 64
     beside_s = 3 * whole.evaluation.seconds + whole.checkpoints.total_s
@@ -236,7 +244,7 @@ def test_sets_of_unknown_size_are_left_out_with_a_warning():
     )
     text = printed(made).replace("\n", " ")
     assert "warning: evaluation of hard, 7 time(s), is left out" in text
-    assert "plan with evaluation.max_prompts" in text and "evaluations (see the warning)" in text
+    assert "plan with data.eval.N.max_rows" in text and "evaluations (see the warning)" in text
     assert "evaluation: " not in text
 
 
@@ -247,9 +255,9 @@ def test_training_waits_for_evaluations_on_their_own_engines_only_where_they_are
 
 
 def test_a_plan_counts_the_memory_and_the_wait_of_engines_of_evaluation():
-    settings = {"before": False, "after": False, "every": 3, "max_prompts": 8}
-    shared = option(wide(**EVAL, evaluation=settings))
-    own = option(wide(**EVAL, evaluation=settings | {"num_workers": 1}))
+    settings = {"before": False, "after": False, "every": 3}
+    shared = option(wide(**evaluated_on(8), evaluation=settings))
+    own = option(wide(**evaluated_on(8), evaluation=settings | {"num_workers": 1}))
     assert own.roles.gpus == shared.roles.gpus + 1 and own.roles.workers["evaluation"] == 1
     added = own.memory.pop("evaluation")
     assert own.memory == shared.memory

@@ -68,7 +68,7 @@ def episode(renderer, tokenizer, form, prompt, *, answer="\\boxed{408}", end=Tru
 def selected(tokenizer, prompt, *rollouts):
     rewards = np.ones(len(rollouts), np.float32)
     chosen = config()
-    selection = Selection(chosen.rejection, chosen.data, tokenizer, seed=0)
+    selection = Selection(chosen.rejection, chosen.data, tokenizer)
     group = Group(prompt, rollouts, rewards, {}, ("",) * len(rollouts))
     return selection.take([group]), selection.report.summary()
 

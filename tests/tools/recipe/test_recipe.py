@@ -20,10 +20,12 @@ from tests.support.tiers import slow_after
 
 BASE = {
     "model": {"path": "demo:tiny"},
-    "data": {"train": [{"path": "train.jsonl"}], "eval": [{"path": "demo:add3", "split": "test"}]},
+    "data": {
+        "train": [{"path": "train.jsonl"}],
+        "eval": [{"path": "demo:add3", "split": "test", "max_rows": 4}],
+    },
     "batch": {"prompts_per_step": 2, "samples_per_prompt": 2},
     "sft": {"model": "demo:tiny", "data": "demo:add3", "steps": 7},
-    "evaluation": {"max_prompts": 4},
 }
 STAGES = [
     {"name": "cold", "kind": "sft", "config": "base.yaml"},
@@ -298,7 +300,7 @@ def test_selection_settings_may_change_until_samples_are_selected(world, fails_w
     world.fail_in = None
     write(stages=with_overrides(2, **{"rejection.temperature": 0.5}))
     assert "stage `reject` is started" in refused() and "`rejection.temperature`" in refused()
-    choice = {"min_reward": 0.5, "keep_per_prompt": 2, "prefer": "first", "max_pass_rate": 0.9}
+    choice = {"min_reward": 0.5, "keep_per_prompt": 2, "max_pass_rate": 0.9}
     write(stages=with_overrides(2, **{f"rejection.{key}": value for key, value in choice.items()}))
     done, _ = run()
     assert world.ran == ["cold", "reason", "reject", "reject", "again"]

@@ -22,7 +22,7 @@ def config(**rejection) -> Config:
             "model": {"path": "demo:tiny"},
             "data": {"train": [{"path": "demo:add3", "max_rows": 10}]},
             "sampling": {"max_new_tokens": 4},
-            "rejection": {"samples_per_prompt": 4, "chunk_prompts": 3} | rejection,
+            "rejection": {"samples_per_prompt": 4} | rejection,
         }
     )
 
@@ -51,6 +51,7 @@ def clusters(monkeypatch):
         return OneAtATime(fail_on=failing.pop() if failing else None)
 
     monkeypatch.setattr(actors.cluster, "Cluster", fake_cluster(made, make))
+    monkeypatch.setattr("grpo_dist.tools.recipe.sampling._CHUNK", 3)
     return made, failing
 
 

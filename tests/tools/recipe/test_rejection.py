@@ -64,7 +64,7 @@ def group(tokenizer, prompt, *samples) -> Group:
 
 def select(tokenizer, groups, **rejection):
     chosen = config(rejection)
-    selection = Selection(chosen.rejection, chosen.data, tokenizer, seed=0)
+    selection = Selection(chosen.rejection, chosen.data, tokenizer)
     return selection.take(groups), selection.report.summary()
 
 
@@ -135,14 +135,10 @@ def test_an_answer_that_a_stop_text_ended_is_dropped(tokenizer):
     assert kept(select(tokenizer, [whole])[0]) == ["12"]
 
 
-def test_several_answers_of_a_prompt_may_be_kept_and_the_preference_is_a_setting(tokenizer):
+def test_several_answers_of_a_prompt_may_be_kept_the_shortest(tokenizer):
     samples = [(f"{'x' * n}", 1.0) for n in (5, 3, 4, 2)]
     groups = one_prompt(tokenizer, *samples)
     assert kept(select(tokenizer, groups, keep_per_prompt=2)[0]) == ["xx", "xxx"]
-    assert kept(select(tokenizer, groups, keep_per_prompt=2, prefer="first")[0]) == ["xxxxx", "xxx"]
-    drawn = kept(select(tokenizer, groups, keep_per_prompt=2, prefer="random")[0])
-    assert drawn == kept(select(tokenizer, groups, keep_per_prompt=2, prefer="random")[0])
-    assert len(set(drawn)) == 2 and set(drawn) <= {text for text, _ in samples}
 
 
 def test_prompts_that_are_too_easy_are_dropped_on_request(tokenizer):
@@ -189,7 +185,7 @@ def test_supervised_training_gets_the_policys_own_prompt_and_completion_tokens(
     settings = config(**data)
     prompt = prompts(tokenizer, settings.data, "1+1=", turns=turns)[0]
     sampled = group(tokenizer, prompt, ("<think>é</think>\\boxed{2}", 1.0))
-    selection = Selection(settings.rejection, settings.data, tokenizer, seed=0)
+    selection = Selection(settings.rejection, settings.data, tokenizer)
     path = tmp_path / "sft.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in selection.take([sampled])))
     sft = SFTConfig.model_validate({"model": "demo:tiny", "data": str(path)})
@@ -223,7 +219,7 @@ def test_special_tokens_of_the_configuration_are_tokens_in_demonstrations_too_an
     [without] = prompts(tokenizer, config(**plain).data, "1+1=<|end|>", turns=turns)
     asked, written = prompt.token_ids.tolist().count(END), without.token_ids.tolist().count(END)
     assert asked - written == str(keys).count("<|end|>")  # whatever shape a row has
-    record = Selection(config().rejection, settings, tokenizer, seed=0).take(
+    record = Selection(config().rejection, settings, tokenizer).take(
         [group(tokenizer, prompt, ("2", 1), ("3", 0))]
     )
     path = tmp_path / "sft.jsonl"
