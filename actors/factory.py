@@ -103,7 +103,7 @@ class Factory:
     """Creates the actors of one run on what is reserved for them."""
 
     def __init__(self, config: Config, demands: Mapping[str, Demand], reservation: Reservation) -> None:
-        self._config = config.with_absolute_code()  # actors have working directories of their own
+        self._config = config.make_code_paths_absolute()  # actors have working directories of their own
         self.demands, self.reservation = demands, reservation
 
     def policy(self, model_dir: Path, *, generation: int) -> PolicyGroup:
@@ -145,7 +145,7 @@ class Factory:
         """Create the engines on which evaluation runs while training continues; None: there are none."""
         if "evaluation" not in self.demands:
             return None
-        spec = EngineSpec.from_config(self._config, model_dir).for_evaluation(self._config.evaluation)
+        spec = EngineSpec.from_config(self._config, model_dir).make_evaluation_spec(self._config.evaluation)
         actors = self._actors("evaluation")
         return RolloutPool(spec, actors, environments=environments, role="evaluation")
 
@@ -201,7 +201,9 @@ class Factory:
                 token_budget=config.reference.micro_batch_tokens,
                 vocabulary=tokens,
             )
-            for teacher, actors in self._by_model("teachers", config.distillation.of_own_models, shared)
+            for teacher, actors in self._by_model(
+                "teachers", config.distillation.teachers_with_workers, shared
+            )
         }
 
     def _by_model(
@@ -232,7 +234,7 @@ class Factory:
         }
         return ActorSpec(
             options,
-            [on_devices(options, devices) for devices in shared] or self.reservation.options(role),
+            [set_devices(options, devices) for devices in shared] or self.reservation.options(role),
             cluster.restarts,
             cluster.timeouts.start_s,
             irreplaceable=_SHARES if demand.shared else None,
@@ -246,7 +248,7 @@ def _on_each(model: ModelT, gpus: int) -> ModelT:
     return model.model_copy(update={"num_workers": gpus} | whole)
 
 
-def on_devices(options: dict[str, Any], devices: Devices) -> dict[str, Any]:
+def set_devices(options: dict[str, Any], devices: Devices) -> dict[str, Any]:
     """Return options of an actor that sees ``devices``, which Ray has given to others and counts there."""
     gpus = ",".join(devices.gpus)
     environment = options["runtime_env"]["env_vars"] | {VISIBLE: gpus, SHARED: gpus}

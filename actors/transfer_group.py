@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from actors.lifecycle.calls import deadline_of, on_one_host, result, results
+from actors.lifecycle.calls import are_on_one_host, deadline_of, result, results
 from actors.transfer.connections import Seat, new_secret
 from actors.workers.policy import Taken
 from actors.workers.policy_group import PolicyGroup
@@ -97,7 +97,7 @@ class TransferGroup:
         """
         ranks, spec = [rank for worker in workers for rank in self.on_ranks.get(worker, ())], self.spec
         if spec.settings.backend in _MAPPED and not ranks:  # it was set for the engines of the start
-            reaches = await on_one_host([self.policy.ranks[0], *workers])
+            reaches = await are_on_one_host([self.policy.ranks[0], *workers])
             if spec.settings.backend == "ipc" or not reaches:
                 spec = replace(spec, settings=spec.settings.model_copy(update={"backend": "auto"}))
         return await TransferGroup.open(
@@ -134,7 +134,7 @@ class TransferGroup:
                 wait exceeds ``timeout_s``, so that a lost worker does not keep the ranks from their work.
         """
         settings, each = spec.settings, spec.processes_each
-        one_host = await on_one_host([policy.ranks[0], *workers])
+        one_host = await are_on_one_host([policy.ranks[0], *workers])
         backend = transfer_backend(
             settings.backend,
             policy.device,

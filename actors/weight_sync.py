@@ -31,7 +31,7 @@ import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from actors.lifecycle.calls import deadline_of, on_one_host, result, results
+from actors.lifecycle.calls import are_on_one_host, deadline_of, result, results
 from actors.lifecycle.team import ElasticTeam
 from actors.transfer.connections import Seat, new_secret
 from actors.transfer.held_weights import HeldTransfer
@@ -153,7 +153,7 @@ class DeltaSync:
     async def _give(self, peer: Any, worker: Any, group: TransferGroup, version: int) -> None:
         """Both ends have the weights in host memory, so that no GPU takes part."""
         each = group.spec.processes_each
-        backend = "shared_memory" if await on_one_host([peer, worker]) else "gloo"
+        backend = "shared_memory" if await are_on_one_host([peer, worker]) else "gloo"
         host, port = await peer.address.remote()
         seat = Seat(host, port, 0, 1 + each, new_secret())
         seats = [replace(seat, rank=1 + i) for i in range(each)]

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_dist.config import Config
-from grpo_dist.config.files import ConfigError, load_config, parser_reason, validated, with_overrides
+from grpo_dist.config.files import ConfigError, apply_overrides, load_config, parser_reason, validated
 from grpo_dist.config.secrets import masked_setting
 from grpo_dist.errors import UserError, as_user_errors
 
@@ -72,11 +72,11 @@ def cluster(config: Source, overrides: Sequence[str] = ()) -> TrainingCluster:
     settings = resolved(config, overrides)
     if threading.current_thread() is not threading.main_thread():
         raise UserError("cluster() must be called by the main thread of a program or notebook")
-    from grpo_dist.runs.start import with_steps  # imports torch, which the package does without
+    from grpo_dist.runs.start import resolve_steps  # imports torch, which the package does without
     from grpo_dist.runs.training_cluster import TrainingCluster
 
     with as_user_errors():
-        settings = with_steps(settings, print)
+        settings = resolve_steps(settings, print)
     return TrainingCluster(settings)
 
 
@@ -96,7 +96,7 @@ def resolved(config: Source, overrides: Sequence[str] = ()) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(f"configuration: {parser_reason(error)}") from error
     assert isinstance(tree, DictConfig)
-    return validated(with_overrides(tree, overrides, Path("configuration.yaml")), "configuration", Config)
+    return validated(apply_overrides(tree, overrides, Path("configuration.yaml")), "configuration", Config)
 
 
 def _check_place(name: str) -> None:

@@ -73,7 +73,7 @@ async def nodes_of(workers: Iterable[Any]) -> list[str]:
     )
 
 
-async def on_one_host(workers: Iterable[Any]) -> bool:
+async def are_on_one_host(workers: Iterable[Any]) -> bool:
     """Return whether all ``workers`` are on the same node."""
     return len(set(await nodes_of(workers))) == 1
 

@@ -314,7 +314,7 @@ def demands_of(config: Config, has: Resources, *, training: bool, colocated: boo
     if has_reference(policy, reference, needed=config.needs_reference, colocated=shared):
         workers = on_each or reference.num_workers
         demands["reference"] = Demand(workers, on_gpu, 1, shared=shared)
-    if teachers := config.distillation.of_own_models:
+    if teachers := config.distillation.teachers_with_workers:
         workers = sum(on_each or teacher.num_workers for teacher in teachers)
         demands["teachers"] = Demand(workers, on_gpu, 1, shared=shared)
     return _with_cpus(demands, has, colocated=colocated)

@@ -294,7 +294,7 @@ def agree_on_store(seat: Seat, timeout_s: float) -> GroupStore:
         connections.close()
 
 
-def with_store(rank: Rank) -> Rank:
+def open_store(rank: Rank) -> Rank:
     """Return ``rank`` with the store of its group. Collective over the ranks."""
     if not rank.secret:
         return rank

@@ -60,7 +60,7 @@ def _send(
         with watch("sync_gather"):
             bucket = next(buckets)
         if bucket is None:
-            flat.copy_(checksum.as_bytes())
+            flat.copy_(checksum.view_bytes())
             break
         with watch("sync_pack"):
             pack((tensor for _, tensor in bucket), flat)
@@ -167,13 +167,13 @@ def receive_whole(transport: Transport, copy: HeldWeights) -> Iterator[list[tupl
 def _packed(keys: Sequence[tuple[int, int]], checksum: Checksum) -> Tensor:
     """Return the table, uint8: the key of each bucket's delta, the checksum of the new weights, its own."""
     rows = torch.tensor(keys, dtype=torch.int64).view(torch.uint8).view(-1)
-    return _with_checksum(torch.cat([rows, checksum.as_bytes().cpu()]))
+    return _with_checksum(torch.cat([rows, checksum.view_bytes().cpu()]))
 
 
 def _with_checksum(flat: Tensor) -> Tensor:
     checksum = Checksum()
     checksum.add(flat)
-    return torch.cat([flat, checksum.as_bytes()])
+    return torch.cat([flat, checksum.view_bytes()])
 
 
 def _table(transport: Transport, copy: HeldWeights) -> tuple[list[tuple[int, int]], int] | None:

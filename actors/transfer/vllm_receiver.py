@@ -315,7 +315,7 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         else:
             changed, failure = _changes_or_error(wanted.base, transport, copy)
             try:  # one that fails votes, too
-                intact, in_model = in_all_processes(changed is not None, loaded == wanted.base)
+                intact, in_model = all_reduce_facts(changed is not None, loaded == wanted.base)
             except RuntimeError as error:  # of gloo: another process of the engine is gone
                 raise failure or TransferLost(f"weight sync: {error}") from error
             if failure is not None:
@@ -379,7 +379,7 @@ def _changes_or_error(
         return None, error
 
 
-def in_all_processes(*facts: bool) -> list[bool]:
+def all_reduce_facts(*facts: bool) -> list[bool]:
     """Return for each of ``facts`` whether it is true in every process of this engine. All of them call it.
 
     vLLM quantises the layers of a tensor parallel engine by the largest weights of all processes: one that

@@ -88,7 +88,7 @@ class EngineSpec:
     trains: bool = True
     code_paths: tuple[str, ...] = ()
 
-    def for_evaluation(self, settings: EvaluationConfig) -> EngineSpec:
+    def make_evaluation_spec(self, settings: EvaluationConfig) -> EngineSpec:
         """Return the specification of an engine on which evaluation runs while training continues."""
         return replace(
             self,

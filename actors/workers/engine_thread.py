@@ -32,7 +32,7 @@ from actors.lifecycle.probe import portable
 from actors.workers.shared_tails import SharedTails
 from grpo_dist.errors import TransferLost
 from grpo_dist.runtime.hardware import device_type
-from grpo_dist.runtime.processes import without_collections
+from grpo_dist.runtime.processes import pause_garbage_collection
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -44,7 +44,7 @@ def make_engine(arguments: dict[str, Any], imported: Callable[[], None]) -> Any:
     """Return an engine. ``arguments``: those of `vllm.EngineArgs`. ``imported`` is called before it loads the
     model.
     """
-    with without_collections():
+    with pause_garbage_collection():
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine

@@ -16,7 +16,7 @@ import ray
 from actors.lifecycle.probe import Probeable
 from actors.placement.demands import Devices
 from actors.placement.own_gpus import check_gpus
-from actors.transfer.connections import Seat, with_store
+from actors.transfer.connections import Seat, open_store
 from actors.transfer.stream import send, send_changes
 from actors.transfer.transport import Transport, free_port, open_transport
 from grpo_dist.config import ModelConfig, PolicyConfig, ProfileConfig, TransferBackend
@@ -174,7 +174,7 @@ class PolicyWorker(WeightSender, Probeable):
         sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
         build_kernels(list_kernels(policy, device_type()), self.begin)
         self.begin("model and DeepSpeed")
-        self._trainer = Trainer(with_store(rank), policy, model=model, model_dir=model_dir, settings=settings)
+        self._trainer = Trainer(open_store(rank), policy, model=model, model_dir=model_dir, settings=settings)
         freeze_loaded()  # each offload collects garbage
         self.begin("")
         return self._trainer.device.type, self._trainer.attention_cost

@@ -182,10 +182,10 @@ class RewardWorker(Metered, Probeable):
             failures=scores.failures,
         )
         if scores.steps is not None and self._tokenizer is not None:
-            group = with_own_steps(group, scores.steps, self._tokenizer)
+            group = add_function_steps(group, scores.steps, self._tokenizer)
         degenerate = sum(is_degenerate(rollout.text) for rollout in rollouts)
         group = replace(
-            with_steps(group, modelled), degenerate=degenerate, score_s=time.perf_counter() - begin
+            add_model_steps(group, modelled), degenerate=degenerate, score_s=time.perf_counter() - begin
         )
         return group, scorer.news()
 
@@ -248,7 +248,7 @@ class RewardPool:
         except LOST as error:
             news = (f"reward: {_ATTEMPTS} workers were lost over prompt {prompt.uid} ({reason(error)})",)
             samples = await fetched(rollouts) if isinstance(rollouts, ray.ObjectRef) else rollouts
-            group = with_steps(not_scored(prompt, samples, self._settings), modelled)
+            group = add_model_steps(not_scored(prompt, samples, self._settings), modelled)
             group = replace(group, failures=(news,) * len(samples))
         for detail in news:
             if (kind := failure_kind(detail)) not in self._logged:
@@ -277,7 +277,7 @@ def load_tokenizer(policy: PolicyTokenizer) -> Any:
     return AutoTokenizer.from_pretrained(policy.directory, trust_remote_code=policy.trust_remote_code)
 
 
-def with_own_steps(group: Group, steps: StepScores, tokenizer: Any) -> Group:
+def add_function_steps(group: Group, steps: StepScores, tokenizer: Any) -> Group:
     """Add the rewards of a function's steps, and the policy's tokens at which they end."""
     ends = [
         token_ends(char_ends, len(r.completion_ids), decoded_length(tokenizer, r.completion_ids))
@@ -286,7 +286,7 @@ def with_own_steps(group: Group, steps: StepScores, tokenizer: Any) -> Group:
     return replace(group, step_rewards=steps.rewards, step_ends=tuple(ends))
 
 
-def with_steps(group: Group, modelled: Mapping[str, ModelScores]) -> Group:
+def add_model_steps(group: Group, modelled: Mapping[str, ModelScores]) -> Group:
     """Add the step rewards of a process model to ``group``; the configuration allows one such model."""
     steps = next((m for m in modelled.values() if m.step_rewards is not None), None)
     return replace(group, step_rewards=steps.step_rewards, step_ends=steps.step_ends) if steps else group
@@ -294,7 +294,7 @@ def with_steps(group: Group, modelled: Mapping[str, ModelScores]) -> Group:
 
 def not_scored(prompt: Prompt, rollouts: Sequence[Rollout], settings: RewardsConfig) -> Group:
     """Return a group whose samples have no reward: NaN, and outcome "error" if math or a judge has one."""
-    settings = settings.for_source(prompt.source)
+    settings = settings.select_source(prompt.source)
     specs = reward_specs(settings)
     nothing = np.full(len(rollouts), np.nan, np.float32)
     names = [spec.name for spec in specs] + [term.name for term in model_terms(settings)]

@@ -463,7 +463,7 @@ class RolloutWorker(WeightReceiver, Probeable):
         return generation
 
     def _rollout(self, uid: str, sample: int, output: Generation) -> Rollout:
-        ids, text_ids = output.token_ids, self._ends.without(output.token_ids)
+        ids, text_ids = output.token_ids, self._ends.strip(output.token_ids)
         return Rollout(
             prompt_uid=uid,
             sample=sample,

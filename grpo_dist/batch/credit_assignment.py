@@ -70,7 +70,7 @@ class AdvantageSettings:
     @property
     def own(self) -> OwnCode:
         """User-supplied pieces of the algorithm."""
-        return OwnCode.of_pieces(self.code_paths, self.algorithm.own_pieces)
+        return OwnCode.from_pieces(self.code_paths, self.algorithm.own_pieces)
 
     @property
     def gamma(self) -> float:

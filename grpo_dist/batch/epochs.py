@@ -39,7 +39,7 @@ def redrawn(batch: TrainBatch, *, num_groups: int, num_updates: int, seed: int) 
     dealt = rows_of_updates(
         batch.group_ids.numpy(), num_groups=num_groups, num_updates=num_updates, order=order
     )
-    ids, batch = batch.row_ids.numpy(), batch.without_candidates()
+    ids, batch = batch.row_ids.numpy(), batch.drop_candidates()
     return [EpochUpdate(ids[rows], count_denominators(batch.select(rows.tolist()))) for rows in dealt]
 
 

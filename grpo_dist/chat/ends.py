@@ -62,7 +62,7 @@ class SampleEnds:
         """Return whether ``ids`` end with one of them."""
         return len(ids) > 0 and int(ids[-1]) in self.ids
 
-    def without(self, ids: Sequence[int]) -> list[int]:
+    def strip(self, ids: Sequence[int]) -> list[int]:
         """Return ``ids`` without the one that ends them."""
         return list(ids[:-1]) if self.ended(ids) else list(ids)
 

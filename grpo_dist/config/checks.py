@@ -612,7 +612,7 @@ def _check_estimator(config: Sections) -> Iterator[str]:
             "rewards, which stay unshuffled, so the run is no control; remove one of the two"
         )
     single = _single_completions(config)
-    lacking = [label for label in single if not rewards.for_source(label).scores_steps]
+    lacking = [label for label in single if not rewards.select_source(label).scores_steps]
     if (a.process or advantage == "process") and lacking:
         reader = "`algorithm.process`" if a.process else "`algorithm.advantage` = process"
         where = f"rewards.by_source.{lacking[0]}" if lacking[0] in rewards.by_source else "rewards"
@@ -707,7 +707,7 @@ def _check_environments(config: Sections) -> Iterator[str]:
         except ValueError as error:
             yield f"`{key}`: {error}"
     episodes = {source.label for source in data.train if data.environment_of(source) is not None}
-    for label in sorted(label for label in episodes if rewards.for_source(label).scores_steps):
+    for label in sorted(label for label in episodes if rewards.select_source(label).scores_steps):
         key = f"rewards.by_source.{label}" if label in rewards.by_source else "rewards"
         yield (
             f"`{key}` has a reward of steps, which scores the steps of a single "
@@ -720,7 +720,7 @@ def _check_environments(config: Sections) -> Iterator[str]:
 def _check_templates(config: Sections) -> Iterator[str]:
     """Look for the gold answer in a box of the prompt. Elsewhere it may belong there: Countdown's target."""
     data = config.data
-    for source in data.with_prompts((*data.train, *data.eval)):
+    for source in data.resolve_prompts((*data.train, *data.eval)):
         for key in ("template", "problem_template"):
             box = f"\\boxed{{{source.answer_column}}}"
             filled = fill(getattr(source, key) or "", lambda name: f"{{{name}}}\0")
@@ -733,7 +733,7 @@ def _check_templates(config: Sections) -> Iterator[str]:
 
 def _check_prefills(config: Sections) -> Iterator[str]:
     data, rewards = config.data, config.rewards
-    prefilled = [source for source in data.with_prompts((*data.train, *data.eval)) if source.prefill]
+    prefilled = [source for source in data.resolve_prompts((*data.train, *data.eval)) if source.prefill]
     if data.prefill_as == "completion" and not prefilled:
         yield "`data.prefill_as` = completion has no effect without a `data.prefill`; set that, or remove it"
     for source in prefilled:
@@ -743,7 +743,7 @@ def _check_prefills(config: Sections) -> Iterator[str]:
                 "episodes of several; set the source's `prefill` to empty, or write the prefill behind "
                 "`add_generation_prompt` of a `model.chat_template`, which begins every turn so"
             )
-        if data.prefill_as == "completion" and rewards.for_source(source.label).scores_steps:
+        if data.prefill_as == "completion" and rewards.select_source(source.label).scores_steps:
             yield (
                 "`data.prefill_as` = completion: a reward of steps finds them in the sampled tokens, which "
                 "the prefill is none of; set data.prefill_as=prompt"
@@ -761,7 +761,7 @@ def _check_sources(config: Sections) -> Iterator[str]:
             "temperature; give each its own `name`"
         )
     formats: dict[str, list[Any]] = {}  # a prompt knows its source by the label alone
-    for source in data.with_prompts(data.train):
+    for source in data.resolve_prompts(data.train):
         keys = [getattr(source, key) for key in PROMPT_KEYS]
         if formats.setdefault(source.label, keys) != keys:
             yield (

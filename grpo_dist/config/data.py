@@ -448,7 +448,7 @@ class DataConfig(Section):
             )
         yield from _prompt_problems(self.template, self.few_shot)
 
-    def with_prompts(self, sources: Sequence[DataSourceConfig]) -> tuple[DataSourceConfig, ...]:
+    def resolve_prompts(self, sources: Sequence[DataSourceConfig]) -> tuple[DataSourceConfig, ...]:
         """Return ``sources``, each with the keys of prompts that it does not set as this section has them."""
         return tuple(
             source.model_copy(

@@ -21,17 +21,17 @@ def flat(value: Any) -> dict[str, Any]:
     return dict(_entries(value))
 
 
-def without(tree: Any, path: Sequence[str]) -> Any:
+def drop(tree: Any, path: Sequence[str]) -> Any:
     """Return ``tree`` without the entry at ``path``. "*" stands for each entry of a list or a mapping."""
     name, *rest = path
     if name == "*" and isinstance(tree, list):
-        return [without(inner, rest) for inner in tree]
+        return [drop(inner, rest) for inner in tree]
     if name == "*" and isinstance(tree, dict):
-        return {key: without(inner, rest) for key, inner in tree.items()}
+        return {key: drop(inner, rest) for key, inner in tree.items()}
     if not isinstance(tree, dict) or name not in tree:
         return tree
     if rest:
-        return tree | {name: without(tree[name], rest)}
+        return tree | {name: drop(tree[name], rest)}
     return {key: value for key, value in tree.items() if key != name}
 
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import Choice, NonNegative, Section, Tagged, repeated
 from grpo_dist.config.data import ModelConfig
-from grpo_dist.config.stages import DemonstrationsConfig, as_sources
+from grpo_dist.config.stages import DemonstrationsConfig, read_sources
 
 REFERENCE = "reference"  # a teacher of this model is the reference itself
 
@@ -123,7 +123,7 @@ class DistillationConfig(Section):
         return (self.kl if isinstance(self.kl, TopKKL) else TopKKL()).divergence
 
     @property
-    def of_own_models(self) -> tuple[TeacherConfig, ...]:
+    def teachers_with_workers(self) -> tuple[TeacherConfig, ...]:
         """Return the teachers with workers of their own."""
         return tuple(teacher for teacher in self.teachers if teacher.has_workers)
 
@@ -133,7 +133,7 @@ class DemonstrationStreamConfig(Section):
 
     section: ClassVar[str] = "demonstrations"
 
-    data: Annotated[tuple[DemonstrationsConfig, ...], Field(min_length=1), BeforeValidator(as_sources)] = (
+    data: Annotated[tuple[DemonstrationsConfig, ...], Field(min_length=1), BeforeValidator(read_sources)] = (
         Field(description="a path as in `sft.data.0.path`, or a list of sources to mix")
     )
     rows_per_step: PositiveInt = Field(16, description="demonstrations per step, over all of its updates")

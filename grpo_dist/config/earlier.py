@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.base import member_called, members
-from grpo_dist.config.differences import without
+from grpo_dist.config.differences import drop
 
 _ADVANTAGE = {
     "std": "std", "advantage_eps": "eps", "pass_k": "k", "turn_discount": "discount", "gamma": "gamma",
@@ -38,15 +38,15 @@ def translate(old: Mapping[str, Any]) -> dict[str, Any]:
     """
     new: dict[str, Any] = dict(old)
     for key in _GONE:
-        new = without(new, key.split("."))
+        new = drop(new, key.split("."))
     for path, was, now in _RENAMED:
         new = _renamed(new, path, was, now)
     if isinstance(new.get("algorithm"), dict):
         new["algorithm"] = translate_algorithm(new["algorithm"])
     if isinstance(batch := new.get("batch"), dict) and batch.get("min_samples", "") is None:
-        new["batch"] = without(batch, ["min_samples"])
+        new["batch"] = drop(batch, ["min_samples"])
     if isinstance(batch := new.get("batch"), dict) and isinstance(batch.get("order"), str):
-        kept = without(batch, ["oversample"])
+        kept = drop(batch, ["oversample"])
         finished = {"name": "completion", "oversample": batch.get("oversample")}
         new["batch"] = kept | {"order": finished if batch["order"] == "finished" else {"name": "launched"}}
     if isinstance(distillation := new.get("distillation"), dict) and "kl_as" in distillation:
@@ -64,7 +64,7 @@ def translate(old: Mapping[str, Any]) -> dict[str, Any]:
         # null was the default, or what another kind had
         new["bench"] = bench | {"lengths": {key: item for key, item in lengths.items() if item is not None}}
     if isinstance(health := new.get("health"), dict) and isinstance(health.get("action"), str):
-        kept = without(health, ["max_rollbacks"])
+        kept = drop(health, ["max_rollbacks"])
         limit = {"max_rollbacks": health.get("max_rollbacks", 3)} if health["action"] == "rollback" else {}
         new["health"] = kept | {"action": {"kind": health["action"]} | limit}
     rollout = new.get("rollout")

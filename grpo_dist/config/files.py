@@ -69,7 +69,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError for a missing or malformed file, an unknown key, a bad value, or values that
     contradict.
     """
-    return validated(with_overrides(read_tree(Path(path)), overrides, Path(path)), path, Config)
+    return validated(apply_overrides(read_tree(Path(path)), overrides, Path(path)), path, Config)
 
 
 def read_recorded(path: Path) -> DictConfig:
@@ -96,7 +96,7 @@ def is_override(text: str) -> bool:
     return _OVERRIDE.match(text) is not None and not Path(text).exists()
 
 
-def with_overrides(tree: DictConfig, overrides: Sequence[str], path: Path) -> DictConfig:
+def apply_overrides(tree: DictConfig, overrides: Sequence[str], path: Path) -> DictConfig:
     """Apply all of a command line to ``tree``, which may be modified: presets, then values in their order.
     A preset behind a value does not undo it. ``path``: the file of the tree.
     """

@@ -335,7 +335,7 @@ class RewardsConfig(Section):
                     f"{', '.join(sorted(model_names)) or 'none'}"
                 )
             try:
-                type(self).model_validate(self.for_source(source).model_dump())
+                type(self).model_validate(self.select_source(source).model_dump())
             except ValidationError as error:
                 yield f"by_source.{source}: {error.errors()[0]['msg']}"
         for one in self.all_functions:
@@ -356,7 +356,7 @@ class RewardsConfig(Section):
         rewards = (*self.functions, *self.models)
         return sum(isinstance(reward, ProcessRewardConfig | ProcessModelConfig) for reward in rewards)
 
-    def for_source(self, source: str) -> RewardsConfig:
+    def select_source(self, source: str) -> RewardsConfig:
         """Return the rewards of the prompts of a source, with the overlong buffer as one of them."""
         settings = self.by_source.get(source)
         alone = {"by_source": {}, "overlong_buffer": OverlongBufferConfig()}
@@ -372,7 +372,7 @@ class RewardsConfig(Section):
     @property
     def variants(self) -> dict[str, RewardsConfig]:
         """The rewards of each source with its own by name, and those of all others by ""."""
-        return {source: self.for_source(source) for source in ("", *self.by_source)}
+        return {source: self.select_source(source) for source in ("", *self.by_source)}
 
     @property
     def all_functions(self) -> tuple[FunctionConfig, ...]:

@@ -141,7 +141,7 @@ class Sections(Section):
             return {**values, "rewards": {**(rewards or {}), "require_box": True}}
         return values
 
-    def with_absolute_code(self) -> Self:
+    def make_code_paths_absolute(self) -> Self:
         """Return it for other processes: relative `code_paths` are of this process's working directory."""
         paths = {"code_paths": tuple(str(expanded(path).absolute()) for path in self.code_paths)}
         sections = {name: getattr(self, name).model_copy(update=paths) for name in _WITH_CODE}

@@ -69,7 +69,7 @@ class DemonstrationsConfig(Section):
             )
 
 
-def as_sources(value: Any) -> Any:
+def read_sources(value: Any) -> Any:
     """Convert a path, or paths in a list, to the mappings of `DemonstrationsConfig` they abbreviate."""
     values = [value] if isinstance(value, str | dict) else value
     if not isinstance(values, list | tuple):
@@ -86,7 +86,7 @@ class SFTConfig(Section):
     section: ClassVar[str] = "sft"
 
     model: str = Field(description="local directory, hub id, GGUF file, or `demo:<name>`")
-    data: Annotated[tuple[DemonstrationsConfig, ...], Field(min_length=1), BeforeValidator(as_sources)] = (
+    data: Annotated[tuple[DemonstrationsConfig, ...], Field(min_length=1), BeforeValidator(read_sources)] = (
         Field(description="a path as in `sft.data.0.path`, or a list of sources to mix")
     )
     steps: PositiveInt = Field(500, description="optimiser steps; not read with `epochs`")

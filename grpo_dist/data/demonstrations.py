@@ -220,7 +220,7 @@ class Demonstration(Prompt):
     sampled: np.ndarray | None = None  # bool [C], which tokens are learned; None: all
     row_uid: str = ""  # hash of the row, which depends on no tokenizer
 
-    def as_group(self) -> Group:
+    def to_group(self) -> Group:
         """Return the form in which a batch of the loop is made, recorded and kept: one sample of reward 1,
         without log-probs.
         """
@@ -479,7 +479,7 @@ class _Tokeniser:
             return tokenise_segments(encode(text, self._tokenizer), segments, self._tokenizer)
         prompt = self._prompt_ids(record, arguments, templated)
         pair = tokenise_segments(prompt, read_completion(record["completion"]), self._tokenizer)
-        completion_ids = ends.without(pair.completion)  # the file may have it
+        completion_ids = ends.strip(pair.completion)  # the file may have it
         learned = pair.sampled[: len(completion_ids)]
         if any(
             t in ends.ids and a and b

@@ -153,7 +153,7 @@ class RewardScale:
     total: float = 0.0
     squares: float = 0.0
 
-    def with_rewards(self, rewards: np.ndarray) -> RewardScale:
+    def add_rewards(self, rewards: np.ndarray) -> RewardScale:
         """Return the scale with these, float64 [n], n at least 1."""
         low, high = float(rewards.min()), float(rewards.max())
         return RewardScale(
@@ -197,7 +197,7 @@ def _scales(groups: Sequence[Group], known: Mapping[str, RewardScale]) -> dict[s
     for group in groups:
         if len(rewards := _known_rewards(group)):
             source = group.prompt.source
-            scales[source] = scales.get(source, RewardScale()).with_rewards(rewards)
+            scales[source] = scales.get(source, RewardScale()).add_rewards(rewards)
     return scales
 
 

@@ -132,7 +132,7 @@ class PromptFormat:
         """Read the format of the prompts of ``source`` from section `data` of the configuration; None: of a
         source that sets nothing of it.
         """
-        keys = data if source is None else data.with_prompts([source])[0]
+        keys = data if source is None else data.resolve_prompts([source])[0]
         prefill = keys.prefill or ""
         return cls(
             keys.system_prompt,
@@ -163,7 +163,7 @@ class PromptFormat:
         """
         if not messages:
             return question
-        return with_question(messages, user_content(question, self.instruction))
+        return append_question(messages, user_content(question, self.instruction))
 
     def text(self, asked: str | Sequence[Message], tokenizer: Any) -> str:
         """Render the prompt that asks ``asked``, with the prefill, behind which the policy goes on."""
@@ -254,7 +254,7 @@ def encode_rows(
                 question = prompt_format.question(problem, values)
                 asked = prompt_format.asked(question, messages)
                 if prompt_format.template is not None:
-                    messages = with_question(messages or [{"role": "user", "content": ""}], question)
+                    messages = append_question(messages or [{"role": "user", "content": ""}], question)
             all_messages.append(tuple(messages))
             task, text = _task_and_text(row, asked, prompt_format, tokenizer, tasks)
             texts.append(text)
@@ -364,7 +364,7 @@ def build_prompts(
     )
 
 
-def with_question(messages: Sequence[Message], question: str) -> list[Message]:
+def append_question(messages: Sequence[Message], question: str) -> list[Message]:
     """Return ``messages`` with ``question`` as the content of the last one of the user."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "user")
     return [*messages[:last], {**messages[last], "content": question}, *messages[last + 1 :]]

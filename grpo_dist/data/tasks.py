@@ -130,7 +130,7 @@ def source_tasks(
 
 
 def _check_format(renderer: Renderer, tokenizer: Any, described: Description, name: str) -> None:
-    if not described.tools or renderer.in_place:
+    if not described.tools or renderer.is_in_place:
         return
     if absent := missing_tokens(renderer.call_format, tokenizer.get_vocab()):
         raise ValueError(
@@ -145,7 +145,7 @@ def _check_template(renderer: Renderer, task: Task, described: Description) -> N
     remedy = "set `environments.call_format` to code, or use a model whose chat template knows tools"
     try:
         prompt = renderer.prompt(task)
-        if names and not renderer.in_place:
+        if names and not renderer.is_in_place:
             if absent := [name for name in names if name not in prompt]:
                 raise ValueError(
                     f"the model's chat template does not show the tool `{absent[0]}` of environment "

@@ -289,7 +289,7 @@ class AgentRows:
         tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise Refused("`tools` must be a list of functions", param="tools")
-        if tools and renderer.in_place:
+        if tools and renderer.is_in_place:
             raise Refused("the model's chat template shows no tools, or `environments.call_format` is code: "
                           "describe them in the messages", param="tools")  # fmt: skip
         keys, tools_key = [_key(message) for message in messages], json.dumps(tools, sort_keys=True)

@@ -80,7 +80,7 @@ class Renderer:
         self.controls = ControlTokens(tokenizer)
 
     @property
-    def in_place(self) -> bool:
+    def is_in_place(self) -> bool:
         """Whether results follow a call in the same message."""
         return self.call_format == CODE
 
@@ -94,7 +94,7 @@ class Renderer:
         """Return the strings that end an action of ``task``. They are part of it. Without tools a code block
         is an answer like any other.
         """
-        return (*((CODE_STOP,) if self.in_place and task.tools else ()), *task.stop)
+        return (*((CODE_STOP,) if self.is_in_place and task.tools else ()), *task.stop)
 
     def parse(self, text: str, ids: Sequence[int], task: Task, thought: Thought) -> Action:
         """Read an action with its calls.
@@ -106,7 +106,7 @@ class Renderer:
         if not task.tools:
             return Action(text)
         ended = self.ended(ids)
-        if self.in_place:
+        if self.is_in_place:
             return read_code(text, [schema["function"]["name"] for schema in task.tools], ended=ended)
         assert self._parser is not None, f"a parser for {self.call_format} calls is needed"
         answer = _strip_thought(self.raw(ids), thought)
@@ -120,13 +120,13 @@ class Renderer:
     def raw(self, ids: Sequence[int]) -> str:
         """Decode an action with its special tokens, without the one that ends it."""
         return self._tokenizer.decode(
-            self.ends.without(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            self.ends.strip(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode an action without special tokens, and without the one that ends it."""
         return self._tokenizer.decode(
-            self.ends.without(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            self.ends.strip(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
     def prompt_ids(self, text: str) -> list[int]:
@@ -171,7 +171,7 @@ class Renderer:
             half = min(half - 1, int(half * limit / count))
 
     def _render(self, messages: Sequence[Message], task: Task) -> str:
-        tools = [dict(tool) for tool in task.tools] if task.tools and not self.in_place else None
+        tools = [dict(tool) for tool in task.tools] if task.tools and not self.is_in_place else None
         return render(self._tokenizer, messages, self._kwargs, day=self._day, tools=tools)
 
 
@@ -345,7 +345,7 @@ class Dialogue:
         results = [call.result for call in calls]
         following: str | None = None  # in the same message
         if not self._renderer.ended(ids):
-            if self._renderer.in_place and calls and not own_messages:
+            if self._renderer.is_in_place and calls and not own_messages:
                 blocks = "".join(f"```output\n{result.rstrip()}\n```\n" for result in results)
                 following = blocks if written.endswith("\n") else f"\n{blocks}"
             elif self._task.stop and as_text and not calls:
@@ -358,7 +358,7 @@ class Dialogue:
             parts = [*results, *(_text(message) for message in own_messages)]
             self._rows[-1].give(self._renderer.ids("".join(f"\n{part}\n" for part in parts)))
             return
-        if self._renderer.in_place:  # a template without tools may not support their messages
+        if self._renderer.is_in_place:  # a template without tools may not support their messages
             messages = [*({"role": "user", "content": text} for text in results), *own_messages]
         else:
             messages = [*result_messages([call.name for call in calls], results), *own_messages]

@@ -144,7 +144,7 @@ async def sample_chunks(
     """Draw and score samples of each prompt, apart from any training step.
 
     All chunks are requested at once, in order, so that no engine is idle at the end of one. Every group has
-    ``draw.samples`` samples: one that the engines gave up is empty and has no reward, see `with_missing`.
+    ``draw.samples`` samples: one that the engines gave up is empty and has no reward, see `add_missing`.
 
     Args:
         finished: called with each chunk once all its prompts are done.
@@ -185,10 +185,10 @@ async def _sample_group(
     except SamplesFailed as error:
         logger.warning("%s; the problem has no samples, and counts as not scored", find_cause(error))
         group = Group(prompt, (), np.empty(0, np.float32), {}, ())
-    return with_missing(group, draw)
+    return add_missing(group, draw)
 
 
-def with_missing(group: Group, draw: Draw) -> Group:
+def add_missing(group: Group, draw: Draw) -> Group:
     """Return ``group`` with an empty sample, finish reason "error", in place of each that the engines gave
     up. Its rewards are NaN and its outcome is "error" where there is a math grader: it was not scored.
     """

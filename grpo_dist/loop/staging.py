@@ -132,7 +132,7 @@ class Staging:
             demonstrations=shown,
             score_norms=score_norms,
         )
-        counted = [update.without_candidates() for update in updates]
+        counted = [update.drop_candidates() for update in updates]
         later = [regrouped(counted, own) for epoch in later_epochs for own in epoch]
         with_signal = frozenset(chain.from_iterable(map(_groups_with_signal, updates)))
         tokens_recorded = tracking.samples and is_due(step + 1, tracking.token_values_every)

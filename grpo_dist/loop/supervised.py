@@ -106,7 +106,7 @@ class _Batches:
     def _stage(self, step: int) -> _Staged:
         settings, count = self._settings, len(self._demonstrations)
         chosen = step_indices(count, settings.batch_size, settings.seed, step)
-        groups = [self._demonstrations[i].as_group() for i in chosen]
+        groups = [self._demonstrations[i].to_group() for i in chosen]
         batch = batch_of(groups, settings.max_length)
         epoch = (step + 1) * settings.batch_size / count
         update = self._policy.stage([batch], keep_logprobs=False)
@@ -173,7 +173,7 @@ async def validation_loss(
     """Return the mean of -log p over all tokens of the completions, in nats, summed in float64."""
     total, tokens = 0.0, 0
     for first in range(0, len(held_out), settings.batch_size):
-        groups = [row.as_group() for row in held_out[first : first + settings.batch_size]]
+        groups = [row.to_group() for row in held_out[first : first + settings.batch_size]]
         _, rows = await policy.logprobs(batch_of(groups, settings.max_length))
         total -= sum(float(values.sum(dtype=np.float64)) for _, values in sorted(rows.items()))
         tokens += sum(map(len, rows.values()))

@@ -143,7 +143,7 @@ def _with_demonstrations(
     assert each * len(updates) == len(shown), (len(shown), len(updates))
     return [
         with_demonstrations(
-            update, [d.as_group() for d in shown[i * each : (i + 1) * each]], first_row=first_row + i * each
+            update, [d.to_group() for d in shown[i * each : (i + 1) * each]], first_row=first_row + i * each
         )
         for i, update in enumerate(updates)
     ]

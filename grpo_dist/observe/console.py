@@ -90,7 +90,7 @@ def eval_lines(step: int, metrics: dict[str, float]) -> list[str]:
     lines = []
     for name in eval_sets(metrics):
         scores = {k.rsplit("/", 1)[1]: v for k, v in metrics.items() if k.startswith(f"eval/{name}/")}
-        columns = [f"{k} {with_error(scores, k, '.3f')}" for k in scores if f"{k}_stderr" in scores]
+        columns = [f"{k} {format_with_error(scores, k, '.3f')}" for k in scores if f"{k}_stderr" in scores]
         lines.append(f"eval after step {step}  {name}: " + "  ".join(columns))
     return lines
 
@@ -99,7 +99,7 @@ def eval_sets(metrics: dict[str, float]) -> list[str]:
     return list(dict.fromkeys(k.split("/")[1] for k in metrics if k.startswith("eval/")))
 
 
-def with_error(metrics: Mapping[str, float | None], key: str, form: str) -> str:
+def format_with_error(metrics: Mapping[str, float | None], key: str, form: str) -> str:
     """Return the estimate ``key`` with its standard error, "–" for either where it is missing or NaN, which
     `metrics.jsonl` has as null: 0.500 ± 0.100, 1.000 ± –, –. Where all problems are right, or all wrong, the
     error is 0 and says nothing: then it is the 95 % interval of Wilson (1927), 0.000 (0.000 to 0.278).
@@ -132,7 +132,8 @@ def print_before_after(
         _, name, measure = key.split("/")
         change = _number(after.get(key)) - _number(before.get(key))
         rows.append((
-            escape(name), measure, with_error(before, key, ".1%"), with_error(after, key, ".1%"),
+            escape(name), measure,
+            format_with_error(before, key, ".1%"), format_with_error(after, key, ".1%"),
             "–" if math.isnan(change) else f"{change:+.1%}",
         ))  # fmt: skip
     columns = ("set", "measure", "before", "after", "change")

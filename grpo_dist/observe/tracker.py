@@ -224,7 +224,7 @@ class Tracker:
 
 def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str, _Opener]:
     """Return the function that opens each enabled tracker, to be called in its thread."""
-    settings, masked, openers = config.tracking, ShownConfig.of(config), dict[str, _Opener]()
+    settings, masked, openers = config.tracking, ShownConfig.from_config(config), dict[str, _Opener]()
     if settings.tensorboard:
         purge, directory = start + 1 if start else 0, run_dir / "tensorboard"
         openers["TensorBoard"] = lambda _: TensorBoard(directory, masked, purge_step=purge)

@@ -60,7 +60,7 @@ class ShownConfig:
     tree: dict[str, Any]
 
     @classmethod
-    def of(cls, config: Config) -> ShownConfig:
+    def from_config(cls, config: Config) -> ShownConfig:
         return cls(config.name, dump_config(config), masked(config.model_dump(mode="json")))
 
     def flat(self) -> dict[str, str | int | float | bool]:

@@ -36,7 +36,7 @@ class OwnCode:
     kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of_pieces(cls, code_paths: Sequence[str], pieces: Iterable[OwnPiece]) -> OwnCode:
+    def from_pieces(cls, code_paths: Sequence[str], pieces: Iterable[OwnPiece]) -> OwnCode:
         return cls(code_paths, {_KEYS[piece.kind]: piece.kwargs for piece in pieces})
 
 

@@ -209,7 +209,7 @@ class _Mask:
     bias: Float[Tensor, "R 1 W W"]  # float32
     positions: Int[Tensor, "R W"]
 
-    def within(self, window: int | None) -> Float[Tensor, "R 1 W W"]:
+    def limit(self, window: int | None) -> Float[Tensor, "R 1 W W"]:
         """Return the mask of tokens that see ``window`` tokens back, themselves included; None: all."""
         if window is None or window >= self.bias.shape[-1]:
             return self.bias
@@ -243,7 +243,7 @@ class BlockSpans:
             if block.mask is None:
                 out = _causal(*heads, scale=scale, window=window, dropout=dropout)
             else:
-                out = _masked(*heads, bias=block.mask.within(window), scale=scale, dropout=dropout)
+                out = _masked(*heads, bias=block.mask.limit(window), scale=scale, dropout=dropout)
             outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
         return torch.cat(outputs).index_select(0, self.back)
 

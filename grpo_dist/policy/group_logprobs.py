@@ -56,7 +56,7 @@ def group_top_logprobs(
         # One micro-batch after the other: together they are K times as much as log-probs.
         values, *tops = (t.cpu() for t in forward(layout))
         there = replace(layout, places=layout.places.cpu())
-        return values, *map(there.as_rows, tops)
+        return values, *map(there.unpack_rows, tops)
 
     values_of_groups = _values_of_rows(on_host, groups, micro, together=together)
     return [[TeacherLogprobs(*row) for row in rows] for rows in values_of_groups]

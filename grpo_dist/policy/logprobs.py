@@ -65,7 +65,7 @@ def token_logprobs(
         transform=transform,
         with_entropy=with_entropy,
     )
-    return layout.as_rows(values), None if entropies is None else layout.as_rows(entropies)
+    return layout.unpack_rows(values), None if entropies is None else layout.unpack_rows(entropies)
 
 
 def selected_logprobs(

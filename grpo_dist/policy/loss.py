@@ -56,7 +56,7 @@ class Objective:
 
     @property
     def user_code(self) -> OwnCode:
-        return OwnCode.of_pieces(self.code_paths, self.algorithm.own_pieces)
+        return OwnCode.from_pieces(self.code_paths, self.algorithm.own_pieces)
 
 
 def batch_loss(
@@ -252,7 +252,7 @@ def divergence_from_teacher(
     if candidates is None or layout.candidates_at_teacher is None:
         return None
     divergence = DIVERGENCES[distillation.divergence]
-    return layout.as_rows(divergence(candidates, layout.candidates_at_teacher))
+    return layout.unpack_rows(divergence(candidates, layout.candidates_at_teacher))
 
 
 def cross_entropy(logprobs: TokenValues, mask: TokenMask, num_tokens: float) -> Float[Tensor, ""]:

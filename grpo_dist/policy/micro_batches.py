@@ -69,9 +69,9 @@ class MicroBatches:
             return layout
         return replace(layout, mask=LogitMask.from_rows(rows, wanted, self.device))
 
-    def on_device(self, part: TrainBatch) -> TrainBatch:
+    def move_to_device(self, part: TrainBatch) -> TrainBatch:
         """Return ``part`` on the device, without what only its layout needs."""
-        return part.without_candidates().map_tensors(lambda values: sent(values, self.device))
+        return part.drop_candidates().map_tensors(lambda values: sent(values, self.device))
 
 
 def values_by_row(

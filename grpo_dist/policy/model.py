@@ -230,7 +230,7 @@ class TokenLogprobs(nn.Module):
         def whole(values: Tensor | None) -> Tensor | None:
             if values is not None and self._ranks is not None and rank_indices is not None:
                 values = self._ranks.together(values, rank_indices, len(layout.targets))
-            return layout.as_rows(values) if values is not None and values.ndim == 1 else values
+            return layout.unpack_rows(values) if values is not None and values.ndim == 1 else values
 
         values, *further = self._selected(part, with_entropy, score_norms, top_k)
         first, second, third = whole(values), *map(whole, further)

@@ -56,7 +56,7 @@ class Layout:
     candidates_at_teacher: Float[Tensor, "M K"] | None = None
     mask: LogitMask | None = None  # of the wanted tokens; None: each is one of the whole vocabulary
 
-    def as_rows(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "B T ..."]:
+    def unpack_rows(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "B T ..."]:
         """Return the values of the wanted tokens at their positions in the rows, 0 elsewhere."""
         (rows, width), size = self.shape, values.shape[1:]
         flat = values.new_zeros(rows * width, *size)

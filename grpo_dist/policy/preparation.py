@@ -33,7 +33,7 @@ class Preparation:
     device: torch.device
     reports: bool
 
-    def before_the_step(self, batch: TrainBatch, algorithm: AlgorithmConfig, *, moves: bool) -> TrainBatch:
+    def prepare_step(self, batch: TrainBatch, algorithm: AlgorithmConfig, *, moves: bool) -> TrainBatch:
         """Return ``batch`` with the old log-probs and entropies, which must be known before any weight moves.
         ``moves``: they will have moved by the time it is trained on. Collective.
         """
@@ -45,14 +45,14 @@ class Preparation:
             old, entropies = old if bypassed else logprobs, entropy if by_entropy else None
         return replace(batch, policy=replace(batch.policy, old_logprobs=old, old_entropies=entropies))
 
-    def before_the_update(
+    def prepare_update(
         self, batch: TrainBatch, algorithm: AlgorithmConfig, *, number: int, unmoved: bool = False
     ) -> TrainBatch:
         """Return ``batch`` with its `TokenChoice`, under the current weights. Collective.
 
         Args:
             number: of the update in the run, for the choice at random.
-            unmoved: no weight has moved since `before_the_step`, so that every ratio is exactly 1.
+            unmoved: no weight has moved since `prepare_step`, so that every ratio is exactly 1.
         """
         kept, mean_weight, selected = None, 1.0, None
         stream = batch.policy

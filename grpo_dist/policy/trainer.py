@@ -144,8 +144,7 @@ class Trainer:
                 check_routes(batch)
         prepare, algorithm = Preparation(self.logprobs, self.device, self._reports), self._objective.algorithm
         first = [
-            prepare.before_the_step(b, algorithm, moves=i > 0 or self._epochs > 1)
-            for i, b in enumerate(batches)
+            prepare.prepare_step(b, algorithm, moves=i > 0 or self._epochs > 1) for i, b in enumerate(batches)
         ]
         # Made as they come: each is a copy of its rows.
         later = (regrouped(first, update_rows) for epoch in later_epochs for update_rows in epoch)
@@ -155,7 +154,7 @@ class Trainer:
         most = min((b.value for b in bounds if b.metric == GRAD_NORM), default=math.inf)
         per_update, trained, refused = [], list[bool](), Counter[str]()
         for index, update in enumerate(plan):
-            batch = prepare.before_the_update(
+            batch = prepare.prepare_update(
                 update, algorithm, number=self._updates, unmoved=known_old and index == 0
             )
             values = self.accumulate(batch, kl_coef, keep_logprobs=keep_logprobs)
@@ -176,7 +175,7 @@ class Trainer:
         the loss mask. Collective.
         """
         logprobs, entropies = (torch.zeros_like(batch.policy.rollout_logprobs) for _ in range(2))
-        batch = batch.without_candidates()
+        batch = batch.drop_candidates()
         with forward_only(self.engine):
             plan = self._micro.plan(batch)
             parts = (self._micro.part(batch, rows) for rows in plan)
@@ -196,7 +195,7 @@ class Trainer:
         """
         by_row: dict[int, np.ndarray] = {}
         with forward_only(self.engine):
-            for batch in (each.without_candidates() for each in batches):
+            for batch in (each.drop_candidates() for each in batches):
                 plan = self._micro.plan(batch)
                 parts = (self._micro.part(batch, rows) for rows in plan)
                 layouts = (self._micro.layout(part, part.wanted) for part in parts)
@@ -235,7 +234,7 @@ class Trainer:
             if keep_logprobs:
                 values.append(logprobs.detach())
             loss, part_stats = batch_loss(
-                logprobs, self._micro.on_device(part), self._objective, entropy=entropy,
+                logprobs, self._micro.move_to_device(part), self._objective, entropy=entropy,
                 from_teacher=divergence_from_teacher(candidates, layout, self._objective.distillation),
                 kl_coef=kl_coef, entropy_coef=self._bonus.weight,
             )  # fmt: skip

@@ -100,7 +100,7 @@ class Checksum:
     a swap of two numbers in one row that differ in their sign alone.
     """
 
-    NUM_BYTES = 8  # of `as_bytes`
+    NUM_BYTES = 8  # of `view_bytes`
 
     def __init__(self) -> None:
         self._value: Tensor | None = None
@@ -122,16 +122,16 @@ class Checksum:
     @property
     def value(self) -> int:
         """Non-negative, below 2^64."""
-        return 0 if self._value is None else self.read(self.as_bytes())
+        return 0 if self._value is None else self.read(self.view_bytes())
 
-    def as_bytes(self) -> Tensor:
+    def view_bytes(self) -> Tensor:
         """Return the value as uint8 [8], to send after the data."""
         assert self._value is not None, "nothing was added"
         return self._value.reshape(1).view(torch.uint8)
 
     @staticmethod
     def read(flat: Tensor) -> int:
-        """Return the value whose `as_bytes` are ``flat``."""
+        """Return the value whose `view_bytes` are ``flat``."""
         return int(flat.clone().view(torch.int64)) % (1 << 64)
 
 

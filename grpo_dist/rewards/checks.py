@@ -122,7 +122,7 @@ def column_problems(
     """
     if not rows:
         return
-    for spec in reward_specs(settings.for_source(rows[0].source)):
+    for spec in reward_specs(settings.select_source(rows[0].source)):
         if spec.function in REWARDS and (reward := make(spec)).data_columns:
             yield from _problems(spec.name, reward, rows, remedy, available)
 
@@ -138,7 +138,7 @@ def user_column_problems(
 
     Loads the functions in ``pool``. Arguments as of `column_problems`.
     """
-    for spec in reward_specs(settings.for_source(rows[0].source)) if rows else ():
+    for spec in reward_specs(settings.select_source(rows[0].source)) if rows else ():
         if spec.function not in REWARDS:
             columns = load_user_function(spec, pool).data_columns
             for column, problem in _missing(spec.name, columns, rows, remedy, available):

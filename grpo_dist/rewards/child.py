@@ -24,7 +24,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from grpo_dist.errors import raised
-from grpo_dist.runtime.processes import die_with, fork_guarded, limit_address_space, without_collections
+from grpo_dist.runtime.processes import die_with, fork_guarded, limit_address_space, pause_garbage_collection
 
 _CANCELLED_S = 1.0  # seconds that cancelled calls have to end
 
@@ -40,7 +40,7 @@ def main() -> None:
     os.dup2(nothing, 1)
     os.register_at_fork(after_in_child=partial(_close, (requests.fileno(), replies, lifeline)))
     if not runs_user_code:
-        with without_collections():
+        with pause_garbage_collection():
             from grpo_dist.rewards.math import grade  # only here, so that processes of user code start fast
 
             grade("\\boxed{1}", "2")  # warm-up: imports the parser and builds its tables

@@ -82,7 +82,7 @@ def reward_specs(settings: RewardsConfig) -> list[RewardSpec]:
             r.kwargs,
             StepSettings(r.step_separator, r.reduce) if isinstance(r, ProcessRewardConfig) else None,
         )
-        for r in settings.for_source("").functions
+        for r in settings.select_source("").functions
     ]
 
 

@@ -34,7 +34,7 @@ from grpo_dist.config import (
     RolloutConfig,
 )
 from grpo_dist.config.base import choices
-from grpo_dist.config.differences import flat, has_place, without
+from grpo_dist.config.differences import drop, flat, has_place
 from grpo_dist.config.earlier import translate
 from grpo_dist.config.environments import BUILTIN_ENVIRONMENTS
 from grpo_dist.config.files import dump_config
@@ -167,7 +167,7 @@ def fingerprint(config: Config) -> str:
     """Hash everything that determines the numbers of a run, so that a resumed run is the same run."""
     kept = drop_layout(config.model_dump(mode="json", exclude=set(_FREE)))
     for key in _FREE_KEYS:
-        kept = without(kept, key.split("."))
+        kept = drop(kept, key.split("."))
     # Which steps are trained on determines the numbers; when to warn or stop does not.
     kept["health"] = {"min_signal_groups": config.health.min_signal_groups}
     if config.model.path != "sft":
@@ -276,7 +276,7 @@ def drop_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of ``settings``, sections of a configuration, without the keys of the layout."""
     kept = dict(settings)
     for key in _LAYOUT:
-        kept = without(kept, key.split("."))
+        kept = drop(kept, key.split("."))
     return kept
 
 

@@ -14,7 +14,7 @@ import yaml
 from grpo_dist.config import Config
 from grpo_dist.config.differences import flat
 from grpo_dist.config.presets import described
-from grpo_dist.observe.console import with_error
+from grpo_dist.observe.console import format_with_error
 from grpo_dist.observe.metrics_file import METRICS
 from grpo_dist.runs.run_directory import ENVIRONMENT
 from grpo_dist.runs.run_weights import is_checkpoint, is_supervised_run, split_reference
@@ -124,8 +124,8 @@ def _accuracy(run_dir: Path, step: int) -> str:
         return "It was not measured."
     before, after = evaluations.get(0, {}), evaluations[measured]
     rows = [
-        f"| {key.split('/')[1]} | {key.split('/')[2]} | {with_error(before, key, '.1%')} | "
-        f"{with_error(after, key, '.1%')} |"
+        f"| {key.split('/')[1]} | {key.split('/')[2]} | {format_with_error(before, key, '.1%')} | "
+        f"{format_with_error(after, key, '.1%')} |"
         for key in after
         if f"{key}_stderr" in after
     ]
@@ -184,7 +184,7 @@ def _rewards(config: Config) -> str:
     """Return the rewards of all training sources, with the names of the sources where these differ."""
     sources: dict[str, list[str]] = {}
     for label in dict.fromkeys(source.label for source in config.data.train):
-        rewards = config.rewards.for_source(label)
+        rewards = config.rewards.select_source(label)
         named = [(r.label, r) for r in rewards.functions] + [(m.name, m) for m in rewards.models]
         text = ", ".join(
             f"{name} × {r.weight:g}" + (f" where {r.gate} > {r.gate_above:g}" if r.gate else "")

@@ -116,7 +116,7 @@ def _try(piece: OwnPiece, code_paths: Sequence[str], tokenizer: Any) -> None:
     function = load(kind, name, code_paths)
     check_signature(function, _INPUTS[kind], piece.kwargs, f"{kind.title} {name}", _KWARGS[kind])
     if kind in (ADVANTAGE, LOSS, KL, AGGREGATION):
-        _TRIALS[kind](name, OwnCode.of_pieces(code_paths, [piece]))
+        _TRIALS[kind](name, OwnCode.from_pieces(code_paths, [piece]))
     elif kind is METRIC:
         inputs = MetricInputs(1, _made_groups(), {"reward/mean": 0.5})
         own_metric(name, code_paths, piece.kwargs, inputs, "trial")

@@ -214,7 +214,7 @@ def train_prompts(
     say: Callable[[str], None],
 ) -> BuiltPrompts:
     """Turn the rows of all ``sources`` into prompts, in order. No two have the same uid."""
-    sources = without_duplicates(sections.data, sources, "data.train", say)
+    sources = drop_duplicates(sections.data, sources, "data.train", say)
     parts: list[BuiltPrompts] = []
     uid_counts: Mapping[str, int] = {}
     for source, rows in sources:
@@ -225,7 +225,7 @@ def train_prompts(
     return BuiltPrompts(Prompts.join(built.prompts for built in parts), dropped, uid_counts, row_uids)
 
 
-def without_duplicates(
+def drop_duplicates(
     data: DataConfig, sources: Sequence[SourceRows], key: str, say: Callable[[str], None]
 ) -> list[SourceRows]:
     """Say which rows repeat a problem; with `data.deduplicate` return the first row of each alone."""
@@ -250,7 +250,7 @@ def prepare_eval(
     data, eval_sets = sections.data, []
     for source, rows in sources:
         name = source_name(source)
-        ((_, rows),) = without_duplicates(data, [(source, rows)], f"data.eval {name}", say)
+        ((_, rows),) = drop_duplicates(data, [(source, rows)], f"data.eval {name}", say)
         eval_set = EvalSet(name, load_prompts(sections, source, rows, tokenizer, say).prompts)
         overlap = check_overlap(prompts, eval_set.prompts)
         if overlap and data.overlap == "refuse":
@@ -292,13 +292,13 @@ def resolve_model(
         return run_sft(sft, base, say, day=day) if train_first else base
     base = _named_model(model, seed, say, trains=trains, key=key)
     if model.adapter is None:
-        return with_chat_template(base, model.chat_template)
+        return set_chat_template(base, model.chat_template)
     where, local = f"model.adapter = {model.adapter}", expanded(model.adapter)
     adapter = local.resolve() if local.is_dir() else download(model.adapter, None, "model.adapter")
     merged = apply_start_adapter(base, adapter, where, continued=trains_adapter)
     if not trains_adapter:
         say(f"{where}: merged into a copy of the weights, {merged}")
-    return with_chat_template(merged, model.chat_template)
+    return set_chat_template(merged, model.chat_template)
 
 
 def starting_model(config: Config, run_dir: Path, say: Callable[[str], None]) -> Path:
@@ -319,10 +319,10 @@ def sft_model(sft: SFTConfig, chat_template: str | None, say: Callable[[str], No
     `model.chat_template`.
     """
     base = _named_model(ModelConfig(path=sft.model), sft.seed, say, trains=True, key="sft.model")
-    return with_chat_template(base, chat_template)
+    return set_chat_template(base, chat_template)
 
 
-def with_chat_template(model_dir: Path, template: str | None) -> Path:
+def set_chat_template(model_dir: Path, template: str | None) -> Path:
     """Return a directory with the files of ``model_dir`` and the chat template ``template``, cached, so that
     engines, rewards and exports read it like any other; None: ``model_dir`` itself.
     """

@@ -55,9 +55,9 @@ def load_teachers(
         resolve: finds a model's directory, as `model.path` names it.
     """
     refuse(source_problems(distillation, prompts))
-    directories = {t.name: _directory(model, t, resolve) for t in distillation.of_own_models}
+    directories = {t.name: _directory(model, t, resolve) for t in distillation.teachers_with_workers}
     tokenizers = {name: tokenizer_of(directory) for name, directory in directories.items()}
-    prompts = with_teacher_prompts(distillation, data, prompts, policy[1])
+    prompts = add_teacher_prompts(distillation, data, prompts, policy[1])
     refuse(teacher_problems(distillation.teachers, model, prompts, tokenizers, policy, directories, longest))
     if distillation.top_k:
         models = {"the policy": policy[0]} | {f"teacher {name}": path for name, path in directories.items()}
@@ -117,7 +117,7 @@ def source_problems(distillation: DistillationConfig, prompts: Sequence[Prompt])
         )
 
 
-def with_teacher_prompts(
+def add_teacher_prompts(
     distillation: DistillationConfig, data: DataConfig, prompts: Sequence[Prompt], tokenizer: Any
 ) -> Sequence[Prompt]:
     """Return ``prompts`` with what each teacher with a prompt of its own reads in their place.

@@ -80,7 +80,7 @@ def pinned(config: C, run_dir: Path | None = None) -> C:
     return changed(config, steps).model_copy(update={"algorithm": config.algorithm}) if steps else config
 
 
-def as_begun(config: Config, run_dir: Path, say: Callable[[str], None]) -> Config:
+def restore_begun(config: Config, run_dir: Path, say: Callable[[str], None]) -> Config:
     """Return ``config`` with what the run in ``run_dir`` began with: see `pinned` and `keep_require_box`.
     Raises ValueError.
     """

@@ -62,8 +62,8 @@ from grpo_dist.runs.run_directory import (
     set_template_date,
     write_environment,
 )
-from grpo_dist.runs.run_weights import as_begun
-from grpo_dist.runs.start import load_inputs, with_steps
+from grpo_dist.runs.run_weights import restore_begun
+from grpo_dist.runs.start import load_inputs, resolve_steps
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.files import check_room, keep_backup, write_text
 from grpo_dist.runtime.stage_log import log_ready, print_line, stage
@@ -144,7 +144,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
         check_trackers(config.tracking)
         run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
         existing = check_writable(run_dir)
-        config = as_begun(with_steps(config, print_line), run_dir, print_line)
+        config = restore_begun(resolve_steps(config, print_line), run_dir, print_line)
         identity = config if identity is None else keep_require_box(identity, run_dir)
         config = set_template_date(config, read_template_date(run_dir))
     with explain_resume(config.checkpoint, run_dir), exclusive_directory(run_dir, existing):

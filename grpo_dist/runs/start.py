@@ -21,9 +21,9 @@ from grpo_dist.runs.own_trials import own_code_problems
 from grpo_dist.runs.prepare import (
     RunInputs,
     build_inputs,
+    drop_duplicates,
     load_tokenizer,
     resolve_model,
-    without_duplicates,
 )
 from grpo_dist.runs.start_checks import model_problems, position_limit, setting_problems
 from grpo_dist.runs.trials import CheckSkipped, Start, check_environments, check_reward, fail
@@ -57,7 +57,7 @@ def check_data(start: Start) -> str:
     read_sets: dict[str, list[SourceRows]] = {"data.train": [], "data.eval": []}
     with stage("data", "problems are read"):
         for (key, read_rows), sources in zip(read_sets.items(), (data.train, data.eval), strict=True):
-            sources = data.with_prompts(sources)
+            sources = data.resolve_prompts(sources)
             for number, source in enumerate(sources):
                 try:
                     read_rows += read_all([source], key, problems, asked=asked, first=number)
@@ -145,7 +145,7 @@ CHECKS: dict[str, Callable[[Start], str]] = {
 }
 
 
-def with_steps(config: Config, say: Callable[[str], None]) -> Config:
+def resolve_steps(config: Config, say: Callable[[str], None]) -> Config:
     """Return ``config`` with the steps of its `epochs`, if it has these. Raises ValueError for rows that
     cannot be read.
     """
@@ -154,8 +154,8 @@ def with_steps(config: Config, say: Callable[[str], None]) -> Config:
     data, per_step = config.data, config.batch.prompts_per_step
     problems = own_problems(data, config.environments)
     asked = asked_columns(config.rewards)  # as `check_data` has it, which then finds the rows stored
-    sources = read_all(data.with_prompts(data.train), "data.train", problems, asked=asked)
-    rows = sum(len(rows) for _, rows in without_duplicates(data, sources, "data.train", lambda _: None))
+    sources = read_all(data.resolve_prompts(data.train), "data.train", problems, asked=asked)
+    rows = sum(len(rows) for _, rows in drop_duplicates(data, sources, "data.train", lambda _: None))
     steps = max(1, int(config.epochs * rows / per_step + 1e-9))
     say(f"`epochs` = {config.epochs:g} of {rows} rows, {per_step} a step: {steps} steps")
     return config.model_copy(update={"steps": steps, "epochs": None})

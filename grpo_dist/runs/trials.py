@@ -176,7 +176,8 @@ def _check_all(start: Start, pool: GraderPool) -> str:
     said, failed, skipped = [], [], []
     for source, prompt in first.items():
         try:
-            said.append(f"source {source}: {_check_source(start, rewards.for_source(source), prompt, pool)}")
+            told = _check_source(start, rewards.select_source(source), prompt, pool)
+            said.append(f"source {source}: {told}")
         except CheckFailed as error:
             failed.append(f"source {source}: {error}")
         except CheckSkipped as reason:
@@ -195,7 +196,7 @@ def _warn_of_boxes(start: Start) -> None:
     asking = dict.fromkeys(
         rows[0].source
         for _, rows in start.rows[0]
-        if _has_math(rewards.for_source(rows[0].source))
+        if _has_math(rewards.select_source(rows[0].source))
         and "\\boxed" in "\n".join([rows[0].problem, *(str(m["content"]) for m in rows[0].messages)])
     )
     if asking:
@@ -235,7 +236,7 @@ def _check_source(start: Start, rewards: RewardsConfig, prompt: Prompt | None, p
             f"rewards: not scored in another usual form of an answer: {'; '.join(trial.raised_elsewhere)}. "
             "Samples for which a function raises are not trained on; correct it"
         )
-    unknown = without_right_answers(rewards)
+    unknown = find_rewards_without_answers(rewards)
     if unknown and rewards.trial is None and not trial.separates and not trial.inverts:
         names = ", ".join(f"`{name}`" for name in unknown)
         raise CheckSkipped(f"no right answer to {names} is known before a run, so it is not tried")
@@ -337,7 +338,7 @@ def is_blind(rewards: RewardsConfig) -> bool:
     return all(function is not None and function.is_blind for function in builtin)
 
 
-def without_right_answers(rewards: RewardsConfig) -> list[str]:
+def find_rewards_without_answers(rewards: RewardsConfig) -> list[str]:
     """Return the functions to which no right answer is known before a run."""
     functions = dict.fromkeys(reward.function for reward in rewards.functions)
     return [name for name in functions if name in REWARDS and not REWARDS[name].knows_right_answers]

@@ -235,12 +235,12 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deep") from error
 
 
-def without_nan(value: Any) -> Any:
+def replace_nan(value: Any) -> Any:
     """Return a copy of nested mappings and lists with None for NaN and infinities, which JSON lacks."""
     if isinstance(value, dict):
-        return {key: without_nan(inner) for key, inner in value.items()}
+        return {key: replace_nan(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [without_nan(inner) for inner in value]
+        return [replace_nan(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -294,12 +294,12 @@ def run_command(*arguments: str) -> str:
 @contextmanager
 def libraries_loaded() -> Iterator[None]:
     """Log the imports of the block as a stage, `libraries`. They take seconds, on a busy machine many."""
-    with stage("libraries", "are loaded"), without_collections():
+    with stage("libraries", "are loaded"), pause_garbage_collection():
         yield
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Disable the garbage collector while a process that has just started imports libraries, and keep what
     there is then out of later collections: torch and vLLM make a million objects, nearly all of which stay.
     """

@@ -184,7 +184,7 @@ class TrainBatch(Rows):
         mask = self.policy.mask if self.teacher is None else self.policy.mask | self.teacher.mask
         return mask if self.demonstrated is None else mask | self.demonstrated
 
-    def without_candidates(self) -> Self:
+    def drop_candidates(self) -> Self:
         """Return the batch without what is K times as large as log-probs."""
         if self.teacher is None or self.teacher.top_ids is None:
             return self

@@ -107,7 +107,7 @@ def test_a_template_without_answers_leaves_the_other_ends():
 def test_ended_completions_lose_their_end_alone():
     ends = SampleEnds(frozenset({1, 2}), 1)
     assert ends.ended(np.array([5, 2])) and not ends.ended([2, 5]) and not ends.ended([])
-    assert ends.without([2, 2]) == [2] and ends.without([5]) == [5]
+    assert ends.strip([2, 2]) == [2] and ends.strip([5]) == [5]
 
 
 def test_demonstrations_end_with_the_templates_end_and_plain_ones_with_eos(tmp_path):

@@ -186,12 +186,12 @@ def numbers(config):
     epochs = config.batch.epochs_per_batch
     updates = [in_float64(update) for update in updates]
     known = [
-        prepare.before_the_step(u, config.algorithm, moves=i > 0 or epochs > 1) for i, u in enumerate(updates)
+        prepare.prepare_step(u, config.algorithm, moves=i > 0 or epochs > 1) for i, u in enumerate(updates)
     ]
     for number, update in enumerate(known * epochs):
         moved[0] = 0.2 * number
         unmoved = number == 0 and not config.algorithm.correction.bypasses
-        ready = prepare.before_the_update(update, config.algorithm, number=number, unmoved=unmoved)
+        ready = prepare.prepare_update(update, config.algorithm, number=number, unmoved=unmoved)
         now, entropy = (values.requires_grad_() for values in logprobs(update))
         loss, stats = batch_loss(now, ready, settings, entropy=entropy, entropy_coef=bonus.weight)
         gradients = torch.autograd.grad(loss, (now, entropy), allow_unused=True)

@@ -19,7 +19,7 @@ from grpo_dist.types import Group
 from tests.support import fakes
 from tests.support.made_groups import group_of
 
-BINARY = RewardScale().with_rewards(np.array([0.0, 1.0]))
+BINARY = RewardScale().add_rewards(np.array([0.0, 1.0]))
 RATES = {"easy": 1.0, "middle": 0.5, "hard": 0.0}
 
 
@@ -127,10 +127,10 @@ def test_sources_of_other_scales_are_as_useful_where_their_groups_are_as_mixed()
 def test_rewards_without_bounds_count_by_what_varies_within_their_groups():
     """Single far values of a bell curve widen its range, and would make each of its groups useless."""
     scores = np.random.default_rng(0).normal(0.0, 4.0, (500, 8))
-    scale = RewardScale().with_rewards(scores.ravel())
+    scale = RewardScale().add_rewards(scores.ravel())
     assert np.mean([scale.usefulness(own) for own in scores]) > 0.75
     same = scores.mean(axis=1, keepdims=True) * np.sqrt(8) + 0.1 * scores  # alike within a group
-    scale = RewardScale().with_rewards(same.ravel())
+    scale = RewardScale().add_rewards(same.ravel())
     assert np.mean([scale.usefulness(own) for own in same]) < 0.05
 
 

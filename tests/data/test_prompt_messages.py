@@ -23,7 +23,7 @@ from grpo_dist.data.readers import DataRow, read
 from grpo_dist.data.tasks import source_tasks
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.runs.prepare import PromptSections, load_prompts
-from grpo_dist.runs.prepare_teachers import with_teacher_prompts
+from grpo_dist.runs.prepare_teachers import add_teacher_prompts
 
 TURNS = [
     {"role": "system", "content": "Add."},
@@ -111,7 +111,7 @@ def test_a_teacher_reads_the_row_s_turns_with_its_own_question(tmp_path):
     data = DataConfig(train=(DataSourceConfig(path="set.jsonl"),), instruction="Now.")
     teachers = [{"name": "self", "model": "reference", "prompt": "{problem} It is {answer}."}]
     distillation = DistillationConfig.model_validate({"teachers": teachers})
-    (prompt,) = with_teacher_prompts(
+    (prompt,) = add_teacher_prompts(
         distillation, data, prompts(rows(tmp_path / "set.jsonl", TURNS)), character_tokenizer()
     )
     read_by_teacher = character_tokenizer().decode(prompt.teacher_ids["self"].tolist())

@@ -15,7 +15,7 @@ from grpo_dist.data.prompts import PromptFormat, build_prompts
 from grpo_dist.data.readers import DataRow, read, read_all
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.rewards.group import CompletionGroup
-from grpo_dist.runs.prepare import load_tokenizer, resolve_model, with_chat_template
+from grpo_dist.runs.prepare import load_tokenizer, resolve_model, set_chat_template
 from grpo_dist.types import Rollout, Thought
 
 SHOTS = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
@@ -30,7 +30,7 @@ def configured(tmp_path, source=(), **keys):
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataConfig.model_validate({"train": [{"path": str(path), **dict(source)}], **keys})
-    ((resolved, read_rows),) = read_all(data.with_prompts(data.train), "data.train")
+    ((resolved, read_rows),) = read_all(data.resolve_prompts(data.train), "data.train")
     prompt_format = PromptFormat.from_config(data, resolved)
     return build_prompts(read_rows, character_tokenizer(), prompt_format, max_prompt_tokens=999).prompts
 
@@ -187,8 +187,8 @@ def test_a_chat_template_of_ones_own_is_the_model_s_for_all_that_read_it(tmp_pat
     names = {p.name for p in made.iterdir()}
     assert names == {p.name for p in base.iterdir()} | {"chat_template.jinja"}
     assert (made / "model.safetensors").resolve() == (base / "model.safetensors").resolve()
-    assert with_chat_template(base, OWN) == made  # once for all runs
-    assert with_chat_template(base, f"{OWN} ") != made and with_chat_template(base, None) == base
+    assert set_chat_template(base, OWN) == made  # once for all runs
+    assert set_chat_template(base, f"{OWN} ") != made and set_chat_template(base, None) == base
 
 
 @pytest.mark.parametrize(("value", "words"), [("no/such.jinja", "cannot be read"), (__file__, "")])

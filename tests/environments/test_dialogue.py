@@ -227,7 +227,7 @@ def test_the_code_form_puts_the_result_into_the_same_message() -> None:
     tokenizer = character_tokenizer()
     renderer = _renderer(tokenizer, "auto")
     prompt = _prompt(renderer)
-    assert renderer.in_place and prompt.task and renderer.stop(prompt.task) == ("\n```\n",)
+    assert renderer.is_in_place and prompt.task and renderer.stop(prompt.task) == ("\n```\n",)
     dialogue = Dialogue(renderer, prompt)
     ids = renderer.ids("```calculator\n12*34\n```\n")
     action = dialogue.add_action(generated(ids, version=1))
@@ -248,7 +248,7 @@ def test_a_code_block_ends_no_action_where_there_are_no_tools() -> None:
     """The environment reads the whole answer, also what follows the block."""
     renderer = _renderer(character_tokenizer(), "auto")
     prompt = _prompt(renderer, tools=())
-    assert renderer.in_place and prompt.task and renderer.stop(prompt.task) == ()
+    assert renderer.is_in_place and prompt.task and renderer.stop(prompt.task) == ()
     text = "```python\n1\n```\nIt is 1."
     action = Dialogue(renderer, prompt).add_action(generated(renderer.ids(text), version=1))
     assert action.text == text and not action.unfinished and not action.calls
@@ -367,7 +367,7 @@ def test_a_code_block_inside_a_thought_is_a_call_and_the_thought_goes_on_behind_
     tokenizer = real_tokenizer("deepseek-r1-distill")
     renderer = _renderer(tokenizer, "auto")
     prompt = _prompt(renderer)
-    assert renderer.in_place and prompt.thought.prompt == "opens"
+    assert renderer.is_in_place and prompt.thought.prompt == "opens"
     dialogue = Dialogue(renderer, prompt)
     action = dialogue.add_action(generated(renderer.ids("I try.\n```calculator\n12*34\n```\n"), version=1))
     assert action.calls == (Call("calculator", "12*34\n", raw=True),)

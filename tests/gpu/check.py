@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.runtime.files import without_nan, write_text
+from grpo_dist.runtime.files import replace_nan, write_text
 from tests.gpu.findings import Claim
 from tests.gpu.process import CheckTask, JobEnd, run_job
 from tests.gpu.sizes import model_shape
@@ -155,7 +155,7 @@ class Check:
             "bench": self._bench,
             "figures": {name: value for line in lines for name, value in line.figures.items()},
         }
-        write_text(self.directory / "gpu-check.json", json.dumps(without_nan(plain), indent=1) + "\n")
+        write_text(self.directory / "gpu-check.json", json.dumps(replace_nan(plain), indent=1) + "\n")
 
 
 def records(job: CheckJob, end: JobEnd) -> Iterator[LineRecord]:

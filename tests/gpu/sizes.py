@@ -74,7 +74,7 @@ class UpdateSize:
     def work(self) -> NeededWork:
         """What the rows need, each prompt once."""
         spans = [(self.prompt, self.row)] * self.rows + [(0, self.prompt)] * self.prompts
-        return NeededWork.over(spans, trained=self.rows * self.completion)
+        return NeededWork.from_spans(spans, trained=self.rows * self.completion)
 
 
 _REAL_UPDATES = tuple(UpdateSize(128, 480, 8, groups) for groups in (4, 2, 1))

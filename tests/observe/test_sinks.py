@@ -221,7 +221,7 @@ def test_a_table_has_whole_groups_with_all_values_of_each_sample():
 def test_trackers_get_every_key_and_no_secret():
     judge = {"function": "judge", "kwargs": {"api_key": "sk-1", "base_url": "http://me:pw@host/v1"}}
     config = fakes.config(rewards={"functions": [{"function": "math"}, judge]})
-    told = ShownConfig.of(config).flat()
+    told = ShownConfig.from_config(config).flat()
     assert told["policy.optimizer.lr"] == 1e-6 and told["rewards.functions.0.function"] == "math"
     assert told["rewards.functions.1.kwargs.api_key"] == "***" and "sk-1" not in str(told)
     assert told["rewards.functions.1.kwargs.base_url"] == "http://***@host/v1"

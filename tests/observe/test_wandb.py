@@ -92,7 +92,7 @@ def resumed(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "init", lambda **_: run)
     monkeypatch.setattr(wandb, "Table", lambda columns, data: data)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    return WandbRun("w", ShownConfig.of(fakes.config()), tmp_path, "id", warn=print), run
+    return WandbRun("w", ShownConfig.from_config(fakes.config()), tmp_path, "id", warn=print), run
 
 
 def test_an_evaluation_of_the_step_that_a_run_resumes_at_arrives(resumed):

@@ -126,7 +126,7 @@ def test_the_program_of_an_agent_is_code_of_the_run(own):
 
 def test_code_paths_for_actors_do_not_depend_on_a_working_directory(own, tmp_path, monkeypatch):
     monkeypatch.chdir(own.parent)
-    given = config("code").with_absolute_code()
+    given = config("code").make_code_paths_absolute()
     assert given.code_paths == given.rewards.code_paths == given.environments.code_paths == (str(own),)
     monkeypatch.chdir(tmp_path.parent)
     assert digest(given) == digest(config(own))

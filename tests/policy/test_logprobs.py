@@ -295,7 +295,7 @@ def test_each_token_has_the_log_probs_entropy_and_gradients_of_its_own_temperatu
         hidden.flatten(0, 1)[layout.sources], weight, layout.targets,
         temperature=layout.temperature, chunk_tokens=chunk_tokens, bias=bias, with_entropy=True,
     )  # fmt: skip
-    values, entropies = (layout.as_rows(v) for v in found)
+    values, entropies = (layout.unpack_rows(v) for v in found)
     expected = [dense([hidden, weight, bias], tokens, mask, float(t)) for t in temperatures]
     for row in range(B):
         # float32 holds 1.7 to 1e-7 of its size

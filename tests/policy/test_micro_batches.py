@@ -67,7 +67,7 @@ def rank_of(plan, batch, made):
     engine.set_gradient_accumulation_boundary = engine.backward = lambda _: None
     return SimpleNamespace(
         _micro=SimpleNamespace(
-            plan=lambda _: plan, part=part_of, layout=micro.layout, on_device=micro.on_device
+            plan=lambda _: plan, part=part_of, layout=micro.layout, move_to_device=micro.move_to_device
         ),
         engine=engine,
         rank=SimpleNamespace(world_size=1),
@@ -111,7 +111,7 @@ def test_no_micro_batch_waits_for_what_the_device_computes(kernel, settings, tem
     part = micro.part(batch, [4, 1, 0])
     layout = micro.layout(part, part.wanted, part.teacher)
     logprobs, entropy, candidates = model(layout, with_entropy=True)
-    own, on_device = objective(**settings), micro.on_device(part)
+    own, on_device = objective(**settings), micro.move_to_device(part)
     how = {"entropy": entropy, "from_teacher": divergence_from_teacher(candidates, layout, own.distillation)}
     loss, stats = batch_loss(logprobs, on_device, own, **how)
     loss.backward()

@@ -58,7 +58,7 @@ def test_the_worked_example():
     assert layout.positions.tolist() == [[0, 1, 2, 3, 4, 5, 3, 4]]
     # 4 and 6, the first of each completion, both come from the prompt's last token.
     assert layout.sources.tolist() == [2, 3, 4, 2, 6] and layout.targets.tolist() == [4, 5, 2, 6, 2]
-    rows = layout.as_rows(torch.arange(1.0, 6.0))
+    rows = layout.unpack_rows(torch.arange(1.0, 6.0))
     assert rows.tolist() == [[0, 0, 0, 1, 2, 3], [0, 0, 0, 4, 5, 0]]
 
 

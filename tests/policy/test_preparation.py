@@ -46,10 +46,10 @@ def prepared(rank, world, own, reports, store, results):
     found = {}
     for name, how in HOW.items():
         algorithm = how.algorithm
-        known = preparation.before_the_step(own, algorithm, moves=True)
-        mean_weight = preparation.before_the_update(known, algorithm, number=5).choice.mean_weight
+        known = preparation.prepare_step(own, algorithm, moves=True)
+        mean_weight = preparation.prepare_update(known, algorithm, number=5).choice.mean_weight
         known = change(known, policy={"old_logprobs": own.policy.rollout_logprobs})
-        ready = preparation.before_the_update(known, algorithm, number=5)
+        ready = preparation.prepare_update(known, algorithm, number=5)
         rows = {} if ready.choice.selected is None else by_row(ready)
         found[name] = mean_weight, rows
     results.put((rank, found))

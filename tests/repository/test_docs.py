@@ -208,7 +208,7 @@ def run_block(block: Block, place: Path) -> str:
     """Run a block in ``place`` as a reader would and return its output."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     if block.language == "python":
-        (place / "snippet.py").write_text(with_overrides(block))
+        (place / "snippet.py").write_text(apply_overrides(block))
         commands = [[sys.executable, "snippet.py"]]
     else:
         assert not block.overrides
@@ -224,7 +224,7 @@ def run_block(block: Block, place: Path) -> str:
     return output
 
 
-def with_overrides(block: Block) -> str:
+def apply_overrides(block: Block) -> str:
     if not block.overrides:
         return block.text
     changed = re.sub(r'(train\("[^"]+")', rf"\1, {list(block.overrides)}", block.text)

@@ -38,7 +38,7 @@ SETTINGS = RewardsConfig.model_validate({
 
 def test_each_source_has_its_own_rewards_and_the_others_those_of_all():
     def names(source):
-        own = SETTINGS.for_source(source)
+        own = SETTINGS.select_source(source)
         return [f.label for f in own.functions], [m.name for m in own.models]
 
     assert names("words") == (["exact", "half"], [])
@@ -128,7 +128,7 @@ def test_step_rewards_are_asked_of_each_source_by_its_own_rewards(rewards, envir
     if environment:
         sources.append({"path": "b.jsonl", "environment": environment})
     config = fakes.config(data={"train": sources}, rewards=rewards, algorithm={"advantage": "process"})
-    assert config.rewards.for_source("a").scores_steps
+    assert config.rewards.select_source("a").scores_steps
 
 
 def test_functions_of_every_source_are_checked_found_and_placed(tmp_path):
@@ -143,7 +143,7 @@ def test_functions_of_every_source_are_checked_found_and_placed(tmp_path):
     without_judge = settings.model_copy(update={"by_source": {"a": settings.by_source["a"]}})
     problems = list(reward_problems(without_judge, max_new_tokens=8))
     assert any(p.startswith("rewards.by_source.a.functions numeric: kwargs.relative = -1") for p in problems)
-    assert [s.name for s in reward_specs(settings.for_source("b"))] == ["judge"]
+    assert [s.name for s in reward_specs(settings.select_source("b"))] == ["judge"]
 
 
 @pytest.mark.parametrize("length", ["cosine_length", "relative_length"])

@@ -29,7 +29,7 @@ from grpo_dist.runs.identity import (
 )
 from grpo_dist.runs.resume import load_state
 from grpo_dist.runs.run_directory import keep_require_box
-from grpo_dist.runs.start import with_steps
+from grpo_dist.runs.start import resolve_steps
 from tests.support import fakes, made_checkpoints
 from tests.support.patience import HANG_S
 
@@ -415,11 +415,11 @@ def test_a_run_by_epochs_is_the_run_of_its_steps(tmp_path):
     data = {"train": [{"path": str(path)}]}
     batch = {"prompts_per_step": 2, "samples_per_prompt": 2}
     said = []
-    resolved = with_steps(config(data=data, batch=batch, epochs=3, steps=50), said.append)
+    resolved = resolve_steps(config(data=data, batch=batch, epochs=3, steps=50), said.append)
     assert resolved == config(data=data, batch=batch, steps=13)
     assert said == ["`epochs` = 3 of 9 rows, 2 a step: 13 steps"]
     distinct = {**data, "deduplicate": True}
-    assert with_steps(config(data=distinct, batch=batch, epochs=0.1), said.append).steps == 1
+    assert resolve_steps(config(data=distinct, batch=batch, epochs=0.1), said.append).steps == 1
     assert said[1] == "`epochs` = 0.1 of 7 rows, 2 a step: 1 steps"
 
 

@@ -117,8 +117,8 @@ def test_each_source_has_a_trial_of_its_own(code):
     rewards = {"functions": [{"function": "trial_rewards:right"}]}
     own = {"functions": [{"function": "trial_rewards:solution"}]}
     rewards |= {"trial": {"right": "1", "wrong": "2"}, "by_source": {"add3": own}}
-    assert fakes.config(code_paths=[code], rewards=rewards).rewards.for_source("other").trial.right == "1"
-    assert fakes.config(rewards=rewards).rewards.for_source("add3").trial is None
+    assert fakes.config(code_paths=[code], rewards=rewards).rewards.select_source("other").trial.right == "1"
+    assert fakes.config(rewards=rewards).rewards.select_source("add3").trial is None
 
 
 def test_a_column_that_no_row_has_is_named_with_the_row(code):

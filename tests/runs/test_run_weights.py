@@ -14,7 +14,7 @@ from grpo_dist.config.files import dump_config, load_recorded
 from grpo_dist.errors import UserError
 from grpo_dist.runs.checkpoint import write_manifest
 from grpo_dist.runs.prepare import resolve_model
-from grpo_dist.runs.run_weights import as_begun, find_checkpoint, pinned
+from grpo_dist.runs.run_weights import find_checkpoint, pinned, restore_begun
 from grpo_dist.tools.evaluate.target import configuration
 from grpo_dist.tools.plan.models import model_of
 from tests.support import fakes, made_groups
@@ -96,12 +96,12 @@ def test_a_resumed_run_begins_with_what_it_began_with_and_says_so(run, tmp_path)
     new.mkdir()
     old = {"model": {"path": "runs/mine@2"}, "rewards": {"timeout_s": 5.0}}
     (new / "config.yaml").write_text(yaml.safe_dump(old))
-    begun = as_begun(config, new, said.append)
+    begun = restore_begun(config, new, said.append)
     assert begun.model.path == "runs/mine@2" and not begun.rewards.require_box
     kept, box = said
     assert "note: model.path = runs/mine@2: this run reads that checkpoint again when it resumes" in kept
     assert "grpo-dist export runs/mine --step 2" in kept and "require_box" in box
-    assert as_begun(config, tmp_path / "runs/other", said.append).rewards.require_box and len(said) == 3
+    assert restore_begun(config, tmp_path / "runs/other", said.append).rewards.require_box and len(said) == 3
 
 
 def test_a_run_keeps_the_checkpoint_that_it_began_with(run, tmp_path):

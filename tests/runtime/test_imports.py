@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from grpo_dist.runtime.processes import freeze_loaded, without_collections
+from grpo_dist.runtime.processes import freeze_loaded, pause_garbage_collection
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def none_frozen():
 
 
 def test_nothing_is_collected_meanwhile_and_later_collections_leave_out_what_there_is():
-    with without_collections():
+    with pause_garbage_collection():
         collections = gc.get_stats()[0]["collections"]
         kept = [[] for _ in range(5000)]
         assert gc.get_stats()[0]["collections"] == collections
@@ -30,13 +30,13 @@ def test_nothing_is_collected_meanwhile_and_later_collections_leave_out_what_the
 
 def test_who_had_collections_off_keeps_them_off():
     gc.disable()
-    with without_collections():
+    with pause_garbage_collection():
         pass
     assert not gc.isenabled() and gc.get_freeze_count() == 0
 
 
 def test_an_import_that_fails_leaves_collections_on():
-    with pytest.raises(ModuleNotFoundError), without_collections():
+    with pytest.raises(ModuleNotFoundError), pause_garbage_collection():
         import no_such_library  # noqa: F401
     assert gc.isenabled()
 

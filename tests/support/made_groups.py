@@ -139,7 +139,7 @@ def demonstrations(count: int, *, seed: int = 0, longest: int = 9):
         made.append(
             Demonstration(
                 f"d{i}", _ids(rng, 3 + i % 4), "", "made", completion_ids=completion, sampled=learned
-            ).as_group()
+            ).to_group()
         )
     return made
 

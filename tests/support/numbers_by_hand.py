@@ -69,7 +69,7 @@ class Tiny(torch.nn.Module):
             chunk_tokens=64,
             with_entropy=True,
         )
-        return layout.as_rows(values), layout.as_rows(entropies), (candidates, layout)
+        return layout.unpack_rows(values), layout.unpack_rows(entropies), (candidates, layout)
 
     def gradient(self, parts, settings):
         """Return flat gradient and metrics for ``parts`` processed in sequence."""

@@ -54,7 +54,7 @@ def figures(
     sampling = _total(steps, "time/rollout_sample_busy_s")
     update, scoring = _total(steps, "time/policy_update_busy_s"), _total(steps, "time/reward_score_busy_s")
     sync = sum(map(_sync_s, steps))
-    work = sum(NeededWork.of(step).flops(shape, frozen=frozen) for step in steps)
+    work = sum(NeededWork.from_step(step).flops(shape, frozen=frozen) for step in steps)
     trained = _total(steps, "train/tokens")
     values = {
         "loop/step_s": seconds / len(steps),

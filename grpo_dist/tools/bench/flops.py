@@ -46,7 +46,7 @@ class Shape:
     norms: int = 2
 
     @classmethod
-    def of(cls, model_dir: Path) -> Shape:
+    def from_model_dir(cls, model_dir: Path) -> Shape:
         """Read the shape of a Hugging Face model directory."""
         c = json.loads((model_dir / "config.json").read_text())
         return cls.from_config(c.get("text_config", c))

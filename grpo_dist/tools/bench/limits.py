@@ -82,7 +82,7 @@ def training_limit(
     samples; operations per second of a large matrix product; and the best micro-batch.
     """
     ranks = policy.num_workers
-    works = [NeededWork.of(step) for step in steps]
+    works = [NeededWork.from_step(step) for step in steps]
     needed = sum(works[1:], works[0])
     requests = [r for step in steps for r in step.requests]
     row = needed.row_tokens(max(r.tokens for r in requests))

@@ -27,7 +27,7 @@ class NeededWork:
     trained: int
 
     @classmethod
-    def of(cls, step: StepRecord) -> NeededWork:
+    def from_step(cls, step: StepRecord) -> NeededWork:
         """Return the work of the samples of ``step``."""
         distinct = [np.array(ids) for ids in {r.prompt_ids for r in step.requests}]
         prompts = zip(map(len, distinct), shared_prefix_lengths(distinct).tolist(), strict=True)
@@ -35,10 +35,10 @@ class NeededWork:
             *((len(r.prompt_ids), r.tokens) for r in step.requests),
             *((length, n) for n, length in prompts),
         ]
-        return cls.over(spans, trained=sum(r.length for r in step.requests))
+        return cls.from_spans(spans, trained=sum(r.length for r in step.requests))
 
     @classmethod
-    def over(cls, spans: Sequence[tuple[int, int]], *, trained: int) -> NeededWork:
+    def from_spans(cls, spans: Sequence[tuple[int, int]], *, trained: int) -> NeededWork:
         """Return the work of the tokens from ``begin`` to ``end`` of sequences, each with all before it."""
         return cls(
             tokens=sum(end - begin for begin, end in spans),

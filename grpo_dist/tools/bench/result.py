@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_dist.errors import UserError
 from grpo_dist.runtime import __version__
-from grpo_dist.runtime.files import read_json, without_nan, write_text
+from grpo_dist.runtime.files import read_json, replace_nan, write_text
 from grpo_dist.runtime.hardware import available_cpus, device_type
 
 SCHEMA = 2  # raise it when a figure changes its meaning
@@ -61,7 +61,7 @@ class BenchResult:
     decode_steps: list[DecodeStep] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        write_text(path, json.dumps({"schema": SCHEMA, **without_nan(asdict(self))}, indent=1) + "\n")
+        write_text(path, json.dumps({"schema": SCHEMA, **replace_nan(asdict(self))}, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> BenchResult:

@@ -41,7 +41,7 @@ def bench(config: Config) -> Path:
     with stage("actors", "their code is loaded"):
         from actors.connection import fit  # imports Ray
 
-    config = set_template_date(as_benchmark(config))
+    config = set_template_date(make_benchmark_config(config))
     with as_user_errors():
         base = expanded(config.output_dir) / config.name
         check_writable(base.parent)
@@ -70,7 +70,7 @@ def _removed_without_result(directory: Path) -> Iterator[None]:
         raise
 
 
-def as_benchmark(config: Config) -> Config:
+def make_benchmark_config(config: Config) -> Config:
     """Return ``config`` with the benchmark's steps, without evaluations and checkpoints. Where sampling runs
     ahead, the last steps have nothing more to sample and are not timed.
     """
@@ -116,7 +116,7 @@ def measured(
         peak, settings["peak"] = card * config.policy.num_workers, "data sheet"
     values = figures(
         steps,
-        shape=Shape.of(model_dir),
+        shape=Shape.from_model_dir(model_dir),
         peak_flops=peak,
         limits=limits.stages,
         overlapped=config.max_staleness > 0,

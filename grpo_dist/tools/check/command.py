@@ -19,9 +19,9 @@ from grpo_dist.runs.run_directory import (
     read_template_date,
     set_template_date,
 )
-from grpo_dist.runs.run_weights import as_begun
+from grpo_dist.runs.run_weights import restore_begun
 from grpo_dist.runs.start import CHECKS as CHECKS_OF_A_RUN
-from grpo_dist.runs.start import with_steps
+from grpo_dist.runs.start import resolve_steps
 from grpo_dist.runs.trials import CheckFailed, CheckSkipped, Start
 from grpo_dist.tools.check.devices import Place, check_memory, check_placement
 from grpo_dist.tools.check.machine import (
@@ -83,9 +83,9 @@ def run_checks(config: Config, *, cluster: str | None) -> Iterator[CheckResult]:
     run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
     notes: list[str] = []
     with suppress(ValueError):  # a model that is not there is the finding of a check
-        config = as_begun(config, run_dir, notes.append)
+        config = restore_begun(config, run_dir, notes.append)
     with suppress(ValueError, OSError):  # nor rows that cannot be read
-        config = with_steps(config, notes.append)
+        config = resolve_steps(config, notes.append)
     config = set_template_date(config, read_template_date(run_dir))
     for note in notes:
         yield CheckResult("settings", note)

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_dist.evaluation.estimates import Estimate, estimate, mean_of, measures_of_problem
-from grpo_dist.runtime.files import without_nan, write_text
+from grpo_dist.runtime.files import replace_nan, write_text
 from grpo_dist.runtime.tables import print_rows
 from grpo_dist.tools.evaluate.store import Identity
 from grpo_dist.tools.evaluate.verdicts import Verdict
@@ -156,7 +156,7 @@ class EvaluationResult:
         return metrics
 
     def write(self, directory: Path) -> None:
-        lines = [json.dumps(without_nan(j.to_json()), ensure_ascii=False) + "\n" for j in self.judged]
+        lines = [json.dumps(replace_nan(j.to_json()), ensure_ascii=False) + "\n" for j in self.judged]
         write_text(directory / PROBLEMS, "".join(lines))
         report = {
             "schema": SCHEMA,
@@ -165,7 +165,7 @@ class EvaluationResult:
             "method": _METHOD,
             "measured": [asdict(m) for m in self.measured],
         }
-        write_text(directory / RESULT, json.dumps(without_nan(report), indent=1, ensure_ascii=False) + "\n")
+        write_text(directory / RESULT, json.dumps(replace_nan(report), indent=1, ensure_ascii=False) + "\n")
 
 
 def measure(judged: Sequence[JudgedProblem]) -> Iterator[Measured]:

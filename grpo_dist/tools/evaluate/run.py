@@ -88,7 +88,7 @@ def evaluate_model(
                 sections = PromptSections(config.data, config.rewards, config.environments)
                 tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
                 if writes_date(tokenizer):
-                    identity = identity.with_date(config.data.template_date)
+                    identity = identity.add_date(config.data.template_date)
                 check_rendering(config.data, config.sampling, tokenizer, say)
                 sets = _read_sets(sections, tokenizer, by, say)
             store = Store(directory, identity, fresh=fresh)
@@ -131,7 +131,7 @@ def _read_sets(
     """
     data = sections.data
     environment_columns = own_problems(data, sections.environments)
-    sources = data.with_prompts(data.eval)
+    sources = data.resolve_prompts(data.eval)
     columns = [
         [name for name in common_columns(source, environment_columns) if name in (by or breakdown(source))]
         for source in sources

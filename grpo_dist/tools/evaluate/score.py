@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_dist.config import Config, RewardsConfig
-from grpo_dist.config.files import load_config, validated, with_overrides
+from grpo_dist.config.files import apply_overrides, load_config, validated
 from grpo_dist.errors import UserError, as_user_errors, refuse
 from grpo_dist.rewards.checks import check_rewards, column_problems, user_column_problems
 from grpo_dist.rewards.group import CompletionGroup
@@ -84,7 +84,7 @@ class Scored:
             name: np.concatenate([part(name, group) for group in self.groups]).astype(float) for name in names
         }
 
-    def per_completion(self, value: Callable[[Group], Any]) -> np.ndarray:
+    def map_completions(self, value: Callable[[Group], Any]) -> np.ndarray:
         """Repeat a value of each group for its completions: [N]."""
         return np.array([value(group) for group in self.groups for _ in group.rollouts])
 
@@ -153,7 +153,7 @@ def configuration(
             "rewards": {"functions": functions, "processes_per_worker": available_cpus()},
         }
     )
-    return validated(with_overrides(tree, overrides, path), "score", Config)
+    return validated(apply_overrides(tree, overrides, path), "score", Config)
 
 
 def score_completions(
@@ -170,7 +170,7 @@ def score_completions(
     rewards = placed(rewards)
     used = {c.source if c.source in rewards.by_source else "" for c in completions}
     # No reward models here.
-    variants = {source: rewards.for_source(source).model_copy(update={"models": ()}) for source in used}
+    variants = {source: rewards.select_source(source).model_copy(update={"models": ()}) for source in used}
     with ExitStack() as stack:
         pool = stack.enter_context(GraderPool.from_config(rewards, processes))
         scorers = scorers_by_source(variants, pool, workers=1)
@@ -230,7 +230,7 @@ def _check_sources(rewards: RewardsConfig, completions: Sequence[Completions], c
                 "those of rewards.functions"
             )
     for source in sorted({item.source for item in completions}):
-        settings = rewards.for_source(source)
+        settings = rewards.select_source(source)
         models = [model.name for model in settings.models]
         if not settings.functions:
             key = f"rewards.by_source.{source}" if source in rewards.by_source else "rewards"
@@ -341,10 +341,10 @@ def _print_rewards(console: Console, scored: Scored, parts: Mapping[str, np.ndar
     """Print the values of the total, also by source, and of each reward; outcomes of the math grader, reasons
     of unscored completions, and times.
     """
-    totals, of_source = {"total": scored.rewards}, scored.per_completion(lambda group: group.prompt.source)
+    totals, of_source = {"total": scored.rewards}, scored.map_completions(lambda group: group.prompt.source)
     if len(sources := dict.fromkeys(of_source)) > 1:
         totals |= {f"total of {s or 'other sources'}": totals["total"][of_source == s] for s in sources}
-    having = scored.per_completion(lambda group: set(group.reward_parts))
+    having = scored.map_completions(lambda group: set(group.reward_parts))
     has = {name: np.array([name in names for names in having]) for name in parts}
     values = totals | {name: part[has[name]] for name, part in parts.items()}
     columns = ("reward", "scored", "unscored", "mean", "std", "min", "p50", "max")

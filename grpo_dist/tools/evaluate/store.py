@@ -62,7 +62,7 @@ class Identity:
         digest = hashlib.sha256(json.dumps([files, settings], sort_keys=True, default=str).encode())
         return cls(model, files, masked(settings), digest.hexdigest()[:16])
 
-    def with_date(self, day: str | None) -> Identity:
+    def add_date(self, day: str | None) -> Identity:
         """Return the identity with the date that the chat template writes: a second evaluation on another day
         takes that of the first, so that it decides no directory.
         """

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_dist.config import Config, DataSourceConfig
-from grpo_dist.config.files import read_recorded, read_tree, set_key, validated, with_overrides
+from grpo_dist.config.files import apply_overrides, read_recorded, read_tree, set_key, validated
 from grpo_dist.data.readers import PATTERN_S, column, first_record, has_column
 from grpo_dist.errors import UserError, expanded
 from grpo_dist.runs.run_weights import is_checkpoint, split_reference
@@ -97,7 +97,7 @@ def configuration(
     if data:
         from_environment = os.environ.get("GRPO_DATA")
         _set_data(tree, data, data_dir or (Path(from_environment) if from_environment else None), target)
-    return validated(with_overrides(tree, overrides, path), target, Config)
+    return validated(apply_overrides(tree, overrides, path), target, Config)
 
 
 def _is_run(path: Path) -> bool:

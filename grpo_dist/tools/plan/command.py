@@ -33,10 +33,10 @@ def plan(
     if timeline:
         check_replaceable(Path(timeline))
     if config.epochs is not None:
-        from grpo_dist.runs.start import with_steps  # imports torch, which a plan does without
+        from grpo_dist.runs.start import resolve_steps  # imports torch, which a plan does without
 
         with as_user_errors():
-            config = with_steps(config, print)
+            config = resolve_steps(config, print)
     if tail:
         longest = at_its_longest(config)
         print_tail(longest, build_setting(longest, parse_cluster(cluster, price=price), assumed))

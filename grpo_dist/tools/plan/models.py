@@ -445,7 +445,7 @@ def frozen_models(config: Config) -> tuple[tuple[FrozenModel, ...], dict[str, st
     """
     known = [
         FrozenModel(model_of(teacher.model_section(config.model), config.sft, config.seed), teacher)
-        for teacher in config.distillation.of_own_models
+        for teacher in config.distillation.teachers_with_workers
     ]
     unknown = {}
     for settings in config.rewards.models:

@@ -45,7 +45,7 @@ from grpo_dist.tools.plan.workload import Workload
 USABLE = 0.95  # share of a GPU's memory that a plan may fill
 SYNC, REFRESH = "weight sync", "reference refresh"  # moments in which two roles are on a GPU
 _CPUS_PER_GPU = 12  # assumed for nodes with GPUs
-_EVALUATED_AT_ONCE = 256  # sequences of an engine of evaluation: see `EngineSpec.for_evaluation`
+_EVALUATED_AT_ONCE = 256  # sequences of an engine of evaluation: see `EngineSpec.make_evaluation_spec`
 # What a sleeping worker keeps on a shared GPU: its context, NCCL's channels, an engine's CUDA graphs; and a
 # process that only computes forward passes: its context and its kernels.
 ASLEEP, _FORWARD_ASLEEP = 2 * GIB, GIB * 3 // 4
@@ -81,7 +81,7 @@ def made_roles(config: Config, has: Resources) -> Roles:
     # Each model of these two is a role of its own here.
     several = {
         "reward_models": [(f"reward model {m.name}", m.num_workers) for m in config.rewards.models],
-        "teachers": [(f"teacher {t.name}", t.num_workers) for t in config.distillation.of_own_models],
+        "teachers": [(f"teacher {t.name}", t.num_workers) for t in config.distillation.teachers_with_workers],
     }
     workers = {role: demand.workers for role, demand in demands.items() if role not in several}
     sharing = shared - set(several) | {"policy"} if shared else set()

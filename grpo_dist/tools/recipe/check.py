@@ -145,7 +145,8 @@ def _check_sft(stage: ResolvedStage, config: Config, device: DeviceType) -> None
         prepare_eval(
             PromptSections(config.data, config.rewards, config.environments),
             read_all(
-                config.data.with_prompts(config.data.eval), own=own_problems(config.data, config.environments)
+                config.data.resolve_prompts(config.data.eval),
+                own=own_problems(config.data, config.environments),
             ),
             tokenizer,
             [],
@@ -209,7 +210,7 @@ def _check_prompts(config: Config, sections: PromptSections, sources: list[DataS
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
     check_rendering(config.data, config.sampling, tokenizer, _quiet)
     problems = own_problems(sections.data, sections.environments)
-    train_prompts(sections, read_all(config.data.with_prompts(sources), own=problems), tokenizer, _quiet)
+    train_prompts(sections, read_all(config.data.resolve_prompts(sources), own=problems), tokenizer, _quiet)
 
 
 def _there(stage: ResolvedStage) -> list[DataSourceConfig]:

@@ -38,13 +38,13 @@ from grpo_dist.config import Config, Section
 from grpo_dist.config.base import DirectoryName, Seed
 from grpo_dist.config.files import (
     ConfigError,
+    apply_overrides,
     checked,
     parser_reason,
     read_tree,
     set_from_text,
     set_key,
     validated,
-    with_overrides,
 )
 from grpo_dist.config.input_paths import input_paths
 from grpo_dist.config.secrets import masked_setting
@@ -202,7 +202,7 @@ def _tree(
     assert isinstance(merged, DictConfig)
     for key, value in written.overrides.items():
         set_key(merged, key, value, f"{where}: overrides `{key}`")
-    merged = with_overrides(merged, overrides, path)
+    merged = apply_overrides(merged, overrides, path)
     for key, reason in _PLACES.items():
         if (value := OmegaConf.select(merged, key)) is not None:
             raise ConfigError(f"{where}: `{key}` = {value!r}: {reason}; remove the key")

@@ -149,7 +149,7 @@ def resumed_with(record: StageRecord, stage: ResolvedStage) -> StageRecord:
     return _only(record, lambda change: change.decides(identity) and not change.is_recorded)
 
 
-def of_results(record: StageRecord, stage: ResolvedStage) -> StageRecord:
+def select_results(record: StageRecord, stage: ResolvedStage) -> StageRecord:
     """Return ``record`` without the settings that change no number of a complete ``stage``: profiles, probes,
     what a run warns of.
     """

@@ -22,9 +22,9 @@ from grpo_dist.tools.recipe.record import (
     StageRecord,
     begin,
     differences,
-    of_results,
     read_record,
     resumed_with,
+    select_results,
     write_record,
 )
 from grpo_dist.tools.recipe.sampling import SFT_FILE
@@ -174,7 +174,7 @@ def _check_same(stage: ResolvedStage, record: StageRecord, now: StageRecord) -> 
             return
         record, now = resumed_with(record, stage), resumed_with(now, stage)
     else:
-        record, now = of_results(record, stage), of_results(now, stage)
+        record, now = select_results(record, stage), select_results(now, stage)
     changed = differences(record, now, stage.symbolic)
     if changed:
         state = "complete" if record.state == "complete" else "started"

@@ -59,7 +59,7 @@ def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) ->
         check_rendering(config.data, config.sampling, tokenizer, say)
         problems = own_problems(config.data, config.environments)
         sections = PromptSections(config.data, config.rewards, config.environments)
-        sources = config.data.with_prompts(config.data.train)
+        sources = config.data.resolve_prompts(config.data.train)
         read = read_all(sources, own=problems, asked=asked_columns(config.rewards))
         prompts = list(train_prompts(sections, read, tokenizer, say).prompts)
         chunks = _chunks(_draw_prompts(prompts, config.rejection.max_prompts, config.seed))

@@ -22,7 +22,7 @@ from grpo_dist.runs.prepare import sft_model
 from grpo_dist.runs.prepare_supervised import supervised
 from grpo_dist.runs.run import finished_steps
 from grpo_dist.runs.session import train
-from grpo_dist.runtime.files import without_nan, write_text
+from grpo_dist.runtime.files import replace_nan, write_text
 from grpo_dist.tools.evaluate.run import evaluate_model
 from grpo_dist.tools.recipe.check import evaluates
 from grpo_dist.tools.recipe.config import Kind, ResolvedStage
@@ -123,7 +123,7 @@ def evaluate_stage(config: Config, model_dir: Path, directory: Path, say: Callab
 
 def _measures(metrics: dict[str, Any]) -> Measures:
     """Select the metrics of an evaluation, with None for NaN, which JSON lacks."""
-    measures: Measures = without_nan(
+    measures: Measures = replace_nan(
         {key: value for key, value in metrics.items() if key.startswith("eval/")}
     )
     return measures

@@ -102,7 +102,7 @@ def _token_values(
     """Yield token values; return ``entries`` that say which parts have them, and why others have none."""
     keys, valued, notices, left = {entry["key"] for entry in entries}, set(), [], most
     too_large: list[str] = []
-    for part in source.with_values(most):
+    for part in source.select_with_values(most):
         if part.key not in keys or left <= 0:
             continue
         try:

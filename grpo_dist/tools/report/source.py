@@ -155,7 +155,7 @@ class Source:
         known = self._texts is not None and tokens.fits(table, self._texts)
         return rollouts.texts(table, self._texts.of if known and self._texts else None)
 
-    def with_values(self, most: int) -> list[SamplePart]:
+    def select_with_values(self, most: int) -> list[SamplePart]:
         """Return the parts for a page with values of ``most`` tokens, best first, from the chosen steps.
 
         Training batches come first, then those with recorded values, then the newest.

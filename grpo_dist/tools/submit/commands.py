@@ -20,7 +20,7 @@ from grpo_dist.tools.submit.checks import (
     variables,
 )
 from grpo_dist.tools.submit.job import Job, SubmissionRecord, read_record, run_directory
-from grpo_dist.tools.submit.sizes import as_option
+from grpo_dist.tools.submit.sizes import format_option
 
 # The class that submits, and the module with `state`, `print_logs` and `stop` of a record.
 _TARGETS: dict[str, tuple[Any, ModuleType]] = {
@@ -102,8 +102,9 @@ def _target(to: str, options: dict[str, Any]) -> Target:
     build, _ = _TARGETS[to]
     fields = build.__dataclass_fields__
     if foreign := sorted(set(set_options) - set(fields)):
-        option_names = ", ".join(map(as_option, fields))
-        raise UserError(f"{as_option(foreign[0])} is not an option of --to {to}, which has {option_names}")
+        option_names = ", ".join(map(format_option, fields))
+        option = format_option(foreign[0])
+        raise UserError(f"{option} is not an option of --to {to}, which has {option_names}")
     target: Target = build(**set_options)
     return target
 

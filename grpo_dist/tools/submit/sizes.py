@@ -65,7 +65,7 @@ class NodeSizes:
         for name, (least, most) in _BOUNDS.items():
             value = getattr(self, name, None)
             if value is not None and not least <= value <= most:
-                raise UserError(f"{as_option(name)} {value}: expected {least} to {most}")
+                raise UserError(f"{format_option(name)} {value}: expected {least} to {most}")
         gpus, cpus = self.gpus_per_node, self.cpus
         refused: UserError | None = None
         for count in [self.nodes] if self.nodes else range(1, 1 + _most_nodes(config)):
@@ -88,7 +88,7 @@ class NodeSizes:
         raise refused
 
 
-def as_option(field: str) -> str:
+def format_option(field: str) -> str:
     """Return the command-line option of a target's field: ``gpus_per_node`` is --gpus-per-node."""
     return "--" + field.replace("_", "-")
 
@@ -96,5 +96,5 @@ def as_option(field: str) -> str:
 def _most_nodes(config: Config) -> int:
     """Return the number of nodes at which each computing worker has its own; more cannot help."""
     models = sum(model.num_workers for model in config.rewards.models)
-    models += sum(teacher.num_workers for teacher in config.distillation.of_own_models)
+    models += sum(teacher.num_workers for teacher in config.distillation.teachers_with_workers)
     return config.rollout.num_workers + config.policy.num_workers + config.reference.num_workers + models

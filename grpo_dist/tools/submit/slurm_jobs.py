@@ -114,7 +114,7 @@ class SlurmTarget(NodeSizes):
             *([f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []),
             f"--cpus-per-task={self.cpus}",
             f"--time={self.time}",
-            f"--signal=B:USR1@{before_end_s(job.config.checkpoint.grace_s)}",
+            f"--signal=B:USR1@{signal_before_end_s(job.config.checkpoint.grace_s)}",
             "--requeue",
             "--open-mode=append",
             f"--dependency={','.join(['singleton', *map(_succeeded, self.after)])}",
@@ -221,7 +221,7 @@ def _pattern(job: Job, name: str) -> str:
 # What a user may give to sbatch
 
 
-def before_end_s(grace_s: float) -> int:
+def signal_before_end_s(grace_s: float) -> int:
     """Return how many seconds before the time limit the run is asked to end. ``grace_s``: of `checkpoint`."""
     return int(grace_s) + _SHUTDOWN_S
 
@@ -230,10 +230,10 @@ def check_time(limit: str, grace_s: float) -> None:
     """Raise UserError for a text that is no time limit, and for a limit that leaves no time to train."""
     if not _TIME.fullmatch(limit):
         raise UserError(f"--time {limit!r}: expected a limit such as 90 (minutes), 24:00:00 or 7-00:00:00")
-    least_s = before_end_s(grace_s) + _STARTS_S
+    least_s = signal_before_end_s(grace_s) + _STARTS_S
     if _limit_s(limit) < least_s:
         raise UserError(
-            f"--time {limit}: the run is asked to end {before_end_s(grace_s)} s before the limit "
+            f"--time {limit}: the run is asked to end {signal_before_end_s(grace_s)} s before the limit "
             f"(`checkpoint.grace_s` + {_SHUTDOWN_S}), and would be requeued without a step; give at least "
             f"{math.ceil(least_s / 60)} minutes"
         )

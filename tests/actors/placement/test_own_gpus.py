@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from actors import connection
-from actors.factory import on_devices
+from actors.factory import set_devices
 from actors.placement import own_gpus
 from actors.placement.demands import Devices
 from actors.placement.own_gpus import EMPTIED, NOT_SET, SHARED, VISIBLE, check_gpus
@@ -87,7 +87,7 @@ def test_outside_of_ray_nothing_is_compared(monkeypatch):
 
 def test_an_actor_on_gpus_of_others_is_told_which_it_is_to_see():
     options = {"runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
-    environment = on_devices(options, Devices("a" * 56, ("2", "3")))["runtime_env"]["env_vars"]
+    environment = set_devices(options, Devices("a" * 56, ("2", "3")))["runtime_env"]["env_vars"]
     assert environment == {"OMP_NUM_THREADS": "1", VISIBLE: "2,3", SHARED: "2,3"}
 
 
@@ -136,7 +136,7 @@ def test_a_refusal_of_an_actor_reaches_the_user_without_a_traceback():
 
 _ON_TWO_GPUS = """
 import json, os, ray
-from actors.factory import on_devices
+from actors.factory import set_devices
 from actors.placement.own_gpus import check_gpus
 from actors.workers.policy import PolicyWorker, devices_of
 from grpo_dist.errors import UserError, as_user_errors
@@ -154,7 +154,7 @@ for name in ("", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "RAY_ACCEL_ENV_V
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {name: "1"} if name else {"A": "1"}}}
     rank = worker.options(num_gpus=1, **options).remote()
     devices = ray.get(rank.__ray_call__.remote(devices_of))
-    engine = worker.options(**options | {"num_gpus": 0} | on_devices(options, devices)).remote()
+    engine = worker.options(**options | {"num_gpus": 0} | set_devices(options, devices)).remote()
     found[name] = refusal(rank), refusal(engine)
     ray.kill(rank)
 print(json.dumps(found))

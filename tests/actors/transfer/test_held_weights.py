@@ -257,7 +257,7 @@ def test_changes_are_loaded_if_every_process_of_the_engine_has_them(one_process,
     engine.sync(weights)
 
     def others_say(*facts):
-        monkeypatch.setattr(vllm_receiver, "in_all_processes", lambda *own: votes.append(own) or list(facts))
+        monkeypatch.setattr(vllm_receiver, "all_reduce_facts", lambda *own: votes.append(own) or list(facts))
 
     others_say(False, True)  # a copy is damaged
     other = moved(weights, 1, "down_proj.weight")

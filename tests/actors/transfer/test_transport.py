@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from actors.transfer import transport
-from actors.transfer.connections import Connections, GroupStore, Seat, Unauthenticated, with_store
+from actors.transfer.connections import Connections, GroupStore, Seat, Unauthenticated, open_store
 from actors.transfer.stream import receive, receive_changes, receive_whole, send, send_changes
 from actors.transfer.transport import (
     Broadcasts,
@@ -344,7 +344,7 @@ def test_only_members_learn_where_the_policys_ranks_find_their_store(monkeypatch
 
     def meet_as(rank, secret, timeout_s):
         try:
-            found[rank] = with_store(Rank(rank, 2, "127.0.0.1", port, timeout_s, secret))
+            found[rank] = open_store(Rank(rank, 2, "127.0.0.1", port, timeout_s, secret))
         except Exception as error:
             found[rank] = error
 
@@ -370,7 +370,7 @@ def test_only_members_learn_where_the_policys_ranks_find_their_store(monkeypatch
 
 def rank_of_the_policy(port, rank, out):
     """Put the sum over all ranks, and the addresses at which this one listens."""
-    join_ranks(with_store(Rank(rank, 2, "127.0.0.1", port, HANG_S, SECRET)))
+    join_ranks(open_store(Rank(rank, 2, "127.0.0.1", port, HANG_S, SECRET)))
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
     out.put((float(total), {address.ip for address in listening()}))

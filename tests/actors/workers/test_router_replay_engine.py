@@ -131,9 +131,9 @@ def test_an_engine_of_evaluation_records_routes_and_keeps_those_of_the_probe_alo
     monkeypatch.setattr(rollout_module, "stored", lambda own: own)
     own = RolloutConfig(), WeightSyncConfig(), ModelConfig(path="m")
     spec = EngineSpec(*own, "m", 64, 0, router_replay=True)
-    assert spec.for_evaluation(EvaluationConfig(num_workers=1)).router_replay
+    assert spec.make_evaluation_spec(EvaluationConfig(num_workers=1)).router_replay
     assert routes_of(spec) == (routes, routes)
-    assert routes_of(spec.for_evaluation(EvaluationConfig(num_workers=1))) == (routes, None)
+    assert routes_of(spec.make_evaluation_spec(EvaluationConfig(num_workers=1))) == (routes, None)
 
 
 def test_a_sample_without_routes_has_them_in_no_row():

@@ -39,7 +39,7 @@ def demonstrations():
 
 
 def whole(demonstrations):
-    return batch_of([row.as_group() for row in demonstrations], 32)
+    return batch_of([row.to_group() for row in demonstrations], 32)
 
 
 def nats(model, demonstrations):

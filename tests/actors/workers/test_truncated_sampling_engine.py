@@ -98,7 +98,7 @@ def test_which_engines_return_masks():
         arguments(tensor_parallel_size=2)
     spec = EngineSpec.from_config(fakes.config(sampling={"max_new_tokens": 4, "min_p": 0.1}), Path("m"))
     assert spec.returns_masks and spec.sampling[0] == Sampling(1.0, min_p=0.1)
-    assert not spec.for_evaluation(EvaluationConfig(num_workers=1)).returns_masks
+    assert not spec.make_evaluation_spec(EvaluationConfig(num_workers=1)).returns_masks
     assert not EngineSpec.from_config(fakes.config(), Path("m")).returns_masks
 
 

@@ -59,7 +59,7 @@ def loss(x, section, *, max_tokens=None, num_tokens=None, num_sequences=None, se
         sizes={name: size for name, size in sizes.items() if size is not None},
     )  # fmt: skip
     preparation = Preparation(lambda _: (x["now"], x["entropy"]), torch.device("cpu"), reports=True)
-    prepared = preparation.before_the_update(before, algorithm, number=0)
+    prepared = preparation.prepare_update(before, algorithm, number=0)
     if selected is not None:
         prepared = change(prepared, choice={"selected": selected})
     now = x["now"].detach().clone().requires_grad_()

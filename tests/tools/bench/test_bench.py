@@ -25,7 +25,7 @@ from grpo_dist.tools.bench.limits import devices_of, fastest, run_jobs, training
 from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
 from grpo_dist.tools.bench.result import ActorMemory, BenchResult, DecodeStep
-from grpo_dist.tools.bench.run import _workload, as_benchmark, timed
+from grpo_dist.tools.bench.run import _workload, make_benchmark_config, timed
 from grpo_dist.tools.bench.table import FIGURES, compare, print_result, ratios, written
 from tests.support.fakes import World, config, prompts
 
@@ -74,7 +74,7 @@ def test_the_length_of_a_request_does_not_depend_on_its_batch():
 
 def training_flops(shape, rows):
     """Return the operations over rows of (tokens, trained tokens) that share nothing."""
-    return sum(NeededWork.over([(0, size)], trained=trained).flops(shape) for size, trained in rows)
+    return sum(NeededWork.from_spans([(0, size)], trained=trained).flops(shape) for size, trained in rows)
 
 
 def test_training_flops_by_hand():
@@ -88,7 +88,7 @@ def test_training_flops_by_hand():
 
 def test_frozen_weights_have_no_gradients_and_attention_has():
     weights, attention = 288 * 3 + 40 * 2, 6 * 2 * 2 * 2 * 2
-    work = NeededWork.over([(0, 3)], trained=2)
+    work = NeededWork.from_spans([(0, 3)], trained=2)
     assert work.flops(SHAPE, frozen=True) == 4 * weights + 6 * attention
     trained, frozen = (
         figures([step(0, SPANS)], shape=SHAPE, peak_flops=1.0, limits=None, overlapped=False, frozen=frozen)
@@ -152,7 +152,7 @@ def step_of_shared_prompts():
 
 def test_what_prompts_begin_with_is_needed_once():
     """Each needed token multiplies all weights of the layers, and pairs with its context and itself."""
-    needed = NeededWork.of(step_of_shared_prompts())
+    needed = NeededWork.from_step(step_of_shared_prompts())
     context = [*range(1, 9), 9, 9, *range(10, 25), *range(10, 45), *range(10, 25), *range(10, 45)]
     assert needed == NeededWork(8 + 1 + 1 + 15 + 35 + 15 + 35, sum(context), 80)
     layers, logits = SHAPE.layers * SHAPE.layer_weights, SHAPE.hidden * SHAPE.vocabulary
@@ -162,7 +162,7 @@ def test_what_prompts_begin_with_is_needed_once():
 
 def test_samples_that_share_nothing_need_all_their_tokens():
     requests = (Request((1, 2, 3), 0, 4), Request((5, 6), 1, 7, 2))
-    needed = NeededWork.of(replace(step(0, {}), requests=requests))
+    needed = NeededWork.from_step(replace(step(0, {}), requests=requests))
     assert needed == NeededWork(7 + 11, 28 + 66, 11)
     assert needed.flops(SHAPE) == training_flops(SHAPE, [(7, 4), (11, 7)])
 
@@ -170,7 +170,7 @@ def test_samples_that_share_nothing_need_all_their_tokens():
 def test_rows_that_share_nothing_are_not_longer_than_the_longest_sample():
     """A token of 4 samples behind a prompt of 1,000 sees that prompt, so rows of 2,000 would be needed."""
     requests = tuple(Request(tuple(range(1000)), seed, 500) for seed in range(4))
-    needed = NeededWork.of(replace(step(0, {}), requests=requests))
+    needed = NeededWork.from_step(replace(step(0, {}), requests=requests))
     assert needed.row_tokens(10_000) == round(2 * needed.pairs / 3000 - 1) > 1800
     assert needed.row_tokens(1500) == 1500
 
@@ -325,7 +325,7 @@ class OneSecond:
 
 def test_only_timed_steps_count_and_each_has_the_requests_it_was_trained_on():
     bench, all_rows = {"warmup_steps": 2, "steps": 3}, {"skip_idle_rows": False}
-    settings = as_benchmark(config(max_staleness=1, bench=bench, algorithm=all_rows))
+    settings = make_benchmark_config(config(max_staleness=1, bench=bench, algorithm=all_rows))
     assert settings.steps == 2 + 3 + 1  # the last step samples nothing ahead
     world, usage = World(), OneSecond()
     recorder = BenchRecorder(settings.seed, Path(), lambda step, metrics: None)

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from grpo_dist.config import RewardsConfig
-from grpo_dist.evaluation.sampling import Draw, EvalSet, evaluate, with_missing
+from grpo_dist.evaluation.sampling import Draw, EvalSet, add_missing, evaluate
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.runs.training_cluster import Notes
 from grpo_dist.tools.evaluate.result import (
@@ -72,7 +72,7 @@ def test_samples_that_the_engines_gave_up_are_no_episodes_as_in_an_evaluation_of
         reward_parts={"math": given.rewards[[*kept]]}, outcomes=("wrong", "wrong"),
     )  # fmt: skip
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=512)
-    lost = with_missing(drawn, Draw(sampling, samples=4, seed=0, sample_s=10.0))
+    lost = add_missing(drawn, Draw(sampling, samples=4, seed=0, sample_s=10.0))
     assert len(lost.rollouts) == 4 and lost.rollouts[0].finish_reason == "error"
     result = EvaluationResult.from_problems(IDENTITY, judged(whole, lost))
     (figures,) = (m.episodes for m in result.measured if m.by is None)

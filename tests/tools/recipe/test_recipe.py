@@ -104,7 +104,7 @@ def refused(*overrides, **options):
     return str(refusal.value)
 
 
-def with_overrides(index, **changes):
+def apply_overrides(index, **changes):
     return [
         stage | {"overrides": stage.get("overrides", {}) | changes} if i == index else stage
         for i, stage in enumerate(STAGES)
@@ -164,14 +164,14 @@ def test_settings_that_change_no_number_of_a_finished_stage_may_change(world):
     run()
     changed = {"health.kl_above": 3.0, "weight_sync.probe_every": 7, "profile.steps": [2]}
     for stage in (1, 2, 3):
-        write(stages=with_overrides(stage, **changed))
+        write(stages=apply_overrides(stage, **changed))
         run()
     assert world.ran == NAMES
 
 
 def test_changed_settings_of_a_stage_are_refused_with_what_changed_and_what_to_do(world):
     run()
-    write(stages=with_overrides(1, steps=60, **{"policy.optimizer.lr": 0.5}))
+    write(stages=apply_overrides(1, steps=60, **{"policy.optimizer.lr": 0.5}))
     message = refused()
     assert "stage `reason` is complete (runs/p/02_reason) with other settings" in message
     assert "`steps` was 100 and is 60" in message and "`policy.optimizer.lr` was 1e-06 and is 0.5" in message
@@ -215,7 +215,7 @@ def test_a_supervised_stage_is_determined_by_what_its_ranks_train_and_not_by_the
 @pytest.mark.slow
 def test_a_complete_stage_of_an_earlier_version_stays_complete_where_new_settings_have_their_defaults(world):
     boxed = {"data.instruction": "Answer in \\boxed{}."}  # which sets rewards.require_box since that exists
-    write(stages=with_overrides(1, **boxed))
+    write(stages=apply_overrides(1, **boxed))
     run()
     of_reason = ("rollout.quantization", "rewards.require_box")
     for name, added in (("01_cold", ("policy", "model")), ("02_reason", of_reason)):
@@ -227,7 +227,7 @@ def test_a_complete_stage_of_an_earlier_version_stays_complete_where_new_setting
         path.write_text(json.dumps(record))
     run()
     assert world.ran == NAMES
-    write(stages=with_overrides(1, **boxed, **{"rollout.quantization": "fp8"}))
+    write(stages=apply_overrides(1, **boxed, **{"rollout.quantization": "fp8"}))
     assert "`rollout.quantization` was None and is fp8" in refused()
 
 
@@ -236,7 +236,7 @@ def test_changed_settings_of_a_started_stage_are_refused_unless_it_has_written_n
     world.fail_in = "reason"
     with pytest.raises(KeyboardInterrupt):
         run()
-    write(stages=with_overrides(1, seed=60))
+    write(stages=apply_overrides(1, seed=60))
     assert "stage `reason` is started" in refused()
     Path("runs/p/02_reason/metrics.jsonl").unlink()
     world.fail_in = None
@@ -258,11 +258,11 @@ def test_a_started_stage_may_change_what_its_run_may_change(world, stage, free, 
     name = world.fail_in = NAMES[stage]
     with pytest.raises(KeyboardInterrupt):
         run()
-    write(stages=with_overrides(stage, **free | {decisive: 2}))
+    write(stages=apply_overrides(stage, **free | {decisive: 2}))
     assert f"stage `{name}` is started" in (message := refused()) and f"`{decisive}` was" in message
     assert not any(f"`{key}`" in message for key in free)
     world.fail_in = None
-    write(stages=with_overrides(stage, **free))
+    write(stages=apply_overrides(stage, **free))
     done, _ = run()
     assert list(done) == NAMES
     write()
@@ -298,10 +298,10 @@ def test_selection_settings_may_change_until_samples_are_selected(world, fails_w
     with pytest.raises(fails_with):
         run()
     world.fail_in = None
-    write(stages=with_overrides(2, **{"rejection.temperature": 0.5}))
+    write(stages=apply_overrides(2, **{"rejection.temperature": 0.5}))
     assert "stage `reject` is started" in refused() and "`rejection.temperature`" in refused()
     choice = {"min_reward": 0.5, "keep_per_prompt": 2, "max_pass_rate": 0.9}
-    write(stages=with_overrides(2, **{f"rejection.{key}": value for key, value in choice.items()}))
+    write(stages=apply_overrides(2, **{f"rejection.{key}": value for key, value in choice.items()}))
     done, _ = run()
     assert world.ran == ["cold", "reason", "reject", "reject", "again"]
     assert done["reject"].settings["rejection"]["min_reward"] == 0.5
@@ -322,7 +322,7 @@ def test_the_users_reward_functions_and_reward_models_are_inputs(world, monkeypa
     functions = [{"name": name, "function": f"{name}:fine"} for name in ("mine", "pack.inner")]
     models = [{"name": "scorer", "path": "scorer"}]
     rewards = {"functions": functions, "models": models}
-    write(stages=with_overrides(2, rewards=rewards, code_paths=["code"]))
+    write(stages=apply_overrides(2, rewards=rewards, code_paths=["code"]))
     run()
     for name in ("code/mine.py", "code/pack/inner.py", "scorer/weights"):
         text, path = Path(name).read_text(), Path(name)
@@ -375,7 +375,7 @@ def test_a_complete_stage_without_its_weights_is_refused(world):
 @pytest.mark.slow
 def test_from_repeats_a_stage_and_all_later_ones_and_keeps_backups(world):
     run()
-    write(stages=with_overrides(2, **{"rejection.samples_per_prompt": 3}))
+    write(stages=apply_overrides(2, **{"rejection.samples_per_prompt": 3}))
     done, said = run(again_from="reject")
     assert world.ran == [*NAMES, "reject", "again"]
     assert Path("runs/p/03_reject.old-1/sft.jsonl").read_text() == "3\n"
@@ -498,7 +498,7 @@ UNUSABLE = [  # one of each stage, then the others
 
 @pytest.mark.parametrize(("index", "changes", "words"), slow_after(UNUSABLE, 4))
 def test_an_unusable_later_stage_is_refused_before_the_first_one_starts(world, index, changes, words):
-    write(stages=with_overrides(index, **changes))
+    write(stages=apply_overrides(index, **changes))
     message = refused()
     for word in words:
         assert word in message
@@ -526,7 +526,7 @@ def test_an_unusable_later_stage_is_refused_before_the_first_one_starts(world, i
 def test_stages_are_checked_for_the_device_of_the_cluster(world, monkeypatch, index, gpus, changes, words):
     """The driver may be on a head without GPUs, as it is here."""
     monkeypatch.setattr("actors.connection.fit", lambda config, *, training=True: Fit("", gpus))
-    write(stages=with_overrides(index, **changes))
+    write(stages=apply_overrides(index, **changes))
     if words is None:
         run(check_only=True)
     else:
@@ -553,7 +553,7 @@ def test_measures_of_the_initial_model_are_those_of_the_stage_that_made_it(world
 
 @pytest.mark.slow
 def test_measures_taken_differently_are_not_compared(world):
-    write(stages=with_overrides(1, **{"evaluation.temperature": 0.5}))
+    write(stages=apply_overrides(1, **{"evaluation.temperature": 0.5}))
     run()
     assert world.before["reason"] == {}
 

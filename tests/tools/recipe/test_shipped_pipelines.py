@@ -23,7 +23,7 @@ def test_the_stage_of_all_domains_has_rewards_weights_and_temperatures_by_source
     assert config.data.weights == {"reasoning": 0.75, "general": 0.25}
     assert config.data.temperatures == {"general": 0.9} and config.sampling.temperature == 0.7
     names = {
-        source: [f.function for f in config.rewards.for_source(source).functions]
+        source: [f.function for f in config.rewards.select_source(source).functions]
         for source in config.data.weights
     }
     assert names["reasoning"] == ["math", "language"]
@@ -38,7 +38,7 @@ def test_the_pipeline_of_all_domains_fits_its_two_nodes_with_both_reward_models_
     shared = [bundle for bundle in bundles(demands) if bundle.role == "reward_models"]
     assert [bundle.shares for bundle in shared] == [((0, 0.5), (2, 0.5)), ((1, 0.5), (3, 0.5))]
     scored_by = {
-        source: [model.name for model in stage.config.rewards.for_source(source).models]
+        source: [model.name for model in stage.config.rewards.select_source(source).models]
         for source in stage.config.data.weights
     }
     assert scored_by == {"deepscaler": [], "code": [], "general": ["helpful", "harmless"]}
