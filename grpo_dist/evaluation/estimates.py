@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_dist.evaluation.votes import majority_at_k
-
-Z95 = 1.959963984540054  # of a two-sided interval of 95 %
+from grpo_dist.types.intervals import Z95, wilson
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +86,6 @@ def estimate(values: Sequence[float], *, samples: int) -> Estimate:
     n, mean = len(values), float(np.mean(values))
     stderr = float(np.std(values, ddof=1) / math.sqrt(n)) if n > 1 else math.nan
     return Estimate(mean, stderr, *wilson(mean, _effective(values, mean, samples)), n)
-
-
-def wilson(share: float, count: float) -> tuple[float, float]:
-    """Return the 95 % interval of ``share`` of ``count`` independent answers. 8 of 10: 0.490 to 0.943."""
-    width = Z95**2 / count
-    centre = (share + width / 2) / (1 + width)
-    half = math.sqrt(width * share * (1 - share) + width**2 / 4) / (1 + width)
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def mean_of(estimates: Sequence[Estimate]) -> Estimate:

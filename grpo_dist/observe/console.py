@@ -15,8 +15,8 @@ from rich.markup import escape
 from grpo_dist.observe.live_view import LiveView
 from grpo_dist.runtime.stage_log import shown_by_view
 from grpo_dist.runtime.tables import Terminal, make_table, print_lines
+from grpo_dist.types.intervals import wilson
 
-_Z95 = 1.96  # of a two-sided interval of 95 %
 # label, metric, format
 _COLUMNS = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -109,8 +109,7 @@ def format_with_error(metrics: Mapping[str, float | None], key: str, form: str) 
     if math.isnan(value):
         return "–"
     if error == 0 and value in (0, 1) and problems > 0:
-        width = _Z95**2 / (problems + _Z95**2)
-        low, high = (0.0, width) if value == 0 else (1 - width, 1.0)
+        low, high = wilson(value, problems)
         return f"{value:{form}} ({low:{form}} to {high:{form}})"
     return f"{value:{form}} ± " + ("–" if math.isnan(error) else f"{error:{form}}")
 

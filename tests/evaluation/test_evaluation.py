@@ -19,7 +19,6 @@ from grpo_dist.evaluation.estimates import (
     measures_of_problem,
     pass_at_k,
     summarise,
-    wilson,
 )
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.evaluation.votes import final_answers, majority_at_k, numbered
@@ -27,6 +26,7 @@ from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.types import ToolCall, Turn
+from grpo_dist.types.intervals import wilson
 from tests.support import fakes
 from tests.support.patience import HANG_S
 

@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.demo.tokenizer import character_tokenizer
-from grpo_dist.evaluation.estimates import wilson
 from grpo_dist.tools.report.answers import AnswerReader
 from grpo_dist.tools.report.command import write_report
 from grpo_dist.tools.report.run_dir import open_runs
 from grpo_dist.tools.report.server import ReportServer
 from grpo_dist.tools.report.source import ReportLimits, sources
+from grpo_dist.types.intervals import wilson
 from tests.support.patience import HANG_S
 from tests.support.reports import (
     HOSTILE,

@@ -1,0 +1,17 @@
+"""The interval of a share of right answers, which evaluations estimate and the terminal prints."""
+
+from __future__ import annotations
+
+import math
+
+Z95 = 1.959963984540054  # of a two-sided interval of 95 %
+
+
+def wilson(share: float, count: float) -> tuple[float, float]:
+    """Return the 95 % interval of ``share`` of ``count`` independent answers (Wilson 1927). 8 of 10: 0.490 to
+    0.943.
+    """
+    width = Z95**2 / count
+    centre = (share + width / 2) / (1 + width)
+    half = math.sqrt(width * share * (1 - share) + width**2 / 4) / (1 + width)
+    return max(0.0, centre - half), min(1.0, centre + half)
