@@ -280,17 +280,6 @@ def python_path(directories: Sequence[str]) -> str:
     return os.pathsep.join([*directories, *inherited])
 
 
-def run_command(*arguments: str) -> str:
-    """Run `grpo-dist` with ``arguments`` in a process of its own, as a shell does, and return its output.
-
-    Its errors go to this process's own. Raises CalledProcessError for a command that fails.
-    """
-    import subprocess  # slow to import, as above
-
-    command = [sys.executable, "-m", "grpo_dist.cli", *arguments]
-    return subprocess.check_output(command, text=True)  # bounded: the command has deadlines
-
-
 @contextmanager
 def libraries_loaded() -> Iterator[None]:
     """Log the imports of the block as a stage, `libraries`. They take seconds, on a busy machine many."""

@@ -2,12 +2,10 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections import Counter
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -21,15 +19,13 @@ from grpo_dist.loop.ledger import audit
 from tests.chaos import sandbox, verdict
 from tests.chaos.__main__ import (
     Chaos,
-    ChaosOfNodes,
-    ChaosOfVisits,
     _kinds,
     _options,
     long_groups,
     short_groups,
 )
 from tests.chaos.events import Event
-from tests.chaos.faults import Connection, CutConnection, NodeLoss, NodeVisit, Skip, Worker, reset
+from tests.chaos.faults import Connection, reset
 from tests.chaos.find import MARK, Family, is_of_ray
 from tests.chaos.job import End, Line
 from tests.chaos.play import STILL_S, Plan, Play
@@ -96,72 +92,6 @@ def test_all_kinds_are_played_and_a_file_is_torn_only_after_its_driver_ended():
     never = {"SIGKILL driver", "SIGTERM driver", *at_syncs}
     assert set(everything) - set().union(*drawn) == never and len(at_syncs) == 4
     assert {len(kinds & {"SIGKILL policy", "SIGSTOP policy"}) for kinds in drawn} == {1}
-
-
-def test_the_long_form_has_the_requested_number_of_each_kind(tmp_path):
-    """Including reward models, ranks stopped during a sync, and nodes."""
-    options, counts = _options(["--each", "20"]), Counter()
-    for form in (Chaos, ChaosOfNodes, ChaosOfVisits):
-        whole = form(options, tmp_path / form.__name__, sandbox.Sandbox(tmp_path, None))
-        plan = whole._plan()
-        counts.update(fault.kind for fault in [f for group in plan.groups for f in group] + plan.starting)
-    assert set(counts.values()) == {20}
-    models = ("SIGKILL reward-model-quality", "SIGSTOP reward-model-quality")
-    nodes = ("node of rollout lost", "node of policy lost", "node of reward lost")
-    visits = "node given and taken"
-    assert {*models, "SIGSTOP policy at send_weights", *nodes, visits, *_kinds()} == set(counts)
-    assert not ChaosOfNodes(_options(["--short"]), tmp_path / "short", sandbox.Sandbox(tmp_path, None)).kinds
-    only = ChaosOfNodes(_options(["--only", nodes[1]]), tmp_path / "only", sandbox.Sandbox(tmp_path, None))
-    assert only.kinds == [nodes[1]] and not Chaos.kinds.fget(only)
-    only = ChaosOfVisits(_options(["--only", visits]), tmp_path / "visits", sandbox.Sandbox(tmp_path, None))
-    assert only.kinds == [visits] and not Chaos.kinds.fget(only)
-    assert "rollout.num_workers={min: 1, max: 2}" in only._settings
-    assert not any("rollout.num_workers=1" in text for text in only._settings)
-
-
-def test_the_lost_node_has_a_worker_of_the_role(monkeypatch):
-    workers, lost = [SimpleNamespace(pid=1), SimpleNamespace(pid=2)], []
-    monkeypatch.setattr("tests.chaos.faults.doing", lambda worker: "sample")
-    nodes = SimpleNamespace(holds=lambda worker: worker.pid == 2, lose=lost.append)
-    family = SimpleNamespace(of_role=lambda role: workers)
-    job = SimpleNamespace(family=family, nodes=nodes, last_step=lambda: 3)
-    event = NodeLoss("rollout").strike(job, Random(0))
-    assert lost == [workers[1]] and event.victim is workers[1]
-    assert (event.kind, event.role, event.phase) == ("node of rollout lost", "rollout", "sample")
-    nodes.holds = lambda worker: False
-    with pytest.raises(Skip, match="head node"):
-        NodeLoss("rollout").strike(job, Random(0))
-    job.nodes = None
-    with pytest.raises(Skip, match="no nodes"):
-        NodeLoss("rollout").strike(job, Random(0))
-
-
-def test_a_given_node_is_announced_when_an_engine_joined_and_taken_when_it_left():
-    done, lines = [], []
-    nodes = SimpleNamespace(
-        give=lambda: "node", announce=lambda n: done.append(f"{n} goes"), take=lambda n: done.append(n)
-    )
-    steps = [(0.0, 3)]
-    job = SimpleNamespace(nodes=nodes, last_step=lambda: 3, lines=lines, steps=lambda: steps)
-    event = NodeVisit().strike(job, Random(0))
-    assert (event.kind, event.role, event.step) == ("node given and taken", None, 3)
-    lines.append(Line(event.at - 1, 0, "rollout-1 has joined, after 9 s"))  # of a visit before
-    assert not event.look(job) and event.noticed is None and done == []
-    lines.append(Line(event.at + 10, 0, "12:00:00  1:00 min  rollout-1 has joined, after 9.0 s"))
-    assert not event.look(job) and event.noticed == event.at + 10 and done == ["node goes"]
-    lines.append(Line(event.at + 12, 0, "rollout-1 has left (its node is drained), after 1.0 s"))
-    assert not event.look(job) and done == ["node goes", "node"]
-    steps.append((event.at + 15, 4))
-    assert event.look(job) and event.recovered == event.at + 15
-    NodeVisit().while_down(job, Random(0), event)
-    assert done == ["node goes", "node"]  # once
-    assert verdict.unnoticed([event]) is verdict.unrecovered([event], [event], event.at + 15) is None
-    other = NodeVisit().strike(job, Random(0))
-    NodeVisit().while_down(job, Random(0), other)  # the job ended first
-    assert done[2:] == ["node"]
-    job.nodes = None
-    with pytest.raises(Skip, match="no cluster"):
-        NodeVisit().strike(job, Random(0))
 
 
 @pytest.mark.parametrize(
@@ -372,17 +302,6 @@ def test_different_numbers_are_reported_except_after_an_engine_that_returned_ahe
     assert bool(whole._judge(job, LINES)["same numbers"]) == differs
 
 
-def test_an_event_that_was_over_when_the_job_ended_is_not_cut_short():
-    job = falling_job([0])
-    play = Play(job, Plan([], []), steps=2, rng=Random(0), say=lambda _: None)
-    job.begins = [1.0, 3.0]
-    over, open_ = (Event("connection cut", at=2.0, step=step, phase="policy-policy") for step in (1, 2))
-    play._open = [(CutConnection(), over), (CutConnection(), open_)]
-    play._tend()
-    assert (over.recovered, over.exit_code) == (3.0, None)
-    assert (open_.recovered, open_.exit_code) == (None, 0)
-
-
 def test_an_end_without_an_explanation_is_reported():
     full = Event("disk full", at=0.0, step=3, phase="running", exit_code=1, launch_ended=0)
     assert "disk full at step 3" in verdict.silent([full], {0: "killed"})
@@ -433,23 +352,6 @@ def test_a_connection_is_reset_under_both_of_its_ends():
         descriptor = int(child.stdout.readline())
         reset(Connection(psutil.Process(child.pid), descriptor, "one-other"))
         assert child.stdout.readline() == "reset\n"
-
-
-def test_workers_of_a_role_are_running_workers_of_this_job():
-    mine = uuid.uuid4().hex
-    family = Family(mine)
-    code = "import time; time.sleep(60)  # grpo_dist.rewards.child"
-    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {MARK: mine}) as child:
-        try:
-            assert [p.pid for p in family.of_role("grader")] == [child.pid]
-            job = SimpleNamespace(family=family, last_step=lambda: 3)
-            event = Worker("grader", signal.SIGSTOP).strike(job, Random(0))
-            assert event.victim.pid == child.pid
-            while family.of_role("grader"):
-                time.sleep(0.01)
-            assert len(family.living()) == 1
-        finally:
-            child.kill()
 
 
 def test_the_end_of_a_driver_is_over_only_when_its_launch_has_ended():
