@@ -187,14 +187,14 @@ class Cluster:
         self._generation += 1
         if self._parts is not None and not self._config.reference.refresh_every:
             try:
-                return await self._with_new_policy(self._parts, model_dir)
+                return await self._renew_policy(self._parts, model_dir)
             except (RayError, WorkerLost, TimeoutError) as error:  # a further actor was lost meanwhile
                 logger.warning("%s: restarting all workers", reason(error))
         self._parts = None
         await self._end_workers()
         return await self.start_training(model_dir)
 
-    async def _with_new_policy(self, old: TrainingActors, model_dir: Path) -> Workers:
+    async def _renew_policy(self, old: TrainingActors, model_dir: Path) -> Workers:
         self._handles.remove(old.policy)
         await old.policy.shutdown()
         would_fit = partial(nearest, self._config, training=True)

@@ -164,7 +164,7 @@ class Factory:
     def _reward_models(self, model_dir: Path, shared: SharedDevices | None) -> list[RewardModelPool]:
         return [
             RewardModelPool(model, actors, policy=self._config.model, policy_dir=str(model_dir))
-            for model, actors in self._by_model("reward_models", self._config.rewards.models, shared)
+            for model, actors in self._split_by_model("reward_models", self._config.rewards.models, shared)
         ]
 
     def reference(self, model_dir: Path, shared: SharedDevices | None) -> ReferencePool | None:
@@ -201,19 +201,19 @@ class Factory:
                 token_budget=config.reference.micro_batch_tokens,
                 vocabulary=tokens,
             )
-            for teacher, actors in self._by_model(
+            for teacher, actors in self._split_by_model(
                 "teachers", config.distillation.teachers_with_workers, shared
             )
         }
 
-    def _by_model(
+    def _split_by_model(
         self, role: str, models: Sequence[ModelT], shared: SharedDevices | None
     ) -> Iterator[tuple[ModelT, ActorSpec]]:
         """Yield each model of a role that has several, with its share of the role's actors."""
         if not models:
             return
         if shared:  # one copy of each on every GPU
-            models = [_on_each(model, len(shared.ranks)) for model in models]
+            models = [_place_on_each(model, len(shared.ranks)) for model in models]
         every = self._actors(role, shared.ranks * len(models) if shared else ())
         left = iter(every.actor_options or ())
         for model in models:
@@ -242,7 +242,7 @@ class Factory:
         )
 
 
-def _on_each(model: ModelT, gpus: int) -> ModelT:
+def _place_on_each(model: ModelT, gpus: int) -> ModelT:
     """Return ``model`` with a copy on each of ``gpus``, which it has alone in its turn."""
     whole: dict[str, Any] = {"gpu_share": 1.0} if isinstance(model, RewardModelConfig) else {}
     return model.model_copy(update={"num_workers": gpus} | whole)

@@ -40,7 +40,7 @@ class Probeable:
         for name in dir(cls):
             method = inspect.getattr_static(cls, name)
             if not name.startswith("_") and inspect.isfunction(method) and not hasattr(method, _PORTABLE):
-                setattr(cls, name, _with_portable_errors(method))
+                setattr(cls, name, _make_errors_portable(method))
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         listen()  # before the constructor runs, which may hang, too
@@ -82,7 +82,7 @@ def portable(error: Exception) -> Exception:
     return error
 
 
-def _with_portable_errors(method: Callable[..., Any]) -> Callable[..., Any]:
+def _make_errors_portable(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``method``, which raises only what `portable` returns."""
 
     @wraps(method)

@@ -295,7 +295,7 @@ def demands_of(config: Config, has: Resources, *, training: bool, colocated: boo
         adjacent=policy.sequence_parallel,
     )
     if config.is_supervised:
-        return _with_cpus({"policy": ranks}, has, colocated=colocated)
+        return _reserve_cpus({"policy": ranks}, has, colocated=colocated)
     gpus = on_gpu * rollout.tensor_parallel_size
     engine_threads = threads(rollout.threads, rollout.num_workers)
     demands = {
@@ -309,7 +309,7 @@ def demands_of(config: Config, has: Resources, *, training: bool, colocated: boo
     if config.rewards.models:
         demands["reward_models"] = _reward_model_demand(config.rewards, on_each, on_gpu, shared=shared)
     if not training:
-        return _with_cpus(demands, has, colocated=colocated)
+        return _reserve_cpus(demands, has, colocated=colocated)
     demands["policy"] = ranks
     if has_reference(policy, reference, needed=config.needs_reference, colocated=shared):
         workers = on_each or reference.num_workers
@@ -317,7 +317,7 @@ def demands_of(config: Config, has: Resources, *, training: bool, colocated: boo
     if teachers := config.distillation.teachers_with_workers:
         workers = sum(on_each or teacher.num_workers for teacher in teachers)
         demands["teachers"] = Demand(workers, on_gpu, 1, shared=shared)
-    return _with_cpus(demands, has, colocated=colocated)
+    return _reserve_cpus(demands, has, colocated=colocated)
 
 
 def _reward_model_demand(rewards: RewardsConfig, on_each: int | None, on_gpu: int, *, shared: bool) -> Demand:
@@ -337,7 +337,7 @@ def uncounted_threads(demands: Mapping[str, Demand]) -> dict[str, int]:
     return {role: demand.threads for role, demand in computing.items() if not (demand.cpus or demand.gpus)}
 
 
-def _with_cpus(demands: dict[str, Demand], has: Resources, *, colocated: bool) -> dict[str, Demand]:
+def _reserve_cpus(demands: dict[str, Demand], has: Resources, *, colocated: bool) -> dict[str, Demand]:
     """Add the CPUs that are reserved for each worker, if there are enough for all."""
     if has.gpus:
         cpus = {role: 0 if demand.shared else 1 for role, demand in demands.items()}

@@ -167,10 +167,10 @@ def receive_whole(transport: Transport, copy: HeldWeights) -> Iterator[list[tupl
 def _packed(keys: Sequence[tuple[int, int]], checksum: Checksum) -> Tensor:
     """Return the table, uint8: the key of each bucket's delta, the checksum of the new weights, its own."""
     rows = torch.tensor(keys, dtype=torch.int64).view(torch.uint8).view(-1)
-    return _with_checksum(torch.cat([rows, checksum.view_bytes().cpu()]))
+    return _add_checksum(torch.cat([rows, checksum.view_bytes().cpu()]))
 
 
-def _with_checksum(flat: Tensor) -> Tensor:
+def _add_checksum(flat: Tensor) -> Tensor:
     checksum = Checksum()
     checksum.add(flat)
     return torch.cat([flat, checksum.view_bytes()])
@@ -183,7 +183,7 @@ def _table(transport: Transport, copy: HeldWeights) -> tuple[list[tuple[int, int
     size = _ROW * len(copy) + _CHECKSUMS
     (received,) = [flat.to("cpu", copy=True) for flat in transport.incoming([size])]
     content = received[: -Checksum.NUM_BYTES]
-    if not torch.equal(_with_checksum(content), received):
+    if not torch.equal(_add_checksum(content), received):
         return None
     rows = content[: -Checksum.NUM_BYTES].view(torch.int64).view(-1, 2).tolist()
     for i, (words, num_bytes) in enumerate(rows):

@@ -45,7 +45,7 @@ def render(
     source = tokenizer.get_chat_template(tools=tools)
     clock = {_CLOCK: _clock(day)} if _CLOCK in source else {}
     if _takes_parts(tokenizer, source):
-        messages = [_to_parts(message) for message in messages]
+        messages = [_make_parts(message) for message in messages]
     return tokenizer.apply_chat_template(
         [dict(message) for message in messages],
         tokenize=False,
@@ -81,7 +81,7 @@ def _takes_parts(tokenizer: Any, source: str) -> bool:
     return not shows(_MARK) and shows([{"type": "text", "text": _MARK}])
 
 
-def _to_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _make_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     content = message.get("content")
     return (
         {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message

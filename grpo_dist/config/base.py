@@ -107,7 +107,7 @@ class Choice(Section):
         return tuple(map(_name, _literals(cls.model_fields[cls.tag].annotation)))
 
     @model_serializer(mode="wrap")
-    def _with_its_name(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _add_name(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Keep the name where unset or default values are left out: without it the rest has no meaning."""
         return {self.tag: getattr(self, self.tag), **dump(self)}
 

@@ -55,7 +55,7 @@ def translate(old: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(section := new.get(name), dict) and "noise" in section:
             of_all = {key: section[key] for key in ("examples", "noise") if key in section}
             kept = {key: value for key, value in section.items() if key not in of_all}
-            new[name] = kept | {"data": [_with_defaults(source, of_all) for source in section["data"]]}
+            new[name] = kept | {"data": [_fill_defaults(source, of_all) for source in section["data"]]}
     if isinstance(data := new.get("data"), dict) and isinstance(data.get("order"), str):
         new["data"] = _translate_order(data)
     if new.get("dynamic_sampling", {}).get("enabled") is False:
@@ -131,7 +131,7 @@ def _translate_schedule(value: Any) -> Any:
     return {"kind": "adaptive"} | {key: item for key, item in value.items() if item is not None}
 
 
-def _with_defaults(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _fill_defaults(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``source`` with the value of ``defaults`` for each key that it lacks or has as null."""
     return {**source, **{key: value for key, value in defaults.items() if source.get(key) is None}}
 

@@ -102,7 +102,7 @@ def apply_overrides(tree: DictConfig, overrides: Sequence[str], path: Path) -> D
     """
     for override in sorted(overrides, key=lambda text: not text.startswith("+")):  # a stable sort
         if override.startswith("+"):
-            tree = _with_preset(tree, override, path)
+            tree = _apply_preset(tree, override, path)
         else:
             set_from_text(tree, override)
     return tree
@@ -177,7 +177,7 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found {type(loaded).__name__}")
     if path.parent.name == PRESETS.name:
-        loaded = _with_preset_name(loaded, path.stem)
+        loaded = _set_preset_name(loaded, path.stem)
     bases, settings = _split_bases(loaded, path)
     parts = [read_tree(_base_file(path, base), (*seen, resolved)) for base in bases]
     try:
@@ -221,13 +221,13 @@ def _fit(base: Any, over: Any, path: Sequence[str], union: Sequence[type[Choice]
         if rest:
             below, second[key] = _fit(below, second[key], rest, union)
         else:
-            below, second[key] = _by_name(below, second[key], union)
+            below, second[key] = _name_members(below, second[key], union)
         if has:
             first[at] = below
     return first, second
 
 
-def _by_name(before: Any, after: Any, union: Sequence[type[Choice]]) -> tuple[Any, Any]:
+def _name_members(before: Any, after: Any, union: Sequence[type[Choice]]) -> tuple[Any, Any]:
     """Return a tagged section of both trees as mappings, the first empty if the second has another name."""
     tag = union[0].tag
     if _is_name(after, union) and union[0].bare is not None:
@@ -257,7 +257,7 @@ def _base_file(path: Path, base: str) -> Path:
         return near
 
 
-def _with_preset_name(tree: DictConfig, name: str) -> DictConfig:
+def _set_preset_name(tree: DictConfig, name: str) -> DictConfig:
     """Return a file of a directory of presets with `algorithm.preset`, for the run and its report."""
     named = deepcopy(tree)
     if isinstance(tree.get("algorithm"), DictConfig) and tree.algorithm.get("preset") is None:
@@ -282,7 +282,7 @@ def _split_bases(loaded: DictConfig, path: Path) -> tuple[list[str], DictConfig]
     return bases, settings
 
 
-def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
+def _apply_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
     """Apply ``+algorithm=NAME``: a preset next to the configuration file, or one of this project."""
     key, _, name = override.partition("=")
     directories = [path.parent / "algorithms", PRESETS]
@@ -354,10 +354,10 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
         merge = len(value) > 0 if isinstance(value, Mapping) else True
         OmegaConf.update(tree, key, value, merge=merge)
     except (OmegaConfBaseException, TypeError, AttributeError, ValueError, LookupError) as error:
-        raise ConfigError(f"{where}: {parser_reason(error)}{_of_lists(tree, key)}") from error
+        raise ConfigError(f"{where}: {parser_reason(error)}{_describe_lists(tree, key)}") from error
 
 
-def _of_lists(tree: DictConfig, key: str) -> str:
+def _describe_lists(tree: DictConfig, key: str) -> str:
     """Return how to set a list whose entries ``key`` does not name; "" for other keys."""
     parts = key.split(".")
     for i, part in enumerate(parts[1:], 1):

@@ -162,7 +162,7 @@ def explain(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> str:
         if item["loc"] in explained:
             continue
         if item["type"] == "extra_forbidden":
-            if reason := _of_another_member(item["place"]):
+            if reason := _find_other_member(item["place"]):
                 lines.append(f"`{where}` is {reason}")
                 continue
             for key, advice in _advise(item["place"], root, item["input"], trainer):
@@ -221,7 +221,7 @@ def _earlier_keys(location: Sequence[Any], value: Any) -> list[str]:
     return [f"`{key}`: {now}" for key in keys if (now := answer(key))]
 
 
-def _of_another_member(place: KeyPlace) -> str | None:
+def _find_other_member(place: KeyPlace) -> str | None:
     """Return why a key does not belong to the chosen member of a tagged union; None if it is misspelt, or in
     no union.
     """
@@ -264,7 +264,7 @@ def _advice(place: KeyPlace, root: type[BaseModel], trainer: str | None = None) 
     """Return what to set instead of an unknown key; "" where nothing is known."""
     *path, name = map(str, place.keys)
     all_keys, fields = _all_keys(root), list(place.section.model_fields) if place.section else []
-    if "." in name and _without_indices((*path, *name.split("."))) in all_keys:
+    if "." in name and _drop_indices((*path, *name.split("."))) in all_keys:
         return f"a file nests it: {_nested(name)}"
     if place.keys == ("defaults",):
         return "it names base files in a file; on the command line set the values themselves"
@@ -282,10 +282,10 @@ def _advice(place: KeyPlace, root: type[BaseModel], trainer: str | None = None) 
         return f"an argument of the function is `{'.'.join((*path, 'kwargs', name))}`"
     if path and "_" not in name:  # `url` or `path` of another section is of something else
         elsewhere = [key for key in elsewhere if key.split(".")[0] == path[0]]
-    below = [key for key in elsewhere if key.startswith(_without_indices(path) + ".")]
+    below = [key for key in elsewhere if key.startswith(_drop_indices(path) + ".")]
     if (places := below or elsewhere) and len(places) <= _MOST_PLACES:
         return f"did you mean {' or '.join(f'`{key}`' for key in places)}?"
-    inside = {key.rpartition(".")[2]: key for key in all_keys if key.startswith(f"{_without_indices(path)}.")}
+    inside = {key.rpartition(".")[2]: key for key in all_keys if key.startswith(f"{_drop_indices(path)}.")}
     if path and (near := _near(name, list(inside))):
         return f"did you mean `{inside[near]}`?"
     return f"known here: {', '.join(fields)}" if path and fields else ""
@@ -302,7 +302,7 @@ def _near(name: str, fields: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, fields, n=1, cutoff=_CLOSE)), next(begins, None))
 
 
-def _without_indices(location: Sequence[Any]) -> str:
+def _drop_indices(location: Sequence[Any]) -> str:
     return ".".join(str(part) for part in location if not isinstance(part, int) and not part.isdigit())
 
 
@@ -345,7 +345,7 @@ def _sections_in(annotation: Any) -> list[type[BaseModel]]:
 def keys_called(name: str) -> list[str]:
     """Return the dotted key ``name``, where lists may have indices, or else the keys that end with it."""
     all_keys = set(_all_keys(Config))
-    if _without_indices(name.split(".")) in all_keys:
+    if _drop_indices(name.split(".")) in all_keys:
         return [name]
     return sorted(key for key in all_keys if key.endswith(f".{name}"))
 

@@ -174,7 +174,7 @@ def masked_text(text: str, *trees: Any) -> str:
     values = sorted({value for tree in trees for value in secret_values(tree)}, key=len, reverse=True)
     for value in values:
         text = text.replace(value, HIDDEN)
-    return str(masked(_OPTION.sub(_masked_option, _without_assigned(text))))
+    return str(masked(_OPTION.sub(_masked_option, _mask_assigned(text))))
 
 
 def shown_value(location: Iterable[Any], value: Any) -> str:
@@ -262,7 +262,7 @@ def _masked_parameter(match: re.Match[str]) -> str:
     return f"{match[1]}={HIDDEN}" if _is_secret_parameter(match[1]) else match[0]
 
 
-def _without_assigned(text: str) -> str:
+def _mask_assigned(text: str) -> str:
     """Mask assigned values: ``api_key: k, auth: [a, b], n: 3`` -> ``api_key: ***, auth: [***], n: 3``"""
     parts, end = [], 0
     for match in _ASSIGNED.finditer(text):

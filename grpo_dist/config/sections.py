@@ -33,7 +33,7 @@ from grpo_dist.plugins.user_code import OwnPiece
 _WITH_CODE = ("rewards", "environments")  # sections that have code paths of their own
 
 
-def _with_code_paths(section: Any, paths: Sequence[str]) -> Any:
+def _add_code_paths(section: Any, paths: Sequence[str]) -> Any:
     if isinstance(section, Section):
         return section.model_copy(update={"code_paths": tuple(paths)})
     if section is None:
@@ -123,7 +123,7 @@ class Sections(Section):
         paths = values.get("code_paths", ())
         if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
             return values  # the field's own validator refuses it
-        return {**values, **{name: _with_code_paths(values.get(name), paths) for name in _WITH_CODE}}
+        return {**values, **{name: _add_code_paths(values.get(name), paths) for name in _WITH_CODE}}
 
     @model_validator(mode="before")
     @classmethod

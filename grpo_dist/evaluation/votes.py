@@ -64,13 +64,13 @@ def _wins(size: int, others: tuple[int, ...], silent: int, k: int) -> float:
         table = np.zeros((1, k - votes + 1))  # [answers that tie, samples drawn of the others]
         table[0, : min(silent, k - votes) + 1] = _binomial(silent, share)[: k - votes + 1]
         for count in others:
-            table = _with(table, _binomial(count, share), votes)
+            table = _add_answer(table, _binomial(count, share), votes)
         ties = np.arange(1, len(table) + 1)
         total += float(_binomial(size, share)[votes] * (table[:, -1] / ties).sum())
     return min(1.0, total / float(_binomial(n, share)[k]))
 
 
-def _with(table: np.ndarray, chances: np.ndarray, votes: int) -> np.ndarray:
+def _add_answer(table: np.ndarray, chances: np.ndarray, votes: int) -> np.ndarray:
     """Add one more answer to ``table``, its counts with ``chances``: at most ``votes``, or it would lead."""
     grown = np.zeros((len(table) + 1, table.shape[1]))
     for right in range(min(len(chances) - 1, votes, table.shape[1] - 1) + 1):
@@ -145,13 +145,13 @@ def _same(answer: str, wrong_answers: dict[int, str], pool: Callable[[], GraderP
             return number
     if not asked:
         return None
-    pairs = [(_as_share(answer), _as_share(wrong_answers[number])) for number in asked]
+    pairs = [(_read_share(answer), _read_share(wrong_answers[number])) for number in asked]
     both_ways = [(f"\\boxed{{{a}}}", b) for pair in pairs for a, b in (pair, pair[::-1])]
     equal = [grade.outcome == "correct" for grade in pool().grade(both_ways)]
     return next((n for n, *ways in zip(asked, equal[::2], equal[1::2], strict=True) if all(ways)), None)
 
 
-def _as_share(answer: str) -> str:
+def _read_share(answer: str) -> str:
     """Turn ``50\\%`` into ``\\frac{50}{100}``: a gold may mean 50 or 1/2 by it, a vote is for one of them."""
     number = percent(tidy(answer))
     return answer if number is None else f"\\frac{{{number}}}{{100}}"

@@ -98,27 +98,27 @@ def passed(bounds: Sequence[Bound], metrics: Mapping[str, float]) -> list[Bound]
 
 def make_batch_bounds(settings: HealthConfig, state: HealthState) -> list[Bound]:
     """Return the bounds on `loop.metrics.rollout_metrics`."""
-    return [*_as_configured(settings, _OF_BATCH), *_of_reward(settings, state)]
+    return [*_configured_bounds(settings, _OF_BATCH), *_reward_bounds(settings, state)]
 
 
 def make_update_bounds(settings: HealthConfig, state: HealthState) -> list[Bound]:
     """Return the bounds on what an update of the policy returns."""
-    return [*_as_configured(settings, _OF_UPDATE), *_of_gradient(settings, state)]
+    return [*_configured_bounds(settings, _OF_UPDATE), *_gradient_bounds(settings, state)]
 
 
 def make_run_bounds(settings: HealthConfig) -> list[Bound]:
     """Return the bounds on what `HealthWatch.examine` counts."""
-    return list(_as_configured(settings, _OF_RUN))
+    return list(_configured_bounds(settings, _OF_RUN))
 
 
-def _as_configured(settings: HealthConfig, table: Sequence[tuple[str, str]]) -> Iterator[Bound]:
+def _configured_bounds(settings: HealthConfig, table: Sequence[tuple[str, str]]) -> Iterator[Bound]:
     for key, metric in table:
         value = getattr(settings, key)
         if value is not None:
             yield Bound(key, metric, float(value), above=key.endswith("_above"))
 
 
-def _of_reward(settings: HealthConfig, state: HealthState) -> Iterator[Bound]:
+def _reward_bounds(settings: HealthConfig, state: HealthState) -> Iterator[Bound]:
     share, best = settings.reward_below_share, state.best_reward
     # A share of a negative best would be above it.
     if share is not None and best is not None and best > 0:
@@ -126,7 +126,7 @@ def _of_reward(settings: HealthConfig, state: HealthState) -> Iterator[Bound]:
         yield Bound("reward_below_share", "reward/mean", share * best, above=False, words=words)
 
 
-def _of_gradient(settings: HealthConfig, state: HealthState) -> Iterator[Bound]:
+def _gradient_bounds(settings: HealthConfig, state: HealthState) -> Iterator[Bound]:
     spike = settings.grad_norm_spike
     if spike is not None and len(state.grad_norms) >= _ENOUGH:
         median = statistics.median(state.grad_norms)

@@ -138,7 +138,7 @@ def track(
     tracked = {}
     for drift in DRIFTS:
         before, value = metrics_so_far.get(drift.metric, TrackedMetric()), metrics.get(drift.metric, math.nan)
-        tracked[drift.metric] = _with(drift, before, step, value) if math.isfinite(value) else before
+        tracked[drift.metric] = _update(drift, before, step, value) if math.isfinite(value) else before
     return tracked
 
 
@@ -159,7 +159,7 @@ def new_drifts(tracked: Mapping[str, TrackedMetric], step: int) -> Iterator[str]
             )
 
 
-def _with(drift: Drift, tracked: TrackedMetric, step: int, value: float) -> TrackedMetric:
+def _update(drift: Drift, tracked: TrackedMetric, step: int, value: float) -> TrackedMetric:
     steps = tracked.steps + 1
     average = tracked.average + max(_RATE, 1 / steps) * (value - tracked.average)
     scatter = tracked.scatter

@@ -140,7 +140,7 @@ def _table(groups: list[Group], values: ValuesOfSamples, for_training: bool) -> 
         samples = [(g, i) for g in groups for i in range(len(g.rollouts))]
         columns["step_rewards"] = pa.array([_select(g.step_rewards, i) for g, i in samples], _FLOATS)
         columns["step_ends"] = pa.array([_select(g.step_ends, i) for g, i in samples], _INTS)
-    columns |= _of_episodes(rollouts, values)
+    columns |= _episode_columns(rollouts, values)
     if for_training and any(r.kept for r in rollouts):
         columns["kept"] = pa.array([[_kept(row) for row in r.rows] for r in rollouts], pa.list_(_KEPT))
     if for_training and any(r.routes for r in rollouts):
@@ -163,7 +163,7 @@ def _part(groups: list[Group], name: str) -> pa.Array:
     return pa.array([value for values in lists for value in values], pa.float32())
 
 
-def _of_episodes(rollouts: list[Rollout], values: ValuesOfSamples) -> dict[str, pa.Array]:
+def _episode_columns(rollouts: list[Rollout], values: ValuesOfSamples) -> dict[str, pa.Array]:
     """Make the columns that only episodes have; none without episodes."""
     columns = {}
     if any(r.context_ids is not None for r in rollouts):

@@ -385,7 +385,7 @@ def code_digest(pieces: Iterable[OwnPiece], code_paths: Sequence[str]) -> dict[s
             digests[f"entry point {piece.name} of {piece.kind.group}"] = package
         else:
             modules.add(resolve_target(piece.kind, piece.name).split(":")[0].split(".")[0])
-    files = _with_imports(modules, [expanded(path) for path in code_paths])
+    files = _find_imports(modules, [expanded(path) for path in code_paths])
     for module in sorted(modules):
         if not any(label.split("/")[0] in (module, f"{module}.py") for label in files):
             files |= _elsewhere(module)
@@ -402,7 +402,7 @@ def changed_code(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return changed
 
 
-def _with_imports(modules: Collection[str], directories: Sequence[Path]) -> dict[str, Path]:
+def _find_imports(modules: Collection[str], directories: Sequence[Path]) -> dict[str, Path]:
     """Return the files of ``modules`` and of what they import, all in ``directories``, by relative path."""
     paths: dict[str, Path] = {}
     seen = {"grpo_dist", "actors"}  # a directory may hold them, too: they have a version of their own
@@ -457,5 +457,5 @@ def _elsewhere(module: str) -> dict[str, Path]:
         module_files = list(_module_files(root, module)) or [file]
         files = {path.relative_to(root).as_posix(): path for path in module_files}
     else:
-        files = _with_imports([module], [root]) or {file.name: file}
+        files = _find_imports([module], [root]) or {file.name: file}
     return {f"module {label}": path for label, path in files.items()}

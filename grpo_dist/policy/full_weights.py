@@ -285,13 +285,13 @@ class FullWeights:
 
         Trained low-rank adapters are merged into it, and also written to `adapter` as peft reads them.
         """
-        whole = self._on_first_rank(self.buckets(bucket_bytes, as_held=True))
-        low_rank = self._on_first_rank(self.buckets(bucket_bytes, adapters_only=True))
+        whole = self._collect_on_first_rank(self.buckets(bucket_bytes, as_held=True))
+        low_rank = self._collect_on_first_rank(self.buckets(bucket_bytes, adapters_only=True))
         if dist.get_rank() == 0:
             write_model(self._model, whole, low_rank, directory, tokenizer_dir, trust_remote_code)
         dist.barrier()  # bounded: the process group has a deadline
 
-    def _on_first_rank(self, buckets: Iterator[list[tuple[str, Tensor]]]) -> dict[str, Tensor]:
+    def _collect_on_first_rank(self, buckets: Iterator[list[tuple[str, Tensor]]]) -> dict[str, Tensor]:
         """Copy ``buckets`` to this host's memory; return nothing on other ranks, which only gather."""
         keeps = dist.get_rank() == 0
         return {name: t.detach().cpu().clone() for bucket in buckets for name, t in bucket if keeps}

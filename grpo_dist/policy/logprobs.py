@@ -120,7 +120,7 @@ def top_logprobs(
     top = values.new_empty(len(rows), count)
     ids, kernel = torch.empty_like(top, dtype=torch.int32), choose_logit_rows(values)
     for part in _parts(len(rows), chunk_tokens):
-        logits, row_temperature = head.logits(rows[part]), _of(temperature, part)
+        logits, row_temperature = head.logits(rows[part]), _select(temperature, part)
         raw, ids[part] = logits[:, :vocabulary].topk(count, dim=1)
         values[part], sums = kernel.logprobs(logits, targets[part], row_temperature, with_entropy=False)
         top[part] = _normalised(raw, row_temperature, sums)
@@ -145,7 +145,7 @@ def selected_score_norms(
     head = _Head(rows, lm_head_weight, bias, transform)
     norms = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
     for part in _parts(len(rows), chunk_tokens):
-        row_temperature = _of(temperature, part)
+        row_temperature = _select(temperature, part)
         p = head.logits(rows[part])
         if mask is not None:
             p.masked_fill_(mask.dropped(part, p.shape[1]), -torch.inf)
@@ -162,10 +162,10 @@ def selected_score_norms(
 
 def _normalised(logits: Tensor, temperature: float | Tensor, sums: RowSums) -> Tensor:
     """Return the log-probs [N, K] of ``logits``, some of each row."""
-    return _over(logits, temperature) - sums.largest[:, None] - sums.logarithms[:, None]
+    return _divide(logits, temperature) - sums.largest[:, None] - sums.logarithms[:, None]
 
 
-def _over(values: Tensor, temperature: float | Tensor) -> Tensor:
+def _divide(values: Tensor, temperature: float | Tensor) -> Tensor:
     return values / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
 
 
@@ -184,7 +184,7 @@ def _least(temperature: float | Tensor) -> float:
     return float(temperature.min()) if temperature.numel() and temperature.device.type == "cpu" else 1.0
 
 
-def _of(temperature: float | Tensor, part: slice) -> float | Tensor:
+def _select(temperature: float | Tensor, part: slice) -> float | Tensor:
     """Return the temperature of some rows, float32 [n] where each has its own."""
     return temperature[part].float() if isinstance(temperature, Tensor) else float(temperature)
 
@@ -220,7 +220,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         of_candidates = None if candidates is None else values.new_empty(candidates.shape)
         sums, kernel = RowSums.empty_like(values), choose_logit_rows(values)
         for part in _parts(len(rows), chunk):
-            logits, row_temperature = head.logits(rows[part]), _of(temperature, part)
+            logits, row_temperature = head.logits(rows[part]), _select(temperature, part)
             if mask is not None:
                 logits.masked_fill_(mask.dropped(part, logits.shape[1]), -torch.inf)
             raw = None if candidates is None else logits.gather(1, candidates[part])
@@ -252,7 +252,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=head.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=head.dtype) if needs_bias else None
         for part in _parts(len(rows), ctx.chunk):
-            row_temperature = _of(ctx.temperature, part)
+            row_temperature = _select(ctx.temperature, part)
             logits = head.logits(rows[part])
             slopes = None if total is None else transform.derivative(logits.gather(1, candidates[part]))
             d_outputs = kernel.gradient(
@@ -271,7 +271,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     )
                     exact -= entropy_grad[part, None] * candidate_logprobs.exp() * inner
                 exact *= slopes
-                d_outputs.scatter_(1, candidates[part], _over(exact, row_temperature).to(d_outputs.dtype))
+                d_outputs.scatter_(1, candidates[part], _divide(exact, row_temperature).to(d_outputs.dtype))
             if ctx.mask is not None:
                 d_outputs.masked_fill_(ctx.mask.dropped(part, d_outputs.shape[1]), 0.0)
             if grad_bias is not None:

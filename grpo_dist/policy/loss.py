@@ -155,8 +155,8 @@ def _policy_term(
             low=weighted.low, high=weighted.high, veto=weighted.veto,
         )  # fmt: skip
         weights = weights * importance / choice.mean_weight
-    weights, kept_stats = _with_masks(logprobs.detach(), old, weights, batch.policy, objective.algorithm)
-    advantages = _without_overflow(batch.policy.advantages, logprobs.detach() - old, weights, mask)
+    weights, kept_stats = _apply_masks(logprobs.detach(), old, weights, batch.policy, objective.algorithm)
+    advantages = _drop_overflow(batch.policy.advantages, logprobs.detach() - old, weights, mask)
     if isinstance(loss, UserLoss):
         inputs = PolicyLossInputs(logprobs, old, engine, advantages, mask)
         token_losses, stats = own_policy_loss(loss.name, objective.user_code, inputs)
@@ -172,7 +172,7 @@ def _policy_term(
 
 
 @torch.no_grad()
-def _with_masks(
+def _apply_masks(
     logprobs: TokenValues,
     old: TokenValues,
     weights: TokenValues,
@@ -375,7 +375,7 @@ def _mismatch(old: TokenValues, stream: PolicyStream) -> Stats:
     }
 
 
-def _without_overflow(
+def _drop_overflow(
     advantages: TokenValues, log_ratio: TokenValues, weights: TokenValues, mask: TokenMask
 ) -> TokenValues:
     """Return ``advantages``, 0 where the weight is 0 and the loss could overflow: 0 * inf would be NaN.

@@ -141,7 +141,7 @@ def _wanted(
     shifted = torch.cat([torch.zeros_like(mask[:, :1]), wanted], dim=1)
     places = shifted.flatten().nonzero()[:, 0]
     sources, targets = indices[:, :-1][wanted], tokens[:, 1:][wanted]
-    temperature = _of_tokens(temperatures, shifted)
+    temperature = _spread_over_tokens(temperatures, shifted)
     if isinstance(temperature, Tensor):
         temperature = sent(temperature, device)
     sources, targets, places = (sent(t, device) for t in (sources, targets, places))
@@ -158,7 +158,7 @@ def _candidates(
     return sent(ids.long(), device), sent(logprobs, device)
 
 
-def _of_tokens(temperatures: Tensor | None, wanted: Bool[Tensor, "B T"]) -> float | Tensor | None:
+def _spread_over_tokens(temperatures: Tensor | None, wanted: Bool[Tensor, "B T"]) -> float | Tensor | None:
     """Return one number where all rows have the same, as almost always: the division is then a scalar's.
 
     Raises ValueError for one that is not positive: on a GPU nothing looks at them again.

@@ -62,7 +62,7 @@ class SequenceGroup:
             spans=_UlyssesSpans(layout.spans, self),
             sources=layout.sources[indices] - start,
             targets=layout.targets[indices],
-            temperature=_of_part(layout.temperature, indices),
+            temperature=_select_part(layout.temperature, indices),
             routes=None if layout.routes is None else layout.routes[start : start + width],
             candidates=None if layout.candidates is None else layout.candidates[indices],
             candidates_at_teacher=None,  # the whole layout's are compared
@@ -76,7 +76,7 @@ class SequenceGroup:
         return _SumOfParts.apply(placed, self.group)
 
 
-def _of_part(temperature: float | Tensor | None, indices: Tensor) -> float | Tensor | None:
+def _select_part(temperature: float | Tensor | None, indices: Tensor) -> float | Tensor | None:
     return temperature[indices] if isinstance(temperature, Tensor) else temperature
 
 

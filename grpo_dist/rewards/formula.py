@@ -423,7 +423,7 @@ class _Parser:
         if base.kind == "power" and base.parts[0].kind == "symbol":  # x^2_n
             return base._replace(parts=(self._indexed(base.parts[0]), base.parts[1]))
         if base.kind == "number" and all(token.text == "-" for token in self._tokens[: self._place - 2]):
-            return self._without_base(base)
+            return self._drop_base(base)
         if base.kind != "symbol":
             raise Unread("an index")
         begin = self._place
@@ -439,7 +439,7 @@ class _Parser:
             return self._applied(base._replace(name=f"{base.name}_{name}"))
         return Formula("call", (index,), f"{base.name}_")
 
-    def _without_base(self, number: Formula) -> Formula:
+    def _drop_base(self, number: Formula) -> Formula:
         """Read the base of a number, ``52_8``, whose digits alone are compared here: see `wording.unit`."""
         tokens = self._raw_group() if self._sees("{") else [self._next()]
         if not all(token.kind in ("number", "words", "letter") for token in tokens):

@@ -136,7 +136,7 @@ class Scorer:
             for term in [term for term in lacking if term.weight] or lacking:  # else it is a gate
                 reason = details[term.name][i] or self._latest(term.name, verdicts, i)
                 failures[i].append(f"reward {term.name}: {reason}")
-        scores = Scores(rewards, parts, outcomes, steps, _as_failures(failures))
+        scores = Scores(rewards, parts, outcomes, steps, _make_failures(failures))
         return self._ended(group, scores) if any(group.turns) or "error" in group.finish_reasons else scores
 
     def news(self) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ class Scorer:
                 failures[i] = [f"environment: {describe_failure(turns[i])}"]
         parts = {name: np.where(failed, np.float32(np.nan), part) for name, part in scores.parts.items()}
         rewards = np.where(failed, np.float32(np.nan), rewards)
-        return Scores(rewards, parts, outcomes, scores.steps, _as_failures(failures))
+        return Scores(rewards, parts, outcomes, scores.steps, _make_failures(failures))
 
     def _latest(self, name: str, verdicts: Verdicts, sample: int) -> str:
         """Return why the built-in reward or the model ``name`` gave no score, or a user's function None."""
@@ -187,7 +187,7 @@ class Scorer:
                 self._news.append(f"reward {name}: {first}")
 
 
-def _as_failures(failures: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+def _make_failures(failures: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, failures)) if any(failures) else ()
 
 

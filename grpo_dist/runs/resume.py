@@ -92,10 +92,10 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
     _check_sharding(checkpoint, changed or [], config.policy)
     hashes = digest_run_code(config.own_pieces, config.rewards, config.data)
     check_code(checkpoint, state.changed_code(hashes), config.checkpoint)
-    return _with_new_settings(state, changed or [], config)
+    return _apply_new_settings(state, changed or [], config)
 
 
-def _with_new_settings(state: CheckpointState, changed: Sequence[Change], config: Config) -> CheckpointState:
+def _apply_new_settings(state: CheckpointState, changed: Sequence[Change], config: Config) -> CheckpointState:
     """Return ``state`` without values that a recorded change replaces: the KL weight, and the length limit of
     batches that are launched already.
     """

@@ -292,7 +292,7 @@ def _tried(
     scorer: Scorer, settings: RewardsConfig, sampling: SamplingConfig, prompt: Prompt, texts: tuple[str, str]
 ) -> RewardTrial:
     before = {name: counts.total() for name, counts in scorer.failures.items()}
-    rollouts = [_as_rollout(prompt, i, text) for i, text in enumerate(texts)]
+    rollouts = [_make_rollout(prompt, i, text) for i, text in enumerate(texts)]
     longest = sampling.longest
     scores = scorer.score(
         CompletionGroup.from_rollouts(prompt, rollouts, max_new_tokens=longest, settings=settings)
@@ -344,7 +344,7 @@ def find_rewards_without_answers(rewards: RewardsConfig) -> list[str]:
     return [name for name in functions if name in REWARDS and not REWARDS[name].knows_right_answers]
 
 
-def _as_rollout(prompt: Prompt, sample: int, text: str) -> Rollout:
+def _make_rollout(prompt: Prompt, sample: int, text: str) -> Rollout:
     """Make a rollout of ``text`` with one token per word."""
     ids = np.arange(3, 3 + len(text.split()), dtype=np.int32)
     return Rollout(

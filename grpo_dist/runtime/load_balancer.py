@@ -78,7 +78,7 @@ class LoadBalancer:
             raise self._failure
         index = None
         if not self._waiting:
-            index = self._take(sequences, tokens, self._with_least(prefer, sequences, tokens))
+            index = self._take(sequences, tokens, self._keep_if_least(prefer, sequences, tokens))
         if index is not None:
             return index
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -160,7 +160,7 @@ class LoadBalancer:
             self._loads[taken].tokens += tokens
         return taken
 
-    def _with_least(self, index: int | None, sequences: int, tokens: int) -> int | None:
+    def _keep_if_least(self, index: int | None, sequences: int, tokens: int) -> int | None:
         """Return ``index`` if it has room for the group and its load equals the least, else None."""
         least = self._least_loaded(sequences) if index is not None else None
         if index is None or least is None or not self._takes(index, sequences):

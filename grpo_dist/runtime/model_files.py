@@ -229,7 +229,7 @@ def _sections(config: Any) -> Iterator[dict[str, Any]]:
 def _what_else(directory: Path, key: str) -> str:
     """Return what a directory without a whole model is, and what to do; "": nothing that is known."""
     here = sorted(os.listdir(directory))
-    for describe in (_adapter, _of_a_run, _models_below, _sharded, _weights_of_others):
+    for describe in (_adapter, _describe_run_files, _models_below, _sharded, _weights_of_others):
         if problem := describe(directory, here, key):
             return problem
     if "config.json" not in here and any(name in here for name in _WEIGHTS):
@@ -323,7 +323,7 @@ def _weights_of_others(directory: Path, here: list[str], key: str) -> str:
     return ""
 
 
-def _of_a_run(directory: Path, here: list[str], key: str) -> str:
+def _describe_run_files(directory: Path, here: list[str], key: str) -> str:
     """Describe the directory of a run of this project, one of its checkpoints, or the folder of them."""
     runs = [run for run in (directory, *directory.absolute().parents[:2]) if (run / "checkpoints").is_dir()]
     if not runs or not (directory == runs[0] or {"manifest.json", "checkpoints"} & {*here, directory.name}):

@@ -63,7 +63,7 @@ def _memory_name(process: int) -> str:
 
 async def look(processes: Sequence[int]) -> dict[int, str]:
     """Where each of these processes of this machine is, and those that it started, if they `listen`."""
-    return dict(zip(processes, await gather(_with_children(p) for p in processes), strict=True))
+    return dict(zip(processes, await gather(_describe_children(p) for p in processes), strict=True))
 
 
 def pending_calls() -> str:
@@ -71,11 +71,11 @@ def pending_calls() -> str:
     does.
     """
     current = asyncio.current_task()
-    stacks = Counter(_text(_of_coroutine(t.get_coro())) for t in asyncio.all_tasks() if t is not current)
+    stacks = Counter(_text(_coroutine_frames(t.get_coro())) for t in asyncio.all_tasks() if t is not current)
     return "\n".join(f"{n} call(s) wait in\n{stack}" for stack, n in stacks.most_common(_STACKS) if stack)
 
 
-async def _with_children(process: int) -> str:
+async def _describe_children(process: int) -> str:
     try:
         children = [child.pid for child in psutil.Process(process).children(recursive=True)]
         working = [child for child in children if _memory(child)]
@@ -151,7 +151,7 @@ async def _dump(process: int, file: IO[bytes]) -> str:
     """Return what the handler of ``process`` writes to its memory ``file``; "" where it does not start in
     time.
     """
-    others, before = _in_handler(process), os.fstat(file.fileno()).st_size
+    others, before = _find_handler_threads(process), os.fstat(file.fileno()).st_size
     size, begin = before, time.monotonic()
     os.kill(process, _SIGNAL)
     while time.monotonic() - begin < (_REACT_S if size == before else _WHOLE_S):
@@ -168,10 +168,10 @@ def _ended(process: int, others: set[str]) -> bool:
     CPU time stops in the middle of its dump.
     """
     pending = int(_status(process)["ShdPnd"], 16) >> (_SIGNAL - 1) & 1
-    return not pending and _in_handler(process) <= others
+    return not pending and _find_handler_threads(process) <= others
 
 
-def _in_handler(process: int) -> set[str]:
+def _find_handler_threads(process: int) -> set[str]:
     """Return the threads in which our signal is blocked, as it is while our handler runs."""
     threads = set()
     for thread in Path(f"/proc/{process}/task").iterdir():
@@ -206,7 +206,7 @@ def _threads(dump: str) -> list[list[FrameSummary]]:
     return [[FrameSummary(f, int(n), name) for f, n, name in reversed(thread)] for thread in threads]
 
 
-def _of_coroutine(coroutine: Any) -> list[FrameSummary]:
+def _coroutine_frames(coroutine: Any) -> list[FrameSummary]:
     """Return the frames of a waiting coroutine, most recent call last."""
     frames = []
     while coroutine is not None:

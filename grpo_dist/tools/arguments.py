@@ -48,7 +48,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     if unknown := [text for text in rest if text not in allowed]:
         from grpo_dist.config.secrets import masked_command  # imports pydantic
 
-        advice = _as_settings(rest) if takes in ("words", "settings") else ""
+        advice = _describe_settings(rest) if takes in ("words", "settings") else ""
         parser.error(f"unrecognized arguments: {' '.join(masked_command(unknown))}{advice}")
     if takes == "runs":
         args.config = [*args.config, *(text for text in words if text not in settings)]
@@ -60,7 +60,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     return args
 
 
-def _as_settings(rest: Sequence[str]) -> str:
+def _describe_settings(rest: Sequence[str]) -> str:
     """Return how the unknown options in ``rest`` are written as settings; "" if there is none."""
     from grpo_dist.config.messages import keys_called  # these import pydantic
     from grpo_dist.config.peers import hint

@@ -73,9 +73,9 @@ def figures(
         "sync/bytes": _total(steps, "sync/bytes") / len(steps),
         **_means(steps, _MEANS),
         **shares(steps),
-        **_of_drafts(steps),
-        **_of_episodes(steps),
-        **_of_the_tail(steps),
+        **_draft_figures(steps),
+        **_episode_figures(steps),
+        **_tail_figures(steps),
         "overhead/driver_cpu_s": _total(steps, "time/driver_cpu_s") / len(steps),
     }
     if peak_flops:
@@ -83,7 +83,7 @@ def figures(
         values["training/mfu"] = work * (trained / tokens) / update / peak_flops
         values["training/peak_flops"] = peak_flops
     if limits:
-        values |= _of_limits(
+        values |= _limit_figures(
             values, limits, tokens_per_step=(completion, trained), steps=len(steps), overlapped=overlapped
         )
     return values
@@ -111,7 +111,7 @@ def _means(steps: Sequence[StepRecord], names: Mapping[str, str]) -> dict[str, f
     return means
 
 
-def _of_drafts(steps: Sequence[StepRecord]) -> dict[str, float]:
+def _draft_figures(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Return the tokens that a pass gives a sample with a draft; {} where nothing was drafted."""
     if not (drafts := _total(steps, "throughput/rollout_drafts")):
         return {}
@@ -119,7 +119,7 @@ def _of_drafts(steps: Sequence[StepRecord]) -> dict[str, float]:
     return {"generation/acceptance_length": 1 + right / drafts}
 
 
-def _of_episodes(steps: Sequence[StepRecord]) -> dict[str, float]:
+def _episode_figures(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Return turns of a sample and the wait for an environment between two; {} without environments."""
     turns = [step.metrics.get("throughput/rollout_turns", 0.0) for step in steps]
     if not sum(turns):
@@ -132,7 +132,7 @@ def _of_episodes(steps: Sequence[StepRecord]) -> dict[str, float]:
     }
 
 
-def _of_the_tail(steps: Sequence[StepRecord]) -> dict[str, float]:
+def _tail_figures(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Return the staleness of the samples; with `batch.order` completion also the mean steps that a group
     was carried over, and by how much the samples trained so far are longer than what was launched.
     """
@@ -203,7 +203,7 @@ def covered_s(spans: Iterable[Span], begin: float, end: float) -> float:
     return total
 
 
-def _of_limits(
+def _limit_figures(
     figures: dict[str, float],
     limits: StageLimits,
     *,

@@ -130,7 +130,7 @@ def measured(
         figures=values,
         limit_settings=settings,
         actors=[ActorMemory(name, u.peak_bytes, u.peak_gpu_bytes) for name, u in steps[-1].usage.items()],
-        steps=[_of_step(step) for step in steps],
+        steps=[_step_figures(step) for step in steps],
         lengths=[request.length for step in steps for request in step.requests],
         decode_steps=limits.decode_steps,
     )
@@ -159,7 +159,7 @@ def _workload(batch: BatchConfig, max_staleness: int, steps: Sequence[StepRecord
     }
 
 
-def _of_step(step: StepRecord) -> dict[str, float]:
+def _step_figures(step: StepRecord) -> dict[str, float]:
     """Length in seconds and what the clock, the memory and the work were."""
     kept = ("time/", "memory/", "throughput/", "sync/", "train/", "rollout/")
     of_step: dict[str, Any] = {"step": float(step.step), "seconds": step.seconds}

@@ -179,7 +179,7 @@ def measure(judged: Sequence[JudgedProblem]) -> Iterator[Measured]:
         yield totals[-1]
         for column in in_set[0].by:
             values = {j.by[column] for j in in_set}
-            for value in sorted(values, key=_in_order) if len(values) > 1 else ():
+            for value in sorted(values, key=_sort_key) if len(values) > 1 else ():
                 yield _measured([j for j in in_set if j.by[column] == value], name, column, value)
     if len(totals) > 1:
         whole = _measured(judged, ALL)
@@ -226,7 +226,7 @@ def _measured(
     )
 
 
-def _in_order(value: str) -> tuple[float, str]:
+def _sort_key(value: str) -> tuple[float, str]:
     """Sort numbers by size, then texts."""
     try:
         return float(value), ""

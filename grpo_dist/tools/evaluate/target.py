@@ -135,7 +135,7 @@ def _set_data(tree: DictConfig, data: Sequence[str], data_dir: Path | None, wher
     sources = [
         _benchmark_source(name, data_dir)
         if name in BENCHMARKS
-        else _with_columns({"path": name, "split": "test"}, columns)
+        else _set_columns({"path": name, "split": "test"}, columns)
         for name in data
     ]
     set_key(tree, "data.eval", sources, where)
@@ -173,7 +173,7 @@ def _own_columns(tree: DictConfig, where: str) -> list[dict[str, Any]]:
     return columns
 
 
-def _with_columns(source: dict[str, Any], candidates: list[dict[str, Any]]) -> dict[str, Any]:
+def _set_columns(source: dict[str, Any], candidates: list[dict[str, Any]]) -> dict[str, Any]:
     """Return ``source`` with the first of the column settings that fits its first row.
 
     The answer pattern is kept only if it matches that row, further columns only if the row has them. An

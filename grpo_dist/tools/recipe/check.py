@@ -117,13 +117,13 @@ def _other_streams(stage: ResolvedStage, ancestors: dict[str, Path]) -> dict[str
     """
     distillation, demonstrations = stage.config.distillation, stage.config.demonstrations
     symbolic = stage.symbolic.distillation.teachers
-    names = [t.model.removeprefix("stage:") if _to_come(t.model) else None for t in symbolic]
+    names = [t.model.removeprefix("stage:") if _is_made_later(t.model) else None for t in symbolic]
     teachers = tuple(
         teacher.model_copy(update={"model": str(ancestors[name])}) if name else teacher
         for teacher, name in zip(distillation.teachers, names, strict=True)
     )
     if demonstrations is not None and stage.symbolic.demonstrations is not None:
-        there = [not _to_come(source.path) for source in stage.symbolic.demonstrations.data]
+        there = [not _is_made_later(source.path) for source in stage.symbolic.demonstrations.data]
         data = tuple(compress(demonstrations.data, there))
         demonstrations = demonstrations.model_copy(update={"data": data}) if data else None
     return {
@@ -135,7 +135,7 @@ def _other_streams(stage: ResolvedStage, ancestors: dict[str, Path]) -> dict[str
 def _check_sft(stage: ResolvedStage, config: Config, device: DeviceType) -> None:
     assert config.sft is not None and stage.symbolic.sft is not None  # an sft stage has the section
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
-    there = [not _to_come(symbolic.path) for symbolic in stage.symbolic.sft.data]
+    there = [not _is_made_later(symbolic.path) for symbolic in stage.symbolic.sft.data]
     for source in compress(config.sft.data, there):
         source_pairs(_a_few(source), config.sft, tokenizer, day=config.data.day)
     if all(there):
@@ -165,7 +165,7 @@ def _check_rows_to_come(stage: ResolvedStage, pipeline: ResolvedPipeline) -> Non
     assert stage.symbolic.sft is not None  # an sft stage has the section
     longest = stage.symbolic.sft.max_length
     for source in stage.symbolic.sft.data:
-        if not _to_come(source.path):
+        if not _is_made_later(source.path):
             continue
         maker = pipeline[source.path.removeprefix("stage:").partition("/")[0]]
         completion = maker.config.rejection.max_new_tokens or maker.config.sampling.longest
@@ -215,10 +215,10 @@ def _check_prompts(config: Config, sections: PromptSections, sources: list[DataS
 
 def _there(stage: ResolvedStage) -> list[DataSourceConfig]:
     pairs = zip(stage.config.data.train, stage.symbolic.data.train, strict=True)
-    return [source for source, symbolic in pairs if not _to_come(symbolic.path)]
+    return [source for source, symbolic in pairs if not _is_made_later(symbolic.path)]
 
 
-def _to_come(path: str | None) -> bool:
+def _is_made_later(path: str | None) -> bool:
     return path is not None and path.startswith("stage:")
 
 

@@ -156,7 +156,7 @@ def _read_file(tree: DictConfig, path: Path) -> PipelineFile:
 def resolve(file: PipelineFile, path: Path, overrides: Sequence[str] = ()) -> ResolvedPipeline:
     """Resolve the contents of a pipeline file. Configuration files of stages are relative to ``path``."""
     directory = expanded(file.output_dir) / file.name
-    by_stage = _by_stage(overrides, file)
+    by_stage = _group_by_stage(overrides, file)
     stages: list[ResolvedStage] = []
     for number, written in enumerate(file.stages, 1):
         where = f"{path}: stage `{written.name}`"
@@ -166,7 +166,7 @@ def resolve(file: PipelineFile, path: Path, overrides: Sequence[str] = ()) -> Re
     return ResolvedPipeline(file.name, directory, tuple(stages))
 
 
-def _by_stage(overrides: Sequence[str], file: PipelineFile) -> dict[str, list[str]]:
+def _group_by_stage(overrides: Sequence[str], file: PipelineFile) -> dict[str, list[str]]:
     """Group overrides by stage: ``rejection.model.path=x`` is model.path=x of the stage `rejection`."""
     by_stage: dict[str, list[str]] = {stage.name: [] for stage in file.stages}
     for text in overrides:

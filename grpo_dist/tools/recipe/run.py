@@ -52,7 +52,7 @@ def run_pipeline(
     invalid settings of a remaining stage.
     """
     with as_user_errors():
-        pipeline = _as_recorded(pipeline, _redone(pipeline, again_from))
+        pipeline = _restore_recorded(pipeline, _redone(pipeline, again_from))
     redone = _redone(pipeline, again_from)
     if check_only:
         done = _checked(pipeline, redone)
@@ -68,7 +68,7 @@ def run_pipeline(
         with as_user_errors():  # read again under the lock: another process may have finished stages
             done = complete_stages(pipeline, redone)
         if not fresh:
-            check_stages(pipeline, _to_do(pipeline, done))
+            check_stages(pipeline, _list_unfinished(pipeline, done))
         for stage in redone:
             if stage.directory.exists():
                 say(f"stage {stage.name}: moved the earlier directory to {keep_backup(stage.directory)}")
@@ -87,11 +87,11 @@ def _checked(pipeline: ResolvedPipeline, redone: Sequence[ResolvedStage]) -> Don
     """Return the complete stages after checking the others."""
     with as_user_errors():
         done = complete_stages(pipeline, redone)
-    check_stages(pipeline, _to_do(pipeline, done))
+    check_stages(pipeline, _list_unfinished(pipeline, done))
     return done
 
 
-def _to_do(pipeline: ResolvedPipeline, done: Done) -> list[str]:
+def _list_unfinished(pipeline: ResolvedPipeline, done: Done) -> list[str]:
     return [stage.name for stage in pipeline.stages if stage.name not in done]
 
 
@@ -131,7 +131,7 @@ def _run(stage: ResolvedStage, done: Done, say: Callable[[str], None]) -> StageR
     return record
 
 
-def _as_recorded(pipeline: ResolvedPipeline, redone: Sequence[ResolvedStage]) -> ResolvedPipeline:
+def _restore_recorded(pipeline: ResolvedPipeline, redone: Sequence[ResolvedStage]) -> ResolvedPipeline:
     """Return ``pipeline`` with the date that chat templates write in all its stages, that of its start, and
     what recorded stages that are not ``redone`` took for an answer.
     """
