@@ -37,7 +37,7 @@ from grpo_dist.algorithms.token_advantages import (
 from grpo_dist.batch.rows import context_ids, sampled_tokens
 from grpo_dist.config import AlgorithmConfig
 from grpo_dist.config.algorithm import ReinforceAdvantage
-from grpo_dist.plugins.algorithm import OwnCode, kl_estimate, own_advantages
+from grpo_dist.plugins.algorithm import UserCode, kl_estimate, user_advantages
 from grpo_dist.plugins.inputs import AdvantageInputs
 from grpo_dist.types import Group, TrainBatch, Turn
 
@@ -68,9 +68,9 @@ class AdvantageSettings:
     code_paths: Sequence[str] = ()
 
     @property
-    def own(self) -> OwnCode:
+    def own(self) -> UserCode:
         """User-supplied pieces of the algorithm."""
-        return OwnCode.from_pieces(self.code_paths, self.algorithm.own_pieces)
+        return UserCode.from_pieces(self.code_paths, self.algorithm.user_components)
 
     @property
     def gamma(self) -> float:
@@ -100,7 +100,7 @@ def sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> l
         inputs = {key: _INPUTS[key](groups, settings) for key in ADVANTAGE_INPUTS[name] if key in _INPUTS}
         advantages = ADVANTAGES[name](rewards, ids, **arguments, **inputs)
     else:
-        advantages = own_advantages(name, settings.own, _own_inputs(rewards, ids, groups, settings))
+        advantages = user_advantages(name, settings.own, _user_inputs(rewards, ids, groups, settings))
     follows = algorithm.advantage.whiten or algorithm.process or settings.kl_coef or settings.teacher_coef
     return [part.numpy() for part in (advantages if follows else advantages.float()).split(sizes)]
 
@@ -231,7 +231,7 @@ _INPUTS: dict[str, Callable[[Sequence[Group], AdvantageSettings], Any]] = {
 }
 
 
-def _own_inputs(
+def _user_inputs(
     rewards: Tensor, ids: Tensor, groups: Sequence[Group], settings: AdvantageSettings
 ) -> AdvantageInputs:
     truncated = [r.finish_reason == "length" for g in groups for r in g.rollouts]

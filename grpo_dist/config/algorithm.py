@@ -14,11 +14,11 @@ from grpo_dist.plugins.user_code import (
     AGGREGATION,
     KL,
     LOSS,
-    OwnAdvantage,
-    OwnAggregation,
-    OwnKL,
-    OwnLoss,
-    OwnPiece,
+    AdvantageName,
+    AggregationName,
+    KLName,
+    LossName,
+    UserComponent,
 )
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -156,7 +156,7 @@ class PlainAdvantage(AdvantageConfig):
 class UserAdvantage(AdvantageConfig):
     """A function of yours."""
 
-    name: OwnAdvantage
+    name: AdvantageName
     kwargs: Kwargs = Field({})
 
     @property
@@ -331,7 +331,7 @@ class KLCovLoss(LossConfig):
 class UserLoss(LossConfig):
     """A function of yours."""
 
-    name: OwnLoss
+    name: LossName
     kwargs: Kwargs = Field({})
 
 
@@ -368,7 +368,7 @@ class AggregationConfig(Choice):
 class UserAggregation(Choice):
     """A function of yours."""
 
-    name: OwnAggregation
+    name: AggregationName
     kwargs: Kwargs = Field({})
 
 
@@ -381,7 +381,7 @@ class KLEstimatorConfig(Choice):
 class UserKL(Choice):
     """A function of yours."""
 
-    name: OwnKL
+    name: KLName
     kwargs: Kwargs = Field({})
 
 
@@ -643,14 +643,14 @@ class AlgorithmConfig(Section):
         return isinstance(self.correction, WeightedCorrection) and self.correction.normalize
 
     @property
-    def own_pieces(self) -> tuple[OwnPiece, ...]:
+    def user_components(self) -> tuple[UserComponent, ...]:
         """The functions of the user's."""
         named = (
             (ADVANTAGE, self.advantage), (LOSS, self.loss), (KL, self.kl.estimator),
             (AGGREGATION, self.aggregation),
         )  # fmt: skip
         return tuple(
-            OwnPiece(kind, member.name, kind.key, member.kwargs)
+            UserComponent(kind, member.name, kind.key, member.kwargs)
             for kind, member in named
             if isinstance(member, UserAdvantage | UserLoss | UserKL | UserAggregation)
         )

@@ -16,7 +16,7 @@ from grpo_dist.config.base import Choice, Section, Tagged, Temperature
 from grpo_dist.config.environments import EnvironmentName
 from grpo_dist.config.text import names_in
 from grpo_dist.errors import expanded
-from grpo_dist.plugins.user_code import ORDER, SOURCE, OwnOrder, OwnPiece, registered
+from grpo_dist.plugins.user_code import ORDER, SOURCE, OrderName, UserComponent, registered
 
 # Arguments of a tokenizer's `apply_chat_template` that decide what it returns.
 _TEMPLATE_ARGUMENTS = frozenset(
@@ -332,7 +332,7 @@ class PoolsOrderConfig(Choice):
 class UserOrderConfig(Choice):
     """A function of yours."""
 
-    name: OwnOrder
+    name: OrderName
     kwargs: dict[str, Any] = Field({}, description="arguments of the function")
 
 
@@ -413,12 +413,12 @@ class DataConfig(Section):
         return {s.label: s.temperature for s in self.train if s.temperature is not None}
 
     @property
-    def own_pieces(self) -> tuple[OwnPiece, ...]:
+    def user_components(self) -> tuple[UserComponent, ...]:
         """The data sources and the order that are not built in."""
         sources = [s for s in (*self.train, *self.eval) if s.is_own]
-        pieces = [OwnPiece(SOURCE, str(s.path), SOURCE.key, s.kwargs) for s in sources]
+        pieces = [UserComponent(SOURCE, str(s.path), SOURCE.key, s.kwargs) for s in sources]
         if isinstance(self.order, UserOrderConfig):
-            pieces.append(OwnPiece(ORDER, self.order.name, ORDER.key, self.order.kwargs))
+            pieces.append(UserComponent(ORDER, self.order.name, ORDER.key, self.order.kwargs))
         return tuple(pieces)
 
     @property

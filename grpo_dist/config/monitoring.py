@@ -20,7 +20,7 @@ from grpo_dist.config.base import (
     TopP,
     repeated,
 )
-from grpo_dist.plugins.user_code import METRIC, SINK, OwnMetric, OwnPiece, OwnSink
+from grpo_dist.plugins.user_code import METRIC, SINK, MetricName, SinkName, UserComponent
 
 
 class EvaluationConfig(Section):
@@ -157,7 +157,7 @@ class MetricConfig(Section):
         pattern="^[^/]*$",
         description="name in the metrics; empty: the function's, without its module",
     )
-    function: OwnMetric = Field(description="`module:name`, or a name that a package registers")
+    function: MetricName = Field(description="`module:name`, or a name that a package registers")
     kwargs: dict[str, Any] = Field({}, description="its arguments")
 
     @property
@@ -169,7 +169,7 @@ class MetricConfig(Section):
 class SinkConfig(Section):
     """A sink of your own, which gets all metrics and some tables of samples."""
 
-    function: OwnSink = Field(description="class `module:name`, or a name that a package registers")
+    function: SinkName = Field(description="class `module:name`, or a name that a package registers")
     kwargs: dict[str, Any] = Field({}, description="its arguments")
 
 
@@ -206,10 +206,10 @@ class TrackingConfig(Section):
             yield f"metrics: two have the name {label}, and each would overwrite the other; set `name` on one"
 
     @property
-    def own_pieces(self) -> tuple[OwnPiece, ...]:
+    def user_components(self) -> tuple[UserComponent, ...]:
         """The metrics and sinks that are not built in."""
-        metrics = [OwnPiece(METRIC, m.function, METRIC.key, m.kwargs) for m in self.metrics]
-        return (*metrics, *(OwnPiece(SINK, s.function, SINK.key, s.kwargs) for s in self.sinks))
+        metrics = [UserComponent(METRIC, m.function, METRIC.key, m.kwargs) for m in self.metrics]
+        return (*metrics, *(UserComponent(SINK, s.function, SINK.key, s.kwargs) for s in self.sinks))
 
 
 class ProfileConfig(Section):

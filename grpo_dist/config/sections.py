@@ -28,7 +28,7 @@ from grpo_dist.config.sampling import SamplingConfig
 from grpo_dist.config.stages import RejectionConfig, SFTConfig
 from grpo_dist.config.workers import PolicyConfig, ReferenceConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.errors import expanded
-from grpo_dist.plugins.user_code import OwnPiece
+from grpo_dist.plugins.user_code import UserComponent
 
 _WITH_CODE = ("rewards", "environments")  # sections that have code paths of their own
 
@@ -148,10 +148,10 @@ class Sections(Section):
         return self.model_copy(update=paths | sections)
 
     @property
-    def own_pieces(self) -> tuple[OwnPiece, ...]:
+    def user_components(self) -> tuple[UserComponent, ...]:
         """The pieces of the run that are not built in, without environments and rewards."""
         sections = (self.algorithm, self.data, self.rollout, self.tracking)
-        return tuple(piece for section in sections for piece in section.own_pieces)
+        return tuple(piece for section in sections for piece in section.user_components)
 
     @property
     def has_kl_term(self) -> bool:

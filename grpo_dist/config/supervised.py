@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grpo_dist.config.files import checked
 from grpo_dist.config.root import Config
-from grpo_dist.plugins.user_code import OwnPiece
+from grpo_dist.plugins.user_code import UserComponent
 
 # Keys of `policy.optimizer` that `sft` has, too.
 OPTIMIZER = {"lr", "weight_decay", "schedule", "warmup_steps", "min_lr_ratio"}
@@ -55,7 +55,7 @@ class SupervisedConfig(Config):
         return checked(kept | changes, f"{config.name}: supervised training", cls)
 
     @property
-    def own_pieces(self) -> tuple[OwnPiece, ...]:
+    def user_components(self) -> tuple[UserComponent, ...]:
         """None: nothing of what these sections name is called."""
         return ()
 

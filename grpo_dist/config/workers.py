@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from grpo_dist.config.base import Count, Fraction, NonNegative, Section
-from grpo_dist.plugins.user_code import ROLLOUT, OwnPiece, OwnRollout
+from grpo_dist.plugins.user_code import ROLLOUT, RolloutName, UserComponent
 
 
 class SpeculationConfig(Section):
@@ -67,7 +67,7 @@ class RolloutConfig(Section):
     speculation: SpeculationConfig | None = Field(
         None, description="lossless speculative decoding, e.g. {tokens: 4}; null: none"
     )
-    function: OwnRollout | None = Field(
+    function: RolloutName | None = Field(
         None,
         description="your own function `module:name` that draws a sample of a prompt without environment; "
         "null: one completion",
@@ -116,11 +116,11 @@ class RolloutConfig(Section):
         return self.most_workers > self.num_workers
 
     @property
-    def own_pieces(self) -> tuple[OwnPiece, ...]:
+    def user_components(self) -> tuple[UserComponent, ...]:
         """The rollout function, if there is one."""
         if self.function is None:
             return ()
-        return (OwnPiece(ROLLOUT, self.function, ROLLOUT.key, self.function_kwargs),)
+        return (UserComponent(ROLLOUT, self.function, ROLLOUT.key, self.function_kwargs),)
 
 
 class ReferenceConfig(Section):

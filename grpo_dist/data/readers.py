@@ -32,7 +32,7 @@ from grpo_dist.config import DataConfig, DataSourceConfig
 from grpo_dist.config.text import fill, names_in
 from grpo_dist.data import repeats
 from grpo_dist.data.repeats import Repeated
-from grpo_dist.data.sources import OwnProblems, records, source_files
+from grpo_dist.data.sources import EnvironmentProblems, records, source_files
 from grpo_dist.environments.base import Message
 
 # Messages
@@ -190,7 +190,7 @@ def _split_location(location: str) -> tuple[str, int]:
 
 
 def read(
-    source: DataSourceConfig, own: OwnProblems | None = None, *, asked: Collection[str] = ()
+    source: DataSourceConfig, own: EnvironmentProblems | None = None, *, asked: Collection[str] = ()
 ) -> DataRows:
     """Read the rows of ``source``, at most ``max_rows``; many rows are stored for the next start.
 
@@ -236,7 +236,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _read_columns(
-    source: DataSourceConfig, own: OwnProblems | None, asked: Collection[str], key: str
+    source: DataSourceConfig, own: EnvironmentProblems | None, asked: Collection[str], key: str
 ) -> DataRows:
     columns = () if brings_columns(source) else [*_top_columns(source), *asked]
     try:
@@ -250,7 +250,7 @@ def _read_columns(
 
 def _read(
     source: DataSourceConfig,
-    own: OwnProblems | None,
+    own: EnvironmentProblems | None,
     columns: Sequence[str],
     asked: Collection[str],
     key: str,
@@ -302,7 +302,7 @@ class MissingColumn(ValueError):
 def read_all(
     sources: Sequence[DataSourceConfig],
     key: str = "",
-    own: OwnProblems | None = None,
+    own: EnvironmentProblems | None = None,
     *,
     asked: Collection[str] = (),
     first: int = 0,
@@ -326,7 +326,7 @@ def first_record(source: DataSourceConfig) -> Mapping[str, Any]:
     return next((record for _, record in records(source)), {})
 
 
-def common_columns(source: DataSourceConfig, own: OwnProblems | None = None) -> list[str]:
+def common_columns(source: DataSourceConfig, own: EnvironmentProblems | None = None) -> list[str]:
     """Return the columns that all rows have, with nested ones; [] without rows. Raises ValueError like
     `read`.
     """

@@ -33,7 +33,7 @@ from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.model_files import cache_dir
 
 # Yields location and record of every row of a source without a `path`, or with that of a user's function.
-OwnProblems = Callable[[DataSourceConfig], Iterator[Located]]
+EnvironmentProblems = Callable[[DataSourceConfig], Iterator[Located]]
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class Split:
 
 
 def records(
-    source: DataSourceConfig, own: OwnProblems | None = None, columns: Sequence[str] = ()
+    source: DataSourceConfig, own: EnvironmentProblems | None = None, columns: Sequence[str] = ()
 ) -> Iterator[Located]:
     """Yield location and columns of every row of ``source``, whatever its `max_rows`.
 

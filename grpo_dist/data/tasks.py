@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
 from grpo_dist.data.files import Located
 from grpo_dist.data.readers import DataRow
-from grpo_dist.data.sources import OwnProblems
+from grpo_dist.data.sources import EnvironmentProblems
 from grpo_dist.environments.base import Message, Problem
 from grpo_dist.environments.dialogue import Renderer, result_messages
 from grpo_dist.environments.runner import Description, EnvironmentProbe, StartFailed
@@ -41,7 +41,7 @@ class SourceTasks:
         return replace(self.task, messages=tuple(messages))
 
 
-def own_problems(data: DataConfig, environments: EnvironmentsConfig) -> OwnProblems:
+def environment_problems(data: DataConfig, environments: EnvironmentsConfig) -> EnvironmentProblems:
     """Return the reader of sources that are functions of a user's own, and of those without a `path`, whose
     environment brings the problems.
     """
@@ -57,7 +57,7 @@ def own_problems(data: DataConfig, environments: EnvironmentsConfig) -> OwnProbl
                 "one that brings its own problems"
             )
         probe = EnvironmentProbe(name, source.environment_kwargs, environments)
-        rows = probe.own_problems(source.split, source.max_rows)
+        rows = probe.environment_problems(source.split, source.max_rows)
         yield from ((f"{name}/{source.split}:{number}", row) for number, row in enumerate(rows, 1))
 
     return records

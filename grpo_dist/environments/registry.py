@@ -20,7 +20,7 @@ from grpo_dist.config.environments import AGENT, check_environment_name
 from grpo_dist.environments import builtin
 from grpo_dist.environments.base import Environment
 from grpo_dist.errors import raised
-from grpo_dist.plugins.user_code import ENVIRONMENT, OwnPiece, resolve_target
+from grpo_dist.plugins.user_code import ENVIRONMENT, UserComponent, resolve_target
 
 BUILTIN: dict[str, type[Environment]] = {"python": builtin.Python, "calculator": builtin.Calculator}
 # Prefix -> module with the adapter, its class, and the package to install.
@@ -64,12 +64,12 @@ def load_environment(name: str) -> type[Environment]:
     return attribute
 
 
-def own_environments(data: DataConfig) -> tuple[OwnPiece, ...]:
+def own_environments(data: DataConfig) -> tuple[UserComponent, ...]:
     """Return the environments of a user's own, and those that a package registers by name."""
     names = {data.environment_of(source) for source in (*data.train, *data.eval)} - {None, *BUILTIN}
     agents = {_module_of_agent(str(name)) for name in names if str(name).startswith(AGENT)} - {""}
     classes = {str(name) for name in names if str(name).partition(":")[0] not in _FOREIGN}
-    return tuple(OwnPiece(ENVIRONMENT, name, ENVIRONMENT.key) for name in sorted(agents | classes))
+    return tuple(UserComponent(ENVIRONMENT, name, ENVIRONMENT.key) for name in sorted(agents | classes))
 
 
 def _module_of_agent(name: str) -> str:

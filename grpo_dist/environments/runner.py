@@ -337,7 +337,7 @@ class EnvironmentProbe:
 
         return self._run(ask)
 
-    def own_problems(self, split: str, count: int | None) -> list[dict[str, Any]]:
+    def environment_problems(self, split: str, count: int | None) -> list[dict[str, Any]]:
         """Return the rows that the environment brings; at most ``count``."""
 
         async def ask(host: Host) -> list[dict[str, Any]]:

@@ -56,10 +56,10 @@ class HealthWatch:
         self.state = state
 
     def judge_batch(
-        self, step: int, groups: list[Group], metrics: Mapping[str, float], *, own_advantages: bool = False
+        self, step: int, groups: list[Group], metrics: Mapping[str, float], *, user_advantages: bool = False
     ) -> tuple[bool, dict[str, float]]:
         """Decide whether to train on the batch of ``step``; return that, and ``metrics`` with its counts.
-        ``own_advantages``: they do not come from the rewards, which then need no signal.
+        ``user_advantages``: they do not come from the rewards, which then need no signal.
 
         A batch is not trained on after a rollback from its step, when too few groups carry a signal, or when
         its metrics pass a bound of `health` and the action is skip.
@@ -72,7 +72,7 @@ class HealthWatch:
                 "the log-prob of a token; if this persists, set `model.dtype` = float32 or another attention "
                 "backend in `rollout.engine`"
             )
-        needs_scores = self._needs_scores and not own_advantages
+        needs_scores = self._needs_scores and not user_advantages
         unscored = needs_scores and all(np.isnan(group.rewards).all() for group in groups)
         self.state = replace(self.state, unscored=self.state.unscored + 1 if unscored else 0)
         if unscored:
@@ -80,7 +80,7 @@ class HealthWatch:
         if step in self.state.avoid:
             self._recorder.warn(f"step {step}: not trained on, the run was rolled back from it")
             return False, metrics
-        if with_signal < self._needed and not own_advantages:
+        if with_signal < self._needed and not user_advantages:
             if not unscored:
                 rewards = np.concatenate([group.rewards for group in groups])
                 failed = int(np.isnan(rewards).sum()) if needs_scores else 0

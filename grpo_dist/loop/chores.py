@@ -22,7 +22,7 @@ from grpo_dist.loop.concurrent_evaluation import ConcurrentEvaluation, discard_s
 from grpo_dist.loop.groups import ScoredBatch
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.ledger import ledger_entry
-from grpo_dist.loop.metrics import OwnMetrics, StagedCounts, throughput_metrics, trained_metrics
+from grpo_dist.loop.metrics import StagedCounts, UserMetrics, throughput_metrics, trained_metrics
 from grpo_dist.loop.pipeline import Pipeline
 from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.staging import Staged, Staging
@@ -244,7 +244,7 @@ class Chores(StepChores):
         times = StepTimes(config.profile.steps, config.checkpoint, config.steps, config.evaluation.every)
         super().__init__(times, workers, recorder, checkpoints, parts, stop_requested)
         self._config, self._parts, self._evaluation = config, parts, evaluation
-        self._own_metrics = OwnMetrics(
+        self._user_metrics = UserMetrics(
             config.tracking.metrics,
             config.code_paths,
             recorder.warn,
@@ -319,7 +319,7 @@ class Chores(StepChores):
         metrics |= {**batch.metrics, **self._parts.pipeline.metrics}
         if config.tracking.metrics:  # in a thread: groups are received and launched meanwhile
             inputs = MetricInputs(step, batch.sampled, metrics)
-            metrics |= await asyncio.to_thread(self._own_metrics, inputs)
+            metrics |= await asyncio.to_thread(self._user_metrics, inputs)
         alarms, counts = health.examine(step, metrics)
         metrics |= counts
         usage = self._workers.usage

@@ -257,7 +257,7 @@ def throughput_metrics(groups: Sequence[Group], times: dict[str, float]) -> dict
 _NOT_AGAIN = "the run continues without it"
 
 
-class OwnMetrics:
+class UserMetrics:
     """Calls every metric of `tracking.metrics`. One that fails is reported once and left out: it is no reason
     to lose a run. One that takes longer than ``limit_s`` seconds is not called again.
     """

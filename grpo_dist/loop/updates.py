@@ -246,7 +246,7 @@ def _reads_all_rows(algorithm: AlgorithmConfig) -> bool:
     """Return whether the loss depends on rows whose advantage is 0: by a term of their own, or because it
     chooses or weighs tokens by a statistic of all. A loss or aggregation of the user's own may do either.
     """
-    if any(piece.kind in (LOSS, AGGREGATION) for piece in algorithm.own_pieces):
+    if any(piece.kind in (LOSS, AGGREGATION) for piece in algorithm.user_components):
         return True
     has_penalty = isinstance(algorithm.loss, DROLoss | KimiLoss)
     ranks_tokens = bool(algorithm.loss.selection) or algorithm.top_entropy_share < 1.0

@@ -21,7 +21,7 @@ from grpo_dist.plugins.user_code import (
     KL,
     LOSS,
     Kind,
-    OwnPiece,
+    UserComponent,
     call,
     failures_named,
     load,
@@ -29,21 +29,21 @@ from grpo_dist.plugins.user_code import (
 
 
 @dataclass(frozen=True, slots=True)
-class OwnCode:
+class UserCode:
     """Where own pieces are found, and their arguments by kind."""
 
     code_paths: Sequence[str] = ()
     kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def from_pieces(cls, code_paths: Sequence[str], pieces: Iterable[OwnPiece]) -> OwnCode:
+    def from_pieces(cls, code_paths: Sequence[str], pieces: Iterable[UserComponent]) -> UserCode:
         return cls(code_paths, {_KEYS[piece.kind]: piece.kwargs for piece in pieces})
 
 
 _KEYS = {ADVANTAGE: "advantage", LOSS: "policy_loss", KL: "kl", AGGREGATION: "aggregation"}
 
 
-def own_advantages(name: str, user_code: OwnCode, inputs: AdvantageInputs) -> Float[Tensor, " B"]:
+def user_advantages(name: str, user_code: UserCode, inputs: AdvantageInputs) -> Float[Tensor, " B"]:
     """Return float64 advantages; 0 where the reward is not finite. Raises ValueError for a wrong result."""
     advantages = _called(ADVANTAGE, name, user_code, inputs, "advantage").double()
     _check_shape(ADVANTAGE, name, advantages, inputs.rewards)
@@ -53,8 +53,8 @@ def own_advantages(name: str, user_code: OwnCode, inputs: AdvantageInputs) -> Fl
     return advantages
 
 
-def own_policy_loss(
-    name: str, user_code: OwnCode, inputs: PolicyLossInputs
+def user_policy_loss(
+    name: str, user_code: UserCode, inputs: PolicyLossInputs
 ) -> tuple[Float[Tensor, "B T"], Stats]:
     """Return losses, 0 where masked, and statistics of the ratios. Raises ValueError for a wrong shape."""
     mask = inputs.mask
@@ -72,7 +72,7 @@ def own_policy_loss(
 
 
 def kl_estimate(
-    name: str, user_code: OwnCode, logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]
+    name: str, user_code: UserCode, logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
     """Return nats per token, by a built-in or an own estimator. Raises ValueError for a wrong shape."""
     if name in KL_ESTIMATORS:
@@ -82,7 +82,7 @@ def kl_estimate(
     return kl
 
 
-def own_aggregation(name: str, user_code: OwnCode, inputs: AggregationInputs) -> Float[Tensor, ""]:
+def user_aggregation(name: str, user_code: UserCode, inputs: AggregationInputs) -> Float[Tensor, ""]:
     """Return the share of these rows in the loss. Raises ValueError for a result that is no scalar."""
     losses = torch.where(inputs.mask, inputs.token_losses, 0.0)
     inputs = replace(inputs, token_losses=losses)
@@ -91,7 +91,7 @@ def own_aggregation(name: str, user_code: OwnCode, inputs: AggregationInputs) ->
     return loss
 
 
-def _called(kind: Kind, name: str, user_code: OwnCode, inputs: Any, key: str) -> Tensor:
+def _called(kind: Kind, name: str, user_code: UserCode, inputs: Any, key: str) -> Tensor:
     function = load(kind, name, user_code.code_paths)
     with failures_named(kind, name):
         result = call(function, inputs, user_code.kwargs.get(key, {}))

@@ -79,7 +79,7 @@ KINDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class OwnPiece:
+class UserComponent:
     """A piece that is not built in.
 
     Attributes:
@@ -183,14 +183,14 @@ def _checked(kind: Kind, name: str) -> str:
 
 
 # Types of configuration keys, each with a Literal of the built-in names.
-OwnAdvantage = Annotated[str, AfterValidator(partial(_checked, ADVANTAGE))]
-OwnLoss = Annotated[str, AfterValidator(partial(_checked, LOSS))]
-OwnKL = Annotated[str, AfterValidator(partial(_checked, KL))]
-OwnAggregation = Annotated[str, AfterValidator(partial(_checked, AGGREGATION))]
-OwnMetric = Annotated[str, AfterValidator(partial(_checked, METRIC))]
-OwnSink = Annotated[str, AfterValidator(partial(_checked, SINK))]
-OwnOrder = Annotated[str, AfterValidator(partial(_checked, ORDER))]
-OwnRollout = Annotated[str, AfterValidator(partial(_checked, ROLLOUT))]
+AdvantageName = Annotated[str, AfterValidator(partial(_checked, ADVANTAGE))]
+LossName = Annotated[str, AfterValidator(partial(_checked, LOSS))]
+KLName = Annotated[str, AfterValidator(partial(_checked, KL))]
+AggregationName = Annotated[str, AfterValidator(partial(_checked, AGGREGATION))]
+MetricName = Annotated[str, AfterValidator(partial(_checked, METRIC))]
+SinkName = Annotated[str, AfterValidator(partial(_checked, SINK))]
+OrderName = Annotated[str, AfterValidator(partial(_checked, ORDER))]
+RolloutName = Annotated[str, AfterValidator(partial(_checked, ROLLOUT))]
 
 
 def load(kind: Kind, name: str, code_paths: Sequence[str] = ()) -> Any:
@@ -371,7 +371,7 @@ def _misfit(parameter: inspect.Parameter, value: Any) -> str | None:
     return None if fits else name
 
 
-def code_digest(pieces: Iterable[OwnPiece], code_paths: Sequence[str]) -> dict[str, str]:
+def code_digest(pieces: Iterable[UserComponent], code_paths: Sequence[str]) -> dict[str, str]:
     """Return a hash of every file of own code by name, and the version of packages that register a piece.
 
     Of a module in ``code_paths`` these are its files and those of modules there that it imports, by their

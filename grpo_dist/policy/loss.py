@@ -31,7 +31,7 @@ from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.algorithms.ratios import LOG_LIMIT, LossAndStats, Stats, TokenMask, TokenValues
 from grpo_dist.config import AlgorithmConfig, DistillationConfig
 from grpo_dist.config.algorithm import GMPOLoss, UserAggregation, UserLoss, WeightedCorrection
-from grpo_dist.plugins.algorithm import OwnCode, kl_estimate, own_aggregation, own_policy_loss
+from grpo_dist.plugins.algorithm import UserCode, kl_estimate, user_aggregation, user_policy_loss
 from grpo_dist.plugins.inputs import AggregationInputs, PolicyLossInputs
 from grpo_dist.policy.packing import Layout
 from grpo_dist.types import PolicyStream, TrainBatch
@@ -55,8 +55,8 @@ class Objective:
     supervised: bool = False
 
     @property
-    def user_code(self) -> OwnCode:
-        return OwnCode.from_pieces(self.code_paths, self.algorithm.own_pieces)
+    def user_code(self) -> UserCode:
+        return UserCode.from_pieces(self.code_paths, self.algorithm.user_components)
 
 
 def batch_loss(
@@ -159,7 +159,7 @@ def _policy_term(
     advantages = _drop_overflow(batch.policy.advantages, logprobs.detach() - old, weights, mask)
     if isinstance(loss, UserLoss):
         inputs = PolicyLossInputs(logprobs, old, engine, advantages, mask)
-        token_losses, stats = own_policy_loss(loss.name, objective.user_code, inputs)
+        token_losses, stats = user_policy_loss(loss.name, objective.user_code, inputs)
     else:
         chosen = (choice.selected,) if loss.selection else ()
         if isinstance(loss, GMPOLoss):  # a removed token must give no gradient through the mean
@@ -352,7 +352,7 @@ def _aggregate(token_losses: TokenValues, batch: TrainBatch, objective: Objectiv
             token_losses, mask, sizes.tokens, sizes.sequences, stream.max_tokens, sequence_tokens,
             num_prompts, prompt_tokens,
         )  # fmt: skip
-        return own_aggregation(how.name, objective.user_code, inputs)
+        return user_aggregation(how.name, objective.user_code, inputs)
     return aggregate(
         token_losses, mask, how.name,
         num_tokens=sizes.tokens, num_sequences=sizes.sequences, max_tokens=stream.max_tokens,

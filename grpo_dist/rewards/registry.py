@@ -14,7 +14,7 @@ from grpo_dist.config import GatedConfig, RewardsConfig
 from grpo_dist.config.rewards import FunctionConfig, ProcessRewardConfig
 from grpo_dist.config.secrets import masked_text, shown_value
 from grpo_dist.errors import expanded
-from grpo_dist.plugins.user_code import REWARD, OwnPiece, registered, resolve_target
+from grpo_dist.plugins.user_code import REWARD, UserComponent, registered, resolve_target
 from grpo_dist.rewards import builtin
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.functions import StepSettings, UserFunction
@@ -86,10 +86,10 @@ def reward_specs(settings: RewardsConfig) -> list[RewardSpec]:
     ]
 
 
-def own_rewards(settings: RewardsConfig) -> tuple[OwnPiece, ...]:
+def user_rewards(settings: RewardsConfig) -> tuple[UserComponent, ...]:
     """Return the rewards of all sources that are not built in."""
     return tuple(
-        OwnPiece(REWARD, r.function, REWARD.key, r.kwargs)
+        UserComponent(REWARD, r.function, REWARD.key, r.kwargs)
         for r in settings.all_functions
         if ":" in r.function or r.function in registered(REWARD)
         if r.function not in REWARDS

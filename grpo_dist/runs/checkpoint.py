@@ -182,7 +182,7 @@ class Checkpoints:
         self._fingerprint = fingerprint(identity or config)
         self._data, self._columns = data_digest(prompts), columns_digest(prompts)
         # Now: files that change later are not what was imported.
-        self._code = digest_run_code(config.own_pieces, config.rewards, config.data)
+        self._code = digest_run_code(config.user_components, config.rewards, config.data)
         self._writing: asyncio.Task[None] | None = None
         self._saves = count()
 

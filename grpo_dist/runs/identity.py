@@ -51,11 +51,11 @@ from grpo_dist.plugins.user_code import (
     ORDER,
     REWARD,
     SINK,
-    OwnPiece,
+    UserComponent,
     code_digest,
     find_shadowing,
 )  # fmt: skip
-from grpo_dist.rewards.registry import REWARDS, own_rewards
+from grpo_dist.rewards.registry import REWARDS, user_rewards
 from grpo_dist.types import Prompt
 
 # Sections and keys that may change.
@@ -301,17 +301,19 @@ def describe(changes: Sequence[Change]) -> str:
     return ", ".join(f"`{c.key}` = {c.now} was {c.was}" for c in changes[:_DESCRIBED]) + more
 
 
-def digest_run_code(pieces: Sequence[OwnPiece], rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:
+def digest_run_code(
+    pieces: Sequence[UserComponent], rewards: RewardsConfig, data: DataConfig
+) -> dict[str, str]:
     """Return `code_digest` of all pieces that determine the numbers of a run: not of metrics and sinks.
-    ``pieces``: `Config.own_pieces`.
+    ``pieces``: `Config.user_components`.
     """
-    user_code = [*pieces, *own_rewards(rewards), *own_environments(data)]
+    user_code = [*pieces, *user_rewards(rewards), *own_environments(data)]
     return code_digest([piece for piece in user_code if piece.kind not in (METRIC, SINK)], rewards.code_paths)
 
 
 def digest_sampling_code(rollout: RolloutConfig, rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:
     """Return `code_digest` of the pieces that determine samples of a model and their rewards."""
-    user_code = [*rollout.own_pieces, *own_rewards(rewards), *own_environments(data)]
+    user_code = [*rollout.user_components, *user_rewards(rewards), *own_environments(data)]
     return code_digest(user_code, rewards.code_paths)
 
 

@@ -70,10 +70,10 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import alternatives
 from grpo_dist.runs.cold_start import run_sft
 from grpo_dist.runs.identity import DataOrigin
-from grpo_dist.runs.own_trials import own_code_problems
 from grpo_dist.runs.prepare_teachers import load_stream, load_teachers
 from grpo_dist.runs.run_weights import checkpoint_model, is_checkpoint, is_supervised_run
 from grpo_dist.runs.start_checks import readable_model
+from grpo_dist.runs.user_trials import user_code_problems
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.hardware import quiet_libraries
 from grpo_dist.runtime.model_files import cached, fingerprint
@@ -120,7 +120,7 @@ def build_inputs(
         check_columns(config.rewards, sources, key)
     with stage("tokenizer", "is loaded"):
         tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-    refuse(own_code_problems(config.rollout.own_pieces, config.code_paths, tokenizer))
+    refuse(user_code_problems(config.rollout.user_components, config.code_paths, tokenizer))
     warnings: list[str] = []
 
     def warn(message: str) -> None:

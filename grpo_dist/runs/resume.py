@@ -90,7 +90,7 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
             "`checkpoint.resume=never`"
         )
     _check_sharding(checkpoint, changed or [], config.policy)
-    hashes = digest_run_code(config.own_pieces, config.rewards, config.data)
+    hashes = digest_run_code(config.user_components, config.rewards, config.data)
     check_code(checkpoint, state.changed_code(hashes), config.checkpoint)
     return _apply_new_settings(state, changed or [], config)
 

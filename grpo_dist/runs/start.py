@@ -14,10 +14,9 @@ from grpo_dist.config.presets import described
 from grpo_dist.data.demonstrations import source_pairs
 from grpo_dist.data.pools import pool_sizes
 from grpo_dist.data.readers import SourceRows, read_all, source_name
-from grpo_dist.data.tasks import own_problems
+from grpo_dist.data.tasks import environment_problems
 from grpo_dist.rewards.checks import asked_columns
 from grpo_dist.runs.identity import shadowed
-from grpo_dist.runs.own_trials import own_code_problems
 from grpo_dist.runs.prepare import (
     RunInputs,
     build_inputs,
@@ -27,6 +26,7 @@ from grpo_dist.runs.prepare import (
 )
 from grpo_dist.runs.start_checks import model_problems, position_limit, setting_problems
 from grpo_dist.runs.trials import CheckSkipped, Start, check_environments, check_reward, fail
+from grpo_dist.runs.user_trials import user_code_problems
 from grpo_dist.runtime.hardware import DeviceType, device_type
 from grpo_dist.runtime.stage_log import stage
 
@@ -39,20 +39,20 @@ def check_settings(start: Start) -> str:
     return described(start.config)
 
 
-def check_own_code(start: Start) -> str:
+def check_user_code(start: Start) -> str:
     """Try the user's own pieces, and name packages that register names of built-in ones."""
     for warning in shadowed():
         start.say(f"warning: {warning}")
-    pieces = start.config.own_pieces
+    pieces = start.config.user_components
     with stage("own code", "is tried on made inputs", quiet=not pieces):
-        fail(own_code_problems(pieces, start.config.code_paths))
+        fail(user_code_problems(pieces, start.config.code_paths))
     return ", ".join(f"{piece.key}: {piece.name}" for piece in pieces)
 
 
 def check_data(start: Start) -> str:
     """Read every source of `data.train` and `data.eval`. A mistake in a row shows before a download."""
     data, wrong = start.config.data, dict[str, None]()  # an environment that cannot be loaded is one mistake
-    problems = own_problems(data, start.config.environments)
+    problems = environment_problems(data, start.config.environments)
     asked = asked_columns(start.config.rewards)
     read_sets: dict[str, list[SourceRows]] = {"data.train": [], "data.eval": []}
     with stage("data", "problems are read"):
@@ -135,7 +135,7 @@ def check_prompts(start: Start) -> str:
 # In the order in which they are made: a check reads what those before it have read. "": nothing to report.
 CHECKS: dict[str, Callable[[Start], str]] = {
     "settings": check_settings,
-    "own code": check_own_code,
+    "own code": check_user_code,
     "data": check_data,
     "model": check_model,
     "cold start": check_cold_start,
@@ -152,7 +152,7 @@ def resolve_steps(config: Config, say: Callable[[str], None]) -> Config:
     if config.epochs is None:
         return config
     data, per_step = config.data, config.batch.prompts_per_step
-    problems = own_problems(data, config.environments)
+    problems = environment_problems(data, config.environments)
     asked = asked_columns(config.rewards)  # as `check_data` has it, which then finds the rows stored
     sources = read_all(data.resolve_prompts(data.train), "data.train", problems, asked=asked)
     rows = sum(len(rows) for _, rows in drop_duplicates(data, sources, "data.train", lambda _: None))

@@ -80,7 +80,7 @@ def _check_division(updates: int, groups: int) -> None:
         )
 
 
-def _check_own_advantages(algorithm: AlgorithmConfig, distillation: DistillationConfig) -> None:
+def _check_user_advantages(algorithm: AlgorithmConfig, distillation: DistillationConfig) -> None:
     """Raise UserError where advantages of the caller would replace a KL that is part of the run's own."""
     if algorithm.kl.in_reward:
         raise UserError(
@@ -288,7 +288,7 @@ class Verbs:
         _check_division(self._config.batch.updates_per_step, len(groups))
         self._check_staleness(groups)
         if advantages is not None:
-            _check_own_advantages(self._config.algorithm, self._config.distillation)
+            _check_user_advantages(self._config.algorithm, self._config.distillation)
             _check_fit(advantages, groups)
         self._batch = self.step + 1
         try:
@@ -303,7 +303,7 @@ class Verbs:
         if self._synced == step:
             metrics |= await self._probe.finish(step, timer)
         judged = self._health.judge_batch(
-            step + 1, groups, metrics, own_advantages=batch.advantages is not None
+            step + 1, groups, metrics, user_advantages=batch.advantages is not None
         )
         trainable, metrics = judged
         if trainable:

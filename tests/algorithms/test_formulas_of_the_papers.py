@@ -117,13 +117,13 @@ def test_a_policy_loss_and_its_gradient_are_those_of_the_paper(name, settings, s
     losses, _ = POLICY_LOSSES[name](new, old, advantages, mask, *selection, **settings)
     (gradient,) = torch.autograd.grad(losses.sum(), new)
     assert losses.dtype == torch.float64 and not losses[~mask].any() and not gradient[~mask].any()
-    for row, (own, before, own_advantages) in enumerate(made):
-        expected = loss_of(formula, own, own, before, own_advantages, settings)
+    for row, (own, before, user_advantages) in enumerate(made):
+        expected = loss_of(formula, own, own, before, user_advantages, settings)
         found = losses[row][mask[row]].tolist()
         if len(expected) != len(found):  # a loss of the sequence alone
             found = [math.fsum(found)]
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
-        by_differences = slopes(formula, own, before, own_advantages, settings)
+        by_differences = slopes(formula, own, before, user_advantages, settings)
         assert gradient[row][mask[row]].tolist() == pytest.approx(by_differences, rel=1e-5, abs=1e-7)
 
 

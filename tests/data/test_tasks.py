@@ -10,7 +10,7 @@ import pytest
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
 from grpo_dist.data.prompts import PromptFormat, build_prompts
 from grpo_dist.data.readers import read, read_all, source_name
-from grpo_dist.data.tasks import own_problems, source_tasks
+from grpo_dist.data.tasks import environment_problems, source_tasks
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.types import Prompt
 from tests.support.chat_templates import real_tokenizer
@@ -52,7 +52,7 @@ def _prompts(
     tokenizer: Any, environments: EnvironmentsConfig, source: DataSourceConfig, **data: Any
 ) -> list[Prompt]:
     config = DataConfig(train=(source,), **data)
-    ((_, rows),) = read_all([source], "data.train", own_problems(config, environments))
+    ((_, rows),) = read_all([source], "data.train", environment_problems(config, environments))
     tasks = source_tasks(config, environments, source, rows, tokenizer)
     return build_prompts(
         rows, tokenizer, PromptFormat.from_config(config), max_prompt_tokens=4000, tasks=tasks
@@ -193,7 +193,7 @@ def test_a_template_that_rejects_turns_is_refused(environments: EnvironmentsConf
 def test_a_source_with_neither_path_nor_environment_is_refused() -> None:
     with pytest.raises(ValueError, match="neither `path` nor an environment"):
         source = DataSourceConfig()
-        read(source, own_problems(DataConfig(train=(source,)), EnvironmentsConfig()))
+        read(source, environment_problems(DataConfig(train=(source,)), EnvironmentsConfig()))
 
 
 def test_a_template_argument_that_the_run_sets_is_refused_by_key(environments: EnvironmentsConfig) -> None:

@@ -15,7 +15,7 @@ import pytest
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
 from grpo_dist.data.prompts import PromptFormat, build_prompts
 from grpo_dist.data.readers import read
-from grpo_dist.data.tasks import own_problems, source_tasks
+from grpo_dist.data.tasks import environment_problems, source_tasks
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.episode import Action, Call, Observed
@@ -248,7 +248,7 @@ def test_a_source_marks_prompts_that_are_answered_in_batches(
         environment="together:Together", environment_kwargs={"directory": str(tmp_path)}, name="own"
     )
     data = DataConfig(train=(source,))
-    rows, tokenizer = read(source, own_problems(data, settings)), character_tokenizer()
+    rows, tokenizer = read(source, environment_problems(data, settings)), character_tokenizer()
     tasks = source_tasks(data, settings, source, rows, tokenizer)
     (prompt,) = build_prompts(
         rows, tokenizer, PromptFormat.from_config(data), max_prompt_tokens=99, tasks=tasks

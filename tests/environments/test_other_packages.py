@@ -16,7 +16,7 @@ import pytest
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
 from grpo_dist.data.prompts import PromptFormat, build_prompts
 from grpo_dist.data.readers import read
-from grpo_dist.data.tasks import own_problems, source_tasks
+from grpo_dist.data.tasks import environment_problems, source_tasks
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.episode import Action, Observed
@@ -30,7 +30,7 @@ from tests.support.patience import HANG_S
 def _prompts(environments: EnvironmentsConfig, **source: Any) -> list[Prompt]:
     own = DataSourceConfig(**source)
     data = DataConfig(train=(own,))
-    rows = read(own, own_problems(data, environments))
+    rows = read(own, environment_problems(data, environments))
     tokenizer = character_tokenizer()
     tasks = source_tasks(data, environments, own, rows, tokenizer)
     return build_prompts(

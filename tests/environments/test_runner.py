@@ -512,11 +512,11 @@ def test_preparation_closes_the_environment_of_every_problem(
 @pytest.mark.slow
 def test_an_environment_may_bring_its_own_problems(settings: EnvironmentsConfig) -> None:
     probe = _probe(settings, "guessing:Guess")
-    rows = probe.own_problems("test", 3)
+    rows = probe.environment_problems("test", 3)
     assert rows == [{"problem": f"test {i}", "answer": str(i)} for i in range(3)]
-    assert len(probe.own_problems("test", None)) == 1200
+    assert len(probe.environment_problems("test", None)) == 1200
     with pytest.raises(ValueError, match="brings no problems of its own"):
-        _probe(settings, "guessing:Chat").own_problems("train", None)
+        _probe(settings, "guessing:Chat").environment_problems("train", None)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from grpo_dist.cli import main
 from grpo_dist.errors import Preempted, Unhealthy, UserError
 from grpo_dist.observe import EVENTS, Tracker
 from grpo_dist.observe.console import step_line
-from grpo_dist.plugins.algorithm import OwnCode, own_advantages
+from grpo_dist.plugins.algorithm import UserCode, user_advantages
 from grpo_dist.plugins.inputs import AdvantageInputs
 from grpo_dist.runs import session
 from grpo_dist.tools.report.command import write_report
@@ -98,7 +98,7 @@ def test_code_of_a_user_that_raises_is_the_last_event_with_its_file_and_line(tmp
     (tmp_path / "late.py").write_text("def late(rewards):\n    return rewards / []\n")
     inputs = AdvantageInputs(torch.ones(2), torch.zeros(2), torch.ones(2), torch.zeros(2), {}, {})
     with pytest.raises(UserError) as ended, Tracker(fakes.config(tracking=OFF), tmp_path):
-        own_advantages("late:late", OwnCode([str(tmp_path)]), inputs)
+        user_advantages("late:late", UserCode([str(tmp_path)]), inputs)
     said = str(ended.value)
     assert said.startswith("advantage estimator late:late failed: TypeError: ")
     assert said.endswith(f"({tmp_path}/late.py:2 in late); correct it")

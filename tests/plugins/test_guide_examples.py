@@ -10,7 +10,7 @@ import yaml
 
 from grpo_dist.config import Config, DataConfig, DataSourceConfig, EnvironmentsConfig
 from grpo_dist.data.readers import read
-from grpo_dist.data.tasks import own_problems
+from grpo_dist.data.tasks import environment_problems
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.user_rollout import UserRollout
 from grpo_dist.loop.metrics import own_metric
@@ -24,7 +24,7 @@ from grpo_dist.plugins.inputs import (
     PolicyLossInputs,
 )
 from grpo_dist.plugins.user_code import KINDS, ROLLOUT, load
-from grpo_dist.runs.own_trials import own_code_problems
+from grpo_dist.runs.user_trials import user_code_problems
 from grpo_dist.types import Sampling
 from tests.support import fakes
 from tests.support.documents import ROOT, blocks
@@ -72,29 +72,29 @@ def test_every_kind_has_an_example_in_the_guide():
 
 def test_the_configuration_of_the_guide_names_all_pieces_and_passes_the_trials(code):
     config = run_of_the_guide(code)
-    assert len(config.own_pieces) == 9
-    assert list(own_code_problems(config.own_pieces, config.code_paths, Letters())) == []
+    assert len(config.user_components) == 9
+    assert list(user_code_problems(config.user_components, config.code_paths, Letters())) == []
 
 
 def test_the_estimator(code):
     rewards = torch.tensor([1.0, 0.0, 0.0, 5.0, torch.nan], dtype=torch.float64)
     ids = torch.tensor([0, 0, 0, 1, 1])
     inputs = AdvantageInputs(rewards, ids, torch.ones(5), torch.zeros(5, dtype=torch.bool), {}, {})
-    own = pieces.OwnCode([code], {"advantage": {"scale": 2.0}})
-    assert pieces.own_advantages("my_pieces:median", own, inputs).tolist() == [2.0, 0.0, 0.0, 0.0, 0.0]
+    own = pieces.UserCode([code], {"advantage": {"scale": 2.0}})
+    assert pieces.user_advantages("my_pieces:median", own, inputs).tolist() == [2.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_the_loss(code):
     logprobs = torch.tensor([[0.5, 0.0]], requires_grad=True)
     zero, mask = torch.zeros(1, 2), torch.tensor([[True, False]])
     inputs = PolicyLossInputs(logprobs, zero, zero, torch.tensor([[2.0, 9.0]]), mask)
-    losses, _ = pieces.own_policy_loss("my_pieces:squared", pieces.OwnCode([code]), inputs)
+    losses, _ = pieces.user_policy_loss("my_pieces:squared", pieces.UserCode([code]), inputs)
     assert losses.tolist() == [[pytest.approx(-2 * np.exp(0.5) + 0.1 * 0.25), 0.0]]
 
 
 def test_the_kl_and_the_aggregation(code):
     kl = pieces.kl_estimate(
-        "my_pieces:absolute", pieces.OwnCode([code]), torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 1.0]])
+        "my_pieces:absolute", pieces.UserCode([code]), torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 1.0]])
     )
     assert kl.tolist() == [[1.0, 2.0]]
     mask = torch.tensor([[True] * 4, [True, False, False, False]])
@@ -102,7 +102,7 @@ def test_the_kl_and_the_aggregation(code):
         torch.full((2, 4), 3.0), mask, 5.0, 2.0, 8, torch.tensor([4, 1]), 1.0, torch.tensor([5, 5])
     )
     assert (
-        pieces.own_aggregation("my_pieces:by_root_length", pieces.OwnCode([code]), inputs).item()
+        pieces.user_aggregation("my_pieces:by_root_length", pieces.UserCode([code]), inputs).item()
         == (12 / 2 + 3) / 2
     )
 
@@ -124,7 +124,7 @@ def test_the_sink(code, tmp_path):
 
 def test_the_data_source(code):
     source = DataSourceConfig(path="my_pieces:sums", kwargs={"count": 3}, max_rows=2)
-    own = own_problems(DataConfig(train=(source,)), EnvironmentsConfig(code_paths=(code,)))
+    own = environment_problems(DataConfig(train=(source,)), EnvironmentsConfig(code_paths=(code,)))
     rows = [(row.problem, row.answer, row.source, row.location) for row in read(source, own)]
     assert rows == [
         ("1+3=", "4", "sums", "my_pieces:sums/train:1"), ("2+4=", "6", "sums", "my_pieces:sums/train:2"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_dist.batch.credit_assignment import (
-    _own_inputs,
+    _user_inputs,
     sample_advantages,
     token_advantages,
 )
@@ -224,7 +224,7 @@ def test_arguments_are_held_against_the_signature(kwargs, message):
 def test_an_own_estimator_gets_nan_where_a_source_has_no_such_reward():
     groups = [group_of([1, 0], [1, 1], parts={name: np.array([1.0, 0.0])}) for name in ("math", "code")]
     settings = credit(weights={"math": 1.0, "code": 1.0})
-    inputs = _own_inputs(torch.tensor([1.0, 0, 1, 0]), torch.tensor([0, 0, 1, 1]), groups, settings)
+    inputs = _user_inputs(torch.tensor([1.0, 0, 1, 0]), torch.tensor([0, 0, 1, 1]), groups, settings)
     nan = float("nan")
     expected = {"math": [1.0, 0.0, nan, nan], "code": [nan, nan, 1.0, 0.0]}
     assert list(inputs.parts) == list(expected)

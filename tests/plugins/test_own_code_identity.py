@@ -66,7 +66,7 @@ def test_the_first_directory_with_a_module_counts_as_in_an_import(own, tmp_path)
     second = tmp_path / "second"
     second.mkdir()
     (second / "own_loss.py").write_text("")
-    pieces = config(own).own_pieces
+    pieces = config(own).user_components
     assert code_digest(pieces, [str(own), str(second)]) == code_digest(pieces, [str(own)])
     assert code_digest(pieces, [str(second), str(own)]) != code_digest(pieces, [str(own)])
 
@@ -134,7 +134,7 @@ def test_code_paths_for_actors_do_not_depend_on_a_working_directory(own, tmp_pat
 
 
 def digest(config: Config) -> dict[str, str]:
-    return digest_run_code(config.own_pieces, config.rewards, config.data)
+    return digest_run_code(config.user_components, config.rewards, config.data)
 
 
 def saved(config, tmp_path):

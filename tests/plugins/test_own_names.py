@@ -62,7 +62,7 @@ def test_a_name_of_a_package_is_found_by_its_entry_point(install):
     )
     assert load(LOSS, "short")() == "of the package"
     config = Config.model_validate(PLAIN | {"algorithm": {"loss": "short"}})
-    assert [piece.name for piece in config.own_pieces] == ["short"]
+    assert [piece.name for piece in config.user_components] == ["short"]
     with pytest.raises(ValueError, match=r"'short': expected a built-in advantage.*grpo_dist\.advantages"):
         resolve_target(ADVANTAGE, "short")  # registered for another kind
 
@@ -74,14 +74,14 @@ def test_an_estimator_of_a_package_is_treated_as_one_of_a_module(install, tmp_pa
     path.write_text("model: {path: demo:tiny}\ndata: {train: [{path: demo:add3}]}\n")
     for name in ("median", "medians:found"):
         config = load_config(path, [f"algorithm.advantage={name}", "batch.samples_per_prompt=1"])
-        assert config.own_pieces[0].name == name and learns_from_equal_rewards(config)
+        assert config.user_components[0].name == name and learns_from_equal_rewards(config)
     assert not learns_from_equal_rewards(load_config(path))
 
 
 def test_a_package_cannot_replace_a_built_in_piece_and_is_reported(install):
     install("loud", {"grpo_dist.losses": {"ppo_clip": "loud:found"}})
     config = Config.model_validate(PLAIN)
-    assert config.algorithm.loss.name == "ppo_clip" and config.own_pieces == ()
+    assert config.algorithm.loss.name == "ppo_clip" and config.user_components == ()
     (message,) = find_shadowing(LOSS, choices(AlgorithmConfig, "loss"))
     assert "loud 1.2" in message and "'ppo_clip'" in message and "loud:found" in message
     assert list(find_shadowing(KL, choices(AlgorithmConfig, "loss"))) == []
@@ -154,7 +154,8 @@ def test_code_paths_are_one_list_for_the_whole_configuration():
 def test_arguments_need_a_piece_of_ones_own():
     own = {"loss": {"name": "mine:f", "kwargs": {"beta": 2}}}
     config = Config.model_validate(PLAIN | {"algorithm": own})
-    assert config.own_pieces[0].kwargs == {"beta": 2} and config.own_pieces[0].key == "algorithm.loss"
+    component = config.user_components[0]
+    assert component.kwargs == {"beta": 2} and component.key == "algorithm.loss"
     with pytest.raises(ValueError, match=r"loss\.ppo_clip\.kwargs"):
         AlgorithmConfig(loss={"kwargs": {"clip": 0.1}})
 
@@ -192,7 +193,7 @@ from grpo_dist.plugins.user_code import find_package
 from grpo_dist.runs.identity import digest_run_code
 plain = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
 config = Config.model_validate(plain | {"algorithm": {"loss": "really_short"}})
-digest = digest_run_code(config.own_pieces, config.rewards, config.data)
+digest = digest_run_code(config.user_components, config.rewards, config.data)
 print(load(LOSS, "really_short")(2, 3), find_package(LOSS, "really_short"), digest)
 """
     paths = os.pathsep.join([str(site), str(ROOT)])

@@ -8,9 +8,9 @@ import pytest
 
 from grpo_dist.config.data import UserOrderConfig
 from grpo_dist.config.files import load_config
-from grpo_dist.data.curriculum import OwnOrder, chosen
+from grpo_dist.data.curriculum import OrderName, chosen
 from grpo_dist.driver import run
-from grpo_dist.loop.metrics import OwnMetrics
+from grpo_dist.loop.metrics import UserMetrics
 from grpo_dist.plugins import user_code as loading
 from grpo_dist.plugins.inputs import MetricInputs, OrderInputs
 from grpo_dist.plugins.user_code import (
@@ -22,10 +22,10 @@ from grpo_dist.plugins.user_code import (
     ORDER,
     ROLLOUT,
     SINK,
-    OwnPiece,
+    UserComponent,
 )
-from grpo_dist.runs import own_trials
-from grpo_dist.runs.own_trials import own_code_problems
+from grpo_dist.runs import user_trials
+from grpo_dist.runs.user_trials import user_code_problems
 from grpo_dist.tools.check.command import run_checks
 from tests.support import fakes
 from tests.support.patience import HANG_S, longer
@@ -112,7 +112,7 @@ def code(tmp_path):
 
 
 def piece(kind, name, **kwargs):
-    return OwnPiece(kind, f"tried_pieces:{name}", kind.key, kwargs)
+    return UserComponent(kind, f"tried_pieces:{name}", kind.key, kwargs)
 
 
 class Plain:
@@ -159,7 +159,7 @@ def test_an_order_that_returns_no_indices_is_refused_by_name(tmp_path, found):
 @pytest.mark.parametrize(("kind", "name", "kwargs", "message"), WRONG)
 def test_a_piece_that_cannot_be_used_is_refused(code, kind, name, kwargs, message):
     own = piece(kind, name, **kwargs)
-    (problem,) = own_code_problems([own], [code], Plain())
+    (problem,) = user_code_problems([own], [code], Plain())
     assert problem.startswith(f"`{kind.key}` = tried_pieces:{name}")
     with pytest.raises(ValueError, match=message):
         raise ValueError(problem)
@@ -167,22 +167,22 @@ def test_a_piece_that_cannot_be_used_is_refused(code, kind, name, kwargs, messag
 
 def test_a_good_piece_passes_and_every_problem_is_reported(code):
     pieces = [piece(LOSS, "good", beta=2), piece(LOSS, "detached"), piece(KL, "nan_kl")]
-    assert len(list(own_code_problems(pieces, [code]))) == 2
+    assert len(list(user_code_problems(pieces, [code]))) == 2
 
 
 def test_names_of_the_runs_own_rewards_are_no_reason_to_refuse(code):
     """A made input does not have them."""
-    assert not list(own_code_problems([piece(ADVANTAGE, "by_format")], [code]))
+    assert not list(user_code_problems([piece(ADVANTAGE, "by_format")], [code]))
 
 
 def test_a_value_that_does_not_fit_is_not_shown(code):
-    (problem,) = own_code_problems([piece(LOSS, "good", api_key="sk-very-secret-123")], [code])
+    (problem,) = user_code_problems([piece(LOSS, "good", api_key="sk-very-secret-123")], [code])
     assert "algorithm.loss.kwargs.api_key" in problem and "sk-very" not in problem
 
 
 def test_a_piece_that_hangs_is_refused(code, monkeypatch):
-    monkeypatch.setattr(own_trials, "TRIAL_S", 0.5)
-    (problem,) = own_code_problems([piece(ADVANTAGE, "hangs")], [code])
+    monkeypatch.setattr(user_trials, "TRIAL_S", 0.5)
+    (problem,) = user_code_problems([piece(ADVANTAGE, "hangs")], [code])
     assert "did not return within 0.5 s" in problem
 
 
@@ -209,7 +209,7 @@ def metrics_of(code, *functions):
 def test_a_metric_that_fails_is_one_warning_and_the_others_stay(code):
     own = metrics_of(code, "tried_pieces:text", "math:fsum")
     warnings = []
-    metrics = OwnMetrics(own[:1], (code,), warnings.append, limit_s=HANG_S)
+    metrics = UserMetrics(own[:1], (code,), warnings.append, limit_s=HANG_S)
     assert metrics(MetricInputs(1, [], {})) == {} == metrics(MetricInputs(2, [], {}))
     assert len(warnings) == 1 and "tried_pieces:text failed in step 1 (ValueError" in warnings[0]
     assert np.isfinite(len(own))
@@ -219,7 +219,7 @@ def test_two_uses_of_one_metric_have_names_of_their_own(code):
     shown = {"function": "tried_pieces:times", "kwargs": {"factor": 3}}
     named = [{"function": "tried_pieces:times"}, {"name": "thrice", **shown}]
     tracking = fakes.config(code_paths=[code], tracking={"metrics": named}).tracking
-    metrics = OwnMetrics(tracking.metrics, (code,), pytest.fail, limit_s=HANG_S)
+    metrics = UserMetrics(tracking.metrics, (code,), pytest.fail, limit_s=HANG_S)
     assert metrics(MetricInputs(2, [], {})) == {
         "own/times/a": 2.0, "own/times/b": 4.0, "own/thrice/a": 6.0, "own/thrice/b": 12.0,
     }  # fmt: skip
@@ -235,7 +235,7 @@ def test_each_use_of_a_metric_that_fails_is_a_warning(code):
     named = [{"name": name, "function": "tried_pieces:text"} for name in ("first", "second")]
     tracking = fakes.config(code_paths=[code], tracking={"metrics": named}).tracking
     warnings = []
-    metrics = OwnMetrics(tracking.metrics, (code,), warnings.append, limit_s=HANG_S)
+    metrics = UserMetrics(tracking.metrics, (code,), warnings.append, limit_s=HANG_S)
     for step in (1, 2):
         assert metrics(MetricInputs(step, [], {})) == {}
     assert [text.split(" (")[0] for text in warnings] == [
@@ -246,13 +246,13 @@ def test_each_use_of_a_metric_that_fails_is_a_warning(code):
 def test_a_metric_that_hangs_is_one_warning_and_is_not_called_again(code):
     own = metrics_of(code, "tried_pieces:endless", "tried_pieces:calls")
     warnings = []
-    slow = OwnMetrics(own[:1], (code,), warnings.append, limit_s=0.5)
+    slow = UserMetrics(own[:1], (code,), warnings.append, limit_s=0.5)
     assert slow(MetricInputs(1, [], {})) == {} == slow(MetricInputs(2, [], {}))
     assert warnings == [
         "metric tried_pieces:endless did not return within `cluster.timeouts.own_code_s` = 0.5 s; the run "
         "continues without it (step 1)"
     ]
-    others = OwnMetrics(own[1:], (code,), warnings.append, limit_s=HANG_S)
+    others = UserMetrics(own[1:], (code,), warnings.append, limit_s=HANG_S)
     first, second = (others(MetricInputs(step, [], {}))["own/calls"] for step in (2, 3))
     assert second == first + 1 and len(warnings) == 1
 
@@ -301,7 +301,7 @@ def test_a_run_goes_on_sampling_while_a_prompt_order_chooses(tmp_path):
 
 def test_a_prompt_order_that_hangs_ends_the_run_with_its_name_and_the_key(code):
     named = UserOrderConfig(name="tried_pieces:endless_order")
-    order = OwnOrder(fakes.prompts(6), 2, named, (code,), seed=0, rates={}, limit_s=0.5)
+    order = OrderName(fakes.prompts(6), 2, named, (code,), seed=0, rates={}, limit_s=0.5)
     with pytest.raises(ValueError, match=r"batch 3: prompt order tried_pieces:endless_order did not return "
                        r"within `cluster\.timeouts\.own_code_s` = 0\.5 s; correct it"):  # fmt: skip
         order.take(3)
@@ -312,7 +312,7 @@ def test_a_module_that_hangs_on_import_holds_up_no_other(code, tmp_path, monkeyp
     other = tmp_path / "hanging"
     other.mkdir()
     for trial_s in longer(1.0):
-        monkeypatch.setattr(own_trials, "TRIAL_S", trial_s)
+        monkeypatch.setattr(user_trials, "TRIAL_S", trial_s)
         monkeypatch.setattr(loading, "_HUNG_S", trial_s)
         monkeypatch.setattr(loading, "_LOCK", threading.RLock())  # which the first holds from now on
         hangs, returns = (f"{name}_{trial_s:g}" for name in ("hangs_on_import", "imports_at_once"))
@@ -320,8 +320,8 @@ def test_a_module_that_hangs_on_import_holds_up_no_other(code, tmp_path, monkeyp
         (other / f"{returns}.py").write_text(
             "def f(logprobs, advantages):\n    return -logprobs * advantages\n"
         )
-        pieces = [OwnPiece(LOSS, f"{name}:f", LOSS.key) for name in (hangs, returns)]
-        first, *others = own_code_problems(pieces, [str(other)])
+        pieces = [UserComponent(LOSS, f"{name}:f", LOSS.key) for name in (hangs, returns)]
+        first, *others = user_code_problems(pieces, [str(other)])
         if not others:
             break
     assert f"{hangs}:f: it did not return within {trial_s:g} s" in first and others == []

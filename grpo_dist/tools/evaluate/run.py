@@ -18,7 +18,7 @@ from typing import Any
 from grpo_dist.chat.template import writes_date
 from grpo_dist.config import Config
 from grpo_dist.data.readers import brings_columns, column, common_columns, read_all
-from grpo_dist.data.tasks import own_problems
+from grpo_dist.data.tasks import environment_problems
 from grpo_dist.errors import as_user_errors
 from grpo_dist.evaluation.sampling import STAGE, Draw, EvaluationHandles, sample_chunks
 from grpo_dist.rewards.checks import asked_columns
@@ -130,7 +130,7 @@ def _read_sets(
     Columns that only the breakdown needs are hidden from the rewards, which see the same as in training.
     """
     data = sections.data
-    environment_columns = own_problems(data, sections.environments)
+    environment_columns = environment_problems(data, sections.environments)
     sources = data.resolve_prompts(data.eval)
     columns = [
         [name for name in common_columns(source, environment_columns) if name in (by or breakdown(source))]

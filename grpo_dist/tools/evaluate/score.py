@@ -29,7 +29,7 @@ from grpo_dist.errors import UserError, as_user_errors, refuse
 from grpo_dist.rewards.checks import check_rewards, column_problems, user_column_problems
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import own_rewards, placed
+from grpo_dist.rewards.registry import placed, user_rewards
 from grpo_dist.rewards.scorer import scorers_by_source
 from grpo_dist.rewards.thought import infer_thought
 from grpo_dist.runs.prepare import load_tokenizer, resolve_model
@@ -257,7 +257,7 @@ def _check_columns(rewards: RewardsConfig, completions: Sequence[Completions], p
         by_source.setdefault(item.source, []).append(item)
     for items in by_source.values():
         refuse(column_problems(rewards, items, remedy))
-    if own_rewards(rewards):
+    if user_rewards(rewards):
         with GraderPool(1, code_paths=rewards.code_paths) as pool:
             for items in by_source.values():
                 refuse(user_column_problems(rewards, items, remedy, pool))

@@ -23,7 +23,7 @@ from grpo_dist.config import (
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.data.demonstrations import count_held_out, count_rows, source_pairs
 from grpo_dist.data.readers import read_all
-from grpo_dist.data.tasks import own_problems
+from grpo_dist.data.tasks import environment_problems
 from grpo_dist.errors import UserError, as_user_errors, refuse
 from grpo_dist.runs.prepare import (
     PromptSections,
@@ -146,7 +146,7 @@ def _check_sft(stage: ResolvedStage, config: Config, device: DeviceType) -> None
             PromptSections(config.data, config.rewards, config.environments),
             read_all(
                 config.data.resolve_prompts(config.data.eval),
-                own=own_problems(config.data, config.environments),
+                own=environment_problems(config.data, config.environments),
             ),
             tokenizer,
             [],
@@ -209,7 +209,7 @@ def _check_sampling(config: Config, device: DeviceType) -> None:
 def _check_prompts(config: Config, sections: PromptSections, sources: list[DataSourceConfig]) -> None:
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
     check_rendering(config.data, config.sampling, tokenizer, _quiet)
-    problems = own_problems(sections.data, sections.environments)
+    problems = environment_problems(sections.data, sections.environments)
     train_prompts(sections, read_all(config.data.resolve_prompts(sources), own=problems), tokenizer, _quiet)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from grpo_dist.config import Config
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
-from grpo_dist.data.tasks import own_problems
+from grpo_dist.data.tasks import environment_problems
 from grpo_dist.errors import UserError, as_user_errors
 from grpo_dist.evaluation.sampling import Draw, EvaluationHandles, sample_chunks
 from grpo_dist.observe.samples import read_groups, write_groups
@@ -57,7 +57,7 @@ def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) ->
         check_length(config.model, model_dir, config.max_length)
         tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
         check_rendering(config.data, config.sampling, tokenizer, say)
-        problems = own_problems(config.data, config.environments)
+        problems = environment_problems(config.data, config.environments)
         sections = PromptSections(config.data, config.rewards, config.environments)
         sources = config.data.resolve_prompts(config.data.train)
         read = read_all(sources, own=problems, asked=asked_columns(config.rewards))

@@ -81,7 +81,7 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     Raises UserError for code that cannot travel, and when the files are too large.
     """
     left_out: dict[str, str] = {}
-    for relative in _own_code(config.code_paths):
+    for relative in _user_modules(config.code_paths):
         all_excludes = (*excludes, f"/{Path(config.output_dir).name}", into.name)
         left_out |= _copy(Path(relative), into / relative, all_excludes)
     for package in _PACKAGES:
@@ -100,7 +100,7 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     return carried
 
 
-def _own_code(code_paths: Sequence[str]) -> Iterator[str]:
+def _user_modules(code_paths: Sequence[str]) -> Iterator[str]:
     """Yield directories of a user's own code, relative to this directory; each once."""
     modules: set[str] = set()
     for path_text in code_paths:

@@ -21,11 +21,11 @@ from grpo_dist.environments.user_rollout import UserRollout
 from grpo_dist.errors import raised
 from grpo_dist.loop.metrics import own_metric
 from grpo_dist.plugins.algorithm import (
-    OwnCode,
+    UserCode,
     kl_estimate,
-    own_advantages,
-    own_aggregation,
-    own_policy_loss,
+    user_advantages,
+    user_aggregation,
+    user_policy_loss,
 )
 from grpo_dist.plugins.inputs import (
     AdvantageInputs,
@@ -47,8 +47,8 @@ from grpo_dist.plugins.user_code import (
     ROLLOUT,
     SINK,
     Kind,
-    OwnPiece,
     UserCodeFailed,
+    UserComponent,
     check_signature,
     load,
 )
@@ -69,8 +69,8 @@ _INPUTS: dict[Kind, type[Any]] = {
 }  # fmt: skip
 
 
-def own_code_problems(
-    pieces: Sequence[OwnPiece], code_paths: Sequence[str], tokenizer: Any = None
+def user_code_problems(
+    pieces: Sequence[UserComponent], code_paths: Sequence[str], tokenizer: Any = None
 ) -> Iterator[str]:
     """Yield a message for every piece that cannot be used. Imports and runs user code.
 
@@ -110,13 +110,13 @@ def _failure(trial: Callable[[], None]) -> BaseException | None:
     return errors[0] if errors else None
 
 
-def _try(piece: OwnPiece, code_paths: Sequence[str], tokenizer: Any) -> None:
+def _try(piece: UserComponent, code_paths: Sequence[str], tokenizer: Any) -> None:
     """Call ``piece`` on a made input. Raises whatever is wrong with it."""
     kind, name = piece.kind, piece.name
     function = load(kind, name, code_paths)
     check_signature(function, _INPUTS[kind], piece.kwargs, f"{kind.title} {name}", _KWARGS[kind])
     if kind in (ADVANTAGE, LOSS, KL, AGGREGATION):
-        _TRIALS[kind](name, OwnCode.from_pieces(code_paths, [piece]))
+        _TRIALS[kind](name, UserCode.from_pieces(code_paths, [piece]))
     elif kind is METRIC:
         inputs = MetricInputs(1, _made_groups(), {"reward/mean": 0.5})
         own_metric(name, code_paths, piece.kwargs, inputs, "trial")
@@ -132,23 +132,23 @@ def _try(piece: OwnPiece, code_paths: Sequence[str], tokenizer: Any) -> None:
         _try_rollout(UserRollout(name, function, piece.kwargs), tokenizer)
 
 
-def _try_advantage(name: str, code: OwnCode) -> None:
+def _try_advantage(name: str, code: UserCode) -> None:
     rewards = torch.tensor([1.0, 0.0, 0.5, torch.nan, 2.0, 2.0, 2.0, 2.0], dtype=torch.float64)
     parts = {"trial": torch.nan_to_num(rewards)}
     inputs = AdvantageInputs(
         rewards, torch.arange(8) // 4, torch.arange(1, 9), torch.arange(8) == 7, parts, {"trial": 1.0}
     )
-    own_advantages(name, code, inputs)
+    user_advantages(name, code, inputs)
 
 
-def _try_loss(name: str, code: OwnCode) -> None:
+def _try_loss(name: str, code: UserCode) -> None:
     values = _made_values()
     logprobs = values[0].requires_grad_()
     inputs = PolicyLossInputs(logprobs, values[1], values[2], torch.sin(values[1] * 9), _mask())
-    losses, _ = own_policy_loss(name, code, inputs)
+    losses, _ = user_policy_loss(name, code, inputs)
     _check_gradient(f"{LOSS.title} {name}", losses, logprobs)
     halves = [
-        own_policy_loss(name, code, PolicyLossInputs(
+        user_policy_loss(name, code, PolicyLossInputs(
             logprobs[half], inputs.old_logprobs[half], inputs.rollout_logprobs[half], inputs.advantages[half],
             inputs.mask[half],
         ))[0]
@@ -157,7 +157,7 @@ def _try_loss(name: str, code: OwnCode) -> None:
     _check_split(f"{LOSS.title} {name}", losses, torch.cat(halves))
 
 
-def _try_kl(name: str, code: OwnCode) -> None:
+def _try_kl(name: str, code: UserCode) -> None:
     values = _made_values()
     logprobs = values[0].requires_grad_()
     kl = kl_estimate(name, code, logprobs, values[1])
@@ -169,7 +169,7 @@ def _try_kl(name: str, code: OwnCode) -> None:
     _check_split(f"{KL.title} {name}", kl, torch.cat(halves))
 
 
-def _try_aggregation(name: str, code: OwnCode) -> None:
+def _try_aggregation(name: str, code: UserCode) -> None:
     losses, mask = _made_values()[0].requires_grad_(), _mask()
 
     def share(rows: slice) -> torch.Tensor:
@@ -177,7 +177,7 @@ def _try_aggregation(name: str, code: OwnCode) -> None:
         inputs = AggregationInputs(
             losses[rows], mask[rows], float(mask.sum()), 4.0, 8, of_samples[rows], 1.0, of_prompts[rows]
         )
-        return own_aggregation(name, code, inputs)
+        return user_aggregation(name, code, inputs)
 
     whole = share(slice(None))
     _check_gradient(f"{AGGREGATION.title} {name}", whole, losses)
@@ -212,7 +212,7 @@ def _try_rollout(rollout: UserRollout, tokenizer: Any) -> None:
     asyncio.run(rollout.sample(_made_prompt(0), 0, 1, Sampling(max_new_tokens=64), generate, tokenizer))
 
 
-_TRIALS: dict[Kind, Callable[[str, OwnCode], None]] = {
+_TRIALS: dict[Kind, Callable[[str, UserCode], None]] = {
     ADVANTAGE: _try_advantage, LOSS: _try_loss, KL: _try_kl, AGGREGATION: _try_aggregation,
 }  # fmt: skip
 
