@@ -18,11 +18,15 @@ _GONE = (
     "rewards.code_paths", "environments.code_paths", "cluster.restarts.window_s",
     "distillation.teachers.*.threads", "environments.sandbox.backend", "evaluation.threads",
     "profile.memory", "profile.shapes", "profile.stacks", "tracking.mlflow", "bench.other_kwargs",
-    "demonstrations.max_length", "demonstrations.seed", "distillation.teachers.*.micro_batch_tokens",
-    "environments.sandbox.output_kb", "evaluation.max_prompts", "health.idle_steps_above",
-    "policy.logprob_chunk_mib", "reference.threads", "rejection.chunk_prompts", "rejection.prefer",
-    "rewards.prompt_opens_thought", "rollout.speculation.history_tokens", "sft.betas", "sft.max_grad_norm",
+    "demonstrations.max_length", "distillation.teachers.*.micro_batch_tokens", "health.idle_steps_above",
+    "policy.logprob_chunk_mib", "reference.threads", "rejection.chunk_prompts",
+    "rollout.speculation.history_tokens",
 )  # fmt: skip
+# Keys that no longer exist, with the value that all runs have now: any other is refused, as it decided.
+_FIXED = {
+    "environments.sandbox.output_kb": 64, "evaluation.max_prompts": None, "rejection.prefer": "shortest",
+    "rewards.prompt_opens_thought": None, "sft.betas": [0.9, 0.95], "sft.max_grad_norm": 1.0,
+}  # fmt: skip
 # Section, its earlier key, and that of now.
 _RENAMED = (
     (("health",), "garbage_above", "degenerate_above"),
@@ -39,6 +43,9 @@ def translate(old: Mapping[str, Any]) -> dict[str, Any]:
     new: dict[str, Any] = dict(old)
     for key in _GONE:
         new = drop(new, key.split("."))
+    for key, value in (_FIXED | {"demonstrations.seed": new.get("seed")}).items():
+        if _value(new, key.split(".")) == value:
+            new = drop(new, key.split("."))
     for path, was, now in _RENAMED:
         new = _renamed(new, path, was, now)
     if isinstance(new.get("algorithm"), dict):
@@ -134,6 +141,13 @@ def _translate_schedule(value: Any) -> Any:
 def _fill_defaults(source: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``source`` with the value of ``defaults`` for each key that it lacks or has as null."""
     return {**source, **{key: value for key, value in defaults.items() if source.get(key) is None}}
+
+
+def _value(tree: Any, path: Sequence[str]) -> Any:
+    """Return the value at ``path``; ... where there is none."""
+    for name in path:
+        tree = tree.get(name, ...) if isinstance(tree, dict) else ...
+    return tree
 
 
 def _renamed(tree: Any, path: Sequence[str], was: str, now: str) -> Any:

@@ -120,6 +120,8 @@ def test_the_tables_say_what_each_setting_is_here():
         ("ref.num_nodes=2", ["did you mean `reference.num_workers`?"]),
         ("rewards.functions=[{function: math, url: u}]", ["`rewards.functions.0.kwargs.url`"]),
         ("health.garbage_above=0.5", ["an earlier version had it; write `health.degenerate_above`"]),
+        ("evaluation.max_prompts=8", ["an earlier version had it; write `data.eval.N.max_rows`"]),
+        ("policy.logprob_chunk_mib=64", ["write nothing: it follows from the GPU's memory"]),
         ("health.max_rollbacks=5", ["write `health.action: {kind: rollback, max_rollbacks: 3}`"]),
         ("data.drop_solved=0.9", ["an earlier version had it; write `data.order: {drop_solved: 0.9}`"]),
         ("sampling.stop_strings=[a]", ["did you mean `sampling.stop`?"]),

@@ -178,13 +178,20 @@ SECTIONS = {
     "batch": {"order": "launched", "oversample": None, "min_samples": None},
     "distillation": {"kl_as": "advantage", "estimator": "k3+", "top_k": 0, "divergence": "reverse"},
     "cluster": {"timeouts": {"room_s": 300.0}},
-    "health": {"garbage_above": None, "length_above": None, "action": "skip", "max_rollbacks": 3},
+    "health": {
+        "garbage_above": None, "length_above": None, "action": "skip", "max_rollbacks": 3,
+        "idle_steps_above": 50,
+    },
     "rollout": {"speculation": {"tokens": 0, "max_sequences": 4, "history_tokens": 16_000_000}},
-    "environments": {"sandbox": {"backend": "process"}},
-    "evaluation": {"threads": 0},
+    "environments": {"sandbox": {"backend": "process", "output_kb": 64}},
+    "evaluation": {"threads": 0, "max_prompts": None},
+    "policy": {"logprob_chunk_mib": None},
+    "reference": {"threads": 0},
+    "rejection": {"chunk_prompts": 512, "prefer": "shortest"},
+    "rewards": {"prompt_opens_thought": None},
     "profile": {"memory": False, "shapes": True, "stacks": False},
     "tracking": {"wandb": {"enabled": False, "project": "grpo-dist", "entity": None, "mode": "auto"}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -243,6 +250,16 @@ def test_a_checkpoint_of_an_earlier_version_has_the_settings_that_it_says(was, n
         written["sft"] |= was["sft"]
     assert changes(yaml.safe_dump(written), set_now) == []
     assert translate(set_now.model_dump(mode="json")) == set_now.model_dump(mode="json")
+
+
+def test_a_setting_that_decided_and_has_no_key_any_longer_is_not_dropped():
+    """The run would go on with other samples: the checkpoint is refused with what to write."""
+    old = config().model_dump(mode="json")
+    old["evaluation"]["max_prompts"] = 8
+    old["demonstrations"] = {"data": [{"path": "a.jsonl"}], "seed": old["seed"] + 1}
+    kept = translate(old)
+    assert (kept["evaluation"]["max_prompts"], kept["demonstrations"]["seed"]) == (8, old["seed"] + 1)
+    assert "seed" not in translate(old | {"seed": old["seed"] + 1})["demonstrations"]
 
 
 # As versions before the tagged unions wrote these sections.
