@@ -83,7 +83,7 @@ EARLIER_KEYS = {
     "distillation.teachers.micro_batch_tokens": "`reference.micro_batch_tokens`, which is of teachers, too",
     "distillation.teachers.threads": "nothing: a worker has one thread",
     "environments.sandbox.backend": "`environments.sandbox.url` for a service, nothing for processes",
-    "environments.sandbox.output_kb": "nothing: 64 KiB of a call; of tests `kwargs.output_kb` of the reward",
+    "environments.sandbox.output_kb": "nothing: 64 KiB of a call; the reward `unit_tests` has its own",
     "evaluation.max_prompts": "`data.eval.N.max_rows`",
     "evaluation.threads": "nothing: such an engine has one thread",
     "health.garbage_above": "`health.degenerate_above`",

@@ -369,7 +369,7 @@ def test_a_run_whose_samples_are_all_cut_off_and_masked_trains_on_no_token(monke
 
 
 def test_idle_steps_are_counted_across_a_resume(monkeypatch):
-    config = fakes.config(steps=4, checkpoint={"every": 2})
+    config = fakes.config(steps=4, checkpoint={"every": 2}, health={"min_signal_groups": 1})
     world = fakes.World(jitter=False)
     scored_by(world, lambda step, index: [1.0, 1.0])
     train(world, config)
