@@ -14,7 +14,7 @@ import pytest
 
 import actors.cluster
 from grpo_dist.cli import main
-from grpo_dist.config import DataConfig, EnvironmentsConfig, EvaluationConfig, RewardsConfig
+from grpo_dist.config import DataConfig, EnvironmentsConfig, RewardsConfig
 from grpo_dist.config.files import load_config
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.runs import run_directory as dated_config
@@ -565,7 +565,7 @@ def test_prompts_keep_the_columns_that_an_environment_brings_also_by_a_breakdown
         RewardsConfig(functions=({"function": "environment"},)),
         EnvironmentsConfig(code_paths=(str(tmp_path),)),
     )
-    (asked,) = run._read_sets(sections, EvaluationConfig(), character_tokenizer(), by, print)
+    (asked,) = run._read_sets(sections, character_tokenizer(), by, print)
     assert [p.columns for p in asked.prompts] == [
         {"secret": 7, "size": "small"},
         {"secret": 42, "size": "large"},
@@ -580,7 +580,7 @@ def test_prompts_of_a_file_have_no_columns_that_only_the_breakdown_needs(here):
         RewardsConfig(),
         EnvironmentsConfig(),
     )
-    (asked,) = run._read_sets(sections, EvaluationConfig(), character_tokenizer(), ("level",), print)
+    (asked,) = run._read_sets(sections, character_tokenizer(), ("level",), print)
     assert asked.prompts[0].columns == {"source": "made"}
     assert asked.by[asked.prompts[0].uid] == {"level": "0"}
 
@@ -592,7 +592,7 @@ def test_prompts_keep_the_columns_that_a_users_reward_names(here, tmp_path):
         RewardsConfig(functions=({"function": "mine:easy"},), code_paths=(str(tmp_path),)),
         EnvironmentsConfig(),
     )
-    (asked,) = run._read_sets(sections, EvaluationConfig(), character_tokenizer(), (), print)
+    (asked,) = run._read_sets(sections, character_tokenizer(), (), print)
     assert set(asked.prompts[0].columns) == {"level"}
 
 
