@@ -90,9 +90,8 @@ def test_the_stage_records_what_a_run_does_and_its_loss_falls(whole):
     assert (stage(whole) / "events.jsonl").read_text() == ""
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["killed", "ended"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
 def test_a_stage_that_is_interrupted_continues_with_the_same_numbers(whole, tmp_path, number):
     directory = tmp_path / "broken"
     code, output = run(directory, stop_at="step_000004", number=number)

@@ -58,6 +58,7 @@ def check(architectures, kept):
         assert activation_bytes(shape, sizes, **how) == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.slow
 def test_kernels_compute_what_torchs_operations_do_and_a_plan_knows_what_they_keep(interpreted):
     assert {_ACTIVATIONS[SHAPES[name][0]] for name in interpreted["architectures"]} == {
         *_ACTIVATIONS.values()

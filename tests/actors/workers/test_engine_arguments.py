@@ -201,6 +201,7 @@ def test_names_and_types_are_those_of_the_engine():
     assert truth.endswith("input should be int, not bool")
 
 
+@pytest.mark.slow
 def test_vllm_itself_validates_what_is_set(tiny_model):
     """In a process of its own: names and types of its arguments, and then the engine's configuration."""
     short = fakes.config(rollout={"engine": {"max_num_batched_tokens": 12}})
