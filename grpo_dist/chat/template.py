@@ -42,17 +42,47 @@ def render(
     Raises those of REJECTED for messages or arguments that the template does not take.
     """
     tools = arguments.get("tools", template_kwargs.get("tools"))
-    source = tokenizer.get_chat_template(tools=tools)
-    clock = {_CLOCK: _clock(day)} if _CLOCK in source else {}
-    if _takes_parts(tokenizer, source):
-        messages = [_make_parts(message) for message in messages]
+    to_message, clock = _form(tokenizer, tools, day)
     return tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
+        list(map(to_message, messages)),
         tokenize=False,
         add_generation_prompt=open_turn,
         **clock,
         **template_kwargs,
         **arguments,
+    )
+
+
+def render_all(
+    tokenizer: Any,
+    conversations: Sequence[Sequence[Mapping[str, Any]]],
+    template_kwargs: Mapping[str, Any],
+    *,
+    day: date | None,
+) -> list[str]:
+    """Render conversations as `render` does, in one call."""
+    if not type(tokenizer).__module__.startswith("transformers."):  # it may take one conversation alone
+        return [render(tokenizer, messages, template_kwargs, day=day) for messages in conversations]
+    to_message, clock = _form(tokenizer, template_kwargs.get("tools"), day)
+    return list(
+        tokenizer.apply_chat_template(
+            [list(map(to_message, messages)) for messages in conversations],
+            tokenize=False,
+            add_generation_prompt=True,
+            **clock,
+            **template_kwargs,
+        )
+    )
+
+
+def _form(
+    tokenizer: Any, tools: Any, day: date | None
+) -> tuple[Callable[[Mapping[str, Any]], dict[str, Any]], dict[str, Any]]:
+    """Return what makes a message as the template takes it, and the arguments for its date."""
+    source = tokenizer.get_chat_template(tools=tools)
+    return (
+        _make_parts if _takes_parts(tokenizer, source) else dict,
+        {_CLOCK: _clock(day)} if _CLOCK in source else {},
     )
 
 
@@ -81,11 +111,10 @@ def _takes_parts(tokenizer: Any, source: str) -> bool:
     return not shows(_MARK) and shows([{"type": "text", "text": _MARK}])
 
 
-def _make_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _make_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
-    return (
-        {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-    )
+    parts = {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else {}
+    return {**message, **parts}
 
 
 class ControlTokens:
@@ -149,6 +178,11 @@ class PartsCheck:
     def __init__(self, tokenizer: Any, *, day: date | None) -> None:
         self._tokenizer, self._day = tokenizer, day
         self._checked: set[str] = set()
+
+    @property
+    def passed(self) -> int:
+        """Return how many shapes the template shows whole."""
+        return len(self._checked)
 
     def dropped(
         self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], *, open_turn: bool = True

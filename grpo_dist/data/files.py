@@ -34,6 +34,7 @@ Located = tuple[str, Mapping[str, Any]]  # where a row stands, ``file:line``, an
 _BATCH = 4096  # rows of a table that become Python objects at once
 _EXPECTED = "expected one list of objects, or one object per line"
 _VALUE = re.compile(r"\S")
+_PART_BYTES = 2**23  # of JSON Lines parsed at once
 _REMEMBERED = 2**26  # bytes of JSON Lines with which later lines are compared
 _LONGEST_FIELD = 2**31 - 1  # characters of a CSV field; the module's own limit is 131,072
 
@@ -57,6 +58,62 @@ def file_rows(path: Path, name: str = "", columns: Sequence[str] = ()) -> Iterat
         yield from _json_rows(path, name)
     else:
         yield from json_lines(path, name)
+
+
+class OtherValues(Exception):
+    """A file is not one that `text_columns` reads; `file_rows` reads it, or says which row is wrong."""
+
+
+def text_columns(path: Path, name: str, columns: Sequence[str]) -> Iterator[tuple[int, list[list[str]]]]:
+    """Yield the number of the first row, and the texts of each of ``columns``, of one part of a data file
+    after another, in a tenth of the time of `file_rows`. The rows are one on each line, from 1.
+
+    Raises OtherValues for a file of another form than JSON Lines and Parquet, and for a part with a row that
+    is wrong, or in which one of ``columns`` is missing or no text.
+    """
+
+    ending, number = data_ending(name), 1
+    if ending == ".parquet":
+        parts: Iterator[pa.Table | pa.RecordBatch] = _batches(path, name, columns)
+    elif ending in (".jsonl", ".ndjson") and not name.endswith(".gz"):
+        parts = _parsed_lines(path, columns)
+    else:
+        raise OtherValues
+    for part in parts:
+        texts = [part[column] for column in columns if column in part.schema.names]
+        if len(texts) < len(columns) or any(text.null_count or not _is_text(text.type) for text in texts):
+            raise OtherValues
+        yield number, [text.to_pylist() for text in texts]
+        number += len(part)
+
+
+def _parsed_lines(path: Path, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """Yield parts of a file of JSON Lines with ``columns``, each of text."""
+    import pyarrow as pa  # heavy, as above
+    from pyarrow.json import ParseOptions, read_json
+
+    schema = pa.schema([(column, pa.string()) for column in columns])
+    options = ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+    with path.open("rb") as file:
+        while part := file.read(_PART_BYTES):
+            lines = (part + file.readline()).removesuffix(b"\n")
+            breaks = lines.count(b"\n")
+            is_an_object_a_line = lines[:1] == b"{" and lines[-1:] == b"}" and lines.count(b"}\n{") == breaks
+            try:
+                lines.decode()
+                table = read_json(pa.BufferReader(lines), parse_options=options)
+                table.validate(full=True)
+            except (pa.ArrowException, UnicodeDecodeError) as error:
+                raise OtherValues from error
+            if not is_an_object_a_line or len(table) != breaks + 1 or b"\\u0000" in lines:
+                raise OtherValues
+            yield table
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    import pyarrow as pa  # heavy, as above
+
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def count_file_rows(path: Path, name: str) -> int:

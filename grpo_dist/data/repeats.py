@@ -1,36 +1,29 @@
 """Sequences that hold what repeats once: DAPO-Math-17k's file has each of its 17,000 problems some 100 times.
 
 All work per row (reading, rendering, tokenising, checks) is done for the distinct rows; a row is put together
-when it is asked for. What took long is stored in `GRPO_DIST_CACHE`, under a name that is a hash of all that
-decides it, and read back by the next start.
+when it is asked for.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import marshal
-import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
-from io import BufferedIOBase
-from pathlib import Path
+from itertools import accumulate, chain
+from operator import attrgetter
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
-from grpo_dist.runtime.files import publish
-from grpo_dist.runtime.model_files import cache_dir
+from grpo_dist.data.columns import digest_parts, load, save, store_key
 from grpo_dist.types import Prompt
 
 T = TypeVar("T")
 V = TypeVar("V")
 
-STORED_FROM = 10_000  # rows of a source; reading fewer takes no longer than a look at what is stored
 REMEMBERED = 2**18  # distinct rows that later ones are compared with
-_PART = 4096  # values hashed at once
-_DIGEST_BYTES = 16
 
 
 class Repeated(Sequence[T], Generic[T]):
@@ -42,6 +35,17 @@ class Repeated(Sequence[T], Generic[T]):
     def __init__(self, distinct: Sequence[T], codes: np.ndarray | None = None) -> None:
         self.distinct = distinct
         self.codes: np.ndarray = np.arange(len(distinct), dtype=np.int32) if codes is None else codes
+
+    @classmethod
+    def join(cls, parts: Sequence[Repeated[T]]) -> Repeated[T]:
+        """Return the values of all ``parts`` in order."""
+        offsets = np.cumsum([0, *(len(part.distinct) for part in parts)])
+        codes = [part.codes + np.int32(n) for part, n in zip(parts, offsets, strict=False)]
+        return Repeated(Chained([part.distinct for part in parts]), np.concatenate(codes).astype(np.int32))
+
+    def select_codes(self, places: np.ndarray) -> Repeated[T]:
+        """Return the values at ``places``, of the same distinct ones."""
+        return Repeated(self.distinct, self.codes[places])
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -64,6 +68,11 @@ class Repeated(Sequence[T], Generic[T]):
     def _at(self, place: int) -> T:
         return self.distinct[self.codes[place]]
 
+    @property
+    def is_distinct(self) -> bool:
+        """Whether each distinct value stands at one place, in order."""
+        return len(self.distinct) == len(self.codes) and bool((self.codes[:-1] < self.codes[1:]).all())
+
     def counts(self) -> np.ndarray:
         """Return at how many places each distinct value stands, int64 [distinct]."""
         return np.bincount(self.codes, minlength=len(self.distinct))
@@ -72,16 +81,46 @@ class Repeated(Sequence[T], Generic[T]):
         """Return the first place of each distinct value, int64 [distinct]."""
         return np.unique(self.codes, return_index=True)[1]
 
-    def places(self, is_wanted: Callable[[T], bool]) -> np.ndarray:
-        """Return the places of the values that are wanted, int64; asks once about each distinct one."""
-        wanted = np.fromiter(map(is_wanted, self.distinct), bool, len(self.distinct))
+    def places(self, name: str, is_wanted: Callable[[Any], bool]) -> np.ndarray:
+        """Return the places of the values whose attribute ``name`` is wanted, int64; asks once about each
+        distinct value.
+        """
+        wanted = np.fromiter(map(is_wanted, column(self.distinct, name)), bool, len(self.distinct))
         return np.flatnonzero(wanted[self.codes])
+
+
+class Chained(Sequence[T], Generic[T]):
+    """Sequences one behind another."""
+
+    def __init__(self, parts: Sequence[Sequence[T]]) -> None:
+        self._parts, self._ends = parts, list(accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, place: int) -> T: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[T]: ...
+    def __getitem__(self, place: int | slice) -> T | list[T]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        place = range(len(self))[place]
+        part = bisect_right(self._ends, place)
+        return self._parts[part][place - (self._ends[part - 1] if part else 0)]
+
+    def __iter__(self) -> Iterator[T]:
+        return chain.from_iterable(self._parts)
+
+    def column(self, name: str) -> Iterable[Any]:
+        return chain.from_iterable(column(part, name) for part in self._parts)
 
 
 class Prompts(Repeated[Prompt]):
     """Prompts of which the same row may be several: each has a uid of its own.
 
     ``numbers``: int32 [n], how often the uid of each has occurred so far: "set-1f", "set-1f-2", ...
+    ``key``: a name of all that decides the prompts, see `columns.store_key`; "": it is unknown.
     """
 
     def __init__(
@@ -89,46 +128,63 @@ class Prompts(Repeated[Prompt]):
         distinct: Sequence[Prompt],
         codes: np.ndarray | None = None,
         numbers: np.ndarray | None = None,
+        key: str = "",
     ) -> None:
         super().__init__(distinct, codes)
         self._numbers = np.ones(len(self), np.int32) if numbers is None else numbers
+        self.key = key
 
     @classmethod
     def join(cls, parts: Iterable[Sequence[Prompt]]) -> Prompts:
         """Return the prompts of all ``parts`` in order."""
-        distinct: list[Prompt] = []
-        codes, numbers = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
-        for part in parts:
-            part = part if isinstance(part, Prompts) else cls(part)
-            codes.append(part.codes + np.int32(len(distinct)))
+        joined = [part if isinstance(part, Prompts) else cls(part) for part in parts if len(part)]
+        if len(joined) == 1:
+            return joined[0]
+        codes, numbers, count = [np.empty(0, np.int32)], [np.empty(0, np.int32)], 0
+        for part in joined:
+            codes.append(part.codes + np.int32(count))
             numbers.append(part._numbers)
-            distinct += part.distinct
-        return cls(distinct, np.concatenate(codes), np.concatenate(numbers))
+            count += len(part.distinct)
+        keys = [part.key for part in joined]
+        return cls(
+            Chained([part.distinct for part in joined]),
+            np.concatenate(codes),
+            np.concatenate(numbers),
+            store_key(["joined", keys]) if all(keys) else "",
+        )
 
     def _at(self, place: int) -> Prompt:
         prompt, number = self.distinct[self.codes[place]], self._numbers[place]
         return prompt if number == 1 else replace(prompt, uid=f"{prompt.uid}-{number}")
 
-    def digest(self, part: Callable[[Prompt], bytes]) -> str:
-        """Return the first 16 digits of the SHA-256 of uid and ``part`` of each prompt, one behind another;
-        of many prompts it is stored.
+    def digest(self, name: str, parts: Callable[[], Iterable[bytes]], *, with_uids: bool) -> str:
+        """Return the first 16 digits of the SHA-256 of a part of each prompt, with its uid in front, one
+        behind another; where the prompts have a key it is stored.
+
+        ``parts``: returns a part of each distinct prompt, which ``name`` names.
         """
-        parts = list(map(part, self.distinct))
-        key = ""
-        if len(self) >= STORED_FROM:
-            tables = digest_parts([self.codes.tobytes(), self._numbers.tobytes(), *parts])
-            names = [(prompt.uid, len(piece)) for prompt, piece in zip(self.distinct, parts, strict=True)]
-            key = store_key(["digest", tables, names])
-            if (stored := load(key)) is not None:
-                return str(stored[1])
-        places = zip(self.uids(), self.codes.tolist(), strict=True)
-        digest = digest_parts(piece for uid, at in places for piece in (uid.encode(), parts[at]))
+        key = self.key and store_key(["digest", name, self.key])
+        if key and (stored := load(key)) is not None:
+            return str(stored[1])
+        if self.is_distinct:
+            of_places: Iterable[bytes] = parts()
+        else:
+            distinct = list(parts())
+            of_places = (distinct[at] for at in self.codes.tolist())
+        if with_uids:
+            of_places = chain.from_iterable(
+                (uid.encode(), part) for uid, part in zip(self.uids(), of_places, strict=True)
+            )
+        digest = digest_parts(of_places)
         if key:
             save(key, {}, digest)
         return digest
 
     def uids(self) -> Iterator[str]:
-        names = [prompt.uid for prompt in self.distinct]
+        if self.is_distinct and (self._numbers == 1).all():
+            yield from column(self.distinct, "uid")
+            return
+        names = list(column(self.distinct, "uid"))
         for at, number in zip(self.codes.tolist(), self._numbers.tolist(), strict=True):
             yield names[at] if number == 1 else f"{names[at]}-{number}"
 
@@ -161,6 +217,18 @@ def distinct_of(values: Sequence[T]) -> Sequence[T]:
     return values.distinct if isinstance(values, Repeated) else values
 
 
+def column(values: Sequence[Any], name: str) -> Iterable[Any]:
+    """Return the attribute ``name`` of each of ``values``, which are not made where they are columns."""
+    return values.column(name) if hasattr(values, "column") else map(attrgetter(name), values)
+
+
+def sources_of(prompts: Sequence[Prompt]) -> list[str]:
+    """Return the source of each prompt."""
+    values = Prompts.join([prompts])
+    names = list(column(values.distinct, "source"))
+    return [names[at] for at in values.codes.tolist()]
+
+
 def uids_of(prompts: Sequence[Prompt]) -> list[str]:
     """Return the uid of each prompt."""
     return list(prompts.uids()) if isinstance(prompts, Prompts) else [prompt.uid for prompt in prompts]
@@ -187,18 +255,6 @@ def content(record: Any) -> bytes | None:
     return hashlib.blake2b(dumped, digest_size=16).digest()
 
 
-def digest_parts(parts: Iterable[bytes]) -> str:
-    """Return the first 16 digits of the SHA-256 of ``parts``, one behind another."""
-    digest, waiting = hashlib.sha256(), list[bytes]()
-    for part in parts:
-        waiting.append(part)
-        if len(waiting) == _PART:
-            digest.update(b"".join(waiting))
-            waiting.clear()
-    digest.update(b"".join(waiting))
-    return digest.hexdigest()[:16]
-
-
 def occurrences(codes: np.ndarray, before: np.ndarray) -> np.ndarray:
     """Return how often each of ``codes`` has occurred up to its place, int32 [n].
 
@@ -212,84 +268,3 @@ def occurrences(codes: np.ndarray, before: np.ndarray) -> np.ndarray:
     numbers = np.empty(len(codes), np.int32)
     numbers[order] = np.arange(len(codes)) - starts + 1 + before[ordered]
     return numbers
-
-
-# Storage
-
-
-@cache
-def _code_digest() -> str:
-    """Return a hash of the code that reads and tokenises rows, and of what it says of their answers."""
-    digest = hashlib.sha256()
-    root = Path(__file__).parents[1]
-    folders = ("chat", "config", "data", "rewards", "runs")
-    for file in sorted(file for folder in folders for file in (root / folder).glob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def store_key(decides: Any) -> str:
-    """Return the name of what ``decides`` and this code determine."""
-    decided = json.dumps([decides, _code_digest()], sort_keys=True, default=str)
-    return hashlib.sha256(decided.encode()).hexdigest()[:32]
-
-
-def files_state(files: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return size and time of change of each file."""
-    return [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, files)]
-
-
-def files_digest(files: Sequence[Path]) -> list[str]:
-    """Return a hash of the content of each file."""
-    digests = []
-    for file in files:
-        with file.open("rb") as opened:
-            digests.append(_digest(opened).hex())
-    return digests
-
-
-def load(key: str) -> tuple[dict[str, np.ndarray], Any] | None:
-    """Return the arrays and the JSON stored under ``key``; None where there are none, or damaged ones: the
-    file begins with a hash of the rest.
-    """
-    try:
-        with _place(key).open("rb") as opened:
-            if opened.read(_DIGEST_BYTES) != _digest(opened):
-                return None
-            opened.seek(_DIGEST_BYTES)
-            with np.load(opened, allow_pickle=False) as stored:
-                arrays = {name: stored[name] for name in stored.files}
-    except OSError:
-        return None
-    return arrays, json.loads(arrays.pop("json").tobytes())
-
-
-def save(key: str, arrays: Mapping[str, np.ndarray], value: Any) -> None:
-    """Store ``arrays`` and what JSON holds of ``value`` under ``key``. Where the cache cannot be written the
-    next start takes as long as this one.
-    """
-    place = _place(key)
-    unfinished = place.with_name(f".{place.name}-{os.getpid()}.npz")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        stored: dict[str, Any] = {"json": np.frombuffer(json.dumps(value).encode(), np.uint8), **arrays}
-        with unfinished.open("w+b") as opened:
-            opened.write(bytes(_DIGEST_BYTES))
-            np.savez(opened, **stored)
-            opened.seek(_DIGEST_BYTES)
-            digest = _digest(opened)
-            opened.seek(0)
-            opened.write(digest)
-        publish(unfinished, place)
-    except OSError:
-        if unfinished.exists():
-            unfinished.unlink()
-
-
-def _digest(opened: BufferedIOBase) -> bytes:
-    """Return a hash of a file from its position on."""
-    return hashlib.file_digest(opened, partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)).digest()
-
-
-def _place(key: str) -> Path:
-    return cache_dir() / "rows" / f"{key}.npz"

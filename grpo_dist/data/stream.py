@@ -66,7 +66,7 @@ import numpy as np
 
 from grpo_dist.config import DataConfig
 from grpo_dist.data.order import OrderState, shuffled
-from grpo_dist.data.repeats import each, uids_of
+from grpo_dist.data.repeats import sources_of, uids_of
 from grpo_dist.types import Group, Prompt, correctness
 
 _GOLDEN = (5**0.5 - 1) / 2
@@ -118,10 +118,6 @@ class Mixture:
         self._number = np.concatenate([self._number, number])
 
 
-def _source(prompt: Prompt) -> str:
-    return prompt.source
-
-
 def most_at_once(weights: Mapping[str, float], prompts: Sequence[Prompt]) -> int:
     """Return how many of ``prompts`` can be drawn and none of them twice: all, or with ``weights``, the share
     of each source, as many as the source allows that has the fewest for its share.
@@ -130,7 +126,7 @@ def most_at_once(weights: Mapping[str, float], prompts: Sequence[Prompt]) -> int
     """
     if not weights:
         return len(prompts)
-    counts = Counter(each(prompts, _source))
+    counts = Counter(sources_of(prompts))
     return math.floor(min(counts[name] / share for name, share in weights.items()) + _ROUNDING)
 
 
@@ -139,7 +135,7 @@ def check_weights(data: DataConfig, prompts: Sequence[Prompt], *, in_flight: int
 
     Raises ValueError where the prompts of a source are fewer, so that it would be drawn twice at once.
     """
-    counts = Counter(each(prompts, _source))
+    counts = Counter(sources_of(prompts) if data.weights else ())
     for name, share in data.weights.items():
         if share * in_flight > counts[name] + _ROUNDING:
             raise ValueError(
@@ -253,7 +249,7 @@ class PromptStream:
         self._prompts, self._per_batch, self._seed = prompts, per_batch, seed
         self._position, self._waiting = state.position, deque(state.waiting)
         self._solved = solved or SolvedPrompts(prompts, state.left_out)
-        sources = each(prompts, _source) if weights else []
+        sources = sources_of(prompts) if weights else []
         self._mixture = Mixture(sources, weights, seed=seed) if weights else None
 
     @property

@@ -16,6 +16,7 @@ from decimal import Decimal
 from enum import Enum
 from fnmatch import fnmatchcase
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 from uuid import UUID
@@ -39,7 +40,8 @@ from grpo_dist.config.earlier import translate
 from grpo_dist.config.environments import BUILTIN_ENVIRONMENTS
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.text import unescaped
-from grpo_dist.data.repeats import Prompts, digest_parts, each
+from grpo_dist.data.columns import digest_parts
+from grpo_dist.data.repeats import Prompts, column
 from grpo_dist.environments.registry import own_environments
 from grpo_dist.plugins.user_code import (
     ADVANTAGE,
@@ -185,12 +187,15 @@ def data_digest(prompts: Sequence[Prompt]) -> str:
     """Return a hash of all that is trained on, in order: uids (of problem and answer, or of a demonstration),
     and the token ids that the policy and its teachers read.
     """
-    return Prompts.join([prompts]).digest(_token_bytes)
+    joined = Prompts.join([prompts])
 
+    def parts() -> Iterator[bytes]:
+        columns = (column(joined.distinct, name) for name in ("token_ids", "teacher_ids"))
+        for ids, teacher_ids in zip(*columns, strict=True):
+            read = [name.encode() + each.tobytes() for name, each in sorted(teacher_ids.items())]
+            yield b"".join([ids.tobytes(), *read])
 
-def _token_bytes(prompt: Prompt) -> bytes:
-    teachers = [name.encode() + ids.tobytes() for name, ids in sorted(prompt.teacher_ids.items())]
-    return prompt.token_ids.tobytes() + b"".join(teachers)
+    return joined.digest("tokens", parts, with_uids=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +219,9 @@ class DataOrigin:
         reading["content of the model's tokenizer files"] = _files_digest(model_dir)
         if writes_date(tokenizer) and data.template_date is not None:
             reading["date that the chat template writes (`data.template_date`)"] = data.template_date
-        digest = hashlib.sha256("\n".join(row_uids).encode()).hexdigest()[:16]
+        uids = iter(row_uids)
+        rest = (f"\n{uid}".encode() for uid in uids)
+        digest = digest_parts(chain([next(uids, "").encode()], rest))
         return cls(digest, reading)
 
     def changes(self, reading: Mapping[str, str]) -> list[str]:
@@ -239,14 +246,19 @@ def columns_digest(prompts: Sequence[Prompt]) -> str:
     """Return a hash of the columns of all that is trained on, in order: rewards, environments and pools read
     them. Equal contents have equal hashes in every process.
     """
-    return digest_parts(each(prompts, _column_bytes))
+    joined = Prompts.join([prompts])
+    return joined.digest(
+        "columns", lambda: map(_column_bytes, column(joined.distinct, "columns")), with_uids=False
+    )
 
 
-def _column_bytes(prompt: Prompt) -> bytes:
+def _column_bytes(columns: Mapping[str, Any]) -> bytes:
+    if not columns:
+        return b"{}\n"
     try:
-        kept = json.dumps(_comparable(prompt.columns), sort_keys=True)
+        kept = json.dumps(_comparable(columns), sort_keys=True)
     except RecursionError:  # a column that contains itself
-        kept = repr(sorted(prompt.columns))
+        kept = repr(sorted(columns))
     return kept.encode() + b"\n"
 
 

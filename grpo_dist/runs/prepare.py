@@ -7,14 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from datetime import date
-from functools import partial
-from importlib.metadata import version
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from grpo_dist.chat.batches import tokenizer_state
 from grpo_dist.chat.ends import ends_of
 from grpo_dist.chat.template import writes_date
 from grpo_dist.config import (
@@ -27,6 +25,7 @@ from grpo_dist.config import (
     SamplingConfig,
     SFTConfig,
 )
+from grpo_dist.data.columns import STORED_FROM, Texts, TokenIds, load, save, store_key
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.pools import check_pools
 from grpo_dist.data.prompts import (
@@ -34,6 +33,7 @@ from grpo_dist.data.prompts import (
     Dropped,
     EncodedRows,
     PromptFormat,
+    UidCounts,
     build_prompts,
     check_overlap,
     encode_rows,
@@ -47,7 +47,7 @@ from grpo_dist.data.readers import (
     media_problem,
     source_name,
 )
-from grpo_dist.data.repeats import STORED_FROM, Prompts, distinct_of, each, load, save, store_key
+from grpo_dist.data.repeats import Chained, Prompts, Repeated, column, distinct_of
 from grpo_dist.data.stream import check_weights
 from grpo_dist.data.tasks import source_tasks
 from grpo_dist.demo.model import made_model, random_model
@@ -79,6 +79,8 @@ from grpo_dist.runtime.hardware import quiet_libraries
 from grpo_dist.runtime.model_files import cached, fingerprint
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.types import Prompt, Thought
+
+_ANSWERS = 2**16  # of which many rows have the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ def build_inputs(
             day=config.data.day,
             say=warn,
         )
-    row_uids = chain(loaded.row_uids, (row.row_uid for row in demonstrations))
+    row_uids = chain(loaded.row_uids, column(demonstrations, "row_uid"))
     origin = DataOrigin.from_rows(row_uids, tokenizer, model_dir, config.data)
     return RunInputs(
         model_dir,
@@ -216,12 +218,12 @@ def train_prompts(
     """Turn the rows of all ``sources`` into prompts, in order. No two have the same uid."""
     sources = drop_duplicates(sections.data, sources, "data.train", say)
     parts: list[BuiltPrompts] = []
-    uid_counts: Mapping[str, int] = {}
+    uid_counts = UidCounts()
     for source, rows in sources:
         parts.append(load_prompts(sections, source, rows, tokenizer, say, uid_counts))
         uid_counts = parts[-1].uid_counts
     dropped = [row for built in parts for row in built.dropped]
-    row_uids = [uid for built in parts for uid in built.row_uids]
+    row_uids = Chained([built.row_uids for built in parts])
     return BuiltPrompts(Prompts.join(built.prompts for built in parts), dropped, uid_counts, row_uids)
 
 
@@ -421,7 +423,7 @@ def load_prompts(
     rows: Sequence[DataRow],
     tokenizer: Any,
     say: Callable[[str], None],
-    uid_counts: Mapping[str, int] | None = None,
+    uid_counts: UidCounts | None = None,
 ) -> BuiltPrompts:
     """Turn the ``rows`` of ``source`` into prompts. ``uid_counts`` are those of earlier sources: no uid may
     repeat. Many rows' tokens, and what was said of them, are stored for the next start.
@@ -436,12 +438,11 @@ def load_prompts(
     key = _prompts_key(sections, rows, tokenizer) if is_stored else ""
     said: list[str] | None = None
     if key and (stored := load(key)) is not None:
-        arrays, (kinds, messages, warnings, said) = stored
-        thoughts = [Thought(*kind) for kind in kinds]
+        arrays, (kinds, warnings, said) = stored
         encoded = EncodedRows(
-            np.split(arrays["ids"], arrays["ends"][:-1]),
-            [thoughts[number] for number in arrays["thoughts"].tolist()],
-            list(map(tuple, messages)),
+            TokenIds.from_ends(arrays["ids"], arrays["ends"]),
+            Repeated([Thought(*kind) for kind in kinds], arrays["thoughts"]),
+            Texts.from_ends(arrays["messages"], arrays["messages_ends"]),
             (),
             warnings,
         )
@@ -455,18 +456,15 @@ def load_prompts(
         overlong=data.overlong,
         uid_counts=uid_counts,
         encoded=encoded,
+        key=key,
     )
     if said is None:
         said = list(_remarks(sections, source, rows, built))
         if key:
-            numbers = {thought: number for number, thought in enumerate(dict.fromkeys(encoded.thoughts))}
-            arrays = {
-                "ids": np.concatenate(encoded.token_ids),
-                "ends": np.cumsum([len(ids) for ids in encoded.token_ids]),
-                "thoughts": np.array([numbers[thought] for thought in encoded.thoughts], np.int32),
-            }
-            value = [list(map(astuple, numbers)), encoded.messages, encoded.warnings, said]
-            save(key, arrays, value)
+            arrays = {"thoughts": encoded.thoughts.codes}
+            arrays["ids"], arrays["ends"] = encoded.token_ids.packed()
+            arrays["messages"], arrays["messages_ends"] = encoded.messages.packed()
+            save(key, arrays, [list(map(astuple, encoded.thoughts.distinct)), encoded.warnings, said])
     for remark in said:
         say(remark)
     return built
@@ -474,17 +472,14 @@ def load_prompts(
 
 def _prompts_key(sections: PromptSections, rows: DataRows, tokenizer: Any) -> str:
     """Return a name of all that decides the tokens of ``rows`` and what is said of them; "": not known."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not rows.key or backend is None or not type(tokenizer).__module__.startswith("transformers."):
+    state = tokenizer_state(tokenizer, sections.data.day) if rows.key else None
+    if state is None:
         return ""
-    text = [type(tokenizer).__name__, backend.to_str(), tokenizer.init_kwargs, tokenizer.chat_template]
-    versions = [version(name) for name in ("transformers", "tokenizers")]
     settings = [
         sections.data.model_dump(mode="json", exclude={"train", "eval", "order", "deduplicate", "overlap"}),
         sections.rewards.model_dump(mode="json"),
     ]
-    day = str(sections.data.day or date.today()) if writes_date(tokenizer) else ""
-    return store_key(["prompts", rows.key, text, versions, settings, day])
+    return store_key(["prompts", rows.key, state, settings])
 
 
 def _remarks(
@@ -492,17 +487,17 @@ def _remarks(
 ) -> Iterator[str]:
     """Yield what to tell the user of the rows of a source."""
     name, dropped = source_name(source), built.dropped
-    several = rows.places(lambda row: len(alternatives(row.answer)) > 1)
+    several = rows.places("answer", lambda answer: len(alternatives(answer)) > 1)
     if len(several):
-        row = rows[several[0]]
+        row = rows[int(several[0])]
         yield (
             f"{name}: {len(several)} of {len(rows)} rows have several answers, of which any is right, e.g. "
             f"{row.location}: {row.answer[:60]}; set `multiple_answers` of the source to all where they are "
             "the answer together"
         )
-    answered = rows.places(lambda row: bool(row.left_out))
+    answered = rows.places("left_out", bool)
     if len(answered):
-        row = rows[answered[0]]
+        row = rows[int(answered[0])]
         yield (
             f"{name}: {len(answered)} of {len(rows)} rows end with the assistant's message, which is left "
             f"out: the policy writes it; e.g. {row.location}: {row.left_out[:60]!r}"
@@ -513,13 +508,15 @@ def _remarks(
         yield f"{name}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}"
     if problem := media_problem(rows):
         yield f"warning: {name}: {problem}"
-    without = map(rows.__getitem__, rows.places(lambda row: is_no_answer(row.answer)))
+    without = map(rows.__getitem__, rows.places("answer", lru_cache(_ANSWERS)(is_no_answer)).tolist())
     if no_answers := describe_no_answers((row.location, row.answer) for row in without):
         yield (
             f"warning: {name}: gold answers that are no answers: {no_answers}; a policy is rewarded for "
             "writing these words; remove the rows"
         )
-    unreadable, looked_at = find_unreadable(each(rows, lambda row: row.answer), sections.rewards)
+    answers = list(column(rows.distinct, "answer"))
+    golds = [answers[at] for at in rows.codes.tolist()]
+    unreadable, looked_at = find_unreadable(golds, sections.rewards)
     if unreadable:
         first = ", ".join(f"{rows.location(i)}: {rows[i].answer[:60]!r}" for i in unreadable[:3])
         yield (

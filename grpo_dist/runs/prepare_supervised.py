@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from grpo_dist.config import Config, SupervisedConfig
 from grpo_dist.data.demonstrations import (
@@ -13,6 +13,7 @@ from grpo_dist.data.demonstrations import (
     load_demonstrations,
     split,
 )
+from grpo_dist.data.repeats import column
 from grpo_dist.errors import refuse
 from grpo_dist.runs.identity import DataOrigin
 from grpo_dist.runs.prepare import RunInputs, load_tokenizer, sft_model
@@ -26,7 +27,7 @@ class SupervisedInputs(RunInputs):
     """``prompts``: the demonstrations. ``held_out``: those of the validation loss."""
 
     prompts: Sequence[Demonstration]
-    held_out: list[Demonstration] = field(default_factory=list)
+    held_out: Sequence[Demonstration] = ()
 
 
 def supervised(config: Config, symbolic: Config) -> tuple[SupervisedConfig, SupervisedConfig]:
@@ -68,5 +69,5 @@ def load_supervised_inputs(
         f"{len(trained)} demonstrations, {config.steps} steps of {sft.batch_size}"
         + (f"; {len(held_out)} more for the validation loss" if held_out else "")
     )
-    origin = DataOrigin.from_rows((row.row_uid for row in trained), tokenizer, model_dir, config.data)
+    origin = DataOrigin.from_rows(column(trained, "row_uid"), tokenizer, model_dir, config.data)
     return SupervisedInputs(model_dir, trained, [], held_out=held_out, origin=origin)

@@ -22,7 +22,7 @@ from grpo_dist.config import (
 from grpo_dist.config.text import fill
 from grpo_dist.data.demonstrations import Demonstration, Stream, load_demonstrations
 from grpo_dist.data.prompts import PromptFormat
-from grpo_dist.data.repeats import each
+from grpo_dist.data.repeats import sources_of
 from grpo_dist.errors import refuse
 from grpo_dist.policy.lora import empty_model
 from grpo_dist.policy.model import check_supported, vocabulary_size
@@ -73,7 +73,7 @@ def load_stream(
     seed: int,
     day: date | None,
     say: Callable[[str], None],
-) -> list[Demonstration]:
+) -> Sequence[Demonstration]:
     """Return the demonstrations that are mixed into the batches; none without ``settings``.
 
     ``max_length``: of the run's sequences. ``seed``: the run's. ``day``, ``say``: as `load_pairs` takes them.
@@ -101,7 +101,8 @@ def source_problems(distillation: DistillationConfig, prompts: Sequence[Prompt])
     """Yield a message for every source that a teacher names and the data lacks, and for sources that nothing
     is learned from.
     """
-    teachers, sources = distillation.teachers, sorted(set(each(prompts, lambda prompt: prompt.source)))
+    teachers = distillation.teachers
+    sources = sorted(set(sources_of(prompts) if teachers else ()))
     for teacher in teachers:
         if unknown := sorted(set(teacher.sources) - set(sources)):
             yield (

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from grpo_dist.config import Config
 from grpo_dist.config.presets import described
-from grpo_dist.data.demonstrations import source_pairs
+from grpo_dist.data.demonstrations import load_source
 from grpo_dist.data.pools import pool_sizes
 from grpo_dist.data.readers import SourceRows, read_all, source_name
 from grpo_dist.data.tasks import environment_problems
@@ -98,17 +98,17 @@ def check_cold_start(start: Start) -> str:
     if start.model_dir is None:
         raise CheckSkipped("the model cannot be read")
     tokenizer = load_tokenizer(start.model_dir, False)
-    pairs, wrong = [], []
+    tables, wrong = [], []
     for source in sft.data:
         try:
-            pairs += source_pairs(source, sft, tokenizer, day=start.config.data.day, say=start.say)
+            tables.append(load_source(source, sft, tokenizer, day=start.config.data.day, say=start.say))
         except (ValueError, OSError) as error:
             wrong.append(str(error))
     fail(wrong)
-    start.longest_demonstration = longest = max(map(len, pairs))
+    start.longest_demonstration = longest = max(int(table.lengths.max()) for table in tables)
+    count = sum(map(len, tables))
     return (
-        f"{len(pairs)} demonstrations of up to {longest} tokens; "
-        f"{sft.steps_for(len(pairs))} steps of {sft.batch_size}"
+        f"{count} demonstrations of up to {longest} tokens; {sft.steps_for(count)} steps of {sft.batch_size}"
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from grpo_dist.config import Config, EnvironmentsConfig, RewardsConfig, SamplingConfig
 from grpo_dist.config.environments import AGENT
 from grpo_dist.data.readers import SourceRows, common_columns
-from grpo_dist.data.repeats import distinct_of
+from grpo_dist.data.repeats import distinct_of, sources_of
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.dialogue import template_text
 from grpo_dist.environments.episode import Action, Call, Observed
@@ -171,8 +171,9 @@ def _check_all(start: Start, pool: GraderPool) -> str:
         raise CheckSkipped("the data cannot be read, so there is no problem of each source to answer")
     first: dict[str, Prompt] = {}
     for prompts in (start.inputs.prompts, *(eval_set.prompts for eval_set in start.inputs.eval_sets)):
-        for prompt in distinct_of(prompts):
-            first.setdefault(prompt.source, prompt)
+        for place, source in enumerate(sources_of(prompts)):
+            if source not in first:
+                first[source] = prompts[place]
     said, failed, skipped = [], [], []
     for source, prompt in first.items():
         try:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import random
 from datetime import date
 from pathlib import Path
@@ -11,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, RewardsConfig
+from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, RewardsConfig, SFTConfig
 from grpo_dist.data import readers
+from grpo_dist.data.demonstrations import load_demonstrations
 from grpo_dist.data.files import json_lines
 from grpo_dist.data.order import EpochOrder, OrderState
 from grpo_dist.data.prompts import build_prompts
@@ -115,7 +117,7 @@ def sources(tmp_path, monkeypatch):
 def cache(tmp_path, monkeypatch):
     """Store all that is read, however few rows."""
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / "cache"))
-    for module in ("grpo_dist.data.repeats", "grpo_dist.runs.prepare"):
+    for module in ("grpo_dist.data.readers", "grpo_dist.runs.prepare"):
         monkeypatch.setattr(f"{module}.STORED_FROM", 1)
     # Which golds parse is asked of processes, and is not what differs here.
     monkeypatch.setattr("grpo_dist.runs.prepare.find_unreadable", lambda golds, settings: ([], len(golds)))
@@ -151,10 +153,73 @@ def test_prompts_are_those_of_one_call_per_row_also_when_they_are_read_back(sour
     assert outcome(tuple(sources), **SETTINGS[case]) == first
 
 
+PLAIN = [{"problem": f"{i % 7} + \u00e9\n 😀?", "answer": f" {i % 5} ", "other": i} for i in range(60)]
+OTHER = {
+    "a list": {"problem": "1+1", "answer": ["2", "two"]},
+    "a number": {"problem": "1+1", "answer": 2},
+    "nothing": {"problem": "1+1", "answer": "2", "other": None},
+    "several golds": {"problem": "1+1", "answer": '["2", "two"]'},
+    "messages": {"problem": json.dumps(SYSTEM), "answer": "5"},
+    "an empty answer": {"problem": "1+1", "answer": " "},
+    "no answer": {"problem": "1+1"},
+    "NUL": {"problem": "1+1", "answer": "2\0"},
+    "a surrogate": {"problem": "1+1\ud800", "answer": "2"},
+}
+BROKEN = {
+    "a blank line": '{"problem": "1", "answer": "2"}\n\n{"problem": "3", "answer": "4"}\n',
+    "two on a line": '{"problem": "1", "answer": "2"}{"problem": "3", "answer": "4"}\n',
+    "one on two lines": '{"problem": "1",\n"answer": "2"}\n',
+    "twice": '{"problem": "1", "answer": "2", "problem": "3"}\n',
+    "a torn line": '{"problem": "1", "answer": "2"}\n{"problem": "1", "answ',
+    "no UTF-8": b'{"problem": "1", "answer": "2", "other": "\xff"}\n',
+    "a mark": b'\xef\xbb\xbf{"problem": "1", "answer": "2"}\n',
+    "no end": '{"problem": "1", "answer": "2"}',
+    "Windows": '{"problem": "1", "answer": "2"}\r\n{"problem": "3", "answer": "4"}\r\n',
+}
+
+
+@pytest.mark.parametrize("name", ["plain", "parquet", "at most", *OTHER, *BROKEN])
+def test_a_large_file_is_read_as_one_row_after_another(tmp_path, monkeypatch, name):
+    def outcome():
+        try:
+            rows = read(source)
+        except ValueError as error:
+            return str(error)
+        return (
+            list(rows),
+            [rows.distinct[int(i)].location for i in rows.codes],
+            list(rows.distinct.column("uid")),
+        )
+
+    path = tmp_path / ("rows.parquet" if name == "parquet" else "rows.jsonl")
+    rows = [*PLAIN, OTHER[name]] if name in OTHER else PLAIN
+    if name == "parquet":
+        pq.write_table(pa.Table.from_pylist(PLAIN), path)
+    elif name in BROKEN:
+        path.write_bytes(BROKEN[name] if isinstance(BROKEN[name], bytes) else BROKEN[name].encode())
+    else:
+        lines = [json.dumps(row, ensure_ascii=i % 2 == 0) for i, row in enumerate(rows)]
+        path.write_text("\n".join([*lines, ""]))
+    source = DataSourceConfig(path=str(path), max_rows=23 if name == "at most" else None)
+    monkeypatch.setattr("grpo_dist.data.readers.STORED_FROM", 1)
+    monkeypatch.setattr("grpo_dist.data.readers.load", lambda key: None)
+    monkeypatch.setattr("grpo_dist.data.readers.save", lambda *_: None)
+    expected = outcome()
+    monkeypatch.setattr("grpo_dist.data.readers._LARGE", 0)
+    monkeypatch.setattr("grpo_dist.data.files._PART_BYTES", 200)
+    if name in ("plain", "parquet", "at most", "no end", "nothing"):
+        monkeypatch.setattr("grpo_dist.data.readers._read_columns", None)
+    got = outcome()
+    if isinstance(expected, str):
+        assert got == expected
+    else:
+        assert got[0] == expected[0] and set(got[1]) <= set(expected[1]) and set(got[2]) == set(expected[2])
+
+
 def test_a_stored_file_is_read_again_where_it_its_settings_or_the_store_have_changed(sources, cache):
     source = sources[0]
     rows = list(read(source))
-    (stored,) = cache.glob("*.npz")
+    (stored,) = cache.glob("*.columns")
     assert read(source) == rows  # from the store
     whole = stored.read_bytes()
     places = range(0, len(whole), len(whole) // 9)
@@ -162,7 +227,7 @@ def test_a_stored_file_is_read_again_where_it_its_settings_or_the_store_have_cha
     for damage in (whole[:-40], b"", *changed):
         stored.write_bytes(damage)
         assert read(source) == rows
-    assert [stored] == list(cache.glob("*.npz"))
+    assert [stored] == list(cache.glob("*.columns"))
     assert len(read(source.model_copy(update={"max_rows": 3}))) == 3
     with open("rows.jsonl", "a") as file:
         file.write('\n{"problem": "1+1", "answer": "2", "level": 0}')
@@ -178,16 +243,32 @@ def test_rows_of_a_file_that_is_written_meanwhile_are_stored_under_no_name(sourc
     kept, text_file = readers._read_columns, Path("rows.jsonl")
     before = list(read(sources[0]))
     assert readers.read(sources[0]).key
-    for stored in cache.glob("*.npz"):
+    for stored in cache.glob("*.columns"):
         stored.unlink()
     monkeypatch.setattr(readers, "_read_columns", read_columns)
     changed = read(sources[0])
-    assert changed != before and not changed.key and not list(cache.glob("*.npz"))
+    assert changed != before and not changed.key and not list(cache.glob("*.columns"))
 
 
 def test_the_first_rows_of_a_large_file_are_read_without_hashing_it(sources, monkeypatch):
-    monkeypatch.setattr("grpo_dist.data.repeats.files_digest", None)
+    monkeypatch.setattr("grpo_dist.data.readers.files_digest", None)
     assert len(read(sources[0].model_copy(update={"max_rows": 3}))) == 3
+
+
+def test_stored_files_that_no_start_reads_are_deleted(sources, cache, monkeypatch):
+    first, later = sources[0], sources[0].model_copy(update={"max_rows": 60})
+    read(first)
+    (stored,) = cache.glob("*.columns")
+    os.utime(stored, (0, 0))
+    read(first)  # what a start reads is not old
+    read(later)
+    assert len(list(cache.iterdir())) == 2
+    os.utime(stored, (0, 0))
+    read(later.model_copy(update={"max_rows": 59}))
+    assert len(list(cache.iterdir())) == 2 and not stored.exists()
+    monkeypatch.setattr("grpo_dist.data.columns._KEPT_BYTES", 1)
+    read(later.model_copy(update={"max_rows": 58}))
+    assert len(list(cache.iterdir())) == 1  # the newest
 
 
 def test_a_store_that_cannot_be_written_is_none(sources, cache):
@@ -203,7 +284,7 @@ def test_values_that_json_would_change_are_not_stored(tmp_path, cache):
             assert read(DataSourceConfig(path=str(path), columns=("level",)))[1].columns == {
                 "level": levels[1]
             }
-    assert len(list(cache.glob("*.npz"))) == 1
+    assert len(list(cache.glob("*.columns"))) == 1
 
 
 def test_a_prompt_that_occurs_again_is_found_by_its_uid():
@@ -227,3 +308,49 @@ def test_what_is_remembered_of_rows_does_not_grow_with_their_length(tmp_path, mo
         True, False, True,
     ]  # fmt: skip
     assert records[4] == records[3]
+
+
+DEMONSTRATIONS = [
+    {"prompt": "1+1=", "completion": "2"},
+    {"prompt": "<|end|>1+2=", "completion": "3<|end|>"},
+    {"prompt": "2+2=", "completion": [{"text": "4"}, {"text": "5", "given": True}, {"text": "6"}]},
+    {"messages": [{"role": "user", "content": "2+3="}, {"role": "assistant", "content": "5"}]},
+    {"chat_template": "none", "prompt": "3+3=", "completion": "6"},
+]
+
+
+def test_demonstrations_that_repeat_are_those_of_each_row_also_when_they_are_read_back(
+    tmp_path, cache, monkeypatch
+):
+    def outcome(rows):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        said = []
+        table = load_demonstrations(settings, tokenizer, say=said.append)
+        return [
+            [d.uid, d.row_uid, d.text, d.token_ids.tolist(), d.completion_ids.tolist(), str(d.sampled)]
+            for d in table
+        ], said
+
+    monkeypatch.setattr("grpo_dist.data.demonstrations.STORED_FROM", 1)
+    monkeypatch.setattr("grpo_dist.data.demonstrations._BATCH", 4)
+    monkeypatch.chdir(tmp_path)
+    tokenizer = character_tokenizer()
+    settings = SFTConfig.model_validate({"model": "demo:tiny", "data": "rows.jsonl"})
+    alone = [outcome([row])[0][0] for row in DEMONSTRATIONS]
+    order = random.Random(0).choices(range(len(DEMONSTRATIONS)), k=30)
+    rows, said = outcome([DEMONSTRATIONS[i] for i in order])
+    assert [row[:2] + row[3:] for row in rows] == [alone[i][:2] + alone[i][3:] for i in order]
+    assert [row[2] for row in rows] == [f"rows.jsonl:{i}" for i in range(1, 31)]
+    assert f"{order.count(1)} of 30 rows have special tokens" in said[0]
+    assert f", e.g. rows.jsonl:{order.index(1) + 1};" in said[0]
+    monkeypatch.setattr("grpo_dist.data.demonstrations._Tokeniser.begin", None)
+    assert outcome([DEMONSTRATIONS[i] for i in order]) == (rows, said)
+
+
+def test_of_two_wrong_demonstrations_the_first_is_named(tmp_path):
+    path, tokenizer = tmp_path / "rows.jsonl", character_tokenizer()
+    rows = [{"prompt": "1+1=", "completion": text} for text in ("2", "2" * 99, "")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = SFTConfig.model_validate({"model": "demo:tiny", "data": str(path), "max_length": 40})
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: prompt and completion have \d+ tokens"):
+        load_demonstrations(settings, tokenizer)

@@ -1,10 +1,11 @@
 """Measures a start with many rows: time and memory of all that is done for prompts, first and from the store.
 
-    python -m tests.evidence.many_prompts MODEL [--rows 1800000] [--distinct 17000]
+    python -m tests.evidence.many_prompts MODEL [--rows 1800000] [--distinct 17000] [--demonstrations]
 
 Writes a file of JSON Lines in which each row occurs about ROWS / DISTINCT times, as in DAPO-Math-17k, and
 prints CPU seconds (of all threads) and the growth of the process' memory at each stage, once with an empty
-store and once with what it left. MODEL: a directory with a tokenizer that has a chat template.
+store and once with what it left; then it calls `grpo-dist check` on the file. MODEL: a directory with a
+tokenizer that has a chat template. --demonstrations: the rows are those of supervised training.
 """
 
 from __future__ import annotations
@@ -18,62 +19,34 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, RewardsConfig
+from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, RewardsConfig, SFTConfig
+from grpo_dist.data.demonstrations import load_demonstrations
 from grpo_dist.data.readers import read_all
+from grpo_dist.data.repeats import column
 from grpo_dist.runs.identity import DataOrigin, columns_digest, data_digest
 from grpo_dist.runs.prepare import PromptSections, load_tokenizer, train_prompts
+from grpo_dist.types import Prompt
 
-WORDS = [
-    "Let",
-    "the",
-    "triangle",
-    "ABC",
-    "with",
-    "$x^2",
-    "+",
-    "y^2",
-    "=",
-    "z$",
-    "find",
-    "number",
-    "of",
-    "positive",
-    "divisors",
-    "such",
-    "that",
-    "sum",
-    "\\frac{1}{n}",
-    "is",
-    "maximal",
-    "and",
-    "a_k",
-    "is",
-    "prime",
-    "for",
-    "circle",
-    "radius",
-    "point",
-    "line",
-    "segment",
-    "angle",
-]
+TEXT = """Let the triangle ABC with $x^2 + y^2 = z$ find number of positive divisors such that sum
+\\frac{1}{n} is maximal and a_k is prime for circle radius point line segment angle"""
+WORDS = TEXT.split()
 
 
-def write(path: Path, rows: int, distinct: int) -> None:
+def write(path: Path, rows: int, distinct: int, columns: Sequence[str]) -> None:
     """Write ``rows`` rows of 250 bytes, of which ``distinct`` differ."""
     draw = random.Random(0)
-    lines = [
-        json.dumps({"problem": f"{i}: {' '.join(draw.choices(WORDS, k=32))}?", "answer": str(i % 1000)})
-        + "\n"
-        for i in range(distinct)
-    ]
+    texts = [f"{i}: {' '.join(draw.choices(WORDS, k=32))}?" for i in range(distinct)]
     with path.open("w") as file:
-        file.writelines(lines[i % distinct] for i in range(rows))
+        for i in range(rows):
+            text, answer = texts[i % distinct], str(i % distinct % 1000)
+            row = {"prompt": text, "completion": answer, "problem": text, "answer": answer}
+            file.write(json.dumps({name: row[name] for name in columns}) + "\n")
 
 
-def measure(path: Path, model: Path) -> None:
+def measure(path: Path, model: Path, *, demonstrations: bool) -> None:
     """Print what each stage of a start takes."""
     tokenizer = load_tokenizer(model, False)
     tokenizer("1")
@@ -89,15 +62,39 @@ def measure(path: Path, model: Path) -> None:
         print(f"{stage:10} {cpu:6.1f} s CPU {wall:6.1f} s wall {(resident() - memory) / 2**30:6.2f} GiB more")
         begin = now
 
-    rows = read_all((source,))
-    report("rows")
-    built = train_prompts(sections, rows, tokenizer, lambda message: None)
-    report("prompts")
-    DataOrigin.from_rows(built.row_uids, tokenizer, model, data)
-    data_digest(built.prompts), columns_digest(built.prompts)
+    prompts: Sequence[Prompt]
+    if demonstrations:
+        settings = SFTConfig.model_validate({"model": str(model), "data": [{"path": str(path)}]})
+        prompts = rows_read = load_demonstrations(settings, tokenizer)
+        report("rows")
+        uids = column(rows_read, "row_uid")
+    else:
+        rows = read_all((source,))
+        report("rows")
+        built = train_prompts(sections, rows, tokenizer, print)
+        report("prompts")
+        prompts, uids = built.prompts, built.row_uids
+    DataOrigin.from_rows(uids, tokenizer, model, data)
+    data_digest(prompts), columns_digest(prompts)
     report("digests")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"{len(built.prompts):,} prompts; the process' peak: {peak:.2f} GiB")
+    print(f"{len(prompts):,} prompts; the process' peak: {peak:.2f} GiB")
+
+
+def check(path: Path, model: Path, environment: Mapping[str, str]) -> None:
+    """Print what `grpo-dist check` takes with all that is stored."""
+    config = {
+        "name": "many", "steps": 1, "model": {"path": str(model)}, "data": {"train": [{"path": str(path)}]},
+        "evaluation": {"every": 0}, "output_dir": str(path.parent / "runs"),
+    }  # fmt: skip
+    file = path.with_name("many.yaml")
+    file.write_text(json.dumps(config))
+    for call in ("first", "second"):
+        before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
+        subprocess.run([sys.executable, "-m", "grpo_dist.cli", "check", str(file)], env=environment)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        print(f"check, {call} call: {cpu:6.1f} s CPU {time.time() - begin:6.1f} s wall")
 
 
 def resident() -> int:
@@ -110,25 +107,23 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--rows", type=int, default=1_800_000)
     parser.add_argument("--distinct", type=int, default=17_000)
+    parser.add_argument("--demonstrations", action="store_true")
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.file:
-        measure(args.file, args.model)
+        measure(args.file, args.model, demonstrations=args.demonstrations)
         return
+    columns = ("prompt", "completion") if args.demonstrations else ("problem", "answer")
     with tempfile.TemporaryDirectory() as place:
-        path, store = Path(place) / "rows.jsonl", {"GRPO_DIST_CACHE": place}
-        write(path, args.rows, args.distinct)
+        path, environment = Path(place) / "rows.jsonl", {**os.environ, "GRPO_DIST_CACHE": place}
+        write(path, args.rows, args.distinct, columns)
+        further = ["--demonstrations"] if args.demonstrations else []
         for start in ("first", "second"):
-            print(f"{start} start", flush=True)
-            command = [
-                sys.executable,
-                "-m",
-                "tests.evidence.many_prompts",
-                str(args.model),
-                "--file",
-                str(path),
-            ]
-            subprocess.run(command, env={**os.environ, **store}, check=True)
+            print(f"{start} start of {args.rows:,} rows, {args.distinct:,} distinct", flush=True)
+            command = [sys.executable, "-m", "tests.evidence.many_prompts", str(args.model), *further]
+            subprocess.run([*command, "--file", str(path)], env=environment, check=True)
+        if not args.demonstrations:
+            check(path, args.model, environment)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from grpo_dist.config import (
     SupervisedConfig,
 )
 from grpo_dist.config.engine_arguments import engine_problems
-from grpo_dist.data.demonstrations import count_held_out, count_rows, source_pairs
+from grpo_dist.data.demonstrations import count_held_out, count_rows, load_source
 from grpo_dist.data.readers import read_all
 from grpo_dist.data.tasks import environment_problems
 from grpo_dist.errors import UserError, as_user_errors, refuse
@@ -137,7 +137,7 @@ def _check_sft(stage: ResolvedStage, config: Config, device: DeviceType) -> None
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
     there = [not _is_made_later(symbolic.path) for symbolic in stage.symbolic.sft.data]
     for source in compress(config.sft.data, there):
-        source_pairs(_a_few(source), config.sft, tokenizer, day=config.data.day)
+        load_source(_a_few(source), config.sft, tokenizer, day=config.data.day)
     if all(there):
         count_held_out(config.sft, count_rows(config.sft))
     if evaluates(config.data, config.evaluation):

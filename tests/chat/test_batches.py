@@ -1,0 +1,105 @@
+"""Batches of texts get the ids that each text gets alone."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from grpo_dist.chat import batches
+from grpo_dist.chat.batches import BatchEncoder, cuts_at_spaces
+from grpo_dist.chat.template import encode_all
+from grpo_dist.demo.tokenizer import character_tokenizer
+
+WORDS = [
+    "the",
+    "x^2",
+    "don't",
+    "12345",
+    "7",
+    "été",
+    "e\u0301",
+    "數學",
+    "\U0001f600",
+    "<|end|>",
+    "a\nb",
+    "\\pi",
+]
+SPACES = [" "] * 8 + ["  ", "\n", " \n", "\n ", "\t", "\u00a0", "\u180e ", " \u2003", "\x1c "]
+
+
+def texts(count):
+    draw = random.Random(0)
+    made = ["", " ", "  the", "the ", " the", "\n", " x^2\n "]
+    for _ in range(count):
+        words = draw.choices(WORDS, k=draw.randrange(1, 12))
+        made.append("".join(word + draw.choice([*SPACES, ""]) for word in words))
+    return made
+
+
+def tokenizer(pre_tokenizer, normalizer=None, **end):
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizer, decoders.ByteLevel()
+    if normalizer:
+        backend.normalizer = normalizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    backend.train_from_iterator(texts(300), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", **end)
+
+
+def split(pattern):
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+CUT = {
+    "gpt2": (byte_level, None),
+    "smollm2": (pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level]), None),
+    **{f"pattern {i}": (split(pattern), normalizers.NFC()) for i, pattern in enumerate(batches._PATTERNS)},
+}
+WHOLE = {
+    "prefix": (pre_tokenizers.ByteLevel(add_prefix_space=True), None),
+    "metaspace": (pre_tokenizers.Metaspace(), None),
+    "unknown pattern": (split(r"\S+ \S+|\s+"), None),
+    "normalised": (byte_level, normalizers.Strip()),
+}
+
+
+@pytest.mark.parametrize("name", [*CUT, *WHOLE])
+def test_each_text_has_the_ids_that_it_has_alone(name, monkeypatch):
+    monkeypatch.setattr("grpo_dist.chat.batches._REMEMBERED", 40)  # words are forgotten meanwhile
+    made = tokenizer(*(CUT | WHOLE)[name])
+    assert cuts_at_spaces(made.backend_tokenizer.to_str()) == (name in CUT)
+    encoder = BatchEncoder(made)
+    for some in (texts(400), ["the x^2", "x^2 the 12345"], texts(50)):
+        got = [np.frombuffer(ids, np.int32).tolist() for ids in encoder.encode(some)]
+        assert got == encode_all(some, made) and encoder.encode([]) == []
+
+
+def test_a_token_that_takes_the_space_before_it_is_not_cut_off():
+    made = tokenizer(byte_level)
+    settings = json.loads(made.backend_tokenizer.to_str())
+    for change in ({"lstrip": True}, {"rstrip": True}, {"content": "<a b>"}):
+        changed = settings | {"added_tokens": [settings["added_tokens"][0] | change]}
+        assert not cuts_at_spaces(json.dumps(changed))
+    assert cuts_at_spaces(json.dumps(settings))
+
+
+def test_a_tokenizer_with_code_of_its_own_is_called_itself():
+    class Shouting(PreTrainedTokenizerFast):
+        def __call__(self, text, **arguments):
+            return super().__call__([one.upper() for one in text], **arguments)
+
+    made = Shouting(tokenizer_object=tokenizer(byte_level).backend_tokenizer)
+    assert BatchEncoder(made).encode(["the"]) == [np.array(encode_all(["the"], made)[0], np.int32).tobytes()]
+    demo = character_tokenizer()
+    assert BatchEncoder(demo).encode(["1+1"]) == [np.array(encode_all(["1+1"], demo)[0], np.int32).tobytes()]
