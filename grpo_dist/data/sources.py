@@ -154,7 +154,14 @@ def _split_files(source: DataSourceConfig, path: Path) -> tuple[dict[str, list[s
     if not is_local and find_hub_failure():
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True  # else each call tries for 25 s
     name = str(path) if is_local else str(source.path)
-    return _guard(lambda: _list_files(name, source.subset, keep=not is_local), source)
+    listed = _list_files if is_local else _hub_files
+    return _guard(lambda: listed(name, source.subset, keep=not is_local), source)
+
+
+@lru_cache(maxsize=64)
+def _hub_files(name: str, subset: str | None, *, keep: bool) -> tuple[dict[str, list[str]], str]:
+    """Return what `_list_files` does; a process asks once for each data set of the hub."""
+    return _list_files(name, subset, keep=keep)
 
 
 def _list_files(name: str, subset: str | None, *, keep: bool) -> tuple[dict[str, list[str]], str]:

@@ -301,6 +301,20 @@ for split in ("train", "train[1:3]+test", "dev"):
 """
 
 
+def test_a_data_set_of_the_hub_is_listed_once(tmp_path, monkeypatch):
+    def list_files(name, subset, *, keep):
+        calls.append((name, subset, keep))
+        return {"train": [str(tmp_path / "set.jsonl")]}, "json"
+
+    calls = []
+    (tmp_path / "set.jsonl").write_text(LINES)
+    monkeypatch.setattr("grpo_dist.data.sources._list_files", list_files)
+    monkeypatch.setattr("grpo_dist.data.sources.find_hub_failure", str)
+    for _ in range(2):
+        assert len(read(DataSourceConfig(path="me/listed_once"))) == len(ROWS)
+    assert calls == [("me/listed_once", None, True)]
+
+
 @pytest.mark.slow
 def test_a_data_set_of_the_hub_is_read_like_its_files_also_later_without_a_network(tmp_path):
     files = {
