@@ -8,7 +8,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.runtime.stage_log import print_line
 from grpo_dist.tools.arguments import add_command
 
-_ROLLOUTS, _TOKENS = 100_000, 400_000
+_TOKENS = 400_000
 _STEPS = 1_000_000  # the last step that can be chosen, and the most steps
 
 
@@ -33,8 +33,8 @@ def add_report(commands: Any) -> None:
         help="for --serve: anyone who can connect can read the runs (default 127.0.0.1)",
     )
     sub.add_argument(
-        "--rollouts", type=int, default=_ROLLOUTS, metavar="N",
-        help=f"how many of the newest rollouts of each run to show (default {_ROLLOUTS})",
+        "--rollouts", type=int, metavar="N",
+        help="how many of the newest rollouts of each run to show (default 100000, in a file at most 20 MB)",
     )  # fmt: skip
     sub.add_argument(
         "--token-values", type=int, default=_TOKENS, metavar="N",
@@ -55,7 +55,7 @@ def _report(
     if serve and output:
         raise UserError(f"--output {output}: --serve writes no file; leave out one of the two")
     for name in ("rollouts", "token_values"):
-        if options[name] < 0:
+        if (options[name] or 0) < 0:
             raise UserError(f"--{name.replace('_', '-')} {options[name]}: expected 0 or more")
     # These load pyarrow, which --help does not need.
     from grpo_dist.tools.report.source import ReportLimits

@@ -51,13 +51,14 @@ def whole_page(sources: Sequence[Source], limits: ReportLimits) -> Iterator[str]
                 if version is not None:
                     yield _embedded(f"{number}/{kind}/{i}", source.piece(f"{kind}/{i}"))
         most = limits.tokens // len(sources)
-        readable, unreadable = yield from _samples(number, source, manifest["samples"])
+        room = _SAMPLES // len(sources) if limits.rollouts is None else None
+        readable, rollouts, unreadable = yield from _samples(number, source, manifest["samples"], room)
         samples, without = yield from _token_values(number, source, readable, most)
-        notices = [*manifest["about"]["notices"], *unreadable, *source.unread(), *without]
-        shown.append(
-            manifest
-            | {"samples": samples, "about": manifest["about"] | {"token_limit": most, "notices": notices}}
-        )
+        about = manifest["about"]
+        left_out = about["left_out"] | {"rollouts": about["left_out"]["rollouts"] + rollouts}
+        notices = [*about["notices"], *unreadable, *source.unread(), *without]
+        about = about | {"token_limit": most, "notices": notices, "left_out": left_out}
+        shown.append(manifest | {"samples": samples, "about": about})
     yield _tail({"live": False, "runs": shown})
 
 
@@ -77,23 +78,36 @@ def live_page(sources: Sequence[Source]) -> str:
     return _head(sources) + _tail({"live": True, "runs": []})
 
 
+_SAMPLES = 20_000_000  # bytes of a page for samples
 _Table = list[dict[str, Any]]  # the manifest's entries of parts
 
 
-def _samples(number: int, source: Source, entries: _Table) -> Generator[str, None, tuple[_Table, list[str]]]:
-    """Yield the samples; return the entries of parts that can be read, and notices of the others."""
-    readable, notices = [], []
-    for entry in entries:
+def _samples(
+    number: int, source: Source, entries: _Table, room: int | None
+) -> Generator[str, None, tuple[_Table, int, list[str]]]:
+    """Yield the samples, the newest parts first; return the entries of parts that can be read, how many
+    rollouts did not fit into ``room`` bytes (None: all fit), and notices of parts that cannot be read.
+    """
+    readable, notices = _Table(), list[str]()
+    left_out, size = 0, 0
+    for entry in reversed(entries):
         part = source.parts[entry["key"]]
+        if left_out:
+            left_out += part.rows
+            continue
         try:
             pieces = source.pieces_of(part)
         except (OSError, ValueError) as error:  # includes the errors of pyarrow
             notices.append(f"{part.key}: cannot be read ({error})")
             continue
+        texts = [_embedded(f"{number}/{kind}/{part.key}", piece) for kind, piece in pieces.items()]
+        size += sum(map(len, texts))
+        if room is not None and size > room and readable:
+            left_out += part.rows
+            continue
         readable.append(entry)
-        for kind, piece in pieces.items():
-            yield _embedded(f"{number}/{kind}/{part.key}", piece)
-    return readable, notices
+        yield from texts
+    return readable[::-1], left_out, notices
 
 
 def _token_values(

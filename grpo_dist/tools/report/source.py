@@ -30,17 +30,19 @@ from grpo_dist.tools.report.run_dir import (
 )
 
 _SPANS = 300_000  # newest spans of a timeline to keep
+_ROLLOUTS = 100_000  # newest rollouts of a run to keep
 
 
 @dataclass(frozen=True, slots=True)
 class ReportLimits:
     """Limits of a page.
 
-    ``rollouts``: newest rollouts of each run. ``tokens``: tokens with values in a file. ``token_steps``: the
-    steps of these tokens, () for the newest.
+    ``rollouts``: newest rollouts of each run; None: at most 100,000, and in a file those of the newest steps
+    that fit into 20 MB. ``tokens``: tokens with values in a file. ``token_steps``: the steps of these tokens,
+    () for the newest.
     """
 
-    rollouts: int = 100_000
+    rollouts: int | None = None
     tokens: int = 400_000
     token_steps: tuple[int, ...] = ()
 
@@ -216,8 +218,9 @@ class Source:
         parts: list[SamplePart] = []
         unreadable: list[str] = []
         kept, left_out, tables = 0, 0, 0
+        most = _ROLLOUTS if self._limits.rollouts is None else self._limits.rollouts
         for file in reversed(sample_files(self.run.path)):
-            if kept >= self._limits.rollouts:
+            if kept >= most:
                 tables += 1
                 continue
             sample_parts = self._parts_of(file)
@@ -225,7 +228,7 @@ class Source:
                 unreadable.append(sample_parts)
                 continue
             for part in reversed(sample_parts):
-                if kept < self._limits.rollouts:
+                if kept < most:
                     parts.append(part)
                     kept += part.rows
                 else:

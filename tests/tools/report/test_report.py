@@ -1,5 +1,6 @@
 """`grpo-dist report` without a browser: what it reads, omits and refuses."""
 
+import base64
 import gzip
 import json
 import os
@@ -187,6 +188,23 @@ def test_the_newest_rollouts_are_kept_and_the_page_counts_the_others(run, tmp_pa
     assert [e["step"] for e in own["samples"]] == [5, 6, 6]
     assert own["about"]["left_out"] == {"rollouts": 0, "tables": 5}
     assert "0/rows/samples/step_000004/0" not in found
+
+
+def test_a_file_has_the_newest_rollouts_that_fit(run, tmp_path, monkeypatch):
+    whole, found, _, _ = page_of([run], tmp_path)
+    last = whole["runs"][0]["samples"][-1]
+    size = sum(len(base64.b64encode(gzip.compress(json.dumps(found[f"0/{kind}/{last['key']}"]).encode())))
+               for kind in ("rows", "texts"))  # fmt: skip
+    monkeypatch.setattr("grpo_dist.tools.report.page._SAMPLES", 2 * size)
+    manifest, found, _, _ = page_of([run], tmp_path)
+    (own,) = manifest["runs"]
+    kept = [entry["key"] for entry in own["samples"]]
+    assert 0 < len(kept) < 4 and kept == [entry["key"] for entry in whole["runs"][0]["samples"]][-len(kept) :]
+    rows = sum(entry["rows"] for entry in whole["runs"][0]["samples"])
+    assert own["about"]["left_out"]["rollouts"] == rows - sum(entry["rows"] for entry in own["samples"])
+    assert sum("/rows/" in name for name in found) == len(kept)
+    asked, _, _, _ = page_of([run], tmp_path, rollouts=1000)
+    assert asked["runs"][0]["about"]["left_out"] == {"rollouts": 0, "tables": 0}
 
 
 def test_token_values_stay_within_their_limit_with_recorded_steps_first(run, tmp_path):
