@@ -113,7 +113,7 @@ async def picky_steps(steps):
     return [1.0 if step else None for step in steps][: 1 if "short" in steps[0] else None]
 """
 A_NUMBER = "expected a finite number, or None if it cannot be scored"
-code = code_directory(user_rewards=CODE)
+code = code_directory(own_rewards=CODE)
 
 
 @pytest.fixture(scope="module")
