@@ -389,7 +389,7 @@ class RolloutWorker(WeightReceiver, Probeable):
                 output = await self._generate(ids, seed, sampling, most, exact=exact, stop=stop)
                 self.meter.count("tokens", len(output.token_ids))
                 rollout = self._rollout(prompt.uid, sample, output)
-            if prompt.prefill:
+            if prompt.prefill and prompt.task is None:  # an episode's turns have it
                 rollout = replace(rollout, text=prompt.prefill + rollout.text)
             return self._as_sampled(rollout, sampling)
         except SamplesFailed as error:

@@ -43,19 +43,22 @@ class SampleEnds:
     text: str = ""
     note: str = ""
 
-    def check(self, stop: Sequence[str] = ()) -> None:
-        """Raise ValueError where no token ends a sample, and no text of ``stop`` (`sampling.stop`) does."""
-        if self.text and not any(stopping in self.text for stopping in stop):
+    def check(self, stop: Sequence[str] | None = None) -> None:
+        """Raise ValueError where no token ends a sample, and no text of ``stop`` (`sampling.stop`) does.
+
+        ``stop``: None where texts do not help: messages of episodes, and demonstrations, end with a token.
+        """
+        if self.text and not any(stopping in self.text for stopping in stop or ()):
             raise ValueError(
                 f"the model's chat template ends an answer with {self.text!r}, which is no single token of "
-                "its tokenizer, so that samples would not end there; use one that has it as one token, or "
-                f"set sampling.stop=[{self.text!r}]"
+                "its tokenizer, so that samples would not end there; use one that has it as one token"
+                + ("" if stop is None else f", or set sampling.stop=[{self.text!r}]")
             )
         if not self.ids and not stop:
             raise ValueError(
                 "no token ends a sample: the model's tokenizer has no EOS token, its generation_config.json "
                 "names none, and the chat template ends an answer with none; set `eos_token` in "
-                "tokenizer_config.json, or `sampling.stop`"
+                f"tokenizer_config.json{'' if stop is None else ', or `sampling.stop`'}"
             )
 
     def ended(self, ids: Sequence[int] | np.ndarray) -> bool:

@@ -22,7 +22,7 @@ from grpo_dist.config.data import (
     LengthOrderConfig,
 )
 from grpo_dist.config.distillation import DistillationConfig, TeacherConfig
-from grpo_dist.config.environments import check_environment_name
+from grpo_dist.config.environments import AGENT, check_environment_name
 from grpo_dist.config.sampling import AdaptiveTemperature
 from grpo_dist.config.sections import Sections
 from grpo_dist.config.text import fill
@@ -737,11 +737,11 @@ def _check_prefills(config: Sections) -> Iterator[str]:
     if data.prefill_as == "completion" and not prefilled:
         yield "`data.prefill_as` = completion has no effect without a `data.prefill`; set that, or remove it"
     for source in prefilled:
-        if data.environment_of(source) is not None:
+        if (data.environment_of(source) or "").startswith(AGENT):
             yield (
-                f"`data.prefill` begins the answer, but the environment of source {source.label} makes "
-                "episodes of several; set the source's `prefill` to empty, or write the prefill behind "
-                "`add_generation_prompt` of a `model.chat_template`, which begins every turn so"
+                f"`data.prefill` begins each message of the policy, but the agent of source {source.label} "
+                "writes the requests; set the source's `prefill` to empty, or write the prefill behind "
+                "`add_generation_prompt` of a `model.chat_template`"
             )
         if data.prefill_as == "completion" and rewards.select_source(source.label).scores_steps:
             yield (

@@ -360,8 +360,8 @@ class DataConfig(Section):
     )
     prefill: str | None = Field(
         None,
-        description="text with which every answer begins, such as `<think>\\n`: the policy continues it, and "
-        "its tokens are never trained",
+        description="text with which every answer begins, such as `<think>\\n`, and every message of an "
+        "episode: the policy continues it, and its tokens are never trained",
     )
     prefill_as: Literal["prompt", "completion"] = Field(
         "prompt",

@@ -6,7 +6,7 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any, Literal, overload
@@ -20,7 +20,6 @@ from grpo_dist.chat.template import (
     ControlTokens,
     PartsCheck,
     added_ids,
-    encode,
     encode_all,
     encode_prompts,
     render,
@@ -643,16 +642,25 @@ def user_content(problem: str, instruction: str | None) -> str:
     return f"{problem}\n{instruction}" if instruction else problem
 
 
-def tokenise_messages(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
-    template_kwargs: Mapping[str, Any],
-    *,
-    day: date | None,
-    keys: str = KEYS_OF_DATA,
-) -> list[int]:
-    """Tokenise a conversation, up to where the model's answer begins."""
-    return encode(render_messages(messages, tokenizer, template_kwargs, day=day, keys=keys), tokenizer)
+def doubled_prefills(data: DataConfig, tokenizer: Any) -> Iterator[str]:
+    """Yield a warning for each prefill that opens a thought where the chat template has just opened or closed
+    one.
+    """
+    sources = [source for source in data.resolve_prompts((*data.train, *data.eval)) if source.prefill]
+    if not sources or data.chat_template != "model" or not getattr(tokenizer, "chat_template", None):
+        return
+    asked = [{"role": "user", "content": "?"}]
+    try:
+        text = render(tokenizer, asked, data.template_kwargs, day=data.day)
+    except REJECTED:  # so it does the rows, which are reported with their own text
+        return
+    thought = detect_thought(text)
+    for source in sources:
+        if thought.prompt and str(source.prefill).lstrip().startswith(thought.opening):
+            yield (
+                f"warning: the model's chat template ends every prompt with {text[-30:]!r}, and the prefill "
+                f"{source.prefill!r} of source {source.label} opens {thought.opening} again; remove `prefill`"
+            )
 
 
 def render_messages(
@@ -677,11 +685,22 @@ def render_messages(
         ) from error
 
 
-def check_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str:
-    """Report how many held-out problems are also in ``train``; "" for none. Ignores case and punctuation."""
-    held_texts = [prompt.text for prompt in held_out]
+def check_overlap(
+    train: Sequence[Prompt], held_out: Sequence[Prompt], whole: Container[str] = frozenset()
+) -> str:
+    """Report how many held-out problems are also in ``train``; "" for none. Ignores case and punctuation.
+
+    ``whole``: sources whose template puts other columns beside the problem, which make it another one.
+    """
+
+    def text_of(prompt: Prompt) -> str:
+        asked = [m["content"] for m in prompt.messages if m["role"] == "user"]
+        return str(asked[-1]) if asked and prompt.source in whole else prompt.text
+
+    held_texts = [text_of(prompt) for prompt in held_out]
     held_keys = {_outline(text) for text in held_texts}
-    near = {text for text in column(distinct_of(train), "text") if _outline(text) in held_keys}
+    texts = map(text_of, distinct_of(train)) if whole else column(distinct_of(train), "text")
+    near = {text for text in texts if _outline(text) in held_keys}
     trained = {reading for text in near for reading in _plain(text)}
     shared = [text for text in held_texts if not trained.isdisjoint(_plain(text))]
     if not shared:

@@ -779,7 +779,9 @@ def _problem(
     """Return the text of the problem, the conversation around it, and the answer to it that is left out."""
     if (template := source.problem_template) is not None:
         return fill(template, lambda name: _filled(record, name, location, "problem_template")), (), ""
-    name = source.problem_column
+    name, named = source.problem_column, names_in(source.template or "")
+    if named and "problem" not in named and not has_column(record, name):
+        return fill(source.template or "", lambda name: _filled(record, name, location, "template")), (), ""
     value = _column(record, name, location, "problem_column")
     if isinstance(value, str) and value.startswith("[{") and is_conversation(stored := _stored_in(value)):
         value = stored

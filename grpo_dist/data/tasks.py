@@ -114,6 +114,7 @@ def source_tasks(
         tools=described.tools,
         batched=described.batched,
         stop=tuple(described.stop),
+        prefill=data.resolve_prompts([source])[0].prefill or "",
     )
     _check_format(renderer, tokenizer, described, name)
     if renderer.has_template:

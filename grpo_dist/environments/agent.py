@@ -17,6 +17,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -24,7 +25,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,7 @@ _MARK = "GRPO_DIST_AGENT"  # environment variable that all processes of an agent
 _PRINTED = 1 << 16  # bytes of output that are read, the last ones
 _SHOWN = 600  # characters of standard error in a message
 _BODY = 1 << 26  # bytes of a request
+_PIECE = re.compile(r"\s*\S{1,16}|\s+")  # of a streamed reply, about a token or two
 # The program ends with this worker, also where that is killed.
 _RUN = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl({SET_PARENT_DEATH_SIGNAL}, 9); "
@@ -281,29 +283,50 @@ def _head(body: Mapping[str, Any], kind: str) -> dict[str, Any]:
 async def _stream(
     request: web.Request, body: Mapping[str, Any], answer: Mapping[str, Any], *, chat: bool
 ) -> web.StreamResponse:
-    """Send a finished answer as server-sent events: its content, its calls, and why it ended."""
-    head = _head(body, "chat.completion.chunk" if chat else "text_completion")
-    choice = dict(answer["choice"])
-    reason = choice.pop("finish_reason")
-    parts: list[dict[str, Any]] = []
-    if chat:
-        message = choice["message"]
-        parts.append({"delta": {"role": "assistant", "content": message["content"] or ""}})
-        for index, call in enumerate(message.get("tool_calls", ())):
-            parts.append({"delta": {"tool_calls": [{"index": index, **call}]}})
-        parts.append({"delta": {}})
-    else:
-        parts.append({"text": choice["text"]})
-    chunks = [head | {"choices": [{"index": 0, "finish_reason": None, "logprobs": None, **p}]} for p in parts]
-    chunks[-1]["choices"][0]["finish_reason"] = reason
-    if (body.get("stream_options") or {}).get("include_usage"):
-        chunks.append(head | {"choices": [], "usage": answer.get("usage")})
+    """Send a finished answer as server-sent events, which wait for nothing any more."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    for data in (*map(json.dumps, chunks), "[DONE]"):
-        await response.write(f"data: {data}\n\n".encode())
+    events = (*map(json.dumps, chunks(body, answer, chat=chat)), "[DONE]")
+    await response.write("".join(f"data: {event}\n\n" for event in events).encode())
     await response.write_eof()
     return response
+
+
+def chunks(body: Mapping[str, Any], answer: Mapping[str, Any], *, chat: bool) -> Iterator[dict[str, Any]]:
+    """Yield an answer in the pieces of OpenAI's stream: the role, the content word by word, each call with
+    its name and then its arguments, why it ended, and its usage where ``body`` asks for it.
+    """
+    head = _head(body, "chat.completion.chunk" if chat else "text_completion")
+    wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+    if wants_usage:
+        head["usage"] = None  # of all chunks but the last
+    choice = answer["choice"]
+    parts = _deltas(choice["message"]) if chat else ({"text": piece} for piece in _pieces(choice["text"]))
+    for part in parts:
+        yield head | {"choices": [{"index": 0, "finish_reason": None, "logprobs": None, **part}]}
+    last = {"index": 0, "finish_reason": choice["finish_reason"], "logprobs": None}
+    yield head | {"choices": [last | ({"delta": {}} if chat else {"text": ""})]}
+    if wants_usage:
+        yield head | {"choices": [], "usage": answer.get("usage")}
+
+
+def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    calls = message.get("tool_calls", ())
+    content = message["content"]
+    yield {"delta": {"role": "assistant", "content": None if calls and content is None else ""}}
+    for piece in _pieces(content or ""):
+        yield {"delta": {"content": piece}}
+    for index, call in enumerate(calls):
+        function = call["function"]
+        begun = {**call, "index": index, "function": {"name": function["name"], "arguments": ""}}
+        yield {"delta": {"tool_calls": [begun]}}
+        for piece in _pieces(function["arguments"]):
+            yield {"delta": {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}}
+
+
+def _pieces(text: str) -> list[str]:
+    """Split a text into words with the blanks in front of them; a long one is cut."""
+    return _PIECE.findall(text)
 
 
 def _failure(status: int, message: str, code: str | None) -> web.Response:

@@ -49,7 +49,7 @@ class Rendered:
     Attributes:
         text: all of it, up to where the next action begins.
         before: what precedes the content of the last assistant message.
-        tail: what follows it.
+        tail: what follows it, with the prefill of the next action.
     """
 
     text: str
@@ -76,7 +76,7 @@ class Renderer:
         self.call_format = resolve_format(settings.call_format, template_text(tokenizer, data))
         self._max_tool_tokens = settings.max_tool_tokens
         self.ends = ends_of(data, tokenizer)
-        self.ends.check()  # texts that end actions do not do: an action need not hold one
+        self.ends.check()
         self.controls = ControlTokens(tokenizer)
 
     @property
@@ -96,12 +96,13 @@ class Renderer:
         """
         return (*((CODE_STOP,) if self.is_in_place and task.tools else ()), *task.stop)
 
-    def parse(self, text: str, ids: Sequence[int], task: Task, thought: Thought) -> Action:
+    def parse(self, text: str, ids: Sequence[int], task: Task, thought: Thought, begin: str = "") -> Action:
         """Read an action with its calls.
 
         Args:
-            text: decoded without special tokens.
+            text: decoded without special tokens, behind ``begin``.
             ids: all tokens of the action.
+            begin: a prefill that counts as part of it.
         """
         if not task.tools:
             return Action(text)
@@ -109,7 +110,7 @@ class Renderer:
         if self.is_in_place:
             return read_code(text, [schema["function"]["name"] for schema in task.tools], ended=ended)
         assert self._parser is not None, f"a parser for {self.call_format} calls is needed"
-        answer = _strip_thought(self.raw(ids), thought)
+        answer = _strip_thought(begin + self.raw(ids), thought)
         calls, malformed = read_chat(answer, self.call_format, self._parser, task.tools)
         return Action(text, calls, malformed)
 
@@ -137,7 +138,7 @@ class Renderer:
         return encode(text, self._tokenizer)
 
     def prompt(self, task: Task) -> str:
-        """Render the prompt of ``task``, up to where the first action begins."""
+        """Render the prompt of ``task`` with its prefill, up to where the first action begins."""
         return self._render(task.messages, task)
 
     def conversation(
@@ -172,7 +173,8 @@ class Renderer:
 
     def _render(self, messages: Sequence[Message], task: Task) -> str:
         tools = [dict(tool) for tool in task.tools] if task.tools and not self.is_in_place else None
-        return render(self._tokenizer, messages, self._kwargs, day=self._day, tools=tools)
+        text = render(self._tokenizer, messages, self._kwargs, day=self._day, tools=tools)
+        return text + task.prefill
 
 
 def template_text(tokenizer: Any, data: DataConfig) -> str | None:
@@ -263,7 +265,7 @@ class Dialogue:
         self._action_ids: list[int] = []
         self._action: Action | None = None  # not observed yet
         self._content = ""  # the assistant message so far, before the action
-        self._behind = ""  # text of the row behind the rendered prompt, before that message's content
+        self._written = ""  # text of the row as the template writes it, before that message's content
         self._lead: str | None = None  # what the prompt already holds of that content, such as <think>
 
     @property
@@ -293,8 +295,9 @@ class Dialogue:
         """Append what the policy sampled, and read it. The next call continues an unfinished action."""
         self._rows[-1].add(sampled)
         self._action_ids.extend(sampled.token_ids)
-        text = self._renderer.text(self._action_ids)
-        self._action = self._renderer.parse(text, self._action_ids, self._task, self._prompt.thought)
+        begin = "" if self._content else self._prompt.prefill
+        text, thought = begin + self._renderer.text(self._action_ids), self._prompt.thought
+        self._action = self._renderer.parse(text, self._action_ids, self._task, thought, begin)
         return self._action
 
     def observe(self, observed: Observed) -> None:
@@ -356,7 +359,8 @@ class Dialogue:
             return
         if not self._task.messages:
             parts = [*results, *(_text(message) for message in own_messages)]
-            self._rows[-1].give(self._renderer.ids("".join(f"\n{part}\n" for part in parts)))
+            following = "".join(f"\n{part}\n" for part in parts) + self._task.prefill
+            self._rows[-1].give(self._renderer.ids(following))
             return
         if self._renderer.is_in_place:  # a template without tools may not support their messages
             messages = [*({"role": "user", "content": text} for text in results), *own_messages]
@@ -366,27 +370,27 @@ class Dialogue:
 
     def _continue(self, content: str, messages: Sequence[Message]) -> None:
         """Append the tail that the template writes behind ``content``, or begin a row of the whole text."""
-        prompt = self._renderer.prompt(self._task)
         if self._lead is None:
+            self._written = prompt = self._renderer.prompt(self._task)
             bare = self._renderer.conversation(self._task, self._history, content, messages)
             self._lead = prompt.removeprefix(bare.before) if prompt.startswith(bare.before) else ""
         whole = self._lead + content
         rendered = self._renderer.conversation(self._task, self._history, whole, messages)
         self._history += [{"role": "assistant", "content": whole}, *messages]
         self._content = ""
-        if self._is_kept(prompt, content, rendered):
+        if self._is_kept(content, rendered):
             self._rows[-1].give(self._tail_ids(rendered.tail))
-            self._behind += content + rendered.tail
+            self._written += content + rendered.tail
         else:
             self._rows.append(_GrowingRow(self._renderer.ids(rendered.text)))
-            self._behind = rendered.text.removeprefix(prompt)
+            self._written = rendered.text
 
-    def _is_kept(self, prompt: str, content: str, rendered: Rendered) -> bool:
+    def _is_kept(self, content: str, rendered: Rendered) -> bool:
         """Return whether the tail still follows the row's text, up to white space."""
         if not rendered.text.endswith(rendered.tail):
             return False
         before = rendered.text[: len(rendered.text) - len(rendered.tail)]
-        return _squashed(before) == _squashed(prompt + self._behind + content)
+        return _squashed(before) == _squashed(self._written + content)
 
     def _tail_ids(self, tail: str) -> list[int]:
         """Tokenise the tail; the token that ends the turn is left out where the policy has sampled one."""

@@ -25,6 +25,7 @@ from grpo_dist.config import (
     SamplingConfig,
     SFTConfig,
 )
+from grpo_dist.config.text import names_in
 from grpo_dist.data.columns import STORED_FROM, Texts, TokenIds, load, save, store_key
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.pools import check_pools
@@ -36,6 +37,7 @@ from grpo_dist.data.prompts import (
     UidCounts,
     build_prompts,
     check_overlap,
+    doubled_prefills,
     encode_rows,
 )
 from grpo_dist.data.readers import (
@@ -129,7 +131,7 @@ def build_inputs(
         say(message)
         warnings.append(message)
 
-    check_rendering(config.data, config.sampling, tokenizer, warn)
+    check_rendering(config, tokenizer, warn)
     sections = PromptSections(config.data, config.rewards, config.environments)
     with stage("prompts", "are tokenized"):
         loaded = train_prompts(sections, train_rows, tokenizer, warn)
@@ -179,16 +181,16 @@ def build_inputs(
     )
 
 
-def check_rendering(
-    data: DataConfig, sampling: SamplingConfig, tokenizer: Any, say: Callable[[str], None]
-) -> None:
+def check_rendering(config: Sections, tokenizer: Any, say: Callable[[str], None]) -> None:
     """Raise ValueError where nothing ends a sample, and tell where the chat template alone names its end, and
     which date it writes.
     """
-    ends = ends_of(data, tokenizer)
-    ends.check(sampling.stop)
+    data, ends = config.data, ends_of(config.data, tokenizer)
+    ends.check(None if config.has_environments else config.sampling.stop)
     if ends.note:
         say(ends.note)
+    for note in doubled_prefills(data, tokenizer):
+        say(note)
     if data.chat_template == "model" and data.day is not None and writes_date(tokenizer):
         say(
             f"note: the chat template writes the date into every prompt: {data.day} (`data.template_date`), "
@@ -250,11 +252,16 @@ def prepare_eval(
     `data.overlap` allows it.
     """
     data, eval_sets = sections.data, []
+    whole = {
+        source_name(source)
+        for source in data.resolve_prompts((*data.train, *data.eval))
+        if set(names_in(source.template or "")) - {"problem"}
+    }
     for source, rows in sources:
         name = source_name(source)
         ((_, rows),) = drop_duplicates(data, [(source, rows)], f"data.eval {name}", say)
         eval_set = EvalSet(name, load_prompts(sections, source, rows, tokenizer, say).prompts)
-        overlap = check_overlap(prompts, eval_set.prompts)
+        overlap = check_overlap(prompts, eval_set.prompts, whole)
         if overlap and data.overlap == "refuse":
             raise ValueError(f"data.eval {eval_set.name}: {overlap}; remove them, or set data.overlap=warn")
         if overlap:

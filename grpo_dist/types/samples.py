@@ -151,6 +151,7 @@ class Task:
         tools: JSON schemas of the tools that the policy may call, as chat templates take them.
         batched: the environment answers the actions of many episodes at once (`step_batch`).
         stop: texts that end an action; what the environment then answers as text follows in the same message.
+        prefill: text with which every message of the policy begins, the first one at the end of the prompt.
     """
 
     environment: str
@@ -159,6 +160,7 @@ class Task:
     tools: tuple[Mapping[str, Any], ...] = ()
     batched: bool = False
     stop: tuple[str, ...] = ()
+    prefill: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,8 @@ class Prompt:
     teacher_ids: Mapping[str, np.ndarray] = field(default_factory=dict)
     # Those of the row, with `data.template` filled, where they are more than ``text``.
     messages: tuple[Mapping[str, Any], ...] = ()
-    prefill: str = ""  # the end of the prompt that ``Rollout.text`` begins with
+    # What ``Rollout.text`` begins with, the end of the prompt; in an episode each message of the policy.
+    prefill: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the tokens as bytes: every call for a group carries a prompt, and an array costs the driver

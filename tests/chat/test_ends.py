@@ -85,7 +85,9 @@ def test_an_end_of_several_tokens_is_refused_unless_a_stop_text_ends_samples():
     with pytest.raises(
         ValueError, match=r"ends an answer with '<\|im_end\|>'.*no single token.*sampling\.stop"
     ):
-        ends.check()
+        ends.check([])
+    with pytest.raises(ValueError, match=r"no single token.*as one token$"):
+        ends.check()  # a text ends no message of an episode
     ends.check(["<|im_end|>"])
 
 
@@ -95,7 +97,7 @@ def test_a_model_whose_samples_never_end_is_refused():
     ends = sample_ends(tokenizer, templated=False)
     assert ends == SampleEnds(frozenset(), None)
     with pytest.raises(ValueError, match=r"no token ends a sample: .*no EOS token.*`sampling\.stop`"):
-        ends.check()
+        ends.check([])
     ends.check(["\n"])
 
 

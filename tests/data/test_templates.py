@@ -8,14 +8,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_dist.config import Config, DataConfig, DataSourceConfig, ModelConfig, RewardsConfig
+from grpo_dist.config import (
+    Config,
+    DataConfig,
+    DataSourceConfig,
+    EnvironmentsConfig,
+    ModelConfig,
+    RewardsConfig,
+)
 from grpo_dist.config.data import PROMPT_KEYS
 from grpo_dist.config.text import fill
-from grpo_dist.data.prompts import PromptFormat, build_prompts
+from grpo_dist.data.prompts import PromptFormat, build_prompts, doubled_prefills
 from grpo_dist.data.readers import DataRow, read, read_all
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.rewards.group import CompletionGroup
-from grpo_dist.runs.prepare import load_tokenizer, resolve_model, set_chat_template
+from grpo_dist.runs.prepare import (
+    PromptSections,
+    load_prompts,
+    load_tokenizer,
+    prepare_eval,
+    resolve_model,
+    set_chat_template,
+)
 from grpo_dist.types import Rollout, Thought
 
 SHOTS = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
@@ -138,7 +152,7 @@ def test_what_cannot_be_filled_is_refused_with_what_there_is(tmp_path, keys, wor
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"data": {"environment": "calculator", "prefill": "<think>"}}, "makes episodes of several"),
+        ({"data": {"environment": "program:a", "prefill": "<think>"}}, "agent of source add3 writes"),
         ({"data": {"prefill_as": "completion"}}, "no effect without a `data.prefill`"),
     ],
 )
@@ -146,6 +160,62 @@ def test_a_prefill_that_has_no_meaning_is_refused(changes, words):
     data = {"train": [{"path": "demo:add3"}]} | changes["data"]
     with pytest.raises(ValueError, match=words):
         Config.model_validate({"model": {"path": "demo:tiny"}, "data": data})
+
+
+def test_a_template_without_the_problem_needs_no_column_of_it(tmp_path):
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"nums": [1, 2], "target": 3}\n{"nums": [2, 2], "target": 4}\n')
+    keys = {"answer_column": "target", "columns": ["nums"], "template": "Make {target} of {nums}."}
+    source = DataSourceConfig(path=str(path), **keys)
+    first, second = read(source)
+    assert (first.problem, first.answer) == ("Make 3 of [1, 2].", "3")
+    data = DataConfig(train=(source,))
+    prompts = build_prompts(
+        [first, second], character_tokenizer(), PromptFormat.from_config(data, source), max_prompt_tokens=99
+    ).prompts
+    assert text_of(prompts[0]) == "<|user|>Make 3 of [1, 2].<|assistant|>"
+    with pytest.raises(ValueError, match="no column `problem`"):
+        read(source.model_copy(update={"template": "{problem} {nums}"}))
+
+
+def test_problems_that_differ_in_a_column_of_the_template_are_no_overlap(tmp_path):
+    for name, topic in (("train", "birds"), ("same", "birds"), ("other", "fish")):
+        row = {"problem": "Name one.", "answer": "4", "topic": topic}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    sources = {n: DataSourceConfig(path=str(tmp_path / f"{n}.jsonl")) for n in ("train", "same", "other")}
+
+    def warnings(template):
+        evals = (sources["same"], sources["other"])
+        data = DataConfig(train=(sources["train"],), eval=evals, template=template)
+        sections = PromptSections(data, RewardsConfig(), EnvironmentsConfig())
+        rows = read_all(data.resolve_prompts((sources["train"], *evals)), "data")
+        tokenizer, said = character_tokenizer(), []
+        prompts = load_prompts(sections, *rows[0], tokenizer, said.append).prompts
+        prepare_eval(sections, rows[1:], tokenizer, prompts, said.append)
+        return [line for line in said if "also in the training set" in line]
+
+    assert len(warnings("{problem} Think.")) == 2
+    (line,) = warnings("{topic}: {problem}")
+    assert "data.eval same" in line and "birds: Name one." in line
+
+
+@pytest.mark.parametrize(
+    ("opens", "prefill", "kwargs", "is_doubled"),
+    [
+        ("<think>\n", "<think>\n", {}, True), ("<think>\n", "So ", {}, False), ("", "<think>\n", {}, False),
+        ("<think>\n\n</think>\n\n", " <think>", {}, True),
+        ("{% if t %}<think>{% endif %}", "<think>", {"t": 1}, True),
+        ("{% if t %}<think>{% endif %}", "<think>", {}, False),
+    ],
+)  # fmt: skip
+def test_a_prefill_that_opens_what_the_chat_template_opens_is_warned_of(opens, prefill, kwargs, is_doubled):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}[answer]" + opens
+    train = [{"path": "demo:add3", "name": "sums"}, {"path": "demo:add3", "name": "plain", "prefill": ""}]
+    data = DataConfig.model_validate({"train": train, "prefill": prefill, "template_kwargs": kwargs})
+    lines = list(doubled_prefills(data, tokenizer))
+    assert len(lines) == is_doubled
+    assert not lines or ("source sums opens <think> again" in lines[0] and "remove `prefill`" in lines[0])
 
 
 @pytest.mark.parametrize("where", ["data", "train", "eval"])

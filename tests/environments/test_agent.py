@@ -18,7 +18,7 @@ import pytest
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
 from grpo_dist.environments import agent_rows
-from grpo_dist.environments.agent import Agents
+from grpo_dist.environments.agent import Agents, chunks
 from grpo_dist.environments.agent_rows import AgentRows, Refused, play_agent
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.dialogue import Renderer
@@ -504,6 +504,49 @@ open({str(tmp_path / "child")!r}, "w").write(str(child.pid)); ask("x"); print('{
     pytest.fail("the child of the agent goes on")
 
 
+_ARGUMENTS = json.dumps({"city": "Oslo", "days": [1, 2, 3]})
+_CALLS = [{"id": f"call_1_{number}", "type": "function", "function": {"name": "weather", "arguments": given}}
+          for number, given in enumerate((_ARGUMENTS, "{}"))]  # fmt: skip
+
+
+def _streamed(choice: dict[str, Any], *, chat: bool = True, **body: Any) -> list[dict[str, Any]]:
+    return list(chunks(body, {"choice": choice, "usage": {"total_tokens": 5}}, chat=chat))
+
+
+@pytest.mark.parametrize("content", ["  Rain,\nthen sun. ", "", "x" * 50, "雨" * 40, None])
+def test_a_stream_has_the_pieces_of_an_answer_and_no_other(content: str | None) -> None:
+    calls = [] if content else _CALLS
+    reason = "tool_calls" if calls else "stop"
+    message = {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+    parts = _streamed({"message": message, "finish_reason": reason})
+    assert len({(part["id"], part["object"], part["model"]) for part in parts}) == 1
+    assert all("usage" not in part for part in parts)
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    assert (deltas[0]["role"], deltas[-1]) == ("assistant", {}) and not any("role" in d for d in deltas[1:])
+    reasons = [part["choices"][0]["finish_reason"] for part in parts]
+    assert reasons == [None] * (len(parts) - 1) + [reason]
+    assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")
+    assert all(len((delta.get("content") or "").strip()) <= 16 for delta in deltas)
+    read: list[dict[str, Any]] = []  # as OpenAI's client puts them together
+    for piece in (piece for delta in deltas for piece in delta.get("tool_calls", ())):
+        if piece["index"] == len(read):
+            read.append({**piece, "function": dict(piece["function"])})
+        else:
+            read[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+    assert [{key: call[key] for key in ("id", "type", "function")} for call in read] == calls
+    assert len(deltas) > 4 if content or calls else len(deltas) == 2
+
+
+def test_a_stream_tells_its_usage_where_it_is_asked() -> None:
+    message = {"role": "assistant", "content": "a b"}
+    for chat, choice in ((True, {"message": message, "finish_reason": "stop"}),
+                         (False, {"text": "a b", "finish_reason": "length"})):  # fmt: skip
+        *parts, last = _streamed(choice, chat=chat, stream_options={"include_usage": True})
+        assert (last["choices"], last["usage"]) == ([], {"total_tokens": 5})
+        assert [part["usage"] for part in parts] == [None] * len(parts) and len(parts) == (4 if chat else 3)
+    assert [part["choices"][0]["text"] for part in parts] == ["a", " b", ""]
+
+
 def test_a_program_that_is_not_there_is_reported_before_a_run(tmp_path: Path) -> None:
     settings = EnvironmentsConfig(code_paths=(str(tmp_path),))
     with pytest.raises(ValueError, match=r"program absent\.py is no file of code_paths"):
@@ -558,15 +601,15 @@ stream = client.chat.completions.create(
     model="policy", messages=messages, tools=[tool], stream=True, stream_options={"include_usage": True})
 chunks = list(stream)
 text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-assert chunks[-1].usage.total_tokens and chunks[-2].choices[0].finish_reason == "stop"
+assert chunks[-1].usage.total_tokens and chunks[-2].choices[0].finish_reason == "stop" and len(chunks) == 5
 try:
     client.chat.completions.create(model="policy", messages=messages, n=2)
 except BadRequestError as error:
     assert "expected several requests" in str(error)
 done = client.completions.create(model="policy", prompt="Say", max_tokens=8)
-streamed = client.chat.completions.create(model="policy", messages=messages[:1], tools=[tool], stream=True)
-calls = [c for chunk in streamed for c in chunk.choices[0].delta.tool_calls or ()]
-assert calls[0].function.name == "weather" and calls[0].index == 0
+with client.chat.completions.stream(model="policy", messages=messages[:1], tools=[tool]) as stream:
+    (call,) = stream.get_final_completion().choices[0].message.tool_calls
+assert call.function.name == "weather" and json.loads(call.function.arguments) == {"city": "Oslo"}
 print(json.dumps({"reward": float(text == "It rains." and done.choices[0].text == "yes")}))
 """
 

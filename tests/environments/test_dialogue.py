@@ -44,12 +44,17 @@ def _renderer(
 
 
 def _prompt(
-    renderer: Renderer, tools: tuple[Any, ...] = _TOOLS, messages: tuple[Any, ...] = (_QUESTION,)
+    renderer: Renderer,
+    tools: tuple[Any, ...] = _TOOLS,
+    messages: tuple[Any, ...] = (_QUESTION,),
+    prefill: str = "",
+    scored: str = "",
+    **task: Any,
 ) -> Prompt:
-    task = Task("calculator", messages=messages, tools=tools)
-    text = renderer.prompt(task) if messages else "12*34="
-    ids = np.array(renderer.ids(text), np.int32)
-    return Prompt("p", ids, "408", "s", "12*34", task=task, thought=detect_thought(text))
+    made = Task("calculator", messages=messages, tools=tools, prefill=prefill, **task)
+    text = renderer.prompt(made) if messages else f"12*34={prefill}"
+    ids, thought = np.array(renderer.ids(text), np.int32), detect_thought(text.removesuffix(scored))
+    return Prompt("p", ids, "408", "s", "12*34", task=made, thought=thought, prefill=scored)
 
 
 def _act(dialogue: Dialogue, renderer: Renderer, text: str, end: str | None) -> list[int]:
@@ -317,6 +322,70 @@ def test_plain_text_has_plain_observations() -> None:
     _act(dialogue, renderer, "400", END)
     dialogue.observe(Observed("Too low."))
     assert tokenizer.decode(dialogue.context) == f"12*34=400{END}\nToo low.\n"
+
+
+@pytest.mark.parametrize(("name", "prefill", "observed", "first", "kwargs"), [
+    ("qwen2.5", "So: ", Observed("Too low."), "Is it 400?", {"tools": ()}),
+    ("qwen3", "<think>\n", _result("408"), "hm\n</think>\n\n<tool_call>", {}),
+    ("smollm2", "Well", Observed("Too low."), ", is it 400?", {"tools": ()}),
+])  # fmt: skip
+@pytest.mark.parametrize("scored", [False, True])
+def test_each_message_begins_with_the_prefill_which_is_never_trained(
+    name: str, prefill: str, observed: Observed, first: str, kwargs: Any, scored: bool
+) -> None:
+    kwargs = kwargs | {"prefill": prefill, "scored": prefill if scored else ""}
+    tokenizer, prompt, rollout = _played(name, observed, (first, "It is 408."), **kwargs)
+    answer = (
+        {"role": "tool", "name": "calculator", "content": "408"} if observed.calls
+        else {"role": "user", "content": "Too low."}
+    )  # fmt: skip
+    conversation = [_QUESTION, {"role": "assistant", "content": prefill + first}, answer]
+    tools = list(prompt.task.tools) or None if prompt.task else None
+    expected = tokenizer.apply_chat_template(
+        conversation, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    assert not rollout.further_rows and rollout.sampled is not None and rollout.sampled[0]
+    assert _decoded(tokenizer, prompt, rollout) == f"{expected}{prefill}It is 408.{tokenizer.eos_token}"
+    shown = prefill if scored else ""
+    assert [turn.text for turn in rollout.turns] == [shown + first, f"{shown}It is 408."]
+    assert rollout.text == f"{shown}It is 408."
+
+
+def test_a_prefill_stands_in_front_of_a_message_and_not_behind_what_an_environment_puts_into_one() -> None:
+    tokenizer = real_tokenizer("qwen2.5")
+    renderer = _renderer(tokenizer)
+    prompt = _prompt(renderer, (), prefill="<think>", scored="<think>", stop=("</search>",))
+    dialogue = Dialogue(renderer, prompt)
+    _act(dialogue, renderer, "<search>a</search>", None)
+    dialogue.observe(Observed("<information>b</information>"))
+    _act(dialogue, renderer, "408", tokenizer.eos_token)
+    dialogue.observe(Observed(done=True))
+    rollout = dialogue.rollout(0, "stop")
+    assert _decoded(tokenizer, prompt, rollout).endswith(
+        "assistant\n<think><search>a</search><information>b</information>408<|im_end|>"
+    )
+    assert [turn.text for turn in rollout.turns] == ["<think><search>a</search>", "408"]
+    plain = character_tokenizer()
+    renderer = _renderer(plain, "auto", _data(chat_template="none"))
+    dialogue = Dialogue(renderer, _prompt(renderer, messages=(), prefill="So "))
+    _act(dialogue, renderer, "400", END)
+    dialogue.observe(Observed("Too low."))
+    assert plain.decode(dialogue.context) == f"12*34=So 400{END}\nToo low.\nSo "
+
+
+def test_an_episode_with_a_prefill_goes_on_in_its_further_row() -> None:
+    tokenizer = real_tokenizer("qwen3")
+    renderer = _renderer(tokenizer)
+    dialogue = Dialogue(renderer, _prompt(renderer, prefill="<think>\n"))
+    for text, observed in [("a\n</think>\n\nfirst", Observed("no")),
+                           ("b\n</think>\n\n<tool_call>", _result("408")),
+                           ("c\n</think>\n\nthird", Observed(done=True))]:  # fmt: skip
+        _act(dialogue, renderer, text, tokenizer.eos_token)
+        dialogue.observe(observed)
+    rollout = dialogue.rollout(0, "stop")
+    assert [turn.row for turn in rollout.turns] == [0, 1, 1]
+    (row,) = rollout.further_rows
+    assert tokenizer.decode(row.context_ids.tolist()).endswith("assistant\n<think>\n")
 
 
 def test_a_tool_cannot_write_a_turn_of_its_own() -> None:

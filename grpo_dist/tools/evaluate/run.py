@@ -89,7 +89,7 @@ def evaluate_model(
                 tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
                 if writes_date(tokenizer):
                     identity = identity.add_date(config.data.template_date)
-                check_rendering(config.data, config.sampling, tokenizer, say)
+                check_rendering(config, tokenizer, say)
                 sets = _read_sets(sections, tokenizer, by, say)
             store = Store(directory, identity, fresh=fresh)
             store.begin()

@@ -208,7 +208,7 @@ def _check_sampling(config: Config, device: DeviceType) -> None:
 
 def _check_prompts(config: Config, sections: PromptSections, sources: list[DataSourceConfig]) -> None:
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
-    check_rendering(config.data, config.sampling, tokenizer, _quiet)
+    check_rendering(config, tokenizer, _quiet)
     problems = environment_problems(sections.data, sections.environments)
     train_prompts(sections, read_all(config.data.resolve_prompts(sources), own=problems), tokenizer, _quiet)
 

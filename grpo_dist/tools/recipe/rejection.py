@@ -16,7 +16,7 @@ import numpy as np
 from grpo_dist.chat.ends import SampleEnds, ends_of
 from grpo_dist.chat.template import ControlTokens, encode
 from grpo_dist.config import DataConfig, RejectionConfig
-from grpo_dist.data.prompts import PromptFormat, plain_text, tokenise_messages, user_content
+from grpo_dist.data.prompts import PromptFormat, plain_text, render_messages, user_content
 from grpo_dist.types import Group, Prompt, Rollout
 
 # Why a sample is dropped, in the order of the checks.
@@ -220,7 +220,10 @@ def episode_question(prompt: Prompt, data: DataConfig, tokenizer: Any) -> dict[s
         return {"prompt": text, "chat_template": "none"}
     messages, plain = [dict(m) for m in prompt.task.messages], dict(data.template_kwargs)
     with_tools = plain | {"tools": [dict(tool) for tool in prompt.task.tools]}
+    prefill = prompt.task.prefill
     for arguments in (plain, with_tools):
-        if tokenise_messages(messages, tokenizer, arguments, day=data.day) == prompt.token_ids.tolist():
+        text = render_messages(messages, tokenizer, arguments, day=data.day) + prefill
+        if encode(text, tokenizer) == prompt.token_ids.tolist():
             break
-    return {"messages": messages} | ({"template_kwargs": arguments} if arguments else {})
+    asked = {"messages": messages} | ({"template_kwargs": arguments} if arguments else {})
+    return asked | ({"prefill": prefill} if prefill else {})

@@ -56,7 +56,7 @@ def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) ->
         )
         check_length(config.model, model_dir, config.max_length)
         tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-        check_rendering(config.data, config.sampling, tokenizer, say)
+        check_rendering(config, tokenizer, say)
         problems = environment_problems(config.data, config.environments)
         sections = PromptSections(config.data, config.rewards, config.environments)
         sources = config.data.resolve_prompts(config.data.train)

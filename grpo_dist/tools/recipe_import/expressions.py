@@ -63,6 +63,11 @@ def rows(value: Any) -> list[int | None]:
     return [int(number) if number else None for number in numbers]
 
 
+def listed(value: Any) -> list[Any]:
+    """Return a value that may be one or several as a list."""
+    return value if isinstance(value, list) else [value]
+
+
 def prose(text: Any) -> Any:
     """Return a text that is not the name of a file."""
     if str(text).endswith(".txt"):
@@ -75,10 +80,38 @@ def beside(names: Any, name: str, value: Any) -> list[Any]:
     return [value if one == name else None for one in (names if isinstance(names, list) else [names])]
 
 
+def bounds(threshold: Any) -> list[Any]:
+    """Return kind and bounds of verl's importance weights: 2.0 -> [None, None, 2.0], "0.5_5.0" -> ["icepop",
+    0.5, 5.0].
+    """
+    low, sign, high = str(threshold).rpartition("_")
+    return ["icepop", float(low), float(high)] if sign else [None, None, float(high)]
+
+
+def rules(names: Any, thresholds: Any) -> list[dict[str, Any]]:
+    """Return verl's rules of rejection as ours, of which k1 is the ratio and not its inverse.
+
+    "token_k1,seq_max_k2", "0.5_4,2.5" -> {rule: token_k1, low: 0.25, high: 2}, {rule: seq_max_k2, high: 2.5}
+    """
+    listed = [name.strip() for name in str(names).split(",") if name.strip()]
+    numbers = [text.strip() for text in str(thresholds).split(",")]
+    numbers *= len(listed) if len(numbers) == 1 else 1  # one for all
+    made: list[dict[str, Any]] = []
+    for name, text in zip(listed, numbers, strict=True):
+        low, sign, high = text.rpartition("_")
+        if name.endswith("k1"):
+            lowest = float(low) if sign else 1 / float(high)
+            made.append({"rule": name, "low": round(1 / float(high), 6), "high": round(1 / lowest, 6)})
+        else:
+            made.append({"rule": name, "high": float(high)})
+    return made
+
+
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "slug": slug, "gpus": count_gpus, "parallel": parallel, "template": name_the_problem, "max": max,
     "min": min, "int": int, "text": str, "before": lambda text, sign: str(text).partition(sign)[0],
-    "sources": sources, "rows": rows, "prose": prose, "beside": beside,
+    "sources": sources, "listed": listed, "bounds": bounds, "rules": rules, "rows": rows, "prose": prose,
+    "beside": beside,
     "total": lambda value: sum(value) if isinstance(value, list) else value,
 }  # fmt: skip
 

@@ -6,7 +6,8 @@ import ast
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,16 +18,24 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_dist.config.secrets import HIDDEN, is_secret
 from grpo_dist.errors import UserError
+from grpo_dist.tools.recipe_import.expressions import Uncomputable, evaluate
 from grpo_dist.tools.recipe_import.shell import Command, read_commands, unknown
 
 _HYDRA = re.compile(r"(\+{0,2})([A-Za-z_][\w.@/-]*)=(.*)", re.S)
 _FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.S)
 _RANKS = ("nproc_per_node", "num_processes", "NPROC_PER_NODE")  # of launchers
-_CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig", "from_pretrained", "load_dataset")
+_CALLS = ("LoraConfig", "get_peft_model", "ModelConfig", "from_pretrained", "load_dataset")
 _LORA = {"r": "lora_r", "target_modules": "lora_target_modules"}
+_SAMPLING = ("min_p", "top_p", "top_k")  # of vLLM's SamplingParams
+_SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//"}
+_TYPES = {"int": int, "float": float, "str": str}
+_ENVIRONMENT = ("os.environ.get", "os.getenv", "getenv")
 _WIDEST = 200  # characters of a text without quotes
+_UNRESOLVED: Any = object()  # a reference to what is not there
 _KEY = re.compile(r"[0-9a-f]{40}|(hf|wandb_v\d)_\w{16,}")  # of wandb and the hub
 _MOST_BASES = 8  # files that a recipe builds on
+_FILES = ("config_file", "config")  # of accelerate, and of a trainer
+_MOST_FOLDERS = 5  # above the script
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +89,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _read_shell(text: str, folder: Path | None) -> Recipe:
-    """Read the command with most settings: overrides `key=value`, or flags."""
+    """Read the command with most settings: overrides `key=value`, or flags, and the file they change."""
     commands = [(command, _command_settings(command)) for command in read_commands(text, folder)]
     commands = [(command, settings) for command, settings in commands if settings]
     if not commands:
@@ -88,24 +97,57 @@ def _read_shell(text: str, folder: Path | None) -> Recipe:
     _, settings = max(commands, key=lambda one: len(one[1]))
     others = sum(len(one) > len(settings) // 2 for _, one in commands) - 1
     remarks = [f"the script starts {others + 1} trainings; this is the first"] if others else []
+    if folder is not None:
+        settings = _with_files(settings, folder, remarks)
     return Recipe(tuple(settings), text, tuple(remarks))
+
+
+def _with_files(settings: Sequence[Setting], folder: Path, remarks: list[str]) -> list[Setting]:
+    """Put the settings of the files that a command names under its own. Add a remark for each file that is in
+    none of the folders above the script.
+    """
+    given = {setting.name: setting.value for setting in settings}
+    names = [str(given[name]) for name in _FILES if isinstance(given.get(name), str)]
+    if isinstance(name := given.get("config_name"), str):
+        names.append(f"{given.get('config_path') or '.'}/{name.removesuffix('.yaml')}.yaml")
+    below = dict[str, Any]()
+    for name in names:
+        roots = (folder, *folder.resolve().parents[:_MOST_FOLDERS])
+        path = next((root / name for root in roots if (root / name).is_file()), None)
+        if path is None or path.suffix not in (".yaml", ".yml", ".json", ".toml"):
+            remarks.append(f"{name}: not there; what it sets is left out")
+            continue
+        recipe = read_recipe(path)
+        remarks += recipe.remarks
+        is_launchers = name == given.get("config_file")
+        below |= {one.name: one.value for one in recipe.settings if not is_launchers or one.name in _RANKS}
+    plain = {setting.name for setting in settings}
+    under = [Setting(name, value) for name, value in below.items() if name not in plain]
+    return [*under, *(one for one in settings if one.name not in (*_FILES, "config_path", "config_name"))]
 
 
 def _command_settings(command: Command) -> list[Setting]:
     words, start = command.words, 0
     for at, word in enumerate(words[1:], 1):
         before = words[at - 1]
-        program = word.endswith((".py", ".sh")) and not before.startswith("--")
-        if program or before in ("-m", "--module", "swift", "trl"):
+        is_value = before.startswith("--") and "=" not in before  # of the flag in front of it
+        program = word.endswith((".py", ".sh")) and not is_value
+        if program or before in ("-m", "--module", "swift", "trl", "megatron"):
             start = at + 1
     if not start and not any(word.startswith("openrlhf") for word in words):
         return []
-    launcher = [one for one in _flags(words[:start]) if one.name in _RANKS]
+    of_launcher = (*_RANKS, "config_file")
+    launcher = [
+        Setting(one.name, one.value[0] if isinstance(one.value, list) else one.value)  # the program is behind
+        for one in _flags(words[:start])
+        if one.name in of_launcher
+    ]
     launcher += [Setting(name, typed(value)) for name, value in command.environment.items() if name in _RANKS]
     words = words[start:]
     overrides = [match for word in words if (match := _HYDRA.fullmatch(word))]
     flags = list(_flags(words))
     if len(overrides) >= len(flags):
+        flags = list(_flags(tuple(word for word in words if not _HYDRA.fullmatch(word))))
         values = [(match[2], typed(match[3])) for match in overrides]
         return [*launcher, *(one for name, value in values for one in _flatten({name: value})), *flags]
     return [*launcher, *flags]
@@ -130,7 +172,7 @@ def typed(text: str) -> Any:
     plain = text.strip()
     if plain.lower() in ("true", "false", "null", "none"):
         return {"true": True, "false": False}.get(plain.lower())
-    for number in (int, float):
+    for number in (int, float) if "_" not in plain else ():  # 0.5_5 are two bounds, and no 0.55
         try:
             return number(plain)
         except ValueError:
@@ -152,6 +194,7 @@ def _read_yaml(path: Path, missing: list[str], depth: int = 0) -> DictConfig:
     bases = plain.pop("defaults", []) if isinstance(plain, dict) else []
     names = [bases] if isinstance(bases, str) else bases
     files = [path.parent / name for name in names if isinstance(name, str) and name != "_self_"]
+    files = [file if file.suffix else file.with_suffix(".yaml") for file in files]
     missing += [f"{file}: not there; what it sets is left out" for file in files if not file.is_file()]
     below = [_read_yaml(file, missing, depth + 1) for file in files if file.is_file() and depth < _MOST_BASES]
     return cast(DictConfig, OmegaConf.merge(*below, OmegaConf.create(plain)))
@@ -165,13 +208,13 @@ def _resolved(tree: DictConfig) -> dict[str, Any]:
             return {key: plain(_child(node, key), value) for key, value in raw.items()}
         if isinstance(raw, list):
             return [plain(_child(node, at), value) for at, value in enumerate(raw)]
-        return raw if node is None or "${oc." in str(raw) else node
+        return raw if node is _UNRESOLVED or "${oc." in str(raw) else node
 
     def _child(node: Any, key: Any) -> Any:
         try:
-            value = node[key] if isinstance(node, DictConfig | ListConfig) else None
+            value = node[key] if isinstance(node, DictConfig | ListConfig) else _UNRESOLVED
         except OmegaConfBaseException:
-            return None
+            return _UNRESOLVED
         return OmegaConf.to_container(value, resolve=False) if _is_reference(node, key, value) else value
 
     def _is_reference(node: Any, key: Any, value: Any) -> bool:
@@ -199,16 +242,85 @@ def _read_python(text: str) -> Recipe:
     """
     tree = ast.parse(text)
     settings = list(_read_shell(ast.get_docstring(tree) or "", None).settings)
-    constants = dict[str, Any]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            value = _literal(node.value, constants)
-            if not isinstance(value, _Code):
-                constants[node.targets[0].id] = value
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) in _CALLS]
+    names = _Names(tree)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_read(_called(node))]
     for call in sorted(calls, key=lambda node: node.lineno):
-        settings += _arguments(call, constants)
+        settings += _arguments(call, names)
     return Recipe(tuple(settings), text)
+
+
+class _Names:
+    """What names stand for in a script: constants, arguments with their defaults, and calls."""
+
+    def __init__(self, tree: ast.AST) -> None:
+        self.constants = dict[str, Any]()
+        self.arguments = dict[str, Any]()  # of argparse and dataclasses: `args.beta`
+        self.calls = dict[str, ast.Call]()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and _called(node) == "add_argument":
+                self._add_argument(node)
+            elif isinstance(node, ast.ClassDef):
+                self._add_fields(node)
+        for node in ast.walk(tree):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for target in (target for target in targets if isinstance(target, ast.Name)):
+                assert isinstance(node, ast.Assign)
+                if isinstance(node.value, ast.Call):
+                    self.calls[target.id] = node.value
+                if not isinstance(value := self.value(node.value), _Code):
+                    self.constants[target.id] = value
+
+    def _add_argument(self, call: ast.Call) -> None:
+        flags = [flag for argument in call.args if isinstance(flag := self.value(argument), str)]
+        values = {keyword.arg: self.value(keyword.value) for keyword in call.keywords}
+        for flag in flags:
+            if flag.startswith("--") and not isinstance(values.get("default"), _Code | None):
+                self.arguments[flag.lstrip("-").replace("-", "_")] = values["default"]
+
+    def _add_fields(self, node: ast.ClassDef) -> None:
+        for item in node.body:
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.value:
+                value = self.value(item.value)
+                if isinstance(item.value, ast.Call) and _called(item.value) == "field":
+                    keywords = {keyword.arg: keyword.value for keyword in item.value.keywords}
+                    value = self.value(keywords["default"]) if "default" in keywords else None
+                if not isinstance(value, _Code | None):
+                    self.arguments[item.target.id] = value
+
+    def value(self, node: ast.AST) -> Any:
+        """Return the value of an expression of constants, else its code."""
+        match node:
+            case ast.Name(name) if name in self.constants:
+                return self.constants[name]
+            case ast.Attribute(ast.Name(), name) if name in self.arguments:
+                return self.arguments[name]
+            case ast.List(items) | ast.Tuple(items):
+                return [self.value(item) for item in items]
+            case ast.Dict(keys, values) if all(keys):
+                pairs = zip(keys, values, strict=True)
+                return {str(self.value(key)): self.value(value) for key, value in pairs if key}
+            case ast.BinOp(left, op, right):
+                one, other = self.value(left), self.value(right)
+                if isinstance(one, int | float) and isinstance(other, int | float):
+                    with suppress(Uncomputable):
+                        return evaluate(f"{one!r} {_SIGNS.get(type(op), '?')} {other!r}", {})
+            case ast.JoinedStr(parts):
+                values = (part.value if isinstance(part, ast.FormattedValue) else part for part in parts)
+                return "".join(str(self.value(value)) for value in values)
+            case ast.Call(args=[_, default]) if ast.unparse(node.func) in _ENVIRONMENT:
+                return self.value(default)
+            case ast.Call(ast.Name(name), [inner], []) if name in _TYPES:
+                value = self.value(inner)
+                with suppress(ValueError, TypeError):
+                    return value if isinstance(value, _Code) else _TYPES[name](value)
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError, SyntaxError):
+            return _Code(ast.unparse(node))
+
+
+def _is_read(name: str) -> bool:
+    return name in _CALLS or name.endswith(("GRPOConfig", "GRPOTrainer"))
 
 
 def _code_of_notebook(text: str) -> str:
@@ -226,38 +338,37 @@ def _called(node: ast.Call) -> str:
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
-def _arguments(call: ast.Call, constants: Mapping[str, Any]) -> Iterator[Setting]:
+def _arguments(call: ast.Call, names: _Names) -> Iterator[Setting]:
     name = _called(call)
     if name == "load_dataset":
-        first = [_literal(argument, constants) for argument in call.args]
-        names = ("dataset_name", "dataset_config")
-        values = dict(zip(names, first, strict=False))
-        splits = [_literal(k.value, constants) for k in call.keywords if k.arg == "split"]
+        first = [names.value(argument) for argument in call.args]
+        values = dict(zip(("dataset_name", "dataset_config"), first, strict=False))
+        splits = [names.value(k.value) for k in call.keywords if k.arg == "split"]
         values |= dict(zip(("dataset_train_split",), splits, strict=False))
     else:
-        values = {k.arg: _literal(k.value, constants) for k in call.keywords if k.arg}
+        values = dict[str, Any]()
+        for keyword in call.keywords:
+            value = names.value(keyword.value)
+            if keyword.arg is None:  # **settings
+                values |= value if isinstance(value, dict) else {}
+            elif keyword.arg == "vllm_sampling_params" and (made := names.calls.get(str(value))):
+                sampled = {k.arg: names.value(k.value) for k in made.keywords}
+                values |= {key: sampled[key] for key in _SAMPLING if key in sampled}
+            else:
+                values[keyword.arg] = value
+    adapts = name in ("LoraConfig", "get_peft_model")
     for key, value in values.items():
-        if name == "LoraConfig":
-            key = _LORA.get(str(key), str(key))
+        if key == "model" and isinstance(value, _Code):
+            continue  # an object, which another call has made from its path
+        if adapts:
+            key = _LORA.get(key, key)
         if isinstance(value, list):
             value = [str(one) if isinstance(one, _Code) else one for one in value]
         if key == "dataset_train_split" and isinstance(value, list):
             value = value[0]
-        yield Setting(str(key), str(value) if isinstance(value, _Code) else value)
-    if name == "LoraConfig":
+        yield Setting(key, str(value) if isinstance(value, _Code) else value)
+    if adapts:
         yield Setting("use_peft", True)
-
-
-def _literal(node: ast.AST, constants: Mapping[str, Any]) -> Any:
-    """Return the value of an expression of constants, else its code."""
-    if isinstance(node, ast.Name) and node.id in constants:
-        return constants[node.id]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_literal(item, constants) for item in node.elts]
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError):
-        return _Code(ast.unparse(node))
 
 
 def flow(value: Any) -> str:

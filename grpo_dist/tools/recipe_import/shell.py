@@ -319,6 +319,9 @@ class _Script:
         words = [word for token in rest for word in self._expand(token)]
         if words[:1] in (["source"], ["."]) and len(words) > 1:
             self._source(words[1])
+        elif words and words[0].startswith("--") and self.commands:  # behind a forgotten backslash
+            last = self.commands.pop()
+            self.commands.append(Command((*last.words, *words), last.environment))
         elif words:
             self.commands.append(Command(tuple(words), environment))
 
@@ -357,6 +360,8 @@ class _Script:
     def _printed(self, text: str) -> str:
         """Return what a command prints, if that is the script's folder or another, from there."""
         plain = text.replace('"', "").replace(" --", "").strip()
+        if plain == "pwd":
+            return "."
         if re.fullmatch(r"dirname (\$0|\$\{?BASH_SOURCE(\[0\]\})?|\$\{0\})", plain):
             return "."
         if match := re.match(r"cd ([^&;]+?)( &?>\S+)? ?(&&|;) ?pwd", plain):

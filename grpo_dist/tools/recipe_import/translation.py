@@ -24,6 +24,7 @@ _PLACEHOLDERS: tuple[tuple[Path, str], ...] = (
     (("data", "train", 0, "path"), "DATA"),
 )
 _MOST_REFUSALS = 60
+_MAPPINGS = ("rollout.engine", "data.template_kwargs")  # of names that are others'
 _OWN_REWARDS = "my_rewards:"
 
 
@@ -96,9 +97,22 @@ class _Reader:
 
     def entry(self, setting: Setting) -> Entry:
         row = self.trainer.row(setting.name)
+        if row is None and setting.value in ({}, None):
+            return Entry(str(setting), remark="nothing is set in it", kind="answered")
         if row is None:
             return Entry(str(setting), remark="no table has it", kind="unknown")
+        if row.keys and not row.lost and (inner := self._within(setting.name)):
+            if row.keys[0] not in _MAPPINGS:
+                keys = " and ".join(f"`{key}`" for key in row.keys)
+                return Entry(str(setting), remark=f"part of {keys}: {row.note or 'set it'}", kind="lost")
+            row = replace(row, keys=tuple(f"{key}.{inner}" for key in row.keys))
         return self.converted(f"{setting}{self._assumed(row)}", row, setting.value, setting.name)
+
+    def _within(self, name: str) -> str:
+        """Return the rest of a name whose section alone is in the table; "" for a name that is there."""
+        words = name.split(".")
+        ends = (end for end in range(len(words), 0, -1) if ".".join(words[:end]) in self.trainer.rows)
+        return ".".join(words[next(ends, len(words)) :])
 
     def converted(self, source: str, row: Row, value: Any, name: str) -> Entry:
         """Apply a row to a value."""
@@ -109,9 +123,10 @@ class _Reader:
             return Entry(source, remark=str(result), kind="lost" if result.lost else "answered")
         indices = [int(part) for part in name.split(".") if part.isdigit()]
         many = len(row.keys) > 1 and isinstance(result, list) and len(result) == len(row.keys)
-        pairs = zip(row.keys, result if many else [result] * len(row.keys), strict=True)
+        parts = result if many else [result] * len(row.keys)
+        pairs = [pair for pair in zip(row.keys, parts, strict=True) if pair[1] is not None]
         values = {path: one for key, part in pairs for path, one in _placed(key, part, indices)}
-        return Entry(source, values)
+        return Entry(source, values) if values else Entry(source, remark=_NOTHING, kind="answered")
 
     def _assumed(self, row: Row) -> str:
         """Name the trainer's own counts that a value follows from, where the recipe has none."""
@@ -129,11 +144,12 @@ class _Reader:
         if isinstance(value, str) and "$(" in value and "slug" not in row.expression:
             return _Reason("what a command prints; set it", lost=True)
         listed = of_value(row, value)
-        names = [one for one in row.values.values() if one is not None]
-        if listed is UNSET and names and isinstance(value, list) and row.keys:
-            return self._each(row, value)
+        names = [one for one in row.values.values() if one is not None and not _is_reason(one)]
+        is_code = any(key.endswith(".function") for key in row.keys) and not row.expression
+        if listed is UNSET and names and row.keys and (isinstance(value, list) or (is_code and value)):
+            return self._each(row, value if isinstance(value, list) else [value], is_code=is_code)
         if listed is not UNSET and not row.expression:
-            return _Reason(listed, lost=True) if isinstance(listed, str) and " " in listed else listed
+            return _Reason(listed, lost=True) if _is_reason(listed) else listed
         if row.expression and listed is UNSET:
             try:
                 return evaluate(row.expression, {"value": value, **self.values})
@@ -147,12 +163,12 @@ class _Reader:
         return value
 
     @staticmethod
-    def _each(row: Row, items: list[Any]) -> Any:
+    def _each(row: Row, items: list[Any], *, is_code: bool) -> Any:
         """Map each item of a list; what no table has is code of the user's, to be named."""
         names = [of_value(row, item) for item in items]
         known = [name for name in names if name is not UNSET and name is not None]
-        if not known:
-            return _Reason(row.note, lost=True)
+        if not known and (not is_code or any("/" in str(item) for item in items)):
+            return _Reason(f"{row.note}; a model is `rewards.models`" if is_code else row.note, lost=True)
         return [n if n in known else f"{_OWN_REWARDS}{_word(i)}" for i, n in zip(items, names, strict=True)]
 
     def value_of(self, name: str) -> Any:
@@ -199,12 +215,18 @@ class _Reason(str):
         return reason
 
 
+def _is_reason(value: Any) -> bool:
+    return isinstance(value, str) and " " in value
+
+
 def _is_placeholder(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(_OWN_REWARDS)
 
 
 def _word(item: Any) -> str:
-    return re.sub(r"\W+", "_", str(item).rpartition(".")[2]).strip("_") or "reward"
+    """Return the last name of code: `rewards.f(0.5)` -> f."""
+    match = re.match(r"[\w.]+", str(item))
+    return (match[0] if match else "").rpartition(".")[2] or "reward"
 
 
 def _placed(key: str, value: Any, indices: Sequence[int]) -> Iterator[tuple[Path, Any]]:
@@ -279,9 +301,10 @@ def _make_valid(entries: list[Entry]) -> list[str]:
 
 def _take_out(entries: list[Entry], error: ValidationError) -> bool:
     """Take the values that an error is about out of their entries; return whether there were any."""
-    taken = False
-    for each in readable(error.errors(), Config):
-        location, reason = tuple(each["loc"]), explain([each], Config)
+    taken, errors = False, error.errors()
+    for location in [tuple(each["loc"]) for each in readable(errors, Config)]:
+        about = [one for one in errors if any(tuple(e["loc"]) == location for e in readable([one], Config))]
+        reason = explain(about, Config)
         entry, path = _entry_at(entries, location) if location else _entry_named(entries, reason)
         if entry is not None:
             entry.values = {p: v for p, v in entry.values.items() if p[: len(path)] != path}

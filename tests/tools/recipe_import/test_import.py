@@ -1,6 +1,7 @@
 """`grpo-dist import`: recipes in the form that other trainers publish become valid configurations."""
 
 import re
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
@@ -275,6 +276,7 @@ def test_flags_of_openrlhf(imported):
 VERL_SCRIPT = "python -m verl.trainer.main_ppo data.train_batch_size=64 data.train_files=d.parquet "
 TRL_SCRIPT = "accelerate launch train.py --dataset_name d --beta 0 --num_generations 8 --loss_type grpo "
 SWIFT_SCRIPT = "swift rlhf --rlhf_type grpo --model m --num_generations 8 "
+AREAL = "gconfig: {n_samples: 4}\ntrain_dataset: {path: d, batch_size: 8}\nactor: {path: m, %s}\n"
 NEMO = (
     "grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4}\n"
     "policy: {train_global_batch_size: 16, %s}\n"
@@ -320,6 +322,60 @@ NEMO = (
          {"policy.optimizer.warmup_steps": 26, "algorithm.advantage.name": "rloo_normalized"}),
         ("a.yaml", "loss_fn: {reference_policy_kl_penalty: 0}\ngrpo: {num_prompts_per_step: 8, "
          "normalize_rewards: false}\n", {"algorithm.advantage.name": "rloo"}),
+        # Search-R1's mini-batches count samples, and its fork writes no checkpoint unless it is asked to.
+        ("a.sh", VERL_SCRIPT + "actor_rollout_ref.rollout.n_agent=4 actor_rollout_ref.actor."
+         "ppo_mini_batch_size=32", {"batch.samples_per_prompt": 4, "batch.updates_per_step": 8,
+                                    "checkpoint.every": 0}),
+        # Two bounds are IcePop's, and those of k1 are of the inverse ratio; 0.5_5 is no number.
+        ("a.sh", VERL_SCRIPT + "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction."
+         "rollout_is_threshold=0.5_5 algorithm.rollout_correction.rollout_rs=\\'token_k1,seq_max_k2\\' "
+         "algorithm.rollout_correction.rollout_rs_threshold=\\'0.5_4,2.5\\'",
+         {"algorithm.correction.kind": "icepop", "algorithm.correction.low": 0.5,
+          "algorithm.correction.high": 5.0, "algorithm.correction.reject.0": {
+              "rule": "token_k1", "low": 0.25, "high": 2.0}, "algorithm.correction.reject.1.high": 2.5}),
+        ("a.sh", VERL_SCRIPT + "algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction."
+         "rollout_is=token", {"algorithm.correction.kind": "bypass"}),
+        ("a.sh", VERL_SCRIPT + "+data.apply_chat_template_kwargs.enable_thinking=False "
+         "trainer.project_name=p trainer.logger=[swanlab,trackio]",
+         {"data.template_kwargs": {"enable_thinking": False}, "tracking.swanlab": "p",
+          "tracking.trackio": "p", "tracking.wandb": None}),
+        ("a.sh", TRL_SCRIPT + "--warmup_steps 0.1 --save_total_limit 3 --optim paged_adamw_8bit --report_to "
+         "trackio", {"policy.optimizer.warmup_share": 0.1, "checkpoint.keep": 3, "tracking.trackio":
+                     "huggingface", "policy.optimizer.name": "adamw_8bit"}),
+        ("a.sh", SWIFT_SCRIPT + "--dataset d --advantage_estimator rloo --response_prefix '<think>' "
+         "--min_p 0.1",
+         {"algorithm.kl.in_reward": True, "algorithm.kl.coef": 0.04, "sampling.temperature": 0.9,
+          "data.prefill": "<think>", "data.overlong": "drop", "sampling.min_p": 0.1}),
+        # AReaL's weights are masked at 5, and its KL is 0.1 unless it says otherwise.
+        ("a.yaml", AREAL % "kl_ctl: 0.0, use_decoupled_loss: true, rejection_sampling: {level: sequence, "
+         "action: mask, upper: 5.0}, reward_norm: {mean_level: group, mean_leave1out: true, std_level: null}",
+         {"algorithm.correction.kind": "mis", "algorithm.correction.level": "geometric",
+          "algorithm.correction.high": 5, "algorithm.advantage.name": "rloo", "algorithm.kl.coef": 0}),
+        ("a.yaml", AREAL % "use_sapo_loss: true, sapo_tau_neg: 1.1, reward_norm: {mean_level: group, "
+         "std_level: null}", {"algorithm.loss.name": "sapo", "algorithm.loss.tau_negative": 1.1,
+                              "algorithm.kl.coef": 0.1, "algorithm.kl.in_reward": True,
+                              "algorithm.correction.kind": "bypass", "algorithm.advantage.name": "dr_grpo"}),
+        # The optimiser of Megatron is another section; all of a row may be prompt.
+        ("a.yaml", NEMO % "max_total_sequence_length: 1024, optimizer: null, megatron_cfg: {enabled: true, "
+         "optimizer: {lr: 5.0e-6, min_lr: 5.0e-7, adam_beta1: 0.9, adam_beta2: 0.98}, scheduler: "
+         "{lr_decay_style: constant, lr_warmup_iters: 13}}" + "data: {max_input_seq_length: 1024}\n",
+         {"policy.optimizer.lr": 5e-6, "policy.optimizer.betas": (0.9, 0.98), "policy.optimizer.warmup_steps":
+          26, "data.max_prompt_tokens": 512, "data.overlong": "drop", "model.max_length": 1024}),
+        ("a.toml", "[model]\nname='m'\n[orchestrator]\nbatch_size=64\ngroup_size=8\n[trainer.loss]\n"
+         "dppo_mask_high=0.3\n", {"max_staleness": 8, "algorithm.loss.name": "dppo_tv",
+                                  "algorithm.loss.clip_high": 0.3, "algorithm.advantage.name": "dr_grpo",
+                                  "algorithm.correction.kind": "bypass"}),
+        # ROLL's reinforce with rewards normalised by group is grpo.
+        ("a.yaml", "rollout_batch_size: 8\nnum_return_sequences_in_group: 4\nadv_estimator: reinforce\n"
+         "norm_mean_type: group\nnorm_std_type: batch\npretrain: m\n",
+         {"algorithm.advantage.name": "grpo", "algorithm.advantage.std": "batch_raw"}),
+        ("a.yaml", "rollout_batch_size: 8\nnum_return_sequences_in_group: 4\nadv_estimator: reinforce\n"
+         "norm_mean_type: batch\npretrain: m\n",
+         {"algorithm.advantage.name": "reinforce_pp", "algorithm.advantage.whiten": False,
+          "algorithm.reward_norm.name": "batch"}),
+        ("a.sh", "python open_instruct/grpo_fast.py --num_unique_prompts_rollout 3 --total_episodes 100 "
+         "--num_samples_per_prompt_rollout 4 --stop_strings '</answer>' --model_name_or_path m",
+         {"steps": 8, "sampling.stop": ("</answer>",)}),
     ],
 )  # fmt: skip
 def test_units_and_unwritten_defaults_are_those_of_the_trainer(tmp_path, capsys, name, text, expected):
@@ -332,6 +388,84 @@ def test_units_and_unwritten_defaults_are_those_of_the_trainer(tmp_path, capsys,
         for part in key.split("."):
             node = node[int(part) if part.isdigit() else part]
         assert node == value, key
+
+
+@pytest.mark.parametrize(
+    ("script", "files", "expected"),
+    [
+        ("python3 -m verl.trainer.main config=examples/config.yaml worker.rollout.n=4\n",
+         {"../examples/config.yaml": FORMS["easy.yaml"]},
+         {"batch.samples_per_prompt": 4, "batch.prompts_per_step": 128, "sampling.temperature": 1.0}),
+        ("accelerate launch --config_file=zero3.yaml grpo.py --config configs/a.yaml --num_generations 8\n",
+         {"zero3.yaml": "num_processes: 4\nmixed_precision: bf16\n", "configs/a.yaml": TRL_YAML},
+         {"policy.num_workers": 4, "batch.samples_per_prompt": 8, "sampling.max_new_tokens": 512}),
+        ('uv run examples/run_grpo.py --config "$(pwd)/base.yaml" grpo.max_num_steps=7\n',
+         {"base.yaml": FORMS["nemo.yaml"]}, {"steps": 7, "batch.prompts_per_step": 16}),
+    ],
+)  # fmt: skip
+def test_the_file_that_a_command_changes_is_read_below_it(tmp_path, capsys, script, files, expected):
+    folder = tmp_path / "scripts"
+    for name, text in {"a.sh": script, **files}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).resolve().write_text(text)
+    for is_there in (True, False):
+        assert main(["import", str(folder / "a.sh"), "--from", _trainer_of(script)]) == 0
+        out, err = capsys.readouterr()
+        (tmp_path / "ours.yaml").write_text(out)
+        assert (": not there; what it sets is left out" in err) != is_there
+        if is_there:
+            config = load_config(tmp_path / "ours.yaml")
+            assert {key: attrgetter(key)(config) for key in expected} == expected
+        for name in files:
+            (folder / name).unlink(missing_ok=True)
+
+
+def _trainer_of(script):
+    return "easyr1" if "verl" in script else "trl" if "accelerate" in script else "nemo_rl"
+
+
+PARSED = """
+import os
+from dataclasses import dataclass, field
+@dataclass
+class Arguments:
+    model_name: str = "org/model"
+    length: int = field(default=256, metadata={"help": "x"})
+    seed: int = field(default_factory=int)
+parser.add_argument("--learning-rate", type=float, default=3e-6)
+parser.add_argument("--beta", type=float)
+args, own = parser.parse_args(), parse(Arguments)
+longest = 2048
+settings = dict(num_generations=4)
+more = {"per_device_train_batch_size": 8, "epsilon": 0.3}
+sampling = SamplingParams(min_p=0.1, max_tokens=5, top_p=0.9)
+after = SamplingParams(top_p=0.5)
+model = FastLanguageModel.get_peft_model(base, r=32, lora_alpha=64)
+config = GRPOConfig(
+    learning_rate=args.learning_rate, beta=args.beta, max_prompt_length=own.length,
+    max_completion_length=longest - own.length, run_name=f"{own.model_name}-{longest}",
+    max_steps=int(os.environ.get("STEPS", 12)), num_generations=4, vllm_sampling_params=sampling,
+    output_dir=os.environ.get("OUT", "there"), **more)
+base = FastLanguageModel.from_pretrained(model_name=own.model_name)
+trainer = GRPOTrainer(model=base, args=config, reward_funcs=[check_numbers, make_reward(0.5)])
+"""
+
+
+def test_a_script_with_parsers_is_read_with_their_defaults(tmp_path, capsys):
+    (tmp_path / "train.py").write_text(PARSED)
+    assert main(["import", str(tmp_path / "train.py")]) == 0
+    out, err = capsys.readouterr()
+    (tmp_path / "ours.yaml").write_text(out)
+    config = load_config(tmp_path / "ours.yaml")
+    assert (config.policy.optimizer.lr, config.data.max_prompt_tokens) == (3e-6, 256)
+    assert (config.sampling.max_new_tokens, config.name) == (1792, "org-model-2048")
+    assert (config.sampling.min_p, config.sampling.top_p) == (0.1, 0.9)  # not those of the call behind it
+    assert (config.policy.lora.rank, config.policy.lora.alpha, config.output_dir) == (32, 64, "there")
+    assert config.algorithm.loss.clip_low == 0.3 and config.model.path == "org/model"
+    named = [reward.function for reward in config.rewards.functions]
+    assert named == ["my_rewards:check_numbers", "my_rewards:make_reward"]
+    assert "rewards to write, or to name otherwise: my_rewards:check_numbers" in err
+    assert "beta=args.beta" in err  # without a default nothing says what it is
 
 
 def test_a_number_that_the_recipe_leaves_to_its_launcher_is_named(tmp_path, capsys):
@@ -415,7 +549,8 @@ def test_no_secret_of_the_environment_gets_into_the_file(tmp_path, capsys, monke
         ("cat <<EOF\nrun no\nEOF\nrun yes > log 2>&1 &", ["run", "yes"]),
         ("P=/a/b.c.d\nrun ${P##*/} ${P%.*} ${P/b/x}", ["run", "b.c.d", "/a/b.c", "/a/x.c.d"]),
         ('D="$(cd "$(dirname "$0")/.." && pwd)"\nrun $D/x', ["run", "../x"]),
-        ("run $(rm -rf /) `id`", ["run", "$(rm -rf /)", "$(id)"]),
+        ("run $(rm -rf /) `id` $(pwd)/x", ["run", "$(rm -rf /)", "$(id)", "./x"]),
+        ("run a\n --b 1 \\\n --c", ["run", "a", "--b", "1", "--c"]),  # its author forgot a backslash
         ('run "unclosed', ["run", "unclosed"]),
         ("case a in b) run 1 ;; a|c) run 2 ;; *) run 3 ;; esac", ["run", "2"]),
     ],
