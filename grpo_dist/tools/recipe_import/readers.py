@@ -36,6 +36,7 @@ _KEY = re.compile(r"[0-9a-f]{40}|(hf|wandb_v\d)_\w{16,}")  # of wandb and the hu
 _MOST_BASES = 8  # files that a recipe builds on
 _FILES = ("config_file", "config")  # of accelerate, and of a trainer
 _MOST_FOLDERS = 5  # above the script
+_FEW = 3  # flags of what may be another command in quotes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def read_recipe(path: Path) -> Recipe:
             recipe = _read_python(_code_of_notebook(text) if kind == ".ipynb" else text)
         else:
             recipe = _read_shell(text, path.parent)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, SyntaxError, LookupError) as e:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, SyntaxError, LookupError) as e:
         raise UserError(f"{path}: not {kind or 'shell'}: {' '.join(str(e).split())[:300]}") from e
     if not recipe.settings:
         raise UserError(
@@ -90,7 +91,10 @@ def read_recipe(path: Path) -> Recipe:
 
 def _read_shell(text: str, folder: Path | None) -> Recipe:
     """Read the command with most settings: overrides `key=value`, or flags, and the file they change."""
-    commands = [(command, _command_settings(command)) for command in read_commands(text, folder)]
+    plain = read_commands(text, folder)
+    nested = [word for command in plain for word in command.words if word.count(" --") > _FEW]  # bash -c
+    plain += [command for word in nested for command in read_commands(word, folder)]
+    commands = [(command, _command_settings(command)) for command in plain]
     commands = [(command, settings) for command, settings in commands if settings]
     if not commands:
         return Recipe((), text)
@@ -127,13 +131,15 @@ def _with_files(settings: Sequence[Setting], folder: Path, remarks: list[str]) -
 
 
 def _command_settings(command: Command) -> list[Setting]:
-    words, start = command.words, 0
+    words, start, maybe = command.words, 0, 0
     for at, word in enumerate(words[1:], 1):
-        before = words[at - 1]
+        before, is_program = words[at - 1], word.endswith((".py", ".sh"))
         is_value = before.startswith("--") and "=" not in before  # of the flag in front of it
-        program = word.endswith((".py", ".sh")) and not is_value
-        if program or before in ("-m", "--module", "swift", "trl", "megatron"):
+        if (is_program and not is_value) or before in ("-m", "--module", "swift", "trl", "megatron"):
             start = at + 1
+        elif is_program and not maybe:
+            maybe = at + 1  # uv run --active train.py
+    start = start or maybe
     if not start and not any(word.startswith("openrlhf") for word in words):
         return []
     of_launcher = (*_RANKS, "config_file")
@@ -197,6 +203,10 @@ def _read_yaml(path: Path, missing: list[str], depth: int = 0) -> DictConfig:
     files = [file if file.suffix else file.with_suffix(".yaml") for file in files]
     missing += [f"{file}: not there; what it sets is left out" for file in files if not file.is_file()]
     below = [_read_yaml(file, missing, depth + 1) for file in files if file.is_file() and depth < _MOST_BASES]
+    for key, section in plain.items() if isinstance(plain, dict) else ():
+        if isinstance(section, dict) and section.pop("_override_", False):  # NeMo-RL: in place of those below
+            for base in below:
+                base.pop(key, None)
     return cast(DictConfig, OmegaConf.merge(*below, OmegaConf.create(plain)))
 
 

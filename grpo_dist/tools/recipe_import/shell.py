@@ -202,6 +202,7 @@ class _Script:
         self.folder, self.depth = folder, 0
         self.variables: dict[str, list[str]] = {"HOME": ["~"], "PWD": ["."]}
         self.commands: list[Command] = []
+        self.arguments: list[str] = []  # "$@"
 
     def run(self, text: str) -> None:
         outer = getattr(self, "tokens", []), getattr(self, "at", 0)
@@ -318,7 +319,9 @@ class _Script:
             rest = rest[1:]
         words = [word for token in rest for word in self._expand(token)]
         if words[:1] in (["source"], ["."]) and len(words) > 1:
-            self._source(words[1])
+            self._source(words[1], [])
+        elif words[:1] in (["bash"], ["sh"]) and words[1:] and self._source(words[1], words[2:]):
+            pass
         elif words and words[0].startswith("--") and self.commands:  # behind a forgotten backslash
             last = self.commands.pop()
             self.commands.append(Command((*last.words, *words), last.environment))
@@ -329,15 +332,19 @@ class _Script:
         before = self.variables.get(name.rstrip("+"), []) if name.endswith("+") else []
         self.variables[name.rstrip("+")] = [*before, *values]
 
-    def _source(self, path: str) -> None:
-        """Run a file of the script's own folder."""
+    def _source(self, path: str, arguments: list[str]) -> bool:
+        """Run a file of the script's own folder; return whether it is one."""
         if self.folder is None or self.depth >= _MOST_SOURCED:
-            return
+            return False
         file = (self.folder / path).resolve()
-        if file.is_relative_to(self.folder.resolve()) and file.is_file():
-            self.depth += 1
-            self.run(file.read_text(encoding="utf-8", errors="replace"))
-            self.depth -= 1
+        if not (file.is_relative_to(self.folder.resolve()) and file.is_file()):
+            return False
+        before, self.arguments = self.arguments, arguments
+        self.depth += 1
+        self.run(file.read_text(encoding="utf-8", errors="replace"))
+        self.depth -= 1
+        self.arguments = before
+        return True
 
     def _expand(self, token: Token) -> list[str]:
         """Return the words that a word becomes: unquoted variables are split at blanks, arrays at items."""
@@ -375,7 +382,7 @@ class _Script:
         count, name, index, rest = match.groups()
         values = self.variables.get(name, [])
         if name in ("@", "*"):
-            return []
+            return self.arguments
         if count:
             return [str(len(values) if index else len("".join(values)))]
         if index and index[1:-1].isdigit():
