@@ -182,5 +182,7 @@ def _value(node: ast.AST, places: Mapping[str, Any]) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Return a quotient without remainder as an integer."""
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
+    """Return a quotient without remainder as an integer, others without rounding: 0.2 of 1e-6 / 5e-6."""
+    if not isinstance(value, float) or abs(value) >= 1e15:
+        return value
+    return int(value) if value.is_integer() else float(f"{value:.12g}")

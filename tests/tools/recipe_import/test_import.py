@@ -373,8 +373,27 @@ NEMO = (
          "norm_mean_type: batch\npretrain: m\n",
          {"algorithm.advantage.name": "reinforce_pp", "algorithm.advantage.whiten": False,
           "algorithm.reward_norm.name": "batch"}),
-        ("a.sh", "python open_instruct/grpo_fast.py --num_unique_prompts_rollout 3 --total_episodes 100 "
-         "--num_samples_per_prompt_rollout 4 --stop_strings '</answer>' --model_name_or_path m",
+        # Batches of verl's asynchronous trainer are mini-batches, its engines have GPUs of their own.
+        ("a.sh", "python -m verl.experimental.fully_async_policy.fully_async_main data.train_files=d "
+         "data.train_batch_size=0 actor_rollout_ref.actor.ppo_mini_batch_size=32 async_training."
+         "require_batches=4 async_training.trigger_parameter_sync_step=2 async_training.staleness_threshold="
+         "0.5 async_training.partial_rollout=True rollout.nnodes=1 rollout.n_gpus_per_node=4 rollout."
+         "total_rollout_steps=12800 actor_rollout_ref.rollout.tensor_model_parallel_size=2 "
+         "trainer.n_gpus_per_node=4",
+         {"batch.prompts_per_step": 128, "batch.updates_per_step": 4, "max_staleness": 2, "steps": 100,
+          "weight_sync.mode": "keep", "rollout.num_workers": 2, "policy.num_workers": 4,
+          "cluster.placement": "separate"}),
+        ("a.sh", "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --model m --dataset d --num_generations 8 "
+         "--global_batch_size 16 --steps_per_generation 4 --lr 5e-6 --min_lr 1e-6 --train_iters 40",
+         {"batch.prompts_per_step": 8, "policy.optimizer.lr": 5e-6, "policy.optimizer.min_lr_ratio": 0.2,
+          "steps": 10}),
+        # A command in quotes, and a launcher's switch before the program.
+        ("a.sh", 'srun -N 1 bash -c "cd /x && python3 -m openrlhf.cli.train_ppo_ray --pretrain m --rollout_'
+         'batch_size 64 --n_samples_per_prompt 2 --train_batch_size 64 --init_kl_coef 0"\n',
+         {"batch.prompts_per_step": 64, "batch.updates_per_step": 2}),
+        ("a.sh", "uv run --active open_instruct/grpo_fast.py --num_unique_prompts_rollout 3 "
+         "--total_episodes 100 --num_samples_per_prompt_rollout 4 --stop_strings '</answer>' "
+         "--model_name_or_path m",
          {"steps": 8, "sampling.stop": ("</answer>",)}),
     ],
 )  # fmt: skip
@@ -558,6 +577,25 @@ def test_no_secret_of_the_environment_gets_into_the_file(tmp_path, capsys, monke
 def test_a_shell_script_is_read_as_the_shell_would(script, words):
     commands = [list(command.words) for command in read_commands(script) if command.words[0] == "run"]
     assert commands[-1] == words
+
+
+def test_a_script_that_calls_another_is_read_with_its_variables_and_arguments(tmp_path, capsys):
+    (tmp_path / "base.sh").write_text('python -m verl.trainer.main_ppo data.train_files=$DATA "$@"\n')
+    call = 'bash "$(dirname $0)/base.sh" data.train_batch_size=8'
+    (tmp_path / "a.sh").write_text(f"export DATA=d.parquet\n{call}\n")
+    assert main(["import", str(tmp_path / "a.sh")]) == 0
+    out = capsys.readouterr().out
+    assert "- path: d.parquet" in out and "prompts_per_step: 8" in out
+
+
+def test_a_section_in_place_of_those_below_is_alone(tmp_path, capsys):
+    (tmp_path / "base.yaml").write_text(NEMO % "model_name: m" + "data: {train: {dataset_name: gsm8k}}\n")
+    (tmp_path / "a.yaml").write_text(
+        "defaults: base.yaml\ndata: {_override_: true, train: [{dataset_name: a}], shuffle: true}\n"
+    )
+    assert main(["import", str(tmp_path / "a.yaml")]) == 0
+    out, err = capsys.readouterr()
+    assert "gsm8k" not in out and "sources are `data.train`" in err and "model_name=m" in out
 
 
 def test_a_script_reads_files_of_its_own_folder_alone(tmp_path):
