@@ -304,8 +304,9 @@ def chunks(body: Mapping[str, Any], answer: Mapping[str, Any], *, chat: bool) ->
     parts = _deltas(choice["message"]) if chat else ({"text": piece} for piece in _pieces(choice["text"]))
     for part in parts:
         yield head | {"choices": [{"index": 0, "finish_reason": None, "logprobs": None, **part}]}
+    nothing: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
     last = {"index": 0, "finish_reason": choice["finish_reason"], "logprobs": None}
-    yield head | {"choices": [last | ({"delta": {}} if chat else {"text": ""})]}
+    yield head | {"choices": [last | nothing]}
     if wants_usage:
         yield head | {"choices": [], "usage": answer.get("usage")}
 

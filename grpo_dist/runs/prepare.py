@@ -181,7 +181,7 @@ def build_inputs(
     )
 
 
-def check_rendering(config: Sections, tokenizer: Any, say: Callable[[str], None]) -> None:
+def check_rendering(config: Config, tokenizer: Any, say: Callable[[str], None]) -> None:
     """Raise ValueError where nothing ends a sample, and tell where the chat template alone names its end, and
     which date it writes.
     """

@@ -315,8 +315,8 @@ class _Names:
                     with suppress(Uncomputable):
                         return evaluate(f"{one!r} {_SIGNS.get(type(op), '?')} {other!r}", {})
             case ast.JoinedStr(parts):
-                values = (part.value if isinstance(part, ast.FormattedValue) else part for part in parts)
-                return "".join(str(self.value(value)) for value in values)
+                inner = (part.value if isinstance(part, ast.FormattedValue) else part for part in parts)
+                return "".join(str(self.value(one)) for one in inner)
             case ast.Call(args=[_, default]) if ast.unparse(node.func) in _ENVIRONMENT:
                 return self.value(default)
             case ast.Call(ast.Name(name), [inner], []) if name in _TYPES:
