@@ -151,13 +151,31 @@ class ForcedLengths:
 
     def __init__(self, model: Any, lengths: Sequence[Sequence[int]], eos: int) -> None:
         self._batches, self._eos, self._generate = iter(lengths), eos, model.generate
-        self.lengths = torch.empty(0)  # other ways to generate, like continuous batching, leave it so
-        model.generate = self._begin
+        self._batching = model.continuous_batching_context_manager
+        self.lengths = torch.empty(0)  # other ways to generate leave it so
+        model.generate, model.generate_batch = self._begin, self._begin_batch
 
     def _begin(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         self.lengths = torch.tensor(next(self._batches))
         self._last = self.lengths + input_ids.shape[1] - 1  # tokens in a row before its EOS
         return self._generate(input_ids=input_ids, logits_processor=[self], **inputs)
+
+    def _begin_batch(self, inputs: list[list[int]], **settings: Any) -> dict[str, Any]:
+        """Generate by continuous batching: each request may have its own length, and no token ends it."""
+        self.lengths, finished = torch.tensor(next(self._batches)), dict[str, Any]()
+        del settings["progress_bar"]
+        with self._batching(**settings, block=True, timeout=5) as manager:
+            names = [
+                manager.add_request(ids, max_new_tokens=length, eos_token_id=-1)
+                for ids, length in zip(inputs, self.lengths.tolist(), strict=True)
+            ]
+            while len(finished) < len(names):
+                result = manager.get_result(timeout=600)
+                if result is None or result.error:
+                    raise RuntimeError(f"continuous batching ended: {result and result.error}")
+                if result.is_finished():
+                    finished[result.request_id] = result
+        return {name: finished[name] for name in names}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         ends = self._last == input_ids.shape[1]
