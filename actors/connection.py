@@ -39,12 +39,14 @@ logger = logging.getLogger("grpo_dist")
 T = TypeVar("T")
 
 _TRIES = 5
-# Ray's own processes read these when they start. In a private cluster nobody reads what they switch off:
-# lines of logs for a driver, and the load of each process for a dashboard.
+# Ray's own processes read these when they start. In a private cluster nobody uses what they switch off: lines
+# of logs for a driver, the load of each process for a dashboard, workers without an actor.
 _NOT_COLLECTED = {
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
     "LOG_NAME_UPDATE_INTERVAL_S": "inf",
     "REPORTER_UPDATE_INTERVAL_MS": "86400000",
+    # Workers for each core beforehand: every actor here has variables of its own, and takes none of them.
+    "RAY_prestart_worker_first_driver": "0",
 }
 # They change which GPUs an actor sees: see `own_gpus`.
 _NOT_INHERITED = (NOT_SET, EMPTIED)

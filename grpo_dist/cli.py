@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_dist.errors import RERUN, RunEnded, UserError, find_cause
 from grpo_dist.runtime import __version__
-from grpo_dist.runtime.processes import libraries_loaded
+from grpo_dist.runtime.processes import libraries_loaded, pause_garbage_collection
 from grpo_dist.runtime.stage_log import print_line, stages_logged, unread_output_dropped
 from grpo_dist.tools.arguments import add_command, add_inputs, parse
 from grpo_dist.tools.evaluate.command import add_commands as add_evaluation
@@ -163,7 +163,8 @@ def _plan(
     from grpo_dist.tools.plan.options import Assumptions
 
     assumptions = Assumptions(bench=Path(bench) if bench else None, **assumed)
-    plan(config, cluster, assumptions, price=price, timeline=timeline, tail=tail)
+    with pause_garbage_collection():  # none of the simulated samples is garbage before a simulation ends
+        plan(config, cluster, assumptions, price=price, timeline=timeline, tail=tail)
 
 
 def _check(path: str, overrides: list[str], *, cluster: str | None, show_config: bool) -> None:
@@ -172,15 +173,16 @@ def _check(path: str, overrides: list[str], *, cluster: str | None, show_config:
     config = load_config(path, overrides)
     if show_config:
         print(dump_config(config))
-    from grpo_dist.tools.check.command import problems, run_checks, summary
-
     results = []
-    for result in run_checks(config, cluster=cluster):
-        results.append(result)
-        if result.problem:
-            print(result, file=sys.stderr, flush=True)
-        else:
-            print_line(str(result))
+    with pause_garbage_collection():  # libraries make a million objects
+        from grpo_dist.tools.check.command import problems, run_checks, summary
+
+        for result in run_checks(config, cluster=cluster):
+            results.append(result)
+            if result.problem:
+                print(result, file=sys.stderr, flush=True)
+            else:
+                print_line(str(result))
     if wrong := problems(results):
         raise wrong
     print_line(summary(results))

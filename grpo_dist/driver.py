@@ -15,17 +15,17 @@ The workers are an argument, so unit tests run this very loop on fakes. Nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from grpo_dist.config import Config
-from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.health.watch import HealthWatch
 from grpo_dist.loop.chores import Checkpointer, Chores, StatefulParts
 from grpo_dist.loop.first_come import PIPELINES
 from grpo_dist.loop.kl_controller import KLController
-from grpo_dist.loop.pipeline import publish
+from grpo_dist.loop.pipeline import Pipeline, publish
 from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.staging import Staging, recorded_values
 from grpo_dist.loop.sync_probe import SyncProbe
@@ -33,6 +33,9 @@ from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
+
+if TYPE_CHECKING:  # imports the chat templates
+    from grpo_dist.data.demonstrations import Demonstration
 
 
 async def run(
@@ -46,20 +49,23 @@ async def run(
     *,
     demonstrations: Sequence[Demonstration] = (),
     stop_requested: Callable[[], bool] = lambda: False,
+    pipelines: Mapping[str, type[Pipeline]] = PIPELINES,
+    make_staging: type[Staging] = Staging,
 ) -> int:
     """Train to step ``config.steps``, from that of ``progress``, whose version the engines hold on entry.
     Returns the last step, which may be an earlier one with `checkpoint.patience` and `checkpoint.target`.
 
     ``demonstrations``: those that `config.demonstrations` names, for the cross-entropy in every update. Once
     ``stop_requested`` is true, the run saves the current step and ends; while samples are still missing
-    it saves the step before, with the finished groups.
+    it saves the step before, with the finished groups. ``pipelines``, ``make_staging``: a simulation has its
+    own.
 
     Raises what a worker raises; TimeoutError naming a stage of `cluster.timeouts`; Unhealthy and Rollback
     from `health`; Preempted once it is saved.
     """
     progress = progress or Progress()
-    pipeline = PIPELINES[config.batch.order.name](config, workers, prompts, progress.step, progress.pipeline)
-    staging = Staging(config, workers.policy, progress.rewards, demonstrations)
+    pipeline = pipelines[config.batch.order.name](config, workers, prompts, progress.step, progress.pipeline)
+    staging = make_staging(config, workers.policy, progress.rewards, demonstrations)
     probe = SyncProbe(config, workers, prompts, recorder, start=progress.step)
     health = HealthWatch(config, recorder, progress.health)
     kl = KLController(config.algorithm.kl, progress.kl_coef)

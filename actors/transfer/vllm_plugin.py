@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.transfer import WEIGHT_TRANSFER
 from grpo_dist.runtime.stacks import listen
 
-WEIGHT_TRANSFER = "grpo_dist"  # what vLLM calls the receiving side of this project's weight sync
 _LARGE_VOCABULARY = 8192  # with fewer entries torch's sums are as exact as all else
 _PARTS = 64  # sums of a row, which are then added up
 _ROWS = 32  # corrected at once: their exponentials stay in a core's cache, all of a batch take twice as long

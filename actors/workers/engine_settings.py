@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
+from actors.transfer import WEIGHT_TRANSFER
 from actors.workers import drafter
 from grpo_dist.config import (
     Config,
@@ -23,7 +23,6 @@ from grpo_dist.config import (
 )
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.errors import UserError
-from grpo_dist.policy.router_replay import replay_problem
 from grpo_dist.runtime.hardware import DeviceType, device_type, processor_digest, resolve_dtype
 from grpo_dist.runtime.model_config import heads_of_layers
 from grpo_dist.runtime.model_files import cache_dir
@@ -260,6 +259,8 @@ def _speculation(settings: RolloutConfig) -> dict[str, Any]:
 
 def _recording(spec: EngineSpec, model: Any, device: DeviceType) -> dict[str, Any]:
     """Return the arguments with which the engine records routes. Raises UserError where it cannot."""
+    from grpo_dist.policy.router_replay import replay_problem  # imports torch, which a plan does without
+
     if problem := replay_problem(model):
         raise UserError(f"{problem}; remove it")
     if device != "cpu":

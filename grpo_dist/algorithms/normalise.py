@@ -1,17 +1,14 @@
 """Statistics over the samples of a step, and what they normalise: rewards before an estimator, advantages
 after it.
-
-Moments().updated([1, 0]).updated([0, 0])   count 4, mean 0.25, deviation 0.5
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
+
+from grpo_dist.algorithms.moments import Moments
 
 OVER = ("none", "group", "batch", "running")
 
@@ -83,37 +80,6 @@ def deviation(
         everyone, _ = Groups(torch.zeros_like(rewards, dtype=torch.long), known).centre(rewards)
         return ((everyone**2).sum() / (known.sum() - 1).clamp(min=1)).sqrt() + eps
     raise ValueError(f"std = {std!r}: expected group, batch or none, or batch_raw")
-
-
-@dataclass(frozen=True, slots=True)
-class Moments:
-    """``squares``: sum of squared differences from the mean, which is exact where sums of squares cancel."""
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-
-    @property
-    def deviation(self) -> float:
-        """Sample deviation (ddof 1); 0 for fewer than two values."""
-        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
-
-    def updated(self, rewards: Real[Tensor, " B"]) -> Moments:
-        """These moments with ``rewards`` added; what is not finite adds nothing.
-
-        The pairwise update of Chan, Golub and LeVeque 1979, in float64.
-        """
-        new = rewards[is_scored(rewards)].double()
-        if not len(new):
-            return self
-        mean = float(new.mean())
-        squares = float((new - mean).square().sum()) if bool((new != new[0]).any()) else 0.0
-        count, difference = self.count + len(new), mean - self.mean
-        return Moments(
-            count,
-            self.mean + difference * len(new) / count,
-            self.squares + squares + difference**2 * self.count * len(new) / count,
-        )
 
 
 def normalise_rewards(

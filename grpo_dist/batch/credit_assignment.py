@@ -26,7 +26,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
-from grpo_dist.algorithms.normalise import Moments, length_weights, normalise_rewards, whiten
+from grpo_dist.algorithms.moments import Moments
+from grpo_dist.algorithms.normalise import length_weights, normalise_rewards, whiten
 from grpo_dist.algorithms.token_advantages import (
     discounted_to_go,
     optimal_token_baseline,

@@ -32,6 +32,8 @@ from grpo_dist.types import (
     TeacherLogprobs,
     TeacherStream,
     TrainBatch,
+    have_logprobs,
+    sampled_logprobs,
     training_rows,
 )
 
@@ -145,21 +147,6 @@ def _temperatures(samples: Sequence[Rollout], owner: np.ndarray) -> torch.Tensor
     known = [r.temperature for r in samples if r.temperature is not None]
     assert len(known) in (0, len(samples)), "either all samples have a temperature or none"
     return torch.from_numpy(np.array(known, np.float64)[owner]) if known else None
-
-
-def sampled_logprobs(rows: Sequence[Rollout | FurtherRow]) -> np.ndarray:
-    """Return the engine's log-probs of all sampled tokens of ``rows`` end to end, float32."""
-    return np.concatenate([r.logprobs if r.sampled is None else r.logprobs[r.sampled] for r in rows])
-
-
-def have_logprobs(samples: Sequence[Rollout], finite: np.ndarray) -> np.ndarray:
-    """Return which samples have a finite log-prob of every sampled token, bool [samples]. ``finite``: which
-    of the `sampled_logprobs` of all their rows are.
-    """
-    if finite.all():
-        return np.ones(len(samples), bool)
-    owner = np.repeat(np.arange(len(samples)), [sample.num_sampled for sample in samples])
-    return np.bincount(owner[~finite], minlength=len(samples)) == 0
 
 
 def context_ids(prompt: Prompt, row: Rollout | FurtherRow) -> np.ndarray:

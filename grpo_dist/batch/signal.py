@@ -23,14 +23,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
-from grpo_dist.algorithms.token_advantages import turn_level
-from grpo_dist.batch.credit_assignment import PROCESS, clipped_baselines, clipped_rewards
 from grpo_dist.config import AlgorithmConfig
-from grpo_dist.config.algorithm import PassAtKAdvantage, TurnAdvantage
+from grpo_dist.config.algorithm import DROLoss, KimiLoss, PassAtKAdvantage, TurnAdvantage
+from grpo_dist.plugins.user_code import AGGREGATION, LOSS
 from grpo_dist.types import Group, correctness, has_signal
 
 ACCURACY = "accuracy"  # a metric of every run: right or wrong
@@ -60,6 +56,10 @@ class SignalRule:
         return self._by_estimator(group)
 
     def _by_estimator(self, group: Group) -> bool:
+        # Here, because it imports torch, and a plan, which compares a metric, does without.
+        from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
+        from grpo_dist.batch.credit_assignment import PROCESS, clipped_rewards
+
         advantage = self.algorithm.advantage
         if advantage.traits.reads_each_reward:
             parts = [part for name, part in group.reward_parts.items() if self.weights.get(name)]
@@ -70,18 +70,25 @@ class SignalRule:
             return _turns_differ(group, advantage.discount)
         if advantage.traits.reads_greedy_answer:
             return self._differs_from_greedy(group)
-        rewards = clipped_rewards([group], self.algorithm.reward_clip)
         inputs = ADVANTAGE_INPUTS.get(advantage.name)
         if inputs and set(inputs) <= {"std", "eps", "k"}:
-            return self._has_advantages(rewards)
-        return has_signal(rewards.numpy())
+            return self._has_advantages(group)
+        return has_signal(clipped_rewards([group], self.algorithm.reward_clip).numpy())
 
     def _differs_from_greedy(self, group: Group) -> bool:
+        from grpo_dist.batch.credit_assignment import clipped_baselines, clipped_rewards
+
         clip = self.algorithm.reward_clip
         rewards, greedy = clipped_rewards([group], clip), clipped_baselines([group], clip)
         return bool((rewards[rewards.isfinite()] != greedy[rewards.isfinite()]).any())
 
-    def _has_advantages(self, rewards: Tensor) -> bool:
+    def _has_advantages(self, group: Group) -> bool:
+        import torch
+
+        from grpo_dist.algorithms.advantages import ADVANTAGES
+        from grpo_dist.batch.credit_assignment import clipped_rewards
+
+        rewards = clipped_rewards([group], self.algorithm.reward_clip)
         advantage, ids = self.algorithm.advantage, torch.zeros(len(rewards), dtype=torch.long)
         arguments = {"k": advantage.k} if isinstance(advantage, PassAtKAdvantage) else {}
         return bool(ADVANTAGES[advantage.name](rewards, ids, **arguments).any())
@@ -95,7 +102,24 @@ class SignalRule:
             return correctness(group)
         if self.metric in group.reward_parts:
             return group.reward_parts[self.metric]
+        from grpo_dist.batch.credit_assignment import clipped_rewards
+
         return clipped_rewards([group], self.algorithm.reward_clip).numpy()
+
+
+def trains_all_rows(algorithm: AlgorithmConfig, *, has_kl_term: bool) -> bool:
+    """Return whether rows whose advantage is 0 are trained on like others: `algorithm.skip_idle_rows` is off,
+    or the loss depends on them, by a term of their own, or because it chooses or weighs tokens by a statistic
+    of all. A loss or aggregation of the user's own may do either.
+    """
+    if any(piece.kind in (LOSS, AGGREGATION) for piece in algorithm.user_components):
+        return True
+    has_penalty = isinstance(algorithm.loss, DROLoss | KimiLoss) or (
+        has_kl_term and not algorithm.kl.in_reward
+    )
+    ranks_tokens = bool(algorithm.loss.selection) or algorithm.top_entropy_share < 1.0
+    reads_all = algorithm.has_entropy_bonus or has_penalty or ranks_tokens or algorithm.normalizes_weights
+    return reads_all or not algorithm.skip_idle_rows
 
 
 def _of_scored(group: Group, values: np.ndarray) -> np.ndarray:
@@ -114,6 +138,10 @@ def _step_rewards(group: Group) -> np.ndarray:
 
 
 def _turns_differ(group: Group, discount: float) -> bool:
+    import torch
+
+    from grpo_dist.algorithms.token_advantages import turn_level
+
     turns = [(sample, turn.reward or 0.0) for sample, r in enumerate(group.rollouts) for turn in r.turns]
     rewards = np.where(np.isfinite(group.rewards), group.rewards, np.nan).astype(np.float64)
     advantages = turn_level(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
@@ -60,8 +61,7 @@ class Section(BaseModel):
     @classmethod
     def _bool_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse booleans for numbers: pydantic converts true to 1."""
-        kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
-        if kinds & {int, float} and bool not in kinds:
+        if _takes_numbers_alone(cls, str(info.field_name)):
             for item in _items(value):
                 if isinstance(item, bool):
                     raise ValueError(f"{str(item).lower()} is not a number; expected a number")
@@ -88,6 +88,12 @@ class Section(BaseModel):
         checks behind one may rely on it.
         """
         yield from ()
+
+
+@cache
+def _takes_numbers_alone(section: type[Section], name: str) -> bool:
+    kinds = set(_kinds(section.model_fields[name].annotation))
+    return bool(kinds & {int, float}) and bool not in kinds
 
 
 USER_SUPPLIED = "user-supplied code"  # label of the member of a tagged union that takes other names

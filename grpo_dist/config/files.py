@@ -131,8 +131,13 @@ def checked(plain: Any, where: str | Path, section: type[S]) -> S:
 
 
 def changed(config: S, changes: Mapping[str, Any]) -> S:
-    """Return ``config`` with dotted keys set, validated again. Raises ValueError if it is invalid."""
-    plain: dict[str, Any] = config.model_dump()
+    """Return ``config`` with dotted keys set, validated again. Raises ValueError if it is invalid.
+
+    Other sections are taken as they are: a plan validates hundreds of splits.
+    """
+    sections = {key.partition(".")[0] for key in changes}
+    plain = {name: getattr(config, name) for name in type(config).model_fields}
+    plain |= config.model_dump(include=sections)
     for key, value in changes.items():
         *path, last = key.split(".")
         section: Any = plain

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_dist.evaluation.votes import majority_at_k
 from grpo_dist.types.intervals import Z95, wilson
 
 
@@ -64,6 +63,8 @@ def measures_of_problem(
         return measures
     measures[f"avg@{sampled}"] = float(right.mean())
     if answers is not None:
+        from grpo_dist.evaluation.votes import majority_at_k  # imports the grader
+
         votes = [answer for answer, is_scored in zip(answers, scored, strict=True) if is_scored]
         measures |= {f"maj@{k}": majority_at_k(right, votes, k) for k in ks if 2 < k <= n}
         measures[f"cons@{sampled}"] = majority_at_k(right, votes, n)

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.policy.snapshots import discard
 from grpo_dist.runtime.concurrency import deadline, run_in_thread, wait_unless_stopped
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.workers import EvaluationHandle
@@ -155,6 +154,8 @@ class ConcurrentEvaluation:
 async def discard_snapshots(run_dir: Path) -> None:
     """Delete the snapshots in ``run_dir``, of a run that had engines of evaluation and has none now."""
     for _, directory in _kept(run_dir):
+        from grpo_dist.policy.snapshots import discard  # imports torch, which a plan does without
+
         await run_in_thread(partial(discard, directory))
 
 

@@ -15,7 +15,6 @@ from typing import Any, Protocol, get_args
 
 import numpy as np
 
-from grpo_dist.batch.rows import have_logprobs, sampled_logprobs
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.config import MetricConfig, RewardsConfig
 from grpo_dist.config.environments import BudgetOutcome
@@ -25,7 +24,16 @@ from grpo_dist.health.watch import TRAINED_TOKENS
 from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.plugins.inputs import MetricInputs
 from grpo_dist.plugins.user_code import METRIC, call, call_in_time, failures_named, load
-from grpo_dist.types import FurtherRow, Group, Rollout, count_signals, select_sampled, training_rows
+from grpo_dist.types import (
+    FurtherRow,
+    Group,
+    Rollout,
+    count_signals,
+    have_logprobs,
+    sampled_logprobs,
+    select_sampled,
+    training_rows,
+)
 
 OUTCOMES = ("correct", "wrong", "no_answer", "timeout", "error")
 ENDS = ("stop", *get_args(BudgetOutcome), "error")  # of an episode

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from grpo_dist.algorithms.normalise import Moments
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.data.order import OrderState
 from grpo_dist.health.bounds import HealthState
 from grpo_dist.types import Group, Sampling

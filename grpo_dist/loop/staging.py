@@ -12,22 +12,22 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from grpo_dist.algorithms.normalise import Moments
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.schedules import is_due
-from grpo_dist.batch.epochs import regrouped
 from grpo_dist.batch.shared_prefixes import needed_tokens
 from grpo_dist.batch.token_values import TokenValues, ValuesOfSamples, by_sample, values_of_rows
 from grpo_dist.config import Config
-from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.loop.groups import ScoredBatch
 from grpo_dist.loop.metrics import distillation_metrics, rollout_metrics, sampling_cost
-from grpo_dist.loop.score_norms import score_norms_of
-from grpo_dist.loop.updates import learning_rows, make_updates, reward_moments, step_demonstrations
 from grpo_dist.types import TrainBatch
 from grpo_dist.workers import PolicyHandle, StagedRef
+
+if TYPE_CHECKING:  # a plan, which stages no rows, does without torch
+    from torch import Tensor
+
+    from grpo_dist.data.demonstrations import Demonstration
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +113,17 @@ class Staging:
         """Return what the estimator reads of the policy; None: nothing. The caller's advantages need none."""
         if batch.advantages is not None or not self._config.algorithm.advantage.traits.reads_policy:
             return None
+        from grpo_dist.loop.score_norms import score_norms_of
+
         return await score_norms_of(self._policy, batch.groups)
 
     def _stage(
         self, step: int, batch: ScoredBatch, kl_coef: float, score_norms: Tensor | None = None
     ) -> Staged:
         """Runs in a thread, so that the loop keeps admitting and receiving groups."""
+        from grpo_dist.batch.epochs import regrouped
+        from grpo_dist.loop.updates import make_updates, reward_moments, step_demonstrations
+
         config, tracking = self._config, self._config.tracking
         rewards = reward_moments(config.algorithm, batch.scored, self.rewards)
         shown = step_demonstrations(config.demonstrations, self._demonstrations, config.seed, step)
@@ -169,5 +174,7 @@ def _trained_tokens(update: TrainBatch) -> int:
 
 
 def _groups_with_signal(update: TrainBatch) -> list[int]:
+    from grpo_dist.loop.updates import learning_rows
+
     groups: list[int] = update.group_ids.numpy()[learning_rows(update)].tolist()
     return groups

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import Config
 from grpo_dist.errors import RERUN, Unhealthy
 from grpo_dist.runtime.concurrency import deadline, gather
@@ -268,6 +267,8 @@ class SyncProbe:
         groups = distinct_groups([samples for s in sampled.values() for samples in s.groups])
         if not groups:
             return "", dict.fromkeys(sampled)
+        from grpo_dist.batch.rows import make_batch  # imports torch, which a plan does without
+
         batch = make_batch(
             groups,
             [np.zeros(len(group.rollouts), np.float32) for group in groups],

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.normalise import Moments
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.batch.credit_assignment import (
     AdvantageSettings,
     clipped_rewards,
@@ -18,7 +18,7 @@ from grpo_dist.batch.credit_assignment import (
 )
 from grpo_dist.batch.epochs import redrawn, rows_of_updates, with_rows_of
 from grpo_dist.batch.rows import count_denominators, make_batch, split_updates
-from grpo_dist.batch.signal import SignalRule
+from grpo_dist.batch.signal import SignalRule, trains_all_rows
 from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.config import (
     AlgorithmConfig,
@@ -28,11 +28,9 @@ from grpo_dist.config import (
     DistillationConfig,
     RewardsConfig,
 )
-from grpo_dist.config.algorithm import DROLoss, KimiLoss
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.order import step_indices
 from grpo_dist.loop.groups import ScoredGroup
-from grpo_dist.plugins.user_code import AGGREGATION, LOSS
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.types import EpochUpdate, Group, TeacherLogprobs, TrainBatch
 
@@ -44,7 +42,7 @@ def reward_moments(algorithm: AlgorithmConfig, scored: Sequence[ScoredGroup], be
     """
     if algorithm.reward_norm.name != "running":
         return before
-    return before.updated(clipped_rewards([s.group for s in scored], algorithm.reward_clip))
+    return before.updated(clipped_rewards([s.group for s in scored], algorithm.reward_clip).numpy())
 
 
 def make_updates(
@@ -242,17 +240,6 @@ def _only_with_signal(batch: TrainBatch, has_signal: Sequence[bool]) -> TrainBat
     return replace(batch, denominators=count_denominators(batch))
 
 
-def _reads_all_rows(algorithm: AlgorithmConfig) -> bool:
-    """Return whether the loss depends on rows whose advantage is 0: by a term of their own, or because it
-    chooses or weighs tokens by a statistic of all. A loss or aggregation of the user's own may do either.
-    """
-    if any(piece.kind in (LOSS, AGGREGATION) for piece in algorithm.user_components):
-        return True
-    has_penalty = isinstance(algorithm.loss, DROLoss | KimiLoss)
-    ranks_tokens = bool(algorithm.loss.selection) or algorithm.top_entropy_share < 1.0
-    return algorithm.has_entropy_bonus or has_penalty or ranks_tokens or algorithm.normalizes_weights
-
-
 def _kept_rows(
     algorithm: AlgorithmConfig, has_kl_term: bool, batch: TrainBatch, updates: Sequence[np.ndarray]
 ) -> np.ndarray:
@@ -262,8 +249,7 @@ def _kept_rows(
     The denominators stay, so the gradient stays; only forward passes are saved. Of ``updates``, rows of each,
     one that would be left without rows keeps all of them, so that it still has metrics.
     """
-    has_kl_loss = has_kl_term and not algorithm.kl.in_reward
-    if has_kl_loss or _reads_all_rows(algorithm) or not algorithm.skip_idle_rows:
+    if trains_all_rows(algorithm, has_kl_term=has_kl_term):
         return np.ones(len(batch), bool)
     learning = learning_rows(batch)
     kept = learning.copy()

@@ -9,8 +9,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from grpo_dist.config import PolicyConfig
 from grpo_dist.config.secrets import shown_value
 
@@ -33,8 +31,10 @@ _FACTORS = ("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_f
 _KEYS = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
 
 
-def deepspeed_config(policy: PolicyConfig, *, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the dictionary for `deepspeed.initialize`. Raises ValueError for keys that the trainer sets."""
+def deepspeed_config(policy: PolicyConfig, *, bfloat16: bool) -> dict[str, Any]:
+    """Return the dictionary for `deepspeed.initialize` of weights in bfloat16, or else in float32. Raises
+    ValueError for keys that the trainer sets.
+    """
     for key, ours in _OURS.items():
         if key in policy.deepspeed:
             raise ValueError(
@@ -72,12 +72,12 @@ def deepspeed_config(policy: PolicyConfig, *, dtype: torch.dtype) -> dict[str, A
         # DeepSpeed's own timer waits for the GPU before each forward pass.
         "timers": {"throughput": {"enabled": False}},
     }
-    if dtype == torch.bfloat16 and policy.zero_stage == 0:
+    if bfloat16 and policy.zero_stage == 0:
         raise ValueError(
             "`policy.zero_stage` = 0 with bfloat16: DeepSpeed accumulates gradients in float32 only with "
             "ZeRO; use policy.zero_stage=1, which costs nothing more, or model.dtype=float32"
         )
-    if dtype == torch.bfloat16:
+    if bfloat16:
         base["bf16"] = {"enabled": True, "check_grad_overflow": True}  # NaN gradients move nothing
         base["data_types"] = {"grad_accum_dtype": "fp32"}
         if policy.zero_stage == 1:
@@ -188,6 +188,8 @@ def create_moments(optimizer: Any) -> None:
     """Give a new ZeRO-3 optimiser on NVMe the moments it would make at its first step. Call it before loading
     a checkpoint: DeepSpeed reads back only files of state it knows to be on disk, and else starts from none.
     """
+    import torch  # a plan reads this module without it
+
     timers: set[str] = set()
     for number, weights in enumerate(optimizer.fp32_partitioned_groups_flat):
         optimizer._prepare_sub_group(number, timers)

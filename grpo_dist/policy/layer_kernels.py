@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
 
-from grpo_dist.runtime.hardware import DeviceType
+from grpo_dist.runtime.hardware import DeviceType, has_layer_kernels
 
 # Types of models whose values and gradients tests compare with those of torch's operations, and the
 # activation that their kernel computes, whatever the model's configuration says.
@@ -27,11 +26,6 @@ _ACTIVATIONS = dict.fromkeys(
     "silu",
 ) | {"gemma": "gelu_pytorch_tanh"}  # fmt: skip
 _ROTARY = "apply_rotary_pos_emb"  # in transformers' module of a type
-
-
-def installed() -> bool:
-    """Return whether this machine has the package."""
-    return find_spec("liger_kernel") is not None
 
 
 def kernels_problem(kernels: str, model: Any, device: DeviceType, *, has_package: bool) -> str | None:
@@ -61,9 +55,9 @@ def use_kernels(model: Any, kernels: str, device: DeviceType) -> bool:
 
     Raises ValueError as `kernels_problem` says.
     """
-    if problem := kernels_problem(kernels, model, device, has_package=installed()):
+    if problem := kernels_problem(kernels, model, device, has_package=has_layer_kernels()):
         raise ValueError(problem)
-    if kernels == "torch" or device != "cuda" or not installed() or not _is_known(model):
+    if kernels == "torch" or device != "cuda" or not has_layer_kernels() or not _is_known(model):
         return False
     replace_operations(model)
     return True

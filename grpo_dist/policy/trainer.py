@@ -88,7 +88,7 @@ class Trainer:
         dtype = resolve_dtype(model.dtype, device)
         self.dtype_name = str(dtype).removeprefix("torch.")
         check_offload(policy)
-        engine_settings = deepspeed_config(policy, dtype=dtype)
+        engine_settings = deepspeed_config(policy, bfloat16=dtype == torch.bfloat16)
         if policy.offload.parameters == "nvme":
             empty = empty_model(model_dir, trust_remote_code=model.trust_remote_code)
             size_buffers(engine_settings, max(-(-p.numel() // rank.world_size) for p in empty.parameters()))

@@ -23,14 +23,13 @@ from grpo_dist.policy.full_weights import save_pretrained
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.policy.text_model import keep_wrapper
-from grpo_dist.runtime.hardware import available_cpus, device_type, resolve_dtype
+from grpo_dist.runtime.hardware import COLD_START_LOGITS, available_cpus, device_type, resolve_dtype
 from grpo_dist.runtime.logit_transform import LogitTransform
 from grpo_dist.runtime.memory import return_freed_memory
 from grpo_dist.runtime.model_files import cached, fingerprint
 
 _VERSION = 4  # of the result; raise it when a change here alters the result
 _BETAS, _MAX_GRAD_NORM = (0.9, 0.95), 1.0  # the defaults of `policy.optimizer`
-LOGIT_TOKENS = 4096  # tokens whose logits exist at once
 _POOL = 16  # batches that are sorted by length together
 
 
@@ -139,7 +138,7 @@ def response_loss(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
         head.weight,
         tokens,
         temperature=1.0,
-        chunk_tokens=LOGIT_TOKENS,
+        chunk_tokens=COLD_START_LOGITS,
         bias=getattr(head, "bias", None),
         transform=LogitTransform.from_model(model),
         mask=mask,

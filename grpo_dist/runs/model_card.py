@@ -17,9 +17,10 @@ from grpo_dist.config.presets import described
 from grpo_dist.observe.console import format_with_error
 from grpo_dist.observe.metrics_file import METRICS
 from grpo_dist.runs.run_directory import ENVIRONMENT
-from grpo_dist.runs.run_weights import is_checkpoint, is_supervised_run, split_reference
+from grpo_dist.runs.run_weights import is_supervised_run
 from grpo_dist.runtime import __version__
 from grpo_dist.runtime.files import parse_json, read_json
+from grpo_dist.runtime.model_files import is_checkpoint, split_reference
 
 CARD = "README.md"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")

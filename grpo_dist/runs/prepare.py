@@ -73,12 +73,12 @@ from grpo_dist.rewards.text import alternatives
 from grpo_dist.runs.cold_start import run_sft
 from grpo_dist.runs.identity import DataOrigin
 from grpo_dist.runs.prepare_teachers import load_stream, load_teachers
-from grpo_dist.runs.run_weights import checkpoint_model, is_checkpoint, is_supervised_run
+from grpo_dist.runs.run_weights import checkpoint_model, is_supervised_run
 from grpo_dist.runs.start_checks import readable_model
 from grpo_dist.runs.user_trials import user_code_problems
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.hardware import quiet_libraries
-from grpo_dist.runtime.model_files import cached, fingerprint
+from grpo_dist.runtime.model_files import cached, fingerprint, is_checkpoint
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.types import Prompt, Thought
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 from pydantic import TypeAdapter
 
-from grpo_dist.algorithms.normalise import Moments
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.config import Config, PolicyConfig
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.secrets import HIDDEN

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-import torch
 import yaml
 
 from grpo_dist.config import CheckpointConfig, Config
@@ -27,7 +26,7 @@ from grpo_dist.config.differences import flat
 from grpo_dist.config.secrets import masked_command
 from grpo_dist.errors import RunEnded, expanded
 from grpo_dist.runtime.files import write_text
-from grpo_dist.runtime.hardware import GIB
+from grpo_dist.runtime.hardware import GIB, device_type
 
 C = TypeVar("C", bound=Config)
 
@@ -185,7 +184,7 @@ def installed(package: str) -> str | None:
 
 def _gpus() -> list[str]:
     """List the GPUs by NVML: CUDA would create a context of hundreds of megabytes on each."""
-    if not torch.cuda.is_available():
+    if device_type() == "cpu":
         return []
     try:
         return _gpus_by_nvml()

@@ -6,22 +6,15 @@ model that the run began with.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_dist.config import Config, PolicyConfig
 from grpo_dist.config.differences import flat
 from grpo_dist.config.files import changed, load_recorded
-from grpo_dist.errors import expanded
-from grpo_dist.policy.full_weights import FullWeights, write_adapter_alone, write_model
-from grpo_dist.policy.model import TokenLogprobs, trainable_model
-from grpo_dist.policy.saved_state import WEIGHTS, PolicyFiles, SavedPolicy, state_directory
 from grpo_dist.runs.checkpoint import (
     CHECKPOINTS,
     MANIFEST,
@@ -32,25 +25,15 @@ from grpo_dist.runs.checkpoint import (
 )
 from grpo_dist.runs.run_directory import keep_require_box, recorded_settings
 from grpo_dist.runtime.files import read_json
-from grpo_dist.runtime.model_files import cached, fingerprint
+from grpo_dist.runtime.model_files import cached, fingerprint, is_checkpoint, split_reference
+
+if TYPE_CHECKING:  # a plan finds checkpoints without it
+    import torch
 
 C = TypeVar("C", bound=Config)
 _BUCKET = 1 << 28  # bytes
-_REFERENCE = re.compile(r"(?P<run>.+)@(?P<step>latest|\d+)")
 _MODELS = ("model.path", "sft.model", "distillation.teachers.*.model")  # keys that may name a checkpoint
 _VERSION = 2  # of the files this module writes; raise it when they change
-
-
-def is_checkpoint(path: str) -> bool:
-    """Return whether ``path`` names a checkpoint: RUN@latest or RUN@STEP."""
-    return _REFERENCE.fullmatch(path) is not None
-
-
-def split_reference(path: str) -> tuple[Path, str]:
-    """Return the run directory and the step, or "latest", of a ``path`` that names a checkpoint."""
-    match = _REFERENCE.fullmatch(path)
-    assert match is not None, path
-    return expanded(match["run"]), match["step"]
 
 
 def is_supervised_run(run: Path) -> bool:
@@ -149,6 +132,11 @@ def load_weights(config: Config, base: Path, checkpoint: Path, dtype: torch.dtyp
     """Return the transformers model, with adapters, of ``checkpoint`` of a run that began with the model in
     ``base``. On the host, whatever trained it. ``dtype``: of its weights; None: as they were trained.
     """
+    import torch
+
+    from grpo_dist.policy.model import TokenLogprobs, trainable_model
+    from grpo_dist.policy.saved_state import WEIGHTS, PolicyFiles, SavedPolicy, state_directory
+
     saved = SavedPolicy(state_directory(checkpoint / "policy"), PolicyFiles().mapped)
     plain = {"attention": "auto", "packing": False, "kernels": "torch", "gradient_checkpointing": False}
     section = config.model.model_copy(update=plain)
@@ -167,6 +155,8 @@ def write_loaded(
     model: Any, config: Config, base: Path, directory: Path, *, adapter_alone: bool = False
 ) -> None:
     """Write what `load_weights` returned: adapters merged, and also in `adapter`; or the adapter alone."""
+    from grpo_dist.policy.full_weights import FullWeights, write_adapter_alone, write_model
+
     weights, trusted = FullWeights(model, _undivided(config)), config.model.trust_remote_code
     # One process holds all parameters, so each stays valid after its bucket.
     low_rank = dict(chain.from_iterable(weights.buckets(_BUCKET, adapters_only=True)))

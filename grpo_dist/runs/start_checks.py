@@ -12,9 +12,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,16 @@ from grpo_dist.environments.tools import is_known
 from grpo_dist.policy.attention import choose_kernel, recurrent_layers
 from grpo_dist.policy.checkpoint_format import check_expert_names
 from grpo_dist.policy.deepspeed_config import check_values, deepspeed_config
-from grpo_dist.policy.layer_kernels import installed, kernels_problem
+from grpo_dist.policy.layer_kernels import kernels_problem
 from grpo_dist.policy.lora import check_continued, check_targets, empty_model
 from grpo_dist.policy.model import check_supported
 from grpo_dist.policy.router_replay import replay_problem
 from grpo_dist.policy.sequence_parallel import check_heads
 from grpo_dist.runtime import model_config
-from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
+from grpo_dist.runtime.hardware import DeviceType, device_type, has_layer_kernels, resolve_dtype
+from grpo_dist.runtime.model_files import cached, fingerprint
 
+_ARCHITECTURE_VERSION = 1  # of what is looked for in a model; raise it when that changes
 _CHECK_S = 600.0  # importing vLLM takes seconds, on a busy machine a minute
 _PLUGINS = "vllm.general_plugins"
 _PLUGIN = ("grpo_dist", "actors.transfer.vllm_plugin:register")
@@ -45,7 +47,7 @@ def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
     dtype = resolve_dtype(config.model.dtype, device)
     kernel_device = torch.device(device)
     checks: list[Callable[[], Any]] = [
-        lambda: deepspeed_config(config.policy, dtype=dtype),
+        lambda: deepspeed_config(config.policy, bfloat16=dtype == torch.bfloat16),
         lambda: check_values(config.policy),
         lambda: check_backend(config.weight_sync, device),
     ]
@@ -107,21 +109,57 @@ def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Itera
         yield from _refusal(lambda: check_targets(model_dir, lora, trust_remote_code=trusted))
         yield from _refusal(lambda: check_continued(model_dir, lora, trust_remote_code=trusted))
     if not trusted:  # the model's own code may need weights to run
-        with readable_model(model_dir, "architecture"):
-            model = empty_model(model_dir, trust_remote_code=False)
-        yield from _refusal(lambda: check_supported(model, str(model_dir)))
-        has_package = installed() or device_type() == "cpu"  # else the workers' machine is another one
-        if problem := kernels_problem(config.model.kernels, model, device, has_package=has_package):
-            yield problem
-        with readable_model(model_dir, "list of weights"):
-            yield from _refusal(lambda: check_expert_names(model, model_dir))
-        yield from _refusal(lambda: check_heads(model, config.policy.sequence_parallel))
-        if config.policy.router_replay and (problem := replay_problem(model.config)):
-            yield f"model {model_dir}: {problem}; remove it"
-        yield from _tensor_parallel(config.rollout, model)
-        if device == "cpu" and not config.is_supervised:
-            yield from _recurrence(model, model_dir)
+        # Without a GPU here the workers' machine is another one.
+        has_package = has_layer_kernels() or device_type() == "cpu"
+        yield from _unless_known(config, device, model_dir, has_package)
     yield from vllm_problems(config, device, model_dir)
+
+
+class _Refused(Exception):
+    """A model has problems."""
+
+
+def _unless_known(config: Config, device: DeviceType, model_dir: Path, has_package: bool) -> list[str]:
+    """Return `_architecture_problems`; that a model has none is kept: making it takes seconds, most of them
+    transformers' imports.
+    """
+    decides = {
+        "version": _ARCHITECTURE_VERSION,
+        "model": [str(model_dir), fingerprint(model_dir)],
+        "settings": [
+            config.model.kernels, config.policy.sequence_parallel, config.policy.router_replay,
+            config.rollout.tensor_parallel_size, config.is_supervised, device, has_package,
+        ],
+        "transformers": version("transformers"),
+    }  # fmt: skip
+    problems: list[str] = []
+
+    def look(_: Path) -> None:
+        problems.extend(_architecture_problems(config, device, model_dir, has_package))
+        if problems:
+            raise _Refused
+
+    with suppress(_Refused):
+        cached("fitting-model", decides, look)
+    return problems
+
+
+def _architecture_problems(
+    config: Config, device: DeviceType, model_dir: Path, has_package: bool
+) -> Iterator[str]:
+    with readable_model(model_dir, "architecture"):
+        model = empty_model(model_dir, trust_remote_code=False)
+    yield from _refusal(lambda: check_supported(model, str(model_dir)))
+    if problem := kernels_problem(config.model.kernels, model, device, has_package=has_package):
+        yield problem
+    with readable_model(model_dir, "list of weights"):
+        yield from _refusal(lambda: check_expert_names(model, model_dir))
+    yield from _refusal(lambda: check_heads(model, config.policy.sequence_parallel))
+    if config.policy.router_replay and (problem := replay_problem(model.config)):
+        yield f"model {model_dir}: {problem}; remove it"
+    yield from _tensor_parallel(config.rollout, model)
+    if device == "cpu" and not config.is_supervised:
+        yield from _recurrence(model, model_dir)
 
 
 def _recurrence(model: Any, model_dir: Path) -> Iterator[str]:

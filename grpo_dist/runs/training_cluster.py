@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from grpo_dist.algorithms.normalise import Moments
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.config import AlgorithmConfig, Config, DistillationConfig
 from grpo_dist.data.order import OrderState
 from grpo_dist.data.repeats import uids_of

@@ -9,7 +9,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 from typing import TYPE_CHECKING, Literal
 
 from grpo_dist.config import TransferBackend
@@ -23,6 +25,7 @@ DeviceType = Literal["cuda", "cpu"]
 GIB = 2**30  # bytes
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+COLD_START_LOGITS = 4096  # tokens whose logits exist at once in a cold start
 _LARGE_GPU = 70 * 10**9  # bytes; those sold as 80 GB have a little less
 
 
@@ -244,6 +247,18 @@ def quiet_libraries() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+def has_layer_kernels() -> bool:
+    """Return whether liger-kernel, the kernels of `model.kernels`, is installed here."""
+    return find_spec("liger_kernel") is not None
+
+
+def torch_computes_on_gpus() -> bool:
+    """Return whether the installed torch is a build for GPUs, without importing it."""
+    found = find_spec("torch")
+    assert found is not None and found.origin is not None
+    return run_path(str(Path(found.origin).with_name("version.py")))["cuda"] is not None
 
 
 def available_cpus() -> int:

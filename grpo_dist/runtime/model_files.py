@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any
 
+from grpo_dist.errors import expanded
 from grpo_dist.runtime.files import publish, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -29,6 +30,19 @@ _POINTER = b"version https://git-lfs"
 _PART = 16 << 20  # bytes
 _SHARD = 5 * 10**9  # bytes
 _LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
+_REFERENCE = re.compile(r"(?P<run>.+)@(?P<step>latest|\d+)")
+
+
+def is_checkpoint(path: str) -> bool:
+    """Return whether ``path`` names a checkpoint: RUN@latest or RUN@STEP."""
+    return _REFERENCE.fullmatch(path) is not None
+
+
+def split_reference(path: str) -> tuple[Path, str]:
+    """Return the run directory and the step, or "latest", of a ``path`` that names a checkpoint."""
+    match = _REFERENCE.fullmatch(path)
+    assert match is not None, path
+    return expanded(match["run"]), match["step"]
 
 
 @dataclass(frozen=True, slots=True)

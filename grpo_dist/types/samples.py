@@ -360,6 +360,21 @@ def select_sampled(row: Rollout | FurtherRow, values: np.ndarray) -> np.ndarray:
     return values if row.sampled is None else values[row.sampled]
 
 
+def sampled_logprobs(rows: Sequence[Rollout | FurtherRow]) -> np.ndarray:
+    """Return the engine's log-probs of all sampled tokens of ``rows`` end to end, float32."""
+    return np.concatenate([r.logprobs if r.sampled is None else r.logprobs[r.sampled] for r in rows])
+
+
+def have_logprobs(samples: Sequence[Rollout], finite: np.ndarray) -> np.ndarray:
+    """Return which samples have a finite log-prob of every sampled token, bool [samples]. ``finite``: which
+    of the `sampled_logprobs` of all their rows are.
+    """
+    if finite.all():
+        return np.ones(len(samples), bool)
+    owner = np.repeat(np.arange(len(samples)), [sample.num_sampled for sample in samples])
+    return np.bincount(owner[~finite], minlength=len(samples)) == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """One prompt with its G scored samples. A NaN reward means "could not be scored", which is not 0."""

@@ -3,10 +3,12 @@
 import math
 import statistics
 
+import numpy as np
 import pytest
 import torch
 
-from grpo_dist.algorithms.normalise import Moments, length_weights, normalise_rewards, whiten
+from grpo_dist.algorithms.moments import Moments
+from grpo_dist.algorithms.normalise import length_weights, normalise_rewards, whiten
 from tests.support.numbers_by_hand import NAN, close, mask_of, tensor
 
 
@@ -35,11 +37,11 @@ def test_running_moments_are_those_of_all_rewards_so_far():
     steps = [(1.0, 0.0, NAN, 1.0), (0.25,), (math.inf,), (7.0, -2.0, 3.0)]
     moments = Moments()
     for step in steps:
-        moments = moments.updated(tensor(*step))
+        moments = moments.updated(np.array(step))
     known = [v for step in steps for v in step if math.isfinite(v)]
     assert (moments.count, moments.mean) == (len(known), pytest.approx(statistics.fmean(known), rel=1e-12))
     assert moments.deviation == pytest.approx(statistics.stdev(known), rel=1e-12)
-    assert Moments().updated(tensor(0.1, 0.1, 0.1)).deviation == 0.0
+    assert Moments().updated(np.array([0.1, 0.1, 0.1])).deviation == 0.0
     groups, rewards = torch.tensor([0, 0, 0]), tensor(7, NAN, 3)
     how = {"over": "running", "eps": 0.0, "moments": moments}
     shifted = [(v - moments.mean) / moments.deviation for v in (7, 3)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from grpo_dist.algorithms.normalise import Moments
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.token_advantages import discounted_to_go, sum_to_go
 from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages, token_advantages
 from grpo_dist.batch.rows import make_batch

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.algorithms.normalise import Moments
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.batch.epochs import redrawn, regrouped
 from grpo_dist.batch.rows import split_updates

@@ -26,7 +26,7 @@ def test_gpus_named_by_uuid_have_free_memory(monkeypatch):
 def test_gradients_are_reduced_during_the_backward_pass_only_where_the_user_asks(stage):
     def chosen(**own):
         policy = PolicyConfig(zero_stage=stage, deepspeed={"zero_optimization": own})
-        return deepspeed_config(policy, dtype=torch.float32)["zero_optimization"]["overlap_comm"]
+        return deepspeed_config(policy, bfloat16=False)["zero_optimization"]["overlap_comm"]
 
     assert chosen() is False and chosen(overlap_comm=True) is True
 

@@ -84,12 +84,12 @@ def test_a_worker_loads_its_model_without_running_a_kernel_and_later_models_are_
 def test_a_gpu_with_the_package_has_them_for_known_models(monkeypatch):
     replaced = []
     monkeypatch.setattr(layer_kernels, "replace_operations", replaced.append)
-    monkeypatch.setattr(layer_kernels, "installed", lambda: True)
+    monkeypatch.setattr(layer_kernels, "has_layer_kernels", lambda: True)
     model = Qwen2ForCausalLM(QWEN2)
     assert not use_kernels(model, "auto", "cpu") and not use_kernels(model, "torch", "cuda")
     assert use_kernels(model, "auto", "cuda") and use_kernels(model, "liger", "cuda")
     assert replaced == [model, model]
-    monkeypatch.setattr(layer_kernels, "installed", lambda: False)
+    monkeypatch.setattr(layer_kernels, "has_layer_kernels", lambda: False)
     assert not use_kernels(model, "auto", "cuda")
 
 
@@ -109,7 +109,7 @@ class _Qwen2(Qwen2ForCausalLM):
     ],
 )
 def test_models_that_compute_something_else_keep_torchs_operations(monkeypatch, model, said):
-    monkeypatch.setattr(layer_kernels, "installed", lambda: True)
+    monkeypatch.setattr(layer_kernels, "has_layer_kernels", lambda: True)
     assert not use_kernels(model, "auto", "cuda")
     with pytest.raises(ValueError, match=rf"`model\.kernels` = liger is for .* exaone4, gemma.*{said}"):
         use_kernels(model, "liger", "cuda")
@@ -128,7 +128,7 @@ def test_kernels_are_refused_without_a_gpu_or_the_package(device, has_package, s
 
 
 def test_a_head_node_without_gpus_need_not_have_the_package(monkeypatch, tmp_path):
-    monkeypatch.setattr(start_checks, "installed", lambda: False)
+    monkeypatch.setattr(start_checks, "has_layer_kernels", lambda: False)
     path = architecture(tmp_path, "qwen3")
     made = config(model={"path": str(path), "kernels": "liger"})
     assert not [p for p in start_checks.model_problems(made, "cuda", path) if "kernels" in p]
@@ -136,6 +136,22 @@ def test_a_head_node_without_gpus_need_not_have_the_package(monkeypatch, tmp_pat
     assert [
         p for p in start_checks.model_problems(made, "cuda", path) if "needs the package liger-kernel" in p
     ]
+
+
+def test_a_model_that_fits_is_made_once_and_one_with_a_problem_each_time(monkeypatch, tmp_path):
+    made: list[str] = []
+    real = start_checks.empty_model
+    monkeypatch.setattr(start_checks, "empty_model", lambda *a, **how: made.append("") or real(*a, **how))
+    path = architecture(tmp_path, "qwen3")
+    fits, odd = config(model={"path": str(path)}), config(rollout={"tensor_parallel_size": 3})
+
+    def problems(config):
+        return [p for p in start_checks.model_problems(config, "cpu", path) if "positions" not in p]
+
+    assert [problems(fits), problems(fits)] == [[], []] and len(made) == 1
+    assert all("does not divide the" in problems(odd)[0] for _ in range(2)) and len(made) == 3
+    (path / "config.json").write_text((path / "config.json").read_text() + "\n")
+    assert problems(fits) == [] and len(made) == 4
 
 
 @pytest.mark.parametrize("compiled, kernels", [(False, "auto"), (True, "torch")])

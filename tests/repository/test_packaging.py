@@ -74,6 +74,17 @@ def test_a_report_imports_neither_torch_nor_transformers():
     assert done.stdout.strip() == "set()", done.stderr
 
 
+def test_a_plan_needs_neither_torch_nor_a_library_of_models():
+    """The loop that it simulates draws more groups under dynamic sampling, and a teacher scores them."""
+    small = ["batch.prompts_per_step=8", "sampling.max_new_tokens=64", "dynamic_sampling.enabled=true"]
+    words = ["plan", "configs/gsm8k_qwen2.5_1.5b.yaml", "--cluster", "1x8xH100", *small]
+    done = python(
+        f"import sys\nfrom grpo_dist.cli import main\nprint(main({words}))\n"
+        "print({'torch', 'ray', 'transformers', 'huggingface_hub', 'pyarrow'} & set(sys.modules))"
+    )
+    assert done.stdout.splitlines()[-2:] == ["0", "set()"], done.stderr
+
+
 def test_data_metrics_and_settings_are_read_without_torch():
     """A test of these alone is collected in 3 seconds."""
     modules = "config.files, data.prompts, data.curriculum, observe.tracker, plugins.inputs, runtime.hardware"

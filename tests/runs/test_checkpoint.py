@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_dist.algorithms.normalise import Moments
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.cli import main
 from grpo_dist.config.files import dump_config
 from grpo_dist.data.order import OrderState

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_dist.algorithms.normalise import Moments
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.data.order import OrderState
 from grpo_dist.health.bounds import HealthState
 from grpo_dist.health.drift import TrackedMetric

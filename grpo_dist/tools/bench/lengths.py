@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-import random
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 from grpo_dist.config import FixedLengths, LengthsConfig, NaturalLengths
 from grpo_dist.types import Prompt, Sampling
 from grpo_dist.workers import RolloutHandle, RolloutsRef
+
+_BITS = 2**64 - 1
+_NORMAL = NormalDist()
 
 
 def length_of(seed: int, lengths: LengthsConfig, *, cap: int, uid: str = "") -> int | None:
@@ -27,10 +31,19 @@ def length_of(seed: int, lengths: LengthsConfig, *, cap: int, uid: str = "") -> 
     sigma = lengths.sigma
     middle, share = math.log(lengths.mean) - sigma**2 / 2, lengths.prompt_share or 0.0
     if share:
-        middle += math.sqrt(share) * random.Random(f"length of {uid}").gauss(0.0, sigma)
+        middle += math.sqrt(share) * sigma * _normal(zlib.crc32(uid.encode()))
         sigma *= math.sqrt(1.0 - share)
-    length = random.Random(f"length {seed}").lognormvariate(middle, sigma)
-    return min(max(round(length), 1), cap)
+    return min(max(round(math.exp(middle + sigma * _normal(seed))), 1), cap)
+
+
+def _normal(seed: int) -> float:
+    """Draw a standard normal number by ``seed``: a plan draws a hundred thousand, and making a generator of
+    Python takes ten times as long. Mixed as by SplitMix64 (Steele, Lea and Flood 2014).
+    """
+    x = seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03 & _BITS
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _BITS
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _BITS
+    return _NORMAL.inv_cdf((((x ^ x >> 31) >> 12) + 0.5) / 2**52)
 
 
 class ForcedLengths:

@@ -25,7 +25,7 @@ from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.config.files import apply_overrides, read_recorded, read_tree, set_key, validated
 from grpo_dist.data.readers import PATTERN_S, column, first_record, has_column
 from grpo_dist.errors import UserError, expanded
-from grpo_dist.runs.run_weights import is_checkpoint, split_reference
+from grpo_dist.runtime.model_files import is_checkpoint, split_reference
 
 # For a bare model; the grader looks for a box first.
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."

@@ -33,15 +33,9 @@ from grpo_dist.runs.checkpoint import CHECKPOINTS, MANIFEST, list_checkpoints, s
 from grpo_dist.runs.model_card import CARD, model_card
 from grpo_dist.runs.prepare import load_tokenizer, starting_model
 from grpo_dist.runs.run import MODEL
-from grpo_dist.runs.run_weights import (
-    find_checkpoint,
-    is_checkpoint,
-    load_weights,
-    split_reference,
-    write_loaded,
-)
+from grpo_dist.runs.run_weights import find_checkpoint, load_weights, write_loaded
 from grpo_dist.runtime.files import publish, read_json
-from grpo_dist.runtime.model_files import ADAPTER_CONFIG, fingerprint
+from grpo_dist.runtime.model_files import ADAPTER_CONFIG, fingerprint, is_checkpoint, split_reference
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.tools.export.hub import check_push, upload
 

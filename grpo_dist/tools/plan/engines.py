@@ -2,13 +2,13 @@
 
 All running sequences grow by one token a step of the engine; how long a step lasts depends on how many they
 are and on what they hold in the cache. Between two events (a sequence begins, a sequence ends) nothing
-changes but the contexts, so a stretch of many steps is one timer, whatever its length.
+changes but the contexts, so a stretch of many steps is one sum. A timer is for what others learn of: the end
+of a group, and the end of each sample only while something waits for its place.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -30,15 +30,27 @@ class EngineTimes(Protocol):
 class Engine:
     """``capacity``: sequences that run at once; the others wait. The clock is the running loop's."""
 
-    def __init__(self, times: EngineTimes, capacity: int, *, spans: list[Span] | None = None) -> None:
+    def __init__(
+        self,
+        times: EngineTimes,
+        capacity: int,
+        *,
+        spans: list[Span] | None = None,
+    ) -> None:
         """``spans``: receives the times when it has requests."""
         self._times, self._capacity = times, max(1, capacity)
         self.spans = [] if spans is None else spans
+        # Whether the end of a sample matters to anyone before its group is finished; where it does not, it is
+        # noted with a later one.
+        self.is_watched: Callable[[], bool] = lambda: True
         self._loop = asyncio.get_running_loop()
         self._numbers = count()
-        # (last step, number, tokens, share of the prompt, group) of each running sequence
-        self._running: list[tuple[float, int, float, float, _Group]] = []
+        self._running: list[_Running] = []  # the last to end first
         self._waiting: deque[tuple[float, float, _Group]] = deque()  # (tokens, prompt's share, group)
+        self._stretches: deque[tuple[float, float]] = deque()  # seconds and steps up to each planned end
+        # At the last planned end: sequences that run on, steps, tokens made until then, context; None once a
+        # part of the plan has been followed.
+        self._at_end: tuple[int, float, float, float] | None = None
         self._context = 0.0  # tokens in the cache
         self.steps = self.tokens = 0.0  # made so far
         self._debt = 0.0  # seconds of prefill before the next step
@@ -58,87 +70,149 @@ class Engine:
         """Return when all samples of a group are finished. Calls ``on_sample`` at the end of each. The prompt
         is prefilled once; ``cached`` further tokens before it are in the cache.
         """
-        self._advance()
+        finished: asyncio.Future[None] = self._loop.create_future()
+        self.begin(prompt_tokens, lengths, on_sample, lambda: finished.set_result(None), cached=cached)
+        await finished
+
+    def begin(
+        self,
+        prompt_tokens: float,
+        lengths: Sequence[float],
+        on_sample: Callable[[], None],
+        on_end: Callable[[], None],
+        *,
+        cached: float = 0.0,
+    ) -> None:
+        """Begin a group, as `generate`; calls ``on_end`` when all of its samples are finished."""
+        self.advance()
         if self._busy_since is None:
             self._busy_since = self._loop.time()
-        group = _Group(len(lengths), on_sample, self._loop.create_future())
+        group = _Group(len(lengths), on_sample, on_end)
         self._debt += self._times.prefill_s(prompt_tokens)
         share = (cached + prompt_tokens) / len(lengths)
         self._waiting.extend((length, share, group) for length in lengths)
-        self._change()
-        await group.finished
+        self.replan()
 
     def pause(self) -> None:
         """Stop decoding, as for new weights."""
-        self._advance()
+        self.advance()
         self._paused = True
-        self._change()
+        self.replan()
 
     def resume(self) -> None:
         """Resume decoding after computing the dropped cache again."""
-        self._advance()
+        self.advance()
         self._paused = False
         if self._context:
             self._debt += self._times.prefill_s(self._context)
-        self._change()
+        self.replan()
 
-    def _advance(self) -> None:
-        """Add the tokens decoded since the last event."""
+    def advance(self) -> None:
+        """Add the tokens decoded since the last event, and note the samples that have ended."""
         now = self._loop.time()
         elapsed, self._since = now - self._since, now
-        if self._paused or not (self._running or self._waiting):
+        if elapsed <= 0.0 or self._paused or not self._running:
             return
         paid = min(elapsed, self._debt)
         self._debt -= paid
-        if elapsed > paid and self._running:
-            planned = self._running[0][0] - self.steps
-            made = min(planned, (elapsed - paid) / self._step_s(planned))
-            self.steps += made
-            self.tokens += made * len(self._running)
-            self._context += made * len(self._running)
+        elapsed -= paid
+        while elapsed > 0.0 and self._stretches:
+            self._at_end = None
+            seconds, steps = self._stretches[0]
+            if elapsed < seconds:
+                made = steps * elapsed / seconds
+                self._stretches[0] = seconds - elapsed, steps - made
+                self._decode(made)
+                return
+            self._end_stretch()
+            elapsed -= seconds
 
-    def _step_s(self, steps: float) -> float:
-        """Return the mean time of the next ``steps`` decode steps."""
-        n = len(self._running)
-        return self._times.decode_step_s(n, self._context + n * steps / 2)
-
-    def _change(self) -> None:
+    def replan(self) -> None:
         """Plan the next event again, once, after all events of this moment."""
         if not self._dirty:
             self._dirty = True
             self._loop.call_soon(self._plan)
 
+    def _decode(self, steps: float) -> None:
+        made = steps * len(self._running)
+        self.steps += steps
+        self.tokens += made
+        self._context += made
+
+    def _end_stretch(self) -> None:
+        """Decode to the end of the first stretch, and note the samples that end there."""
+        self._decode(self._stretches.popleft()[1])
+        running = self._running
+        self.steps = max(self.steps, running[-1][0])  # rounding may leave a remainder
+        end, ended = self.steps + _ALMOST, []
+        while running and running[-1][0] <= end:
+            ended.append(running.pop())
+            self._context -= ended[-1][2] + ended[-1][3]
+        self._note_ends(ended)
+
+    def _note_ends(self, ended: Sequence[_Running]) -> None:
+        if not self._running and not self._waiting:
+            self._context = 0.0
+            self._end_span()
+        if not self._stretches:
+            self.replan()
+        for *_, group in ended:
+            group.sample_done()
+
     def _plan(self) -> None:
+        """Plan up to the end of a sample where that matters, else up to the end of a group."""
         self._dirty = False
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        while self._waiting and len(self._running) < self._capacity:
+        running, begun = self._running, len(self._running)
+        while self._waiting and len(running) < self._capacity:
             length, share, group = self._waiting.popleft()
-            place = (self.steps + length, next(self._numbers), length, share, group)
-            heapq.heappush(self._running, place)
+            group.last = max(group.last, self.steps + length)
+            running.append((self.steps + length, next(self._numbers), length, share, group))
             self._context += share
-        if self._running and not self._paused:
-            steps = self._running[0][0] - self.steps
-            seconds = self._debt + steps * self._step_s(steps)
-            self._timer = self._loop.call_later(max(seconds, 0.0), self._reached)
+        if len(running) > begun:
+            running.sort(reverse=True)
+        self._stretches.clear()
+        self._at_end = None
+        if not running or self._paused:
+            return
+        each = bool(self._waiting) or self.is_watched()
+        total, at, context, left = self._debt, self.steps, self._context, len(running)
+        made, is_last, step_s = 0.0, False, self._times.decode_step_s
+        while left and not is_last:
+            last = running[left - 1][0]
+            steps = last - at
+            grown = left * steps
+            seconds = steps * step_s(left, context + grown / 2) if steps > 0.0 else 0.0
+            self._stretches.append((seconds, steps))
+            total += seconds
+            context += grown
+            made += grown
+            at, is_last = last, each
+            while left and running[left - 1][0] <= at + _ALMOST:
+                left -= 1
+                _, _, length, share, group = running[left]
+                context -= share + length
+                is_last = is_last or group.last <= at + _ALMOST
+        self._at_end = left, at, made, context
+        self._timer = self._loop.call_later(total, self._reached)
 
     def _reached(self) -> None:
-        """Finish the sequences that end now."""
-        ended = []
+        """Finish the samples that were planned to end by now."""
         self._timer = None
-        self._advance()
-        self.steps = max(self.steps, self._running[0][0])  # rounding may leave a remainder
-        while self._running and self._running[0][0] <= self.steps + _ALMOST:
-            _, _, length, share, group = heapq.heappop(self._running)
-            self._context -= share + length
-            ended.append(group)
-        if not self._running and not self._waiting:
-            self._context = 0.0
-            self._end_span()
-        self._change()
-        for group in ended:
-            group.sample_done()
+        self._debt, self._since = 0.0, self._loop.time()
+        if self._at_end is None:
+            while self._stretches:
+                self._end_stretch()
+            return
+        left, self.steps, made, self._context = self._at_end
+        self.tokens += made
+        self._stretches.clear()
+        self._at_end = None
+        ended = self._running[left:]
+        del self._running[left:]
+        self._note_ends(ended[::-1])
 
     def _end_span(self) -> None:
         if self._busy_since is not None:
@@ -147,16 +221,21 @@ class Engine:
 
 
 class _Group:
-    __slots__ = ("_left", "_on_sample", "finished")
+    """``last``: the step of the engine at which the last of its samples ends that have begun."""
 
-    def __init__(self, samples: int, on_sample: Callable[[], None], finished: asyncio.Future[None]) -> None:
-        self._left, self._on_sample, self.finished = samples, on_sample, finished
+    __slots__ = ("_left", "_on_end", "_on_sample", "last")
+
+    def __init__(self, samples: int, on_sample: Callable[[], None], on_end: Callable[[], None]) -> None:
+        self._left, self._on_sample, self._on_end, self.last = samples, on_sample, on_end, 0.0
 
     def sample_done(self) -> None:
         self._left -= 1
         self._on_sample()
         if not self._left:
-            self.finished.set_result(None)
+            self._on_end()
+
+
+_Running = tuple[float, int, float, float, _Group]  # last step, number, tokens, share of the prompt, group
 
 
 async def generate_episode(

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from actors.workers.drafter import HISTORY_TOKENS, history_bytes
 from actors.workers.engine_settings import GPU_MEMORY, EngineSpec
 from grpo_dist.batch.sharding import ATTENDED
@@ -34,9 +32,14 @@ from grpo_dist.config import (
 )
 from grpo_dist.errors import UserError
 from grpo_dist.policy.deepspeed_config import optimizer_device, overlaps_reduction
-from grpo_dist.policy.layer_kernels import installed
-from grpo_dist.runs.cold_start import LOGIT_TOKENS
-from grpo_dist.runtime.hardware import GIB, logprob_chunk_mib, micro_batch_tokens
+from grpo_dist.runtime.hardware import (
+    COLD_START_LOGITS,
+    GIB,
+    has_layer_kernels,
+    logprob_chunk_mib,
+    micro_batch_tokens,
+    torch_computes_on_gpus,
+)
 from grpo_dist.tools.plan.models import FrozenModel, ModelShape, itemsize_of
 from grpo_dist.tools.plan.workload import Workload
 
@@ -93,7 +96,7 @@ class Sizes:
         device: Any = "cuda" if gpu else "cpu"
         itemsize = itemsize_of(config.model.dtype, gpu=gpu)
         # Without a GPU here the GPUs are another machine's, where the extra `gpu` installs liger-kernel.
-        has_package = installed() or torch.version.cuda is None
+        has_package = has_layer_kernels() or not torch_computes_on_gpus()
         return cls(
             gpu,
             itemsize,
@@ -165,7 +168,7 @@ def cold_start(sft: SFTConfig, model: ModelShape, sizes: Sizes, *, longest: int 
     """
     sizes, longest = replace(sizes, itemsize=4), longest or sft.max_length
     tokens = sft.batch_size * longest
-    block = min(tokens, LOGIT_TOKENS) * model.shape.vocabulary * 4
+    block = min(tokens, COLD_START_LOGITS) * model.shape.vocabulary * 4
     activations = activation_bytes(
         model, sizes, tokens=tokens, attended=tokens, longest=longest, checkpointing=False
     )

@@ -5,6 +5,7 @@ that recipes use.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -16,12 +17,10 @@ from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.config import Config, ModelConfig, RewardModelConfig, SFTConfig, TeacherConfig
 from grpo_dist.config.files import load_recorded
 from grpo_dist.errors import UserError, as_user_errors, expanded, searched
-from grpo_dist.policy.attention import attention_layers
 from grpo_dist.policy.gguf_model import gguf_config, is_gguf
-from grpo_dist.runs.run_weights import find_checkpoint, is_checkpoint, is_supervised_run
 from grpo_dist.runtime.files import read_json
 from grpo_dist.runtime.model_config import heads_of_layers, keep_attention_cap, position_limit
-from grpo_dist.runtime.model_files import cached
+from grpo_dist.runtime.model_files import cached, is_checkpoint
 from grpo_dist.tools.bench.flops import Shape
 
 # Types of decoders whose weights are counted from config.json alone: plans of them import no library for
@@ -187,6 +186,8 @@ def _measure(c: dict[str, Any], name: str) -> ModelShape:
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM  # heavy: only for types that are not known here
+
+    from grpo_dist.policy.attention import attention_layers
 
     kind = c.get("model_type")
     try:
@@ -379,6 +380,8 @@ def model_of(model: ModelConfig, sft: SFTConfig | None, seed: int) -> ModelShape
 
 def _of_run(path: str) -> ModelShape:
     """Return the sizes of a run's checkpoint: those of the model with which the run began."""
+    from grpo_dist.runs.run_weights import find_checkpoint, is_supervised_run  # imports the rewards
+
     with as_user_errors():
         checkpoint = find_checkpoint(path, lambda _: None)
         config = load_recorded(checkpoint / "config.yaml")
@@ -483,6 +486,11 @@ def _known_locally(path: str, revision: str | None, where: str) -> ModelShape | 
 
 
 def _in_hub_cache(hub_id: str, revision: str | None) -> Path | None:
+    # The library takes a second to import, and has nothing of a model without a directory.
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or Path(home, "hub")
+    if not Path(os.path.expandvars(cache), f"models--{hub_id.replace('/', '--')}").expanduser().is_dir():
+        return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

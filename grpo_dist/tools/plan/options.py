@@ -14,7 +14,6 @@ from grpo_dist.config import Config
 from grpo_dist.config.files import changed
 from grpo_dist.errors import UserError
 from grpo_dist.policy.deepspeed_config import deepspeed_config
-from grpo_dist.runtime.hardware import resolve_dtype
 from grpo_dist.runtime.model_config import length_problem
 from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan.accelerators import ClusterShape, Peaks
@@ -26,6 +25,8 @@ from grpo_dist.tools.plan.rates import Rates, Reached
 from grpo_dist.tools.plan.simulation import Scenario, Simulated, simulate
 from grpo_dist.tools.plan.workload import Workload, workload_of
 
+COMPARED_STEPS = 2  # simulated steps of an option that is only compared
+_PART = 64  # prompts a step of a part of a large cluster
 _SIGNAL_SHARE = 0.6  # share of groups: about half of the prompts of a fitting difficulty have it
 
 
@@ -196,9 +197,7 @@ def option_of(config: Config, setting: Setting) -> Option:
     )
     problems = memory_problems(config, needs, cluster, roles)
     try:  # what every policy rank would refuse when it starts
-        deepspeed_config(
-            config.policy, dtype=resolve_dtype(config.model.dtype, "cuda" if cluster.card else "cpu")
-        )
+        deepspeed_config(config.policy, bfloat16=sizes.itemsize == 2)
     except ValueError as error:
         problems.insert(0, str(error))
     return Option(config, roles, needs, problems, scenario)
@@ -206,6 +205,11 @@ def option_of(config: Config, setting: Setting) -> Option:
 
 def planned(option: Option, *, steps: int = 4) -> Planned:
     return Planned(option, simulate(replace(option.scenario, steps=steps)))
+
+
+def compared(option: Option) -> Planned:
+    """Return what `planned` does, of fewer steps and of a part of a large cluster: to be compared alone."""
+    return Planned(option, simulate(replace(option.scenario, steps=COMPARED_STEPS).as_part(_PART)))
 
 
 def option_or_reason(config: Config, changes: Mapping[str, Any], setting: Setting) -> Option | str:

@@ -12,8 +12,9 @@ What is reached is an assumption (`Reached`), or comes from a benchmark of this 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -66,7 +67,7 @@ class Reached:
         return float(np.interp(sequences, at, factors))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UpdateWork:
     """Rows of one optimiser update: tokens of each prompt and its completions. ``shared``: tokens that all
     prompts of ``groups`` begin with. ``demonstrations`` share nothing.
@@ -76,15 +77,29 @@ class UpdateWork:
     shared: int = 0
     demonstrations: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
-    @property
+    @cached_property
     def rows(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         return self.groups + self.demonstrations
 
-    @property
+    @cached_property
     def own_tokens(self) -> int:
         """Tokens without the shared beginning, each prompt once."""
-        tokens = sum(prompt + sum(lengths) for prompt, lengths in self.rows)
-        return tokens - self.shared * len(self.groups)
+        return sum(prompt for prompt, _ in self.rows) + self.trained - self.shared * len(self.groups)
+
+    @cached_property
+    def trained(self) -> int:
+        """Tokens of completions."""
+        return sum(sum(lengths) for _, lengths in self.rows)
+
+    @cached_property
+    def pairs(self) -> float:
+        """Pairs of a token and one that it attends to."""
+        return sum((p + n) * (p + n + 1) for p, lengths in self.rows for n in lengths) / 2
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of prompt and completion of the longest row."""
+        return max(((prompt, max(lengths)) for prompt, lengths in self.rows), key=sum)
 
 
 @dataclass(frozen=True)
@@ -106,36 +121,62 @@ class Rates:
         """Return the mean seconds in which each of ``sequences`` gains a token. They hold ``context`` tokens
         together.
         """
+        # A simulation asks a hundred thousand times, of few numbers of sequences.
+        if (pass_times := self._known_passes.get(sequences)) is None:
+            pass_times = self._known_passes[sequences] = self._decode_pass(sequences)
+        return pass_times(context)
+
+    @cached_property
+    def _known_passes(self) -> dict[float, Callable[[float], float]]:
+        return {}
+
+    def _decode_pass(self, sequences: float) -> Callable[[float], float]:
+        """Return `decode_step_s` of ``sequences`` as a function of their context."""
         rollout, reached = self.config.rollout, self.reached
         speculation = rollout.speculation
         drafts = speculation.tokens if speculation and sequences <= speculation.max_sequences else 0
-        seconds = self.decode_roofline_s(sequences, context, 1 + drafts) * reached.decode_factor(sequences)
-        if rollout.enforce_eager and self.sizes.gpu:
-            seconds = max(seconds, reached.launch_s * self.model.shape.layers)
-        return (seconds + reached.step_s) / (reached.accepted if drafts else 1.0)
+        reading, more_reading, computing, more_computing, between = self._roofline(sequences, 1 + drafts)
+        factor, host_s = reached.decode_factor(sequences), reached.step_s
+        gained = reached.accepted if drafts else 1.0
+        launches = rollout.enforce_eager and self.sizes.gpu
+        least = reached.launch_s * self.model.shape.layers if launches else 0.0
 
-    def decode_roofline_s(self, sequences: float, context: float, positions: int = 1) -> float:
-        """Return the seconds of a pass that computes ``positions`` tokens of each sequence."""
+        def step_s(context: float) -> float:
+            read, computed = reading + more_reading * context, computing + more_computing * context
+            seconds = ((read if read > computed else computed) + between) * factor
+            return ((seconds if seconds > least else least) + host_s) / gained
+
+        return step_s
+
+    def decode_roofline_s(self, sequences: float, context: float) -> float:
+        """Return the seconds of a pass that computes a token of each sequence."""
+        reading, more_reading, computing, more_computing, between = self._roofline(sequences, 1)
+        return max(reading + more_reading * context, computing + more_computing * context) + between
+
+    def _roofline(self, sequences: float, positions: int) -> tuple[float, float, float, float, float]:
+        """Return what bounds a pass that computes ``positions`` tokens of each sequence: seconds of reading,
+        and further ones for each token that the sequences hold; the same of computing; and of all-reduces.
+        """
         m, s, t, b = (
             self.model,
             self.model.shape,
             self.config.rollout.tensor_parallel_size,
             self.sizes.itemsize,
         )
-        fp8 = is_quantised(self.config.rollout)
-        tokens = positions * sequences
+        tokens, memory = positions * sequences, self.peaks.memory * self.reached.decode
+        rate = t * self.peaks.engine_flops * self._precision * self.reached.prefill
+        reading = m.read_bytes(tokens, b, fp8=is_quantised(self.config.rollout)) / t / memory
         # Each process has at least one head of keys and values.
-        read = m.read_bytes(tokens, b, fp8=fp8) / t + b * m.kv_values() * context / min(t, s.kv_heads)
-        others = 2 * m.embedding * tokens + 4 * s.layers * s.heads * s.head_dim * positions * context
-        operations = self._linear_flops(tokens) + others
-        reading = read / (self.peaks.memory * self.reached.decode)
-        computing = operations / t / (self.peaks.engine_flops * self._precision * self.reached.prefill)
-        # A GPU reads while it computes; measurements show that a CPU does one after the other.
-        seconds = max(reading, computing) if self.sizes.gpu else reading + computing
+        more_reading = b * m.kv_values() / min(t, s.kv_heads) / memory
+        computing = (self._linear_flops(tokens) + 2 * m.embedding * tokens) / rate
+        more_computing = 4 * s.layers * s.heads * s.head_dim * positions / rate
+        between = 0.0
         if t > 1:
             sent = 2 * (t - 1) / t * tokens * s.hidden * b
-            seconds += 2 * s.layers * (_HOP_S + sent / (self.peaks.link * self.reached.network))
-        return seconds
+            between = 2 * s.layers * (_HOP_S + sent / (self.peaks.link * self.reached.network))
+        if not self.sizes.gpu:  # a GPU reads while it computes; measurements show that a CPU does not
+            return reading + computing, more_reading + more_computing, 0.0, 0.0, between
+        return reading, more_reading, computing, more_computing, between
 
     def prefill_s(self, tokens: float) -> float:
         """Return the seconds in which an engine computes ``tokens`` of prompts."""
@@ -156,13 +197,8 @@ class Rates:
     def forward_flops(self, work: UpdateWork) -> float:
         """Return the operations of a pass over ``work``."""
         s = self.model.shape
-        trained = pairs = 0.0
-        for prompt, lengths in work.rows:
-            n = np.asarray(lengths, dtype=np.float64)
-            trained += n.sum()
-            pairs += ((n + prompt) * (n + prompt + 1) / 2).sum()
-        weights = s.layers * s.layer_weights * self.stream_tokens(work) + self.model.embedding * trained
-        return float(2 * weights + 4 * s.layers * s.heads * s.head_dim * pairs)
+        weights = s.layers * s.layer_weights * self.stream_tokens(work) + self.model.embedding * work.trained
+        return float(2 * weights + 4 * s.layers * s.heads * s.head_dim * work.pairs)
 
     def stream_tokens(self, work: UpdateWork) -> float:
         """Return the tokens that pass the layers for ``work``. Packed rows share prompts, and a micro-batch
@@ -273,15 +309,14 @@ class Rates:
     def _compute_s(self, work: UpdateWork, passes: float) -> float:
         """Return the load of the busiest group of ranks: an equal share, or the longest row."""
         replicas, shared = self.config.policy.replicas, self.config.policy.sequence_parallel
-        prompt, longest = max(((p, max(n)) for p, n in work.rows), key=sum)
+        prompt, longest = work.longest
         row = self.forward_flops(UpdateWork(((prompt, (longest,)),)))
         busiest = max(self.forward_flops(work) / replicas, row)
         return passes * busiest / shared / (self.peaks.flops * self._precision * self.reached.training)
 
     def _micro_batches(self, work: UpdateWork) -> int:
         tokens = work.own_tokens / self.config.policy.replicas
-        longest = max(p + max(n) for p, n in work.rows)
-        room = max(self.sizes.micro_batch, longest) - work.shared
+        room = max(self.sizes.micro_batch, sum(work.longest)) - work.shared
         return max(1, round(np.ceil(tokens / room)))
 
     def _collectives_s(self, micro_batches: int) -> tuple[float, float]:

@@ -3,7 +3,7 @@ parallelism, and says what bounds a step.
 
 Every option has an upper bound on its throughput: each stage at full load all the time. Options are simulated
 in the order of their bounds until the best result exceeds all remaining bounds. The result is the same as if
-all were simulated.
+all were simulated. Of a large cluster a part is simulated to compare (`Scenario.as_part`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from actors.placement.demands import Demand, Resources, demands_of
 from grpo_dist.config import Config, WeightSyncConfig
 from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan.accelerators import ClusterShape
-from grpo_dist.tools.plan.options import Option, Planned, Setting, option_or_reason, planned
+from grpo_dist.tools.plan.options import (
+    COMPARED_STEPS,
+    Option,
+    Planned,
+    Setting,
+    compared,
+    option_or_reason,
+    planned,
+)
 from grpo_dist.tools.plan.rates import UpdateWork
 from grpo_dist.tools.plan.simulation import POLICY, Scenario
 
 _SPLITS = 16  # most numbers of policy ranks to try
 _TENSOR_PARALLEL = (1, 2, 4, 8)
 _SLACK = 1.05  # the lengths that are drawn may be shorter than the mean
-_STEPS = 2  # simulated steps of an option that is only compared
 _TAIL = 0.7  # share of a step; a longest completion that takes more bounds it
 _FULL = 0.05  # idle share; workers that are idle for less bound the step
 STAGES = {
@@ -84,7 +91,7 @@ def search(config: Config, setting: Setting, configured: Planned | None = None) 
         is_beaten = best is not None and best.simulated.tokens_per_s >= _SLACK * limit
         if is_beaten and kind in fastest:
             continue
-        tried = planned(option, steps=_STEPS)
+        tried = compared(option)
         if kind not in fastest or _is_faster(tried, fastest[kind]):
             fastest[kind] = tried
         if best is None or _is_faster(tried, best):
@@ -92,13 +99,13 @@ def search(config: Config, setting: Setting, configured: Planned | None = None) 
     # One split has one plan, wherever it is printed: those of the comparison are of fewer steps.
     plans = [configured] if configured else []
 
-    def final(compared: Planned) -> Planned:
-        same = (plan for plan in plans if plan.option.config == compared.option.config)
-        return next(same, compared)
+    def final(tried: Planned) -> Planned:
+        same = (plan for plan in plans if plan.option.config == tried.option.config)
+        return next(same, tried)
 
     if best and final(best) is best:
         plans.append(planned(best.option))
-    fastest = {kind: final(compared) for kind, compared in fastest.items()}
+    fastest = {kind: final(tried) for kind, tried in fastest.items()}
     return SearchResult(best and final(best), list(_tried(options, fastest)))
 
 
@@ -239,7 +246,7 @@ def _sampled_for_each(signal_share: float, prompts_per_step: int) -> float:
     """Return the most groups that dynamic sampling is likely to take for each that is trained: the mean and
     two standard deviations over the simulated steps.
     """
-    mean, trained = 1 / signal_share, _STEPS * prompts_per_step
+    mean, trained = 1 / signal_share, COMPARED_STEPS * prompts_per_step
     return mean * (1 + 2 * ((1 - signal_share) / trained) ** 0.5)
 
 

@@ -1,7 +1,8 @@
 """The real driver loop on simulated workers and a simulated clock.
 
-    driver.run, pipeline, load balancer, staging, health    as in production
-    workers                                                 wait as long as `Rates` say
+    driver.run, pipeline, load balancer, health    as in production
+    staging                                        in production's order; it makes lengths, not rows
+    workers                                        wait as long as `Rates` say
 
 Colocated roles compute one at a time:
 
@@ -9,25 +10,26 @@ Colocated roles compute one at a time:
 
 A role keeps the GPUs while it has calls; then the role whose call has waited longest gets them.
 
-Records are fake: one token whose value is the number of tokens it represents, so that the samples of a
-thousand GPUs fit a small machine.
-
-    prompt of 200 tokens, completion of 3,812  ->  token_ids [200], completion_ids [3812]
+Records are fake: they have lengths and no tokens, so that the samples of a thousand GPUs fit a small machine.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 import random
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import numpy as np
 
 from grpo_dist import driver
+from grpo_dist.batch.signal import trains_all_rows
 from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.config import Config, HealthConfig
 from grpo_dist.config.algorithm import NormalisedAdvantage
@@ -36,11 +38,16 @@ from grpo_dist.config.distillation import SampledKL
 from grpo_dist.data.order import OrderState
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.health.bounds import Bound
+from grpo_dist.loop.first_come import PIPELINES
+from grpo_dist.loop.groups import ScoredBatch, ScoredGroup
+from grpo_dist.loop.pipeline import Pipeline
 from grpo_dist.loop.progress import PipelineState, Progress
+from grpo_dist.loop.staging import Staged, Staging
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.load_balancer import QUEUE_DEPTH, LoadBalancer
 from grpo_dist.runtime.metering import Span
 from grpo_dist.runtime.recorder import NullRecorder
+from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.tools.bench.figures import covered_s
 from grpo_dist.tools.bench.record import NoCheckpoints
 from grpo_dist.tools.plan.engines import Engine, generate_episode
@@ -48,11 +55,12 @@ from grpo_dist.tools.plan.models import FrozenModel
 from grpo_dist.tools.plan.rates import Rates, UpdateWork
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.tools.plan.workload import Workload
-from grpo_dist.types import EpochUpdate, Group, Prompt, Rollout, Sampling, TrainBatch
+from grpo_dist.types import Group, Prompt, Rollout, Sampling, has_signal
 from grpo_dist.workers import RolloutsRef, Workers
 
 ENGINES, POLICY = "rollout", "policy"
 _FOREVER_S = 1e9  # deadlines of a simulated run; the report compares its times with the configured ones
+_REWARD = "planned"  # the reward of fake groups
 _STAGES = ("sample", "reward_model", "score", "logprobs", "update", "sync", "turn")
 # Of `max_length`, where no rows are known: mean tokens of a demonstration's prompt and of its completion.
 _PROMPT_SHARE, _COMPLETION_SHARE = 1 / 8, 3 / 8
@@ -65,7 +73,8 @@ class Scenario:
     ``capacity``: sequences an engine decodes at once. ``sharing``: the roles that are colocated on the
     policy's GPUs, see `Roles`. ``reference_is_base``: the policy ranks compute the reference.
     ``signal_share``: share of the groups whose rewards differ. ``frozen``: teachers and reward models of
-    known sizes. ``epoch_steps``: an epoch has at least the prompts of this many steps.
+    known sizes. ``epoch_steps``: an epoch has at least the prompts of this many steps. ``parts``: one of so
+    many alike is simulated, see `as_part`.
     """
 
     config: Config
@@ -79,6 +88,33 @@ class Scenario:
     warmup_steps: int = 1
     steps: int = 4
     epoch_steps: int = 1
+    parts: int = 1
+
+    def as_part(self, prompts: int) -> Scenario:
+        """Return a part of a large cluster: a share of the engines, graders and reference workers, with that
+        share of a step's prompts, at least ``prompts`` of them. The driver and the updates have the work of
+        all parts. The scenario itself where its numbers cannot be divided.
+        """
+        config = self.config
+        batch, rollout, rewards = config.batch, config.rollout, config.rewards
+        counts = [batch.prompts_per_step // batch.updates_per_step, rollout.num_workers, rewards.num_workers]
+        if config.needs_reference and not self.reference_is_base:
+            counts.append(config.reference.num_workers)
+        parts = math.gcd(*counts)
+        while batch.prompts_per_step // parts < prompts and parts > 1:
+            parts = next(n for n in range(parts - 1, 0, -1) if parts % n == 0)
+        if parts == 1 or self.sharing or self.frozen or config.dynamic_sampling.enabled:
+            return self
+        shares = {"batch": "prompts_per_step", "rollout": "num_workers", "rewards": "num_workers"}
+        if config.needs_reference and not self.reference_is_base:
+            shares["reference"] = "num_workers"
+        sections = {
+            name: getattr(config, name).model_copy(update={key: getattr(getattr(config, name), key) // parts})
+            for name, key in shares.items()
+        }
+        reached = replace(self.rates.reached, sample_s=parts * self.rates.reached.sample_s)
+        rates = replace(self.rates, reached=reached)
+        return replace(self, config=config.model_copy(update=sections), rates=rates, parts=parts)
 
     @property
     def scorers(self) -> tuple[FrozenModel, ...]:
@@ -156,22 +192,24 @@ def simulate(scenario: Scenario) -> Simulated:
     begin, end = recorder.steps[first - 1].end if first else 0.0, steps[-1].end
     seconds, count = end - begin, len(steps)
 
-    def busy(stage: str) -> float:
-        return covered_s((s for spans in bars.values() for s in spans if s.stage == stage), begin, end)
+    busy = {
+        stage: covered_s((s for spans in bars.values() for s in spans if s.stage == stage), begin, end)
+        for stage in _STAGES
+    }
 
     engines = [name for name in bars if name.startswith("rollout")]
     sampling = [covered_s((s for s in bars[name] if s.stage == "sample"), begin, end) for name in engines]
     policy = [s for s in bars["policy"] if s.stage in ("update", "sync")]
     return Simulated(
         step_s=seconds / count,
-        stage_s={stage: busy(stage) / count for stage in _STAGES if busy(stage)},
+        stage_s={stage: occupied / count for stage, occupied in busy.items() if occupied},
         idle={
             "rollout": 1.0 - sum(sampling) / len(engines) / seconds,
             "policy": 1.0 - covered_s(policy, begin, end) / seconds,
         },
-        tokens=sum(s.tokens for s in steps) / count,
-        completion_tokens=sum(s.completion_tokens for s in steps) / count,
-        samples=sum(s.samples for s in steps) / count,
+        tokens=scenario.parts * sum(s.tokens for s in steps) / count,
+        completion_tokens=scenario.parts * sum(s.completion_tokens for s in steps) / count,
+        samples=scenario.parts * sum(s.samples for s in steps) / count,
         sequences=rollouts.sequences,
         longest_batch_s=max(rollouts.batch_s),
         longest_update_s=max(s.end - s.begin for s in bars["policy"] if s.stage == "update"),
@@ -211,7 +249,11 @@ async def _run(scenario: Scenario, config: Config) -> tuple[SimulatedCluster, St
     if by_length:  # an epoch before has shown the lengths
         known = scenario.workload.known_lengths([p.uid for p in prompts], config.batch.samples_per_prompt)
         progress = Progress(pipeline=PipelineState(order=OrderState(lengths=known)))
-    await driver.run(config, cluster.workers, prompts, [], recorder, NoCheckpoints(), progress)
+    workers = cluster.workers
+    await driver.run(
+        config, workers, prompts, [], recorder, NoCheckpoints(), progress,
+        pipelines={**PIPELINES, "launched": PlannedPipeline}, make_staging=StagedLengths,
+    )  # fmt: skip
     return cluster, recorder
 
 
@@ -249,6 +291,8 @@ def as_planned(scenario: Scenario) -> Config:
         **section("data", order=order, train=sources),
         **section("tracking", samples=False),
     }
+    if config.dynamic_sampling.enabled:  # their reward is all that differs within a group
+        parts |= section("dynamic_sampling", metric=_REWARD)
     if not config.algorithm.advantage.traits.reads_greedy_answer:  # one more answer of each prompt
         # Rewards of fake records have one part and no steps; which estimator reads them takes no time.
         parts |= section("algorithm", advantage=NormalisedAdvantage())
@@ -259,22 +303,166 @@ def as_planned(scenario: Scenario) -> Config:
 
 
 class FakeRollout(Rollout):
-    """A rollout whose one token represents ``num_tokens``."""
+    """Sample ``sample`` of some group, of ``num_tokens`` tokens: the fields of a rollout, of which it has
+    no others.
+    """
 
-    __slots__ = ()
+    __slots__ = ("num_tokens",)
+    num_tokens: int
+
+    def __init__(self, sample: int, num_tokens: int) -> None:
+        for name, value in (
+            ("sample", sample), ("num_tokens", num_tokens), ("finish_reason", "stop"), ("further_rows", ()),
+            ("turns", ()), ("temperature", None), ("max_new_tokens", None),
+        ):  # fmt: skip
+            object.__setattr__(self, name, value)
 
     @property
-    def num_tokens(self) -> int:
-        return int(self.completion_ids[0])
+    def num_sampled(self) -> int:
+        return self.num_tokens
+
+
+@lru_cache(maxsize=1 << 14)
+def _fake_rollouts(lengths: tuple[int, ...]) -> tuple[FakeRollout, ...]:
+    """Return the samples of a group, made once for all splits that a plan compares."""
+    return tuple(FakeRollout(i, length) for i, length in enumerate(lengths))
+
+
+class FakeRollouts(tuple[FakeRollout, ...]):
+    """The samples of a group. ``lengths``: tokens of each; ``version``: weights that they were drawn with."""
+
+    lengths: tuple[int, ...]
+    version: int
+
+    @classmethod
+    def from_lengths(cls, lengths: tuple[int, ...], version: int) -> FakeRollouts:
+        made = cls(_fake_rollouts(lengths))
+        made.lengths, made.version = lengths, version
+        return made
+
+
+# Every split that a plan compares draws the same samples.
+@lru_cache(maxsize=1 << 14)
+def _seeds(run_seed: int, batch: int, uid: str, samples: int) -> tuple[int, ...]:
+    return tuple(request_seeds(run_seed, batch, uid, range(samples)))
+
+
+@lru_cache(maxsize=1 << 14)
+def _drawn_lengths(workload: Workload, uid: str, seeds: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(workload.length(seed, uid) for seed in seeds)
 
 
 def _prompts(count: int, tokens: int) -> list[Prompt]:
-    ids = np.array([tokens], np.int32)
+    ids = np.array([tokens], np.int32)  # one token, whose value is their number
     return [Prompt(f"planned/{i}", ids, "", "planned") for i in range(count)]
 
 
-def _tokens_of(samples: Iterable[Rollout]) -> tuple[int, ...]:
-    return tuple(int(r.completion_ids[0]) for r in samples)
+def _prompt_tokens(prompt: Prompt) -> int:
+    return int(prompt.token_ids[0])
+
+
+class PlannedPipeline(Pipeline):
+    """`Pipeline` in which groups have no tasks where all go the same way, which a task takes a third of a
+    millisecond to follow: an engine, the driver, then a grader and the reference at once.
+    """
+
+    def __init__(self, config: Config, workers: Workers, *others: Any) -> None:
+        super().__init__(config, workers, *others)
+        self._workers, self._kl = cast(Any, workers), config.has_kl_term
+        self._seed, self._samples = config.seed, config.batch.samples_per_prompt
+        self._admitting = asyncio.Lock()  # batches one after the other
+        self._is_direct = self._workers.rollouts.is_direct and not (
+            config.distillation.teachers
+            or config.dynamic_sampling.enabled
+            or config.algorithm.advantage.traits.reads_greedy_answer
+        )
+
+    async def _batch(self, batch: int) -> ScoredBatch:
+        if not self._is_direct:
+            return await super()._batch(batch)
+        sampling, workers = self._sampling[batch], self._workers
+        prompts = [self._prompts[self._order.prompt(index)] for index in self._order_indices[batch]]
+        groups: list[Group | None] = [None] * len(prompts)
+        loop, left, most = asyncio.get_running_loop(), len(prompts), sampling.max_new_tokens
+        asked_s = loop.time()
+        finished: asyncio.Future[None] = loop.create_future()
+
+        def score(index: int, rollouts: FakeRollouts) -> None:
+            groups[index], end = workers.rewards.reserve(prompts[index], rollouts)
+            if self._kl and workers.reference is not None:
+                end = max(end, workers.reference.reserve(prompts[index], rollouts))
+            loop.call_at(end, done)
+
+        def done() -> None:
+            nonlocal left
+            left -= 1
+            if not left and not finished.done():
+                finished.set_result(None)
+
+        async with self._admitting:
+            for index, prompt in enumerate(prompts):
+                seeds = _seeds(self._seed, batch, prompt.uid, self._samples)
+                lengths = workers.rollouts.lengths(prompt, seeds)
+                on_end = partial(score, index)
+                await workers.rollouts.begin(prompt, lengths, most, on_end, asked_s=asked_s)
+        await finished
+        return ScoredBatch([ScoredGroup(cast(Group, group), []) for group in groups])
+
+
+class StagedLengths(Staging):
+    """Stages the lengths of the rows that an update trains on, in the order of `Staging`."""
+
+    def _stage(self, step: int, batch: ScoredBatch, kl_coef: float, score_norms: Any = None) -> Staged:
+        config, groups = self._config, batch.groups
+        is_taught = bool(config.distillation.teachers) and config.distillation.kl_as != "advantage"
+        keeps_all = is_taught or trains_all_rows(config.algorithm, has_kl_term=config.has_kl_term)
+        learning = [_learning(group) for group in groups]
+        updates, size = [], len(groups) // config.batch.updates_per_step
+        for i in range(0, len(groups), size):
+            kept = learning[i : i + size]
+            if keeps_all or not any(rows.any() for rows in kept):  # one without rows would have no metrics
+                kept = [np.ones(len(rows), bool) for rows in kept]
+            rows = [
+                (_prompt_tokens(group.prompt), tuple(np.array(_lengths(group.rollouts))[own].tolist()))
+                for group, own in zip(groups[i : i + size], kept, strict=True)
+                if own.any()
+            ]
+            updates.append(UpdateWork(tuple(rows)))
+        count = sum(len(lengths) for work in updates for _, lengths in work.rows)
+        tokens = sum(
+            prompt * len(lengths) + sum(lengths) for work in updates for prompt, lengths in work.rows
+        )
+        behind = [step - group.rollouts.version for group in batch.sampled]  # type: ignore[attr-defined]
+        return Staged(
+            updates=self._policy.stage(cast(Any, updates), keep_logprobs=False),
+            rows=count,
+            tokens=tokens,
+            needed_tokens=float(tokens),
+            loss_tokens=tokens,
+            groups_with_signal=frozenset(i for i, own in enumerate(learning) if is_taught or own.any()),
+            source=batch,
+            kl_coef=self._inside(kl_coef),
+            values=None,
+            tokens_recorded=False,
+            rewards=self.rewards,
+            demonstrations=[],
+            metrics={
+                "rollout/staleness_mean": sum(behind) / len(behind),
+                "rollout/staleness_max": float(max(behind)),
+            },
+        )
+
+
+def _learning(group: Group) -> np.ndarray:
+    """Return which samples of ``group`` have an advantage other than 0, bool [G]."""
+    if group.baseline_reward is not None:
+        return np.asarray(group.rewards != group.baseline_reward)
+    return np.full(len(group.rewards), has_signal(group.rewards))
+
+
+def _lengths(rollouts: RolloutsRef) -> tuple[int, ...]:
+    lengths: tuple[int, ...] = rollouts.lengths
+    return lengths
 
 
 # Workers
@@ -364,7 +552,11 @@ class TimedRollouts:
         self._sample_s = scenario.rates.reached.sample_s
         self._loop = asyncio.get_running_loop()
         self.load_balancer = LoadBalancer(len(engines), QUEUE_DEPTH * scenario.capacity)
-        self._driver = asyncio.Lock()
+        for engine in engines:
+            engine.is_watched = self._has_waiting
+        self._advanced_s = 0.0
+        self._driver = Servers(1)
+        self.is_direct = not scenario.sharing and self._workload.turns == 1 and not scenario.frozen
         self.version = 0  # weights of the engines
         self.batch_s: list[float] = []
 
@@ -375,22 +567,70 @@ class TimedRollouts:
         return sum(engine.tokens for engine in self.engines) / max(steps, 1.0)
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:
-        lengths = [self._workload.length(seed, prompt.uid) for seed in seeds]
-        begin, prompt_tokens = self._loop.time(), int(prompt.token_ids[0])
+        lengths = self.lengths(prompt, seeds)
+        begin, prompt_tokens = self._loop.time(), _prompt_tokens(prompt)
         async with self._gpus.turn(ENGINES):
             await self._generate(prompt_tokens, lengths, prompt_tokens + sampling.max_new_tokens)
-            async with self._driver:  # one thread receives all groups
-                await asyncio.sleep(len(seeds) * self._sample_s)
+            _, _, end = self._driver.reserve(len(seeds) * self._sample_s)  # one thread receives all groups
+            await self._driver.until(end)
         self.batch_s.append(self._loop.time() - begin)
-        versions, logprob = np.array([self.version], np.int32), np.zeros(1, np.float32)
-        return tuple(
-            FakeRollout(prompt.uid, i, np.array([length], np.int32), logprob, "stop", "", versions)
-            for i, length in enumerate(lengths)
-        )
+        return FakeRollouts.from_lengths(lengths, self.version)
+
+    def lengths(self, prompt: Prompt, seeds: Sequence[int]) -> tuple[int, ...]:
+        return _drawn_lengths(self._workload, prompt.uid, tuple(seeds))
+
+    async def begin(
+        self,
+        prompt: Prompt,
+        lengths: tuple[int, ...],
+        most: int,
+        on_end: Callable[[FakeRollouts], None],
+        *,
+        asked_s: float,
+    ) -> None:
+        """Have an engine begin a group that was asked for at ``asked_s``, as `sample`. ``most``: tokens of a
+        sample. Calls ``on_end`` once the driver has it.
+        """
+        prompt_tokens, shared = _prompt_tokens(prompt), self._workload.shared_tokens
+        most += prompt_tokens
+        index = await self._admit(len(lengths), most)
+
+        def on_sample() -> None:
+            self.load_balancer.release(index, 1, most)
+
+        def sampled() -> None:
+            _, _, end = self._driver.reserve(len(lengths) * self._sample_s)
+            self._loop.call_at(end, received)
+
+        def received() -> None:
+            self.batch_s.append(self._loop.time() - asked_s)
+            on_end(FakeRollouts.from_lengths(lengths, self.version))
+
+        self.engines[index].begin(prompt_tokens - shared, lengths, on_sample, sampled, cached=shared)
+
+    async def _admit(self, samples: int, most: int) -> int:
+        """Return the engine that takes a group, of ``most`` tokens a sample."""
+        if self._advanced_s != (now := self._loop.time()):  # ends of samples since count in the loads
+            self._advanced_s = now
+            for engine in self.engines:
+                engine.advance()
+        if not self.load_balancer.waiting:
+            self._loop.call_soon(self._watch)  # once this group may wait
+        return await self.load_balancer.admit(samples, samples * most)
+
+    def _has_waiting(self) -> bool:
+        return self.load_balancer.waiting
+
+    def _watch(self) -> None:
+        """Have every engine note each end of a sample where a group waits for the place."""
+        if self.load_balancer.waiting:
+            for engine in self.engines:
+                engine.advance()
+                engine.replan()
 
     async def _generate(self, prompt_tokens: int, lengths: Sequence[int], tokens: int) -> None:
         """Sample a group on an engine. ``tokens``: the most of a sample."""
-        index = await self.load_balancer.admit(len(lengths), len(lengths) * tokens)
+        index = await self._admit(len(lengths), tokens)
         engine, workload = self.engines[index], self._workload
 
         def on_sample() -> None:
@@ -419,8 +659,13 @@ class TimedScorer:
         track = model.role.replace(" ", "-")
         self._workers = WorkerQueue(trace, track, scenario.workers_of(model))
 
+    def reserve(self, prompt: Prompt, rollouts: RolloutsRef) -> float:
+        """Return when a worker will have scored the group, on GPUs of its own."""
+        seconds = self._rates.scoring_s(self.model, _prompt_tokens(prompt), _lengths(rollouts))
+        return self._workers.reserve(self._stage, seconds)
+
     async def score(self, prompt: Prompt, rollouts: RolloutsRef) -> None:
-        seconds = self._rates.scoring_s(self.model, int(prompt.token_ids[0]), _tokens_of(rollouts))
+        seconds = self._rates.scoring_s(self.model, _prompt_tokens(prompt), _lengths(rollouts))
         async with self._gpus.turn(self._turn):
             await self._workers.serve(self._stage, seconds)
 
@@ -447,11 +692,27 @@ class TimedRewards:
         if self._models:
             await gather(model.score(prompt, rollouts) for model in self._models)
         await self._graders.serve("score", self._score_s(len(rollouts)))
+        return self._graded(prompt, rollouts)
+
+    def reserve(self, prompt: Prompt, rollouts: RolloutsRef) -> tuple[Group, float]:
+        """Return the group, and when a grader will have scored it; without reward models."""
+        end = self._graders.reserve("score", self._score_s(len(rollouts)))
+        return self._graded(prompt, rollouts), end
+
+    def _graded(self, prompt: Prompt, rollouts: RolloutsRef) -> Group:
         number = int(prompt.uid.rpartition("/")[2])
-        signal = random.Random(f"{number} {self._rollouts.version}").random() < self._signal_share
-        # Every other sample is right; in a zero-variance group all are.
-        rewards = ((np.arange(len(rollouts)) % 2) | (not signal)).astype(np.float32)
-        return Group(prompt, rollouts, rewards, {"planned": rewards}, ("correct",) * len(rollouts))
+        signal = (
+            self._signal_share == 1.0
+            or random.Random(f"{number} {self._rollouts.version}").random() < self._signal_share
+        )
+        rewards = _rewards(len(rollouts), signal)
+        return Group(prompt, rollouts, rewards, {_REWARD: rewards}, ("correct",) * len(rollouts))
+
+
+@lru_cache
+def _rewards(samples: int, signal: bool) -> np.ndarray:
+    """Return rewards [G]: every other sample is right; in a zero-variance group all are."""
+    return ((np.arange(samples) % 2) | (not signal)).astype(np.float32)
 
 
 class TimedPolicy:
@@ -460,29 +721,13 @@ class TimedPolicy:
     def __init__(self, scenario: Scenario, trace: SimulationTrace, gpus: SimulatedGpus) -> None:
         self._rates, self._trace, self._gpus = scenario.rates, trace, gpus
         self._shared_tokens = scenario.workload.shared_tokens
-        self._demonstrations = scenario.demonstrations()
+        self._demonstrations, self._parts = scenario.demonstrations(), scenario.parts
 
-    def stage(
-        self,
-        batches: Sequence[TrainBatch],
-        *,
-        keep_logprobs: bool,
-        later_epochs: Sequence[Sequence[EpochUpdate]] = (),
-    ) -> list[UpdateWork]:
-        return [self._work_of(batch) for batch in batches]
-
-    def _work_of(self, batch: TrainBatch) -> UpdateWork:
-        """Return the lengths that the rows of ``batch`` represent."""
-        by_group: dict[int, list[list[int]]] = {}
-        for number, row in zip(batch.group_ids.tolist(), batch.tokens.tolist(), strict=True):
-            by_group.setdefault(number, []).append(row)
-        groups = tuple((rows[0][0], tuple(row[1] for row in rows)) for rows in by_group.values())
-        return UpdateWork(groups, self._shared_tokens, self._demonstrations)
-
-    async def score_norms(self, batch: TrainBatch) -> dict[int, np.ndarray]:
-        """Return zeros at once: `Rates.update_s` has the time of this pass."""
-        mask = batch.policy.mask.numpy()
-        return {row: np.zeros(int(trained.sum()), np.float32) for row, trained in enumerate(mask)}
+    def stage(self, updates: Sequence[UpdateWork], *, keep_logprobs: bool) -> list[UpdateWork]:
+        return [
+            UpdateWork(work.groups * self._parts, self._shared_tokens, self._demonstrations)
+            for work in updates
+        ]
 
     async def update(
         self, staged: list[UpdateWork], *, kl_coef: float, bounds: Sequence[Bound]
@@ -519,18 +764,36 @@ class WorkerQueue:
     """``count`` workers, each with one call at a time, which take calls in the order of their arrival."""
 
     def __init__(self, trace: SimulationTrace, track: str, count: int) -> None:
-        self._trace, self._track = trace, track
-        self._free = list(reversed(range(count)))
-        self._available = asyncio.Semaphore(count)
+        self._bars, self._track, self._servers = trace.bars, track, Servers(count)
 
     async def serve(self, stage: str, seconds: float) -> None:
-        async with self._available:
-            index = self._free.pop()
-            try:
-                async with self._trace.span(f"{self._track}-{index}", stage):
-                    await asyncio.sleep(seconds)
-            finally:
-                self._free.append(index)
+        await self._servers.until(self.reserve(stage, seconds))
+
+    def reserve(self, stage: str, seconds: float) -> float:
+        """Return when a worker will be done with ``stage`` of a call that comes now."""
+        index, begin, end = self._servers.reserve(seconds)
+        self._bars.setdefault(f"{self._track}-{index}", []).append(Span(stage, begin, end))
+        return end
+
+
+class Servers:
+    """Servers, each with one call at a time. A call takes the first to be free, in the order of arrival, so
+    that its end is known when it arrives.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._free = [(0.0, index) for index in range(count)]  # a heap: since when
+
+    def reserve(self, seconds: float) -> tuple[int, float, float]:
+        """Return the server of a call that comes now and takes ``seconds``, and when it begins and ends."""
+        since, index = self._free[0]
+        begin = max(since, self._loop.time())
+        heapq.heapreplace(self._free, (begin + seconds, index))
+        return index, begin, begin + seconds
+
+    async def until(self, end: float) -> None:
+        await asyncio.sleep(end - self._loop.time())
 
 
 class SimulatedCluster:
@@ -587,8 +850,8 @@ class StepRecorder(NullRecorder):
 
     def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
         self._samples = sum(len(g.rollouts) for g in groups)
-        self._completion_tokens = sum(sum(_tokens_of(g.rollouts)) for g in groups)
-        prompts = sum(int(g.prompt.token_ids[0]) * len(g.rollouts) for g in groups)
+        self._completion_tokens = sum(sum(_lengths(g.rollouts)) for g in groups)
+        prompts = sum(_prompt_tokens(g.prompt) * len(g.rollouts) for g in groups)
         self._tokens = prompts + self._completion_tokens
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

@@ -10,7 +10,7 @@ from vllm.config.quantization import resolve_quantization_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticChannelSym
 
-from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
+from actors.transfer import WEIGHT_TRANSFER
 from actors.workers import drafter, rollout
 from actors.workers.engine_settings import EngineSpec, kv_bytes_per_token
 from actors.workers.rollout import RolloutWorker

@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-import torch
 
 from grpo_dist.config import (
     LoRAConfig,
@@ -71,7 +70,7 @@ def test_offload_settings_become_deepspeed_settings(tmp_path):
         offload=OffloadConfig(optimizer="cpu", parameters="nvme", nvme_path="/disk"),
         deepspeed={"zero_optimization": {"offload_optimizer": {"pin_memory": False}}},
     )
-    settings = deepspeed_config(policy, dtype=torch.float32)
+    settings = deepspeed_config(policy, bfloat16=False)
     zero = settings["zero_optimization"]
     assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
     assert zero["offload_param"] == {"device": "nvme", "nvme_path": "/disk"}
@@ -79,7 +78,7 @@ def test_offload_settings_become_deepspeed_settings(tmp_path):
     assert zero["offload_param"]["buffer_size"] == 12345
     own = {"offload_param": {"buffer_size": 7}}
     chosen = deepspeed_config(
-        policy.model_copy(update={"deepspeed": {"zero_optimization": own}}), dtype=torch.float32
+        policy.model_copy(update={"deepspeed": {"zero_optimization": own}}), bfloat16=False
     )
     size_buffers(chosen, 12345)
     assert chosen["zero_optimization"]["offload_param"]["buffer_size"] == 7

@@ -1,10 +1,12 @@
 """Our numbers of each kind of case."""
 
+import numpy as np
 import torch
 
 from grpo_dist.algorithms.aggregation import aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
-from grpo_dist.algorithms.normalise import Moments, whiten
+from grpo_dist.algorithms.moments import Moments
+from grpo_dist.algorithms.normalise import whiten
 from grpo_dist.algorithms.offpolicy import accepted, correction, mean_weight_sums
 from grpo_dist.algorithms.ratios import segment_mean
 from grpo_dist.algorithms.schedules import next_kl_coef
@@ -44,7 +46,7 @@ def advantages(x, section, *, weights=None, estimate=None, earlier=None, summed=
     if section.get("reward_norm") == "running":
         moments = Moments()
         for own in (*(earlier or ()), x["rewards"]):
-            moments = moments.updated(torch.as_tensor(own, dtype=torch.float64))
+            moments = moments.updated(np.asarray(own, np.float64))
     of_samples, of_tokens = ours.advantages(x, section, weights=weights, moments=moments)
     found = {"samples": of_samples, "tokens": of_tokens}
     if estimate is not None:

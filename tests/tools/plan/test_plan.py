@@ -194,11 +194,11 @@ def test_demonstrations_of_an_update_are_computed_whole_beside_its_samples():
 def test_a_plan_with_demonstrations_takes_the_time_of_their_rows_and_says_what_it_assumes():
     batch = {"prompts_per_step": 8, "samples_per_prompt": 2, "updates_per_step": 2}
     model = {"path": "Qwen/Qwen2.5-7B", "max_length": 4096}
-    mixed = {"data": "demo:add3", "rows_per_step": 6, "max_length": 800}
+    mixed = {"data": "demo:add3", "rows_per_step": 6}
     plain = rates(batch=batch, model=model)
     r = rates(batch=batch, model=model, demonstrations=mixed)
     shown = Scenario(r.config, r, Workload(40, config().bench.lengths, 50), 64).demonstrations()
-    assert shown == ((100, (300,)),) * 3, "of each of two updates"
+    assert shown == ((512, (1536,)),) * 3, "of each of two updates"
     times = [simulated(own).stage_s["update"] for own in (plain, r)]
     more = r.compute_s([UpdateWork(shown)] * 2)  # with the pass for old log-probs before the second
     assert times[1] - times[0] == pytest.approx(more)

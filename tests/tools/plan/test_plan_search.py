@@ -6,8 +6,17 @@ import pytest
 
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.command import make_plan
-from grpo_dist.tools.plan.options import Assumptions, Option, build_setting, option_or_reason, planned
+from grpo_dist.tools.plan.options import (
+    Assumptions,
+    Option,
+    build_setting,
+    option_of,
+    option_or_reason,
+    planned,
+)
 from grpo_dist.tools.plan.search import SearchResult, bound, changes_of
+from grpo_dist.tools.plan.simulation import simulate
+from tests.support.fakes import config
 from tests.tools.plan.test_plan import printed, wide
 
 ASSUMED = Assumptions(prompt_tokens=100)
@@ -78,3 +87,23 @@ def test_a_plan_in_which_no_split_can_run_gives_the_reasons():
     said = printed(replace(made, search=SearchResult(None, tried)))
     assert "tried at this batch and staleness" in said and "splits of GPUs can run: a reason" in said
     assert "best" not in said
+
+
+def test_a_part_of_a_large_cluster_has_the_step_of_the_whole():
+    c = config(
+        model={"path": "Qwen/Qwen2.5-7B", "gradient_checkpointing": True},
+        max_staleness=1,
+        batch={"prompts_per_step": 256, "samples_per_prompt": 4},
+        sampling={"max_new_tokens": 512},
+        rollout={"num_workers": 16},
+        policy={"num_workers": 16},
+        rewards={"num_workers": 8},
+        algorithm={"kl": {"coef": 0.0}},
+    )
+    scenario = option_of(c, build_setting(c, parse_cluster("4x8xH100"), ASSUMED)).scenario
+    part = scenario.as_part(64)
+    assert (part.parts, part.config.rollout.num_workers, part.config.batch.prompts_per_step) == (4, 4, 64)
+    assert part.as_part(64) is part
+    whole, own = simulate(scenario), simulate(part)
+    assert own.step_s == pytest.approx(whole.step_s, rel=0.03)
+    assert own.tokens == pytest.approx(whole.tokens, rel=0.03) and own.samples == whole.samples

@@ -7,7 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from grpo_dist.tools.plan import virtual_clock
+from grpo_dist.loop.pipeline import Pipeline
+from grpo_dist.tools.plan import simulation, virtual_clock
 from grpo_dist.tools.plan.engines import Engine
 from grpo_dist.tools.plan.rates import Reached
 from grpo_dist.tools.plan.simulation import Scenario, simulate
@@ -148,7 +149,60 @@ def test_a_paused_engine_resumes_after_its_cache_is_computed_again():
     assert found == [[pytest.approx(0.5 + 3 + 5 * 0.01 + 0.5)]]
 
 
+@pytest.mark.parametrize("capacity", [100, 3])
+def test_ends_of_samples_that_nobody_waits_for_change_no_time(capacity):
+    rng = np.random.default_rng(1)
+    groups = [(begin, 3, rng.integers(1, 40, 4).tolist()) for begin in (0, 0, 0.31, 1.2, 5.0)]
+
+    async def update(engine):
+        engine.is_watched = lambda: False
+        await asyncio.sleep(0.5)
+        engine.pause()
+        await asyncio.sleep(3)
+        engine.resume()
+
+    async def watched(engine):
+        await asyncio.sleep(0.5)
+        engine.pause()
+        await asyncio.sleep(3)
+        engine.resume()
+
+    times = Times(each=0.001, prefill=0.01)
+    found, engine = ends(times, groups, capacity=capacity, then=update)
+    each, other = ends(times, groups, capacity=capacity, then=watched)
+    assert [max(own) for own in found] == pytest.approx([max(own) for own in each])
+    assert (engine.steps, engine.tokens) == pytest.approx((other.steps, other.tokens))
+
+
 # The loop
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"max_staleness": 1},
+        {"max_staleness": 2, "weight_sync": {"mode": "keep"}, "capacity": 2},
+        {"max_staleness": 1, "algorithm": {"kl": {"coef": 0.1}}, "rollout": {"num_workers": 3}},
+    ],
+)
+def test_groups_without_tasks_take_the_time_of_groups_with_them(monkeypatch, how):
+    lengths = np.random.default_rng(0).lognormal(3, 0.9, 512).astype(int).clip(1, 200).tolist()
+    batch = {"prompts_per_step": 8, "samples_per_prompt": 4}
+
+    class Scored(Times):
+        def scoring_s(self, model, prompt, lengths):
+            return 0.01 * sum(lengths)
+
+    def planned():
+        return run(Scored(step=0.02, each=0.001, prefill=0.01), measured=lengths, batch=batch, **how)
+
+    direct = planned()
+    monkeypatch.setattr(simulation, "PlannedPipeline", Pipeline)
+    along = planned()
+    assert direct.ends == pytest.approx(along.ends) and direct.stage_s == pytest.approx(along.stage_s)
+    assert (direct.tokens, direct.staleness) == (along.tokens, along.staleness)
+    assert direct.longest_batch_s == pytest.approx(along.longest_batch_s)
 
 
 def test_without_staleness_a_step_is_the_sum_of_its_stages():

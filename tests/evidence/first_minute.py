@@ -1,0 +1,158 @@
+"""Measures the first minute of each command against the imports that none of them can do without.
+
+    python -m tests.evidence.first_minute [--repeats 3] [--only check,plan,report,train]
+
+Commands that start nothing: CPU seconds of the process and its children, alternately with a process that
+imports torch and two classes of transformers. `train`: seconds to "ready", when the first request goes to an
+engine whose first tokens are sampled; alternately with `vllm.LLM` on the same model with the same arguments,
+to its first token. Caches (the cold start's model, compiled code) are warm: one round goes before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.reports import make_run
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPORTS = (
+    "import torch; from transformers import AutoTokenizer, AutoConfig; "
+    "AutoTokenizer.from_pretrained; AutoConfig.from_pretrained"
+)
+COMMANDS = {  # and the largest share of the imports' CPU seconds that is aimed at
+    "--help": (["--help"], None),
+    "check": (["check", "configs/demo.yaml"], 1.3),
+    "plan 1.5B, 1x8": (["plan", "configs/gsm8k_qwen2.5_1.5b.yaml", "--cluster", "1x8xH100"], 0.5),
+    "plan 7B, 8x8": (["plan", "configs/math_qwen2.5_7b_8nodes.yaml", "--cluster", "8x8xH100"], 0.5),
+    "report of 90 steps": (["report", "{run}", "--output", "{out}/report.html"], 0.5),
+}
+# One token of the demo's model, from the engine's own arguments without its weight transfer.
+LLM = """
+import sys
+from pathlib import Path
+from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment
+from grpo_dist.config.files import load_config
+config = load_config("configs/demo.yaml", [])
+set_environment()
+from vllm import LLM, SamplingParams
+arguments = fitting_arguments(EngineSpec.from_config(config, Path(sys.argv[1])))
+del arguments["weight_transfer_config"]
+engine = LLM(**arguments)
+engine.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=1), use_tqdm=False)
+print("ready", flush=True)
+"""
+
+
+def cpu_seconds(command: list[str]) -> float:
+    """Run ``command``; return the CPU seconds of it and its children."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(command)} failed")
+    return usage.ru_utime + usage.ru_stime
+
+
+def seconds_to_ready(command: list[str], environment: dict[str, str]) -> float:
+    """Start ``command``, return the seconds to its line "ready", and end it."""
+    begin = time.perf_counter()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.split("  ")[-1].startswith("ready"):
+            seconds = time.perf_counter() - begin
+            print(f"{seconds:.1f} s: {line.strip()}", file=sys.stderr, flush=True)
+            process.send_signal(signal.SIGTERM)
+            process.stdout.read()
+            process.wait()
+            return seconds
+    raise SystemExit(f"{' '.join(command)} ended without a line that it is ready")
+
+
+def ratios(
+    repeats: int, reference: Callable[[], float], commands: dict[str, Callable[[], float]]
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Run ``reference`` and all ``commands`` in turn, ``repeats`` times after a first round."""
+    found: dict[str, list[float]] = {name: [] for name in commands}
+    base: list[float] = []
+    for number in range(repeats + 1):
+        measured = {"": reference()} | {name: run() for name, run in commands.items()}
+        if number:
+            base.append(measured.pop(""))
+            for name, seconds in measured.items():
+                found[name].append(seconds)
+    return base, found
+
+
+def show(name: str, seconds: list[float], base: list[float], aim: float | None) -> None:
+    of = [a / b for a, b in zip(seconds, base, strict=True)]
+    spread = f"{statistics.median(of):.2f} ({min(of):.2f} to {max(of):.2f})"
+    print(f"| {name} | {statistics.median(seconds):.1f} | {spread} | {aim or ''} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="check,plan,report,train")
+    parser.add_argument("--run", help="a run directory for `report`; default: a made one of the demo's size")
+    asked = parser.parse_args()
+    only = ["--help", *asked.only.split(",")]
+    cli = [sys.executable, "-m", "grpo_dist.cli"]
+    with tempfile.TemporaryDirectory() as out:
+        run = asked.run or make_run(
+            Path(out, "run"), steps=90, groups=16, samples=16, recorded=range(0, 91, 10)
+        )
+        places = {"run": str(run), "out": out}
+        wanted = {n: own for n, own in COMMANDS.items() if n.split()[0] in only}
+        base, found = ratios(
+            asked.repeats,
+            lambda: cpu_seconds([sys.executable, "-c", IMPORTS]),
+            {
+                name: lambda words=words: cpu_seconds([*cli, *(word.format(**places) for word in words)])  # type: ignore[misc]
+                for name, (words, _) in wanted.items()
+            },
+        )
+        print("| command | CPU seconds | of the imports | goal |\n|---|---|---|---|")
+        show("the imports", base, base, None)
+        for name, (_, aim) in wanted.items():
+            show(name, found[name], base, aim)
+        if "train" in only:
+            settings = ["name=first_minute", f"output_dir={out}", "checkpoint.resume=never"]
+            model = model_directory()
+            alone = [sys.executable, "-c", LLM, model]
+            train = [*cli, "train", "configs/demo.yaml", *settings]
+            threads = {"OMP_NUM_THREADS": "1"}
+            base, found = ratios(
+                asked.repeats,
+                lambda: seconds_to_ready(alone, threads),
+                {"train": lambda: seconds_to_ready(train, {})},
+            )
+            print("\n| start | seconds | of vllm.LLM | goal |\n|---|---|---|---|")
+            show("`vllm.LLM`, one token", base, base, None)
+            show("`train configs/demo.yaml`", found["train"], base, 2.0)
+
+
+def model_directory() -> str:
+    """Return the directory of the demo's model, trained in a cold start where it is not cached."""
+    code = (
+        "from grpo_dist.config.files import load_config; from grpo_dist.runs.prepare import resolve_model; "
+        "import json, sys; c = load_config('configs/demo.yaml', []); "
+        "print(json.dumps(str(resolve_model(c.model, c.sft, c.seed, lambda _: None))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return str(json.loads(done.stdout.splitlines()[-1]))
+
+
+if __name__ == "__main__":
+    main()
