@@ -61,6 +61,7 @@ class PolicySpec:
                 demonstration_coef=config.demonstrations.coef if config.demonstrations else 0.0,
                 code_paths=config.code_paths,
                 supervised=config.is_supervised,
+                of_sources=tuple(config.source_algorithms.values()),
             ),
             temperature=config.sampling.first_temperature,
             token_budget=config.batch.micro_batch_tokens,

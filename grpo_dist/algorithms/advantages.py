@@ -110,6 +110,16 @@ def reinforce_pp(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> F
     return typed_like(_or_zero(rewards.double()), rewards)
 
 
+def flash_reinforce(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """FlashREINFORCE: r - mean of all rewards of the step, for one sample a prompt.
+
+    Hu et al. 2026 ("FlashREINFORCE: Critic-Free, Single-Rollout, Asynchronous RL for Agentic Language
+    Models"), and the estimator of this name of OpenRLHF, TRL, verl and slime. Groups are not looked at. For
+    [1, 0, 0, 1, 0, 0, 0, 0]: 0.75 and -0.25.
+    """
+    return grpo(rewards, torch.zeros_like(group_ids), std="none")
+
+
 def reinforce_pp_baseline(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
     """REINFORCE++ with a group baseline: r - mean of its group, whitened over all tokens of the batch.
 
@@ -305,6 +315,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "rloo": rloo,
     "rloo_normalized": rloo_normalized,
     "reinforce_pp": reinforce_pp,
+    "flash_reinforce": flash_reinforce,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "remax": remax,
     "opo": opo,

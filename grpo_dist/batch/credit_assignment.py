@@ -58,6 +58,7 @@ class AdvantageSettings:
         reward_coef: weight of the advantages of rewards; whitened: not with a KL term.
         teacher_coef: weight of a teacher's advantages; 0: it is no part of them.
         code_paths: where user-supplied code is.
+        by_source: `algorithm` for the sources with parts of their own.
     """
 
     algorithm: AlgorithmConfig
@@ -67,6 +68,24 @@ class AdvantageSettings:
     reward_coef: float = 1.0
     teacher_coef: float = 0.0
     code_paths: Sequence[str] = ()
+    by_source: Mapping[str, AlgorithmConfig] = field(default_factory=dict)
+
+    def by_estimator(self, groups: Sequence[Group]) -> list[tuple[AdvantageSettings, list[int]]]:
+        """Return which of ``groups``, by index, share an estimator, with its settings: the groups of each
+        source that has its own, and all others.
+        """
+        shared = self.algorithm.advantage
+        apart = {
+            name: algorithm for name, algorithm in self.by_source.items() if algorithm.advantage is not shared
+        }
+        members: dict[str | None, list[int]] = {}
+        for index, group in enumerate(groups):
+            source = group.prompt.source
+            members.setdefault(source if source in apart else None, []).append(index)
+        return [
+            (self if source is None else replace(self, algorithm=apart[source]), indices)
+            for source, indices in members.items()
+        ]
 
     @property
     def own(self) -> UserCode:
@@ -85,12 +104,20 @@ class AdvantageSettings:
 
 
 def sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[np.ndarray]:
-    """Return advantages [G] for each group; zeros with the estimators `process`, `turn` and `otb`.
+    """Return advantages [G] for each group, by the estimator of its source; zeros with the estimators
+    `process`, `turn` and `otb`.
 
     float64 where whitening, or a term of the KL, of steps or of a teacher still follows, which
     `token_advantages` ends in float32: whitening looks at differences, of which float32 keeps few digits
     where the mean is large. float32 otherwise.
     """
+    advantages: dict[int, np.ndarray] = {}
+    for part, indices in settings.by_estimator(groups):
+        advantages |= zip(indices, _sample_advantages([groups[i] for i in indices], part), strict=True)
+    return [advantages[i] for i in range(len(groups))]
+
+
+def _sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[np.ndarray]:
     sizes = [len(g.rewards) for g in groups]
     algorithm, name = settings.algorithm, settings.algorithm.advantage.name
     if name in (PROCESS, TURN, OTB):
@@ -135,6 +162,32 @@ def token_advantages(
     minus that of the policy that sampled (on-policy distillation, thinkingmachines.ai, October 2025). The
     batch is then without a teacher's stream.
     """
+    parts = settings.by_estimator(groups)
+    if len(parts) == 1:
+        advantages = _token_advantages(batch, groups, parts[0][0], score_norms)
+    else:
+        advantages = torch.zeros(batch.tokens.shape, dtype=torch.float64)
+        for of_part, indices in parts:
+            rows = np.flatnonzero(np.isin(batch.group_ids.numpy(), indices))
+            part = batch.select(rows.tolist())
+            width = part.tokens.shape[1]
+            norms = None if score_norms is None else score_norms[rows, :width]
+            values = _token_advantages(part, [groups[i] for i in indices], of_part, norms)
+            advantages[rows, :width] = values.double()
+    if settings.teacher_coef:
+        batch = replace(batch, teacher=None, denominators=replace(batch.denominators, taught=0.0))
+    if settings.algorithm.length_weights:
+        advantages = advantages * length_weights(batch.policy.mask, _samples_of_rows(groups))
+    return replace(batch, policy=replace(batch.policy, advantages=advantages.float()))
+
+
+def _token_advantages(
+    batch: TrainBatch,
+    groups: Sequence[Group],
+    settings: AdvantageSettings,
+    score_norms: Float[Tensor, "B T"] | None,
+) -> Float[Tensor, "B T"]:
+    """Return the advantages of tokens, of groups that share an estimator."""
     algorithm, estimator = settings.algorithm, settings.algorithm.advantage
     assert not (estimator.whiten and settings.kl_coef) or settings.reward_coef == 1.0, "refused by the config"
     whole, advantages, is_trained = batch, batch.policy.advantages, batch.policy.mask
@@ -161,6 +214,8 @@ def token_advantages(
         advantages = advantages * settings.reward_coef
     if settings.kl_coef:
         kl = _kl_to_go(batch, settings, _samples_of_rows(groups))
+        if (weights := batch.policy.kl_weights) is not None:  # without one no overflow counts
+            kl = torch.where(weights[:, None] > 0, weights[:, None] * kl, 0.0)
         advantages = advantages - settings.kl_coef * kl
     if estimator.whiten:
         # A KL that is not finite must not become advantage 0: the loss is then NaN, and the update refused.
@@ -169,14 +224,11 @@ def token_advantages(
         advantages = torch.where(broken, torch.nan, whitened)
     if settings.teacher_coef:
         advantages = advantages + settings.teacher_coef * _nearer_to_teacher(whole)
-        whole = replace(whole, teacher=None, denominators=replace(whole.denominators, taught=0.0))
     if (bound := algorithm.advantage_clip) is not None:
         # An infinite KL must not become the bound either.
         clipped = advantages.clamp(-bound, bound)
         advantages = torch.where(torch.isfinite(advantages), clipped, torch.nan)
-    if algorithm.length_weights:
-        advantages = advantages * length_weights(whole.policy.mask, _samples_of_rows(groups))
-    return replace(whole, policy=replace(whole.policy, advantages=advantages.float()))
+    return advantages
 
 
 def _scored_rows(groups: Sequence[Group]) -> Tensor:

@@ -13,8 +13,8 @@
 Total rewards and that of the greedy answer are clipped first, as for the estimator: under a clip of 1 the
 rewards [2, 3] are equal.
 
-REINFORCE++ compares with the whole batch, so it also learns from a group of equal rewards; what dynamic
-sampling replaces is such a group nevertheless (DAPO, arXiv:2503.14476, equation 11).
+REINFORCE++ and FlashREINFORCE compare with the whole batch, so they also learn from a group of equal
+rewards; what dynamic sampling replaces is such a group nevertheless (DAPO, arXiv:2503.14476, equation 11).
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from grpo_dist.config import AlgorithmConfig
-from grpo_dist.config.algorithm import DROLoss, KimiLoss, PassAtKAdvantage, TurnAdvantage
+from grpo_dist.config.algorithm import (
+    AdvantageConfig,
+    DROLoss,
+    KimiLoss,
+    PassAtKAdvantage,
+    TurnAdvantage,
+)
 from grpo_dist.plugins.user_code import AGGREGATION, LOSS
 from grpo_dist.types import Group, correctness, has_signal
 
@@ -41,26 +47,45 @@ class SignalRule:
         metric: reward whose values must differ, or `ACCURACY`, compared as it is; None: what the estimator
             looks at.
         weights: of each reward, for gdpo.
+        mean_low: the mean of the metric, or of the total reward, is above this; None: it may be any.
+        mean_high: it is below this.
+        by_source: ``algorithm`` for the sources with parts of their own.
     """
 
     algorithm: AlgorithmConfig
     metric: str | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
+    mean_low: float | None = None
+    mean_high: float | None = None
+    by_source: Mapping[str, AlgorithmConfig] = field(default_factory=dict)
 
     def __call__(self, group: Group) -> bool:
         """Return whether ``group`` has a signal. A sample without a total reward has no part in it."""
+        if not self._is_in_range(group):
+            return False
         if self.metric is not None:
             return has_signal(_of_scored(group, self._metric(group)))
         if self.algorithm.process and has_signal(_step_rewards(group)):
             return True
-        return self._by_estimator(group)
+        return self._by_estimator(group, self.by_source.get(group.prompt.source, self.algorithm).advantage)
 
-    def _by_estimator(self, group: Group) -> bool:
+    def _is_in_range(self, group: Group) -> bool:
+        if self.mean_low is None and self.mean_high is None:
+            return True
+        values = _of_scored(group, self._metric(group))
+        known = values[np.isfinite(values)]
+        if not len(known):
+            return False
+        # In float32, which rewards have: the mean of equal rewards of 0.2 is not above 0.2.
+        mean = np.float32(known.mean(dtype=np.float64))
+        above = self.mean_low is None or mean > np.float32(self.mean_low)
+        return bool(above and (self.mean_high is None or mean < np.float32(self.mean_high)))
+
+    def _by_estimator(self, group: Group, advantage: AdvantageConfig) -> bool:
         # Here, because it imports torch, and a plan, which compares a metric, does without.
         from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
         from grpo_dist.batch.credit_assignment import PROCESS, clipped_rewards
 
-        advantage = self.algorithm.advantage
         if advantage.traits.reads_each_reward:
             parts = [part for name, part in group.reward_parts.items() if self.weights.get(name)]
             return any(has_signal(_of_scored(group, part)) for part in parts)
@@ -72,7 +97,7 @@ class SignalRule:
             return self._differs_from_greedy(group)
         inputs = ADVANTAGE_INPUTS.get(advantage.name)
         if inputs and set(inputs) <= {"std", "eps", "k"}:
-            return self._has_advantages(group)
+            return self._has_advantages(group, advantage)
         return has_signal(clipped_rewards([group], self.algorithm.reward_clip).numpy())
 
     def _differs_from_greedy(self, group: Group) -> bool:
@@ -82,25 +107,24 @@ class SignalRule:
         rewards, greedy = clipped_rewards([group], clip), clipped_baselines([group], clip)
         return bool((rewards[rewards.isfinite()] != greedy[rewards.isfinite()]).any())
 
-    def _has_advantages(self, group: Group) -> bool:
+    def _has_advantages(self, group: Group, advantage: AdvantageConfig) -> bool:
         import torch
 
         from grpo_dist.algorithms.advantages import ADVANTAGES
         from grpo_dist.batch.credit_assignment import clipped_rewards
 
         rewards = clipped_rewards([group], self.algorithm.reward_clip)
-        advantage, ids = self.algorithm.advantage, torch.zeros(len(rewards), dtype=torch.long)
         arguments = {"k": advantage.k} if isinstance(advantage, PassAtKAdvantage) else {}
+        ids = torch.zeros(len(rewards), dtype=torch.long)
         return bool(ADVANTAGES[advantage.name](rewards, ids, **arguments).any())
 
     def _metric(self, group: Group) -> np.ndarray:
-        """Return the metric of each sample [G]: the total reward where the group's source has no such
-        reward.
+        """Return the metric of each sample [G]: the total reward without one, and where the group's source
+        has no such reward.
         """
-        assert self.metric is not None
         if self.metric == ACCURACY and ACCURACY not in group.reward_parts:
             return correctness(group)
-        if self.metric in group.reward_parts:
+        if self.metric is not None and self.metric in group.reward_parts:
             return group.reward_parts[self.metric]
         from grpo_dist.batch.credit_assignment import clipped_rewards
 

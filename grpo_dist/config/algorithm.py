@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from grpo_dist.config.base import Choice, Fraction, NonNegative, Section, Tagged, repeated
 from grpo_dist.plugins.user_code import (
@@ -67,6 +67,7 @@ class EstimatorTraits:
 # Estimators that look at more than differences of total rewards within a group.
 ESTIMATOR_TRAITS = {
     "reinforce_pp": EstimatorTraits(needs_group=False, learns_from_equal_rewards=True),
+    "flash_reinforce": EstimatorTraits(needs_group=False, learns_from_equal_rewards=True),
     "remax": EstimatorTraits(
         needs_group=False,
         learns_from_equal_rewards=True,
@@ -150,7 +151,7 @@ class ReinforceBaselineAdvantage(AdvantageConfig):
 class PlainAdvantage(AdvantageConfig):
     """Estimators without settings."""
 
-    name: Literal["dr_grpo", "rloo", "remax", "opo", "gpg", "maxrl", "otb"] = "dr_grpo"
+    name: Literal["dr_grpo", "rloo", "remax", "opo", "gpg", "maxrl", "otb", "flash_reinforce"] = "dr_grpo"
 
 
 class UserAdvantage(AdvantageConfig):
@@ -654,3 +655,50 @@ class AlgorithmConfig(Section):
             for kind, member in named
             if isinstance(member, UserAdvantage | UserLoss | UserKL | UserAggregation)
         )
+
+
+class SourceKLConfig(Section):
+    """The weight of the KL term for the samples of a source."""
+
+    coef: NonNegative = Field(description="in place of `algorithm.kl.coef`, which must be above 0")
+
+
+class SourceAlgorithmConfig(Section):
+    """What the samples of a source have in place of parts of `algorithm`. Denominators stay those of the
+    whole update.
+    """
+
+    advantage: Advantage | None = Field(
+        None,
+        description="in place of `algorithm.advantage`; statistics of a step, also of `reward_norm`, are "
+        "then of the samples of this source",
+    )
+    loss: Loss | None = Field(
+        None, description="in place of `algorithm.loss`; not clip_cov and kl_cov, which choose tokens of all"
+    )
+    kl: SourceKLConfig | None = Field(None, description="in place of `algorithm.kl.coef`")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_all_sources_share(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            for name in values.keys() & (AlgorithmConfig.model_fields.keys() - cls.model_fields.keys()):
+                raise ValueError(
+                    f"`{name}` is of all samples of an update, whatever their source; set `algorithm.{name}` "
+                    f"(a source may have {', '.join(cls.model_fields)} of its own)"
+                )
+        return values
+
+    def over(self, algorithm: AlgorithmConfig) -> AlgorithmConfig:
+        """Return ``algorithm`` with the parts that the source has of its own."""
+        parts: dict[str, Any] = {key: part for key in ("advantage", "loss") if (part := getattr(self, key))}
+        if self.kl is not None:
+            parts["kl"] = algorithm.kl.model_copy(update={"coef": self.kl.coef})
+        return algorithm.model_copy(update=parts)
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.loss is not None and self.loss.selection:
+            yield (
+                f"`loss` = {self.loss.name} chooses tokens over a whole update, of all sources; set it as "
+                "`algorithm.loss`, or use another"
+            )

@@ -17,12 +17,14 @@ from grpo_dist.config.bench import FixedLengths
 from grpo_dist.config.data import (
     PROMPT_KEYS,
     CompletionOrder,
+    DataSourceConfig,
     DynamicSamplingConfig,
     EpochsOrderConfig,
     LengthOrderConfig,
 )
 from grpo_dist.config.distillation import DistillationConfig, TeacherConfig
 from grpo_dist.config.environments import AGENT, check_environment_name
+from grpo_dist.config.rewards import RewardsConfig
 from grpo_dist.config.sampling import AdaptiveTemperature
 from grpo_dist.config.sections import Sections
 from grpo_dist.config.text import fill
@@ -68,8 +70,8 @@ def _value(config: Sections, key: str) -> str:
 def learns_from_equal_rewards(config: Sections) -> bool:
     """Return whether a step can learn from groups of equal rewards, or has another source to learn from."""
     other_streams = bool(config.distillation.teachers) or config.demonstrations is not None
-    a = config.algorithm
-    estimates = a.advantage.traits.learns_from_equal_rewards or a.process is not None
+    estimates = any(estimator.traits.learns_from_equal_rewards for estimator in config.estimators)
+    estimates |= config.algorithm.process is not None
     return estimates or config.rewards.shuffle or other_streams
 
 
@@ -82,9 +84,8 @@ def contradictions(config: Sections) -> Iterator[str]:
     """Yield a message for settings that contradict each other, and for settings that a run would ignore."""
     yield from (rule.message(config) for rule in RULES if rule.breaks(config))
     yield from _check_sizes(config)
-    yield from _check_estimator(config)
-    yield from _check_single_rewards(config)
-    yield from _check_binary_rewards(config)
+    yield from _check_estimator(_without_other_estimators(config))
+    yield from _check_source_algorithms(config)
     yield from _check_environments(config)
     yield from _check_templates(config)
     yield from _check_prefills(config)
@@ -582,7 +583,60 @@ def _divisors_near(total: int, wanted: int) -> str:
     return " or ".join(str(d) for d in below[-1:] + above[:1])
 
 
+def _with_sources(
+    config: Sections, sources: tuple[DataSourceConfig, ...], rewards: RewardsConfig
+) -> Sections:
+    data = config.data.model_copy(update={"train": sources})
+    return config.model_copy(update={"data": data, "rewards": rewards})
+
+
+def _without_other_estimators(config: Sections) -> Sections:
+    """Return ``config`` without the sources whose samples `algorithm.advantage` does not see, if others are
+    left.
+    """
+    apart = {s.label for s in config.data.train if s.algorithm and s.algorithm.advantage}
+    sources = tuple(source for source in config.data.train if source.label not in apart)
+    if not apart or not sources:
+        return config
+    by_source = {label: own for label, own in config.rewards.by_source.items() if label not in apart}
+    return _with_sources(config, sources, config.rewards.model_copy(update={"by_source": by_source}))
+
+
+def _check_source_algorithms(config: Sections) -> Iterator[str]:
+    """Look at what single sources have in place of `algorithm`, as at a run whose algorithm it is."""
+    known: set[str] | None = None
+    for number, source in enumerate(config.data.train):
+        if source.algorithm is None:
+            continue
+        if known is None:
+            known = {rule.message(config) for rule in RULES if rule.breaks(config)}
+        where = f"`data.train.{number}.algorithm`"
+        if source.algorithm.kl is not None and not config.has_kl_term:
+            yield (
+                f"{where}: `kl.coef` = {source.algorithm.kl.coef:g} needs a reference, and "
+                "`algorithm.kl.coef` = 0 makes none; set that above 0, and 0 for sources without a KL term"
+            )
+        if source.algorithm.loss is not None and config.algorithm.loss.selection:
+            yield (
+                f"{where}: `loss` = {source.algorithm.loss.name} cannot stand beside `algorithm.loss` = "
+                f"{config.algorithm.loss.name}, which chooses tokens of all sources; remove one of them"
+            )
+        alone = config.model_copy(update={"algorithm": config.source_algorithms[source.label]})
+        broken = [rule.message(alone) for rule in RULES if rule.breaks(alone)]
+        yield from (f"{where}: {message}" for message in broken if message not in known)
+        if source.algorithm.advantage is not None:
+            seen = _with_sources(alone, (source,), config.rewards.select_source(source.label))
+            yield from (f"{where}: {message}" for message in _check_estimator(seen))
+
+
 def _check_estimator(config: Sections) -> Iterator[str]:
+    """Look at what the estimator reads of rewards, and at rewards that it does not take."""
+    yield from _check_read_rewards(config)
+    yield from _check_single_rewards(config)
+    yield from _check_binary_rewards(config)
+
+
+def _check_read_rewards(config: Sections) -> Iterator[str]:
     """Look at what the estimator reads in place of total rewards."""
     a, rewards = config.algorithm, config.rewards
     advantage, estimator = a.advantage.name, a.advantage.traits
@@ -751,14 +805,15 @@ def _check_prefills(config: Sections) -> Iterator[str]:
 
 
 def _check_sources(config: Sections) -> Iterator[str]:
-    """Look at weights and temperatures of single sources."""
+    """Look at weights, temperatures and algorithms of single sources."""
     data, temperature = config.data, config.sampling.temperature
     labels = [source.label for source in data.train]
-    special = [s.label for s in data.train if s.weight is not None or s.temperature is not None]
+    own = ("weight", "temperature", "algorithm")
+    special = [s.label for s in data.train if any(getattr(s, key) is not None for key in own)]
     if twice := [label for label in special if labels.count(label) > 1]:
         yield (
-            f"`data.train`: several sources have the name {twice[0]}, and one of them a weight or a "
-            "temperature; give each its own `name`"
+            f"`data.train`: several sources have the name {twice[0]}, and one of them a weight, a "
+            "temperature or an algorithm; give each its own `name`"
         )
     formats: dict[str, list[Any]] = {}  # a prompt knows its source by the label alone
     for source in data.resolve_prompts(data.train):
@@ -787,7 +842,7 @@ def _check_sources(config: Sections) -> Iterator[str]:
             f"{next(iter(data.temperatures))} has a `temperature` of its own; remove one of them"
         )
     for i, source in enumerate(data.eval):
-        for key in ("weight", "temperature"):
+        for key in own:
             if getattr(source, key) is not None:
                 yield (
                     f"`data.eval.{i}.{key}` has no effect: it is of training sources; remove it "
@@ -797,7 +852,7 @@ def _check_sources(config: Sections) -> Iterator[str]:
 
 def _check_source_rewards(config: Sections) -> Iterator[str]:
     """Look at the rewards of single sources, and at the names of rewards in other sections."""
-    rewards, advantage, dynamic = config.rewards, config.algorithm.advantage, config.dynamic_sampling
+    rewards, dynamic = config.rewards, config.dynamic_sampling
     metric = dynamic.metric if isinstance(dynamic, DynamicSamplingConfig) else None
     labels = dict.fromkeys(source.label for source in (*config.data.train, *config.data.eval))
     if unknown := [name for name in rewards.by_source if name not in labels]:
@@ -811,7 +866,8 @@ def _check_source_rewards(config: Sections) -> Iterator[str]:
                 f"source {label} has no rewards: `rewards.functions` and `rewards.models` are empty and "
                 f"`rewards.by_source` does not have it; add rewards.by_source.{label}"
             )
-    if advantage.traits.reads_each_reward:
+    separate = {one.name: one for one in config.estimators if one.traits.reads_each_reward}
+    for advantage in separate.values():
         for name in rewards.names:
             weights = {each.weights[name] for each in rewards.variants.values() if name in each.weights}
             if len(weights) > 1:

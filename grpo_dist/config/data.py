@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal
 import regex
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
+from grpo_dist.config.algorithm import AlgorithmConfig, SourceAlgorithmConfig
 from grpo_dist.config.base import Choice, Section, Tagged, Temperature
 from grpo_dist.config.environments import EnvironmentName
 from grpo_dist.config.text import names_in
@@ -200,6 +202,9 @@ class DataSourceConfig(Section):
         "`verifiers:<environment>`, `reasoning_gym:<task>` or `openenv:<url>`; null: `data.environment`",
     )
     environment_kwargs: dict[str, Any] = Field({}, description="arguments of the environment")
+    algorithm: SourceAlgorithmConfig | None = Field(
+        None, description="training: advantage, loss and weight of the KL term of this source's samples"
+    )
 
     @property
     def label(self) -> str:
@@ -414,11 +419,14 @@ class DataConfig(Section):
 
     @property
     def user_components(self) -> tuple[UserComponent, ...]:
-        """The data sources and the order that are not built in."""
+        """The data sources, their parts of the algorithm and the order that are not built in."""
         sources = [s for s in (*self.train, *self.eval) if s.is_own]
         pieces = [UserComponent(SOURCE, str(s.path), SOURCE.key, s.kwargs) for s in sources]
         if isinstance(self.order, UserOrderConfig):
             pieces.append(UserComponent(ORDER, self.order.name, ORDER.key, self.order.kwargs))
+        for number, source in enumerate(self.train):
+            own = () if source.algorithm is None else source.algorithm.over(AlgorithmConfig()).user_components
+            pieces += [replace(piece, key=f"data.train.{number}.{piece.key}") for piece in own]
         return tuple(pieces)
 
     @property
@@ -488,7 +496,7 @@ class BatchConfig(Section):
     prompts_per_step: PositiveInt = Field(16, description="prompts, each with a group of samples")
     samples_per_prompt: PositiveInt = Field(
         8,
-        description="group size G; 1: for reinforce_pp, remax and process",
+        description="group size G; 1: for flash_reinforce, reinforce_pp, remax and process",
     )
     order: Annotated[LaunchOrder | CompletionOrder, Tagged()] = Field(
         LaunchOrder(), description="which groups a step takes"
@@ -519,8 +527,8 @@ class NoDynamicSampling(Choice):
 
 
 class DynamicSamplingConfig(Choice):
-    """DAPO: each zero-variance group is replaced by one of an extra prompt, the next of the epoch, as soon
-    as it is found.
+    """DAPO: each zero-variance group, and each outside of a range of mean reward, is replaced by one of an
+    extra prompt, the next of the epoch, as soon as it is found.
     """
 
     tag = "enabled"
@@ -529,6 +537,13 @@ class DynamicSamplingConfig(Choice):
         None,
         description="what must differ within a group: the name of a reward, or `accuracy`; null: what"
         " algorithm.advantage uses, mostly the total reward",
+    )
+    mean_low: float | None = Field(
+        None,
+        description="mean of `metric`, or of the total reward, that a group must be above; null: any",
+    )
+    mean_high: float | None = Field(
+        None, description="mean of `metric`, or of the total reward, that a group must be below; null: any"
     )
     max_extra_prompts: PositiveInt | None = Field(
         None,
@@ -540,6 +555,10 @@ class DynamicSamplingConfig(Choice):
         description="extra prompts launched per group still missing once the groups of the step's own"
         " prompts are known",
     )
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.mean_low is not None and self.mean_high is not None and self.mean_low >= self.mean_high:
+            yield f"mean_low = {self.mean_low:g} must be below mean_high = {self.mean_high:g}"
 
 
 DynamicSampling = Annotated[NoDynamicSampling | DynamicSamplingConfig, Tagged()]

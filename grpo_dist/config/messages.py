@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from grpo_dist.config import Config
 from grpo_dist.config.base import PLAIN, Choice, member_called, members
-from grpo_dist.config.peers import answer, hint, is_section, likely_trainer
+from grpo_dist.config.peers import ABSENT, answer, hint, is_section, likely_trainer
 from grpo_dist.config.secrets import shown_value
 
 _SHOULD_BE = "Input should be "
@@ -175,6 +175,8 @@ def explain(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> str:
             lines.append(f"`{where}`: {item['ctx']['error']}" if where else str(item["ctx"]["error"]))
         else:
             text, about = item["msg"][:1].lower() + item["msg"][1:], description(item["loc"], root)
+            if reason := _why_absent(item["loc"], item["input"]):
+                text, about = reason, None
             mapping = item.get("mapping", {})  # whose tag chooses no member, so its keys were not looked at
             if len(mapping) > 1:
                 about = description(item["loc"][:-1], root)
@@ -185,6 +187,12 @@ def explain(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> str:
     if len(lines) > _MOST_LINES:
         lines[_MOST_LINES - 1 :] = [f"and {len(lines) - _MOST_LINES + 1} more"]
     return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} things to correct:", *lines])
+
+
+def _why_absent(location: Sequence[Any], value: Any) -> str | None:
+    """Return why nothing here is like a ``value`` that other trainers have."""
+    words = [str(part) for part in location if part != "name"]
+    return ABSENT.get(words[-1], {}).get(str(value).lower()) if words else None
 
 
 def _name_the_member(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], set[tuple[Any, ...]]]:
@@ -248,16 +256,19 @@ def _advise(
     """
     where = ".".join(map(str, place.keys))
     if root is Config and isinstance(value, Mapping) and is_section(where):
-        for key in _leaves(value, f"{where}."):
-            yield key, f"; {advice}" if (advice := hint(key, trainer=trainer)) else ""
+        for key, own in _leaves(value, f"{where}."):
+            advice = _why_absent(key.split("."), own) or hint(key, trainer=trainer)
+            yield key, f"; {advice}" if advice else ""
     else:
-        yield where, f"; {advice}" if (advice := _advice(place, root, trainer)) else ""
+        advice = _why_absent(place.keys, value) or _advice(place, root, trainer)
+        yield where, f"; {advice}" if advice else ""
 
 
 def _keys_in(item: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys of an unknown key, all in it if it is a section."""
     where, value = ".".join(map(str, item["loc"])), item["input"]
-    return list(_leaves(value, f"{where}.")) if isinstance(value, Mapping) and value else [where]
+    inner = _leaves(value, f"{where}.") if isinstance(value, Mapping) else ()
+    return [key for key, _ in inner] or [where]
 
 
 def _advice(place: KeyPlace, root: type[BaseModel], trainer: str | None = None) -> str:
@@ -312,12 +323,12 @@ def _nested(dotted: str) -> str:
     return f"`{first}: {opened}...{'}' * len(inner)}`"
 
 
-def _leaves(value: Mapping[Any, Any], prefix: str) -> Iterator[str]:
+def _leaves(value: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, inner in value.items():
         if isinstance(inner, Mapping) and inner:
             yield from _leaves(inner, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{name}", inner
 
 
 def description(location: Sequence[Any], root: type[BaseModel]) -> str | None:

@@ -111,7 +111,21 @@ GUESSES = {
     "rewards.url": _SERVED, "rewards.models.url": _SERVED, "rewards.models.base_url": _SERVED,
     **{f"data.{name}.url": f"a file, directory or hub id is `data.{name}.0.path`"
        for name in ("train", "eval")},
+    **{f"data.train.{key}": "only text models are trained: no image is read"
+       for key in ("image_column", "image_key", "images")},
+    "policy.lora.modules_to_save": "embeddings and the LM head have no adapters: tied ones would be merged "
+    "twice; train all weights with policy.lora=null",
 }  # fmt: skip
+# Values that other trainers have, by the last word of a key before `name`, and why nothing is like them.
+_CRITIC = "it needs a critic, and there is none; use grpo, or reinforce_pp for single samples"
+_ENGINES = {
+    "sglang": "engines are vLLM's, and there is no SGLang; remove it",
+    "megatron": "DeepSpeed's ZeRO trains, and there is no Megatron; set `policy.zero_stage`",
+}
+ABSENT = {
+    "advantage": {"gae": _CRITIC, "ppo": _CRITIC},
+    **dict.fromkeys(("strategy", "backend", "engine", "rollout"), _ENGINES),
+}
 _MOST_MEANINGS = 2
 _FEWEST = 3  # keys by which a recipe's trainer is recognised
 # A last word that many settings share identifies none of them.

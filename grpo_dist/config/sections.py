@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from grpo_dist.config.algorithm import AlgorithmConfig
+from grpo_dist.config.algorithm import AdvantageConfig, AlgorithmConfig
 from grpo_dist.config.base import Count, DirectoryName, Section, Seed
 from grpo_dist.config.bench import BenchConfig
 from grpo_dist.config.cluster import ClusterConfig
@@ -80,7 +80,7 @@ class Sections(Section):
     data: DataConfig
     batch: BatchConfig = BatchConfig()
     dynamic_sampling: DynamicSampling = Field(
-        NoDynamicSampling(), description="replace zero-variance groups (DAPO)"
+        NoDynamicSampling(), description="replace zero-variance groups (DAPO), and those too easy or too hard"
     )
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -152,6 +152,17 @@ class Sections(Section):
         """The pieces of the run that are not built in, without environments and rewards."""
         sections = (self.algorithm, self.data, self.rollout, self.tracking)
         return tuple(piece for section in sections for piece in section.user_components)
+
+    @property
+    def source_algorithms(self) -> dict[str, AlgorithmConfig]:
+        """`algorithm` for the training sources with parts of their own, by label."""
+        return {s.label: s.algorithm.over(self.algorithm) for s in self.data.train if s.algorithm is not None}
+
+    @property
+    def estimators(self) -> tuple[AdvantageConfig, ...]:
+        """The advantage estimators of the run: that of `algorithm`, and those of sources with their own."""
+        parts = [source.algorithm for source in self.data.train if source.algorithm is not None]
+        return (self.algorithm.advantage, *(part.advantage for part in parts if part.advantage is not None))
 
     @property
     def has_kl_term(self) -> bool:

@@ -32,6 +32,7 @@ class SupervisedConfig(Config):
             "steps": steps or sft.steps,
             "max_staleness": 0,
             "batch": batch,
+            "data": plain["data"] | {"train": [s | {"algorithm": None} for s in plain["data"]["train"]]},
             "sampling": plain["sampling"] | {"temperature": 1.0},
             "policy": plain["policy"]
             | {

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from grpo_dist.config import AlgorithmConfig, BatchConfig, DataConfig, DistillationConfig, TeacherConfig
+from grpo_dist.config import Config, DistillationConfig, TeacherConfig
 from grpo_dist.config.algorithm import PassAtKAdvantage
 from grpo_dist.loop.progress import SampledBatch
 from grpo_dist.runtime.concurrency import gather, sample_until_enough
@@ -148,20 +148,28 @@ class GroupDraw:
         least: how many suffice where the engines cannot give the others; with fewer the group is drawn again.
         with_baseline: a greedy sample too, ReMax's baseline.
         temperatures: of sources with their own, by name.
+        baselines: ``with_baseline`` of sources with an algorithm of their own, by name.
     """
 
     samples: int
     least: int
     with_baseline: bool = False
     temperatures: Mapping[str, float] = field(default_factory=dict)
+    baselines: Mapping[str, bool] = field(default_factory=dict)
 
     @classmethod
-    def from_config(cls, batch: BatchConfig, algorithm: AlgorithmConfig, data: DataConfig) -> GroupDraw:
-        advantage = algorithm.advantage
-        least = batch.least_samples
-        if isinstance(advantage, PassAtKAdvantage):  # smaller groups have no advantage
-            least = max(least, advantage.k + 1)
-        return cls(batch.samples_per_prompt, least, advantage.traits.reads_greedy_answer, data.temperatures)
+    def from_config(cls, config: Config) -> GroupDraw:
+        tries = [own.k + 1 for own in config.estimators if isinstance(own, PassAtKAdvantage)]
+        return cls(
+            config.batch.samples_per_prompt,
+            max(config.batch.least_samples, *tries, 0),  # smaller groups have no advantage
+            config.algorithm.advantage.traits.reads_greedy_answer,
+            config.data.temperatures,
+            {
+                source: own.advantage.traits.reads_greedy_answer
+                for source, own in config.source_algorithms.items()
+            },
+        )
 
 
 class GroupScorer:
@@ -267,7 +275,7 @@ class GroupScorer:
 
     async def _graded(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> Group:
         """Compute the rewards, also that of ReMax's greedy baseline, and keep the group as finished."""
-        if self._draw.with_baseline:
+        if self._draw.baselines.get(prompt.source, self._draw.with_baseline):
             group, baseline = await gather(
                 [self._workers.rewards.score(prompt, rollouts), self._greedy_reward(prompt, batch)]
             )

@@ -119,8 +119,11 @@ class Pipeline:
         self._batch_config, self._max_staleness = config.batch, config.max_staleness
         dynamic = config.dynamic_sampling
         self._dynamic = dynamic if isinstance(dynamic, DynamicSamplingConfig) else None
-        metric = self._dynamic.metric if self._dynamic else None
-        self._has_signal = SignalRule(config.algorithm, metric, config.rewards.weights)
+        chosen = self._dynamic or DynamicSamplingConfig(enabled=True)
+        self._has_signal = SignalRule(
+            config.algorithm, chosen.metric, config.rewards.weights, mean_low=chosen.mean_low,
+            mean_high=chosen.mean_high, by_source=config.source_algorithms,
+        )  # fmt: skip
         self._per_step = config.batch.prompts_per_step
         self._drains = config.weight_sync.mode == "drain"
         self._sample_s = config.cluster.timeouts.sample_s
@@ -132,7 +135,7 @@ class Pipeline:
             workers,
             self._sampling,
             seed=config.seed,
-            draw=GroupDraw.from_config(config.batch, config.algorithm, config.data),
+            draw=GroupDraw.from_config(config),
             finished={
                 b: with_known_sampling(groups, self._sampling[b]) for b, groups in state.partial.items()
             },

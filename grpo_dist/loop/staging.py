@@ -76,6 +76,7 @@ class Staging:
     ) -> None:
         self._config, self._policy, self._demonstrations = config, policy, demonstrations
         self.rewards = rewards
+        self._reads_policy = any(estimator.traits.reads_policy for estimator in config.estimators)
         self._ahead: asyncio.Task[Staged | None] | None = None
 
     def begin(self, step: int, sampling: asyncio.Task[ScoredBatch] | None) -> None:
@@ -87,7 +88,7 @@ class Staging:
         algorithm = self._config.algorithm
         steered = algorithm.kl.in_reward and algorithm.kl.target is not None
         every = self._config.reference.refresh_every if self._config.needs_reference else 0
-        moves = steered or algorithm.advantage.traits.reads_policy
+        moves = steered or self._reads_policy
         if sampling is not None and not moves and not (every and step % every == 0):
             self._ahead = asyncio.create_task(self._follow(step, sampling), name=f"stage {step}")
 
@@ -111,7 +112,7 @@ class Staging:
 
     async def _score_norms(self, batch: ScoredBatch) -> Tensor | None:
         """Return what the estimator reads of the policy; None: nothing. The caller's advantages need none."""
-        if batch.advantages is not None or not self._config.algorithm.advantage.traits.reads_policy:
+        if batch.advantages is not None or not self._reads_policy:
             return None
         from grpo_dist.loop.score_norms import score_norms_of
 

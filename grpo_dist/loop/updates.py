@@ -26,7 +26,6 @@ from grpo_dist.config import (
     Config,
     DemonstrationStreamConfig,
     DistillationConfig,
-    RewardsConfig,
 )
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.order import step_indices
@@ -70,7 +69,7 @@ def make_updates(
     groups = [s.group for s in scored]
     if config.rewards.shuffle:
         groups = shuffle_rewards(groups, derived_seed(config.seed, f"shuffle rewards of step {step}"))
-    has_signal = _with_signal(config.algorithm, config.rewards, groups, given=advantages is not None)
+    has_signal = _with_signal(config, groups, given=advantages is not None)
     groups = [g if kept else _without_rewards(g) for g, kept in zip(groups, has_signal, strict=True)]
     moments = reward_moments(config.algorithm, scored, Moments()) if moments is None else moments
     settings = AdvantageSettings(
@@ -81,6 +80,7 @@ def make_updates(
         reward_coef=config.distillation.reward_coef,
         teacher_coef=_coef_in_advantages(config.distillation),
         code_paths=config.code_paths,
+        by_source=config.source_algorithms,
     )
     batch = make_batch(
         groups,
@@ -92,6 +92,7 @@ def make_updates(
         teachers=_of_teachers(scored, config.distillation, given=advantages is not None),
         trains_taught=settings.teacher_coef > 0 and advantages is None,
     )
+    batch = _with_sources(batch, groups, config)
     if advantages is None:
         batch = token_advantages(batch, groups, settings, score_norms)
     if not all(has_signal):
@@ -100,7 +101,7 @@ def make_updates(
         batch, config.batch, len(groups), seed=derived_seed(config.seed, f"epochs of step {step}")
     )
     of_later = [update.row_ids for epoch in later for update in epoch]
-    kept = _kept_rows(config.algorithm, config.has_kl_term, batch, [*first, *of_later])
+    kept = _kept_rows(config, batch, [*first, *of_later])
     updates = split_updates(batch, num_groups=len(groups), num_updates=len(first))
     updates = [_selected(update, kept[rows]) for update, rows in zip(updates, first, strict=True)]
     updates = _with_demonstrations(updates, demonstrations, first_row=len(batch))
@@ -108,6 +109,22 @@ def make_updates(
         [with_rows_of(u, at, first_row=len(batch)) for u, at in zip(epoch, updates, strict=True)]
         for epoch in later
     ]
+
+
+def _with_sources(batch: TrainBatch, groups: Sequence[Group], config: Config) -> TrainBatch:
+    """Return ``batch`` with the losses and KL weights of rows whose source has its own."""
+    numbers = {source: number for number, source in enumerate(config.source_algorithms, start=1)}
+    ids = torch.tensor([numbers.get(group.prompt.source, 0) for group in groups])[batch.group_ids]
+    shared, others = config.algorithm, config.source_algorithms.values()
+    has_losses = any(algorithm.loss is not shared.loss for algorithm in others)
+    has_coefs = any(algorithm.kl.coef != shared.kl.coef for algorithm in others)
+    coefs = torch.tensor([algorithm.kl.coef for algorithm in (shared, *others)], dtype=torch.float64)
+    stream = replace(
+        batch.policy,
+        loss_ids=ids if has_losses else None,
+        kl_weights=coefs[ids] / shared.kl.coef if has_coefs else None,
+    )
+    return replace(batch, policy=stream)
 
 
 def _dealt(
@@ -206,15 +223,13 @@ def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
     return [replace(group, rewards=part) for group, part in zip(groups, parts, strict=True)]
 
 
-def _with_signal(
-    algorithm: AlgorithmConfig, rewards: RewardsConfig, groups: Sequence[Group], *, given: bool
-) -> list[bool]:
+def _with_signal(config: Config, groups: Sequence[Group], *, given: bool) -> list[bool]:
     """Return for each group whether it is trained on under `algorithm.zero_variance_filter`. ``given``: the
     advantages are the caller's, and all groups are.
     """
-    if given or not algorithm.zero_variance_filter:
+    if given or not config.algorithm.zero_variance_filter:
         return [True] * len(groups)
-    rule = SignalRule(algorithm, weights=rewards.weights)
+    rule = SignalRule(config.algorithm, weights=config.rewards.weights, by_source=config.source_algorithms)
     return [rule(group) for group in groups]
 
 
@@ -240,16 +255,15 @@ def _only_with_signal(batch: TrainBatch, has_signal: Sequence[bool]) -> TrainBat
     return replace(batch, denominators=count_denominators(batch))
 
 
-def _kept_rows(
-    algorithm: AlgorithmConfig, has_kl_term: bool, batch: TrainBatch, updates: Sequence[np.ndarray]
-) -> np.ndarray:
+def _kept_rows(config: Config, batch: TrainBatch, updates: Sequence[np.ndarray]) -> np.ndarray:
     """Return which rows of ``batch`` stay, bool [B]. Rows that add nothing to the gradient go: every
     advantage is 0, no token is taught, and the loss has no other term.
 
     The denominators stay, so the gradient stays; only forward passes are saved. Of ``updates``, rows of each,
     one that would be left without rows keeps all of them, so that it still has metrics.
     """
-    if trains_all_rows(algorithm, has_kl_term=has_kl_term):
+    algorithms = (config.algorithm, *config.source_algorithms.values())
+    if any(trains_all_rows(algorithm, has_kl_term=config.has_kl_term) for algorithm in algorithms):
         return np.ones(len(batch), bool)
     learning = learning_rows(batch)
     kept = learning.copy()

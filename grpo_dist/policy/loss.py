@@ -18,7 +18,7 @@ so that no loss of a run meets one; `rollout/nan_logprobs` counts them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from jaxtyping import Bool, Float
@@ -46,6 +46,7 @@ class Objective:
         demonstration_coef: weight of the cross-entropy of demonstrations.
         code_paths: where user-supplied functions are searched besides installed packages.
         supervised: the mean of -log p over the trained tokens, in place of all other terms.
+        of_sources: `algorithm` for sources with parts of their own, in the order of `PolicyStream.loss_ids`.
     """
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -53,6 +54,7 @@ class Objective:
     demonstration_coef: float = 0.0
     code_paths: Sequence[str] = ()
     supervised: bool = False
+    of_sources: Sequence[AlgorithmConfig] = ()
 
     @property
     def user_code(self) -> UserCode:
@@ -147,7 +149,7 @@ def _policy_term(
 ) -> tuple[Float[Tensor, ""], Stats]:
     """Return the aggregated policy loss, each token's times its weight and correction, and its statistics."""
     weight_stats: Stats = {}
-    loss, weighted = objective.algorithm.loss, objective.algorithm.correction
+    weighted = objective.algorithm.correction
     engine, mask, choice = batch.policy.rollout_logprobs, batch.policy.mask, batch.choice
     if isinstance(weighted, WeightedCorrection):
         importance, weight_stats = correction(
@@ -157,18 +159,39 @@ def _policy_term(
         weights = weights * importance / choice.mean_weight
     weights, kept_stats = _apply_masks(logprobs.detach(), old, weights, batch.policy, objective.algorithm)
     advantages = _drop_overflow(batch.policy.advantages, logprobs.detach() - old, weights, mask)
-    if isinstance(loss, UserLoss):
-        inputs = PolicyLossInputs(logprobs, old, engine, advantages, mask)
-        token_losses, stats = user_policy_loss(loss.name, objective.user_code, inputs)
+    inputs = PolicyLossInputs(logprobs, old, engine, advantages, mask)
+    ids = batch.policy.loss_ids
+    if ids is None:
+        token_losses, stats = _token_losses(inputs, objective.algorithm, objective, weights, choice.selected)
     else:
-        chosen = (choice.selected,) if loss.selection else ()
-        if isinstance(loss, GMPOLoss):  # a removed token must give no gradient through the mean
-            chosen = (weights != 0,)
-        token_losses, stats = POLICY_LOSSES[loss.name](
-            logprobs, old, advantages, mask, *chosen, **loss.token_arguments
-        )
+        stats = {}
+        token_losses = torch.zeros_like(logprobs, dtype=torch.promote_types(logprobs.dtype, torch.float32))
+        for number in ids.unique().tolist():
+            rows, algorithm = ids == number, (objective.algorithm, *objective.of_sources)[number]
+            part = PolicyLossInputs(*(getattr(inputs, f.name)[rows] for f in fields(inputs)))
+            losses, part_stats = _token_losses(part, algorithm, objective, weights[rows], None)
+            token_losses[rows] = losses.to(token_losses.dtype)
+            stats = add_stats(stats, part_stats) if stats else part_stats
     stats |= kept_stats | {f"correction_{name}": value for name, value in weight_stats.items()}
     return _aggregate(token_losses * weights, batch, objective), stats
+
+
+def _token_losses(
+    inputs: PolicyLossInputs,
+    algorithm: AlgorithmConfig,
+    objective: Objective,
+    weights: TokenValues,
+    selected: TokenMask | None,
+) -> LossAndStats:
+    """Return the policy loss of each token by the loss of ``algorithm``, without its weight."""
+    loss, values = algorithm.loss, (inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask)
+    if isinstance(loss, UserLoss):
+        user_code = UserCode.from_pieces(objective.code_paths, algorithm.user_components)
+        return user_policy_loss(loss.name, user_code, inputs)
+    chosen = (selected,) if loss.selection else ()
+    if isinstance(loss, GMPOLoss):  # a removed token must give no gradient through the mean
+        chosen = (weights != 0,)
+    return POLICY_LOSSES[loss.name](*values, *chosen, **loss.token_arguments)
 
 
 @torch.no_grad()
@@ -204,22 +227,34 @@ def _kl_term(
     batch: TrainBatch,
     objective: Objective,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Return the aggregated KL, still without its coefficient, and its sum over trained tokens, in nats.
+    """Return the aggregated KL, each row's times its weight, still without its coefficient, and the sum of
+    the KL over trained tokens, in nats.
 
     With the bias correction each token's KL is multiplied by its ratio to what sampled it, the engine,
     gradient included, which makes value and gradient those of KL(policy || reference) for tokens that older
     weights sampled (DeepSeek-V3.2, arXiv:2512.02556, equation 7). ``has_logprobs``: rows whose sampling
     log-probs are known; the ratio of the others is 1.
     """
-    how, mask = objective.algorithm.kl, batch.policy.mask
-    kl = kl_estimate(
-        how.estimator.name, objective.user_code,
-        torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0),
-    )  # fmt: skip
-    if how.bias_correction:
+    how, mask, weights = objective.algorithm.kl, batch.policy.mask, batch.policy.kl_weights
+
+    def estimate(counted: TokenMask) -> TokenValues:
+        kl = kl_estimate(
+            how.estimator.name, objective.user_code,
+            torch.where(counted, logprobs, 0.0), torch.where(counted, ref_logprobs, 0.0),
+        )  # fmt: skip
+        if not how.bias_correction:
+            return kl
         sampled = torch.where(has_logprobs, batch.policy.rollout_logprobs, logprobs.detach())
-        kl = kl * torch.where(mask, logprobs - sampled, 0.0).exp()
-    return _aggregate(kl, batch, objective), torch.where(mask, kl, 0.0).sum()
+        return kl * torch.where(counted, logprobs - sampled, 0.0).exp()
+
+    if weights is None:
+        kl = estimate(mask)
+        return _aggregate(kl, batch, objective), torch.where(mask, kl, 0.0).sum()
+    # A row of weight 0 may be far from the reference: 0 times a KL that overflows would be NaN.
+    weighted = weights.to(logprobs.dtype)[:, None] * estimate(mask & (weights > 0)[:, None])
+    with torch.no_grad():
+        total = torch.where(mask, estimate(mask), 0.0).sum()
+    return _aggregate(weighted, batch, objective), total
 
 
 def _further_streams(

@@ -174,7 +174,7 @@ class Verbs:
         config = self._config
         self._schedule = SamplingSchedule(config.sampling, ScheduleState())
         self._sampling: dict[int, Sampling] = {}  # of the current step
-        self._draw = GroupDraw.from_config(config.batch, config.algorithm, config.data)
+        self._draw = GroupDraw.from_config(config)
         self._scorer = GroupScorer(
             workers,
             self._sampling,

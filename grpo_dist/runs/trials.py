@@ -24,7 +24,7 @@ from grpo_dist.environments.episode import Action, Call, Observed
 from grpo_dist.environments.runner import Description, EnvironmentProbe, EpisodeRunner
 from grpo_dist.environments.tools import CODE, resolve_format
 from grpo_dist.errors import count_failures
-from grpo_dist.rewards.checks import user_column_problems
+from grpo_dist.rewards.checks import graded_problems, user_column_problems
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import REWARDS, reward_specs
@@ -154,6 +154,8 @@ def check_reward(start: Start) -> str:
 def _check_all(start: Start, pool: GraderPool) -> str:
     rewards = start.config.rewards
     fail(scoring_problems(rewards, start.config.sampling, start.config.algorithm.advantage.name, pool))
+    for source, algorithm in start.config.source_algorithms.items():
+        fail(graded_problems(rewards.select_source(source), algorithm.advantage.name))
     if not rewards.all_functions:
         raise CheckSkipped("`rewards.functions` is empty, and reward models are not asked before a run")
     fail(

@@ -63,19 +63,21 @@ def sections(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, typ
 
 def page(root: type[BaseModel], title: str) -> str:
     """Return markdown with a table per section and per tagged union of ``root``; what is used several times
-    has one table.
+    has one table, where it is the least deep.
     """
-    places: dict[tuple[type[BaseModel], ...], dict[str, None]] = {}
-    for prefix, block in _blocks((root,), ""):
+    found: dict[tuple[type[BaseModel], ...], dict[str, int]] = {}
+    for number, (prefix, block) in enumerate(_blocks((root,), "")):
         if any(map(keys, block)):
-            places.setdefault(block, {})[prefix] = None
+            found.setdefault(block, {}).setdefault(prefix, number)
+    ordered = {block: sorted(own, key=lambda prefix: prefix.count(".")) for block, own in found.items()}
+    places = dict(sorted(ordered.items(), key=lambda item: found[item[0]][item[1][0]]))
     headings = {
         block: ", ".join(f"`{prefix[:-1]}`" if prefix else title for prefix in prefixes)
         for block, prefixes in places.items()
     }
     parts = []
     for block, prefixes in places.items():
-        prefix, section = next(iter(prefixes)), block[0]
+        prefix, section = prefixes[0], block[0]
         parts.append(f"### {headings[block]}")
         if issubclass(section, Choice):
             rows = _union_rows(block, prefix, headings)

@@ -96,6 +96,9 @@ class PolicyStream(TensorRecord):
         old_logprobs: nats, of the weights that ratios are taken to, known on a rank from the begin of the
             step; None: of those that are being trained.
         old_entropies: nats, with `algorithm.top_entropy_share`.
+        loss_ids: which loss a row has: 0: `algorithm.loss`, n: that of the n-th source with parts of its own;
+            None: all have the first.
+        kl_weights: of each row's KL, as a share of `algorithm.kl.coef`; None: all have 1.
     """
 
     mask: Bool[Tensor, "B T"]
@@ -107,6 +110,8 @@ class PolicyStream(TensorRecord):
     prompt_tokens: Int[Tensor, " B"] | None = None  # int64
     old_logprobs: Float[Tensor, "B T"] | None = None
     old_entropies: Float[Tensor, "B T"] | None = None
+    loss_ids: Int[Tensor, " B"] | None = None  # int64
+    kl_weights: Float[Tensor, " B"] | None = None  # float64
 
 
 @dataclass(frozen=True, slots=True)

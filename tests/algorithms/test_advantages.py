@@ -11,6 +11,7 @@ from grpo_dist.algorithms.advantages import (
     ADVANTAGE_INPUTS,
     ADVANTAGES,
     dr_grpo,
+    flash_reinforce,
     gdpo,
     gpg,
     grpo,
@@ -29,7 +30,7 @@ from grpo_dist.config import AlgorithmConfig
 from tests.support.numbers_by_hand import INF, NAN, close, tensor
 
 OF_ANY_REWARD = sorted(set(ADVANTAGES) - {"maxrl"})  # that one is of 0 and 1
-GROUP_RELATIVE = sorted(set(OF_ANY_REWARD) - {"reinforce_pp", "remax"})
+GROUP_RELATIVE = sorted(set(OF_ANY_REWARD) - {"reinforce_pp", "flash_reinforce", "remax"})
 RIGHT = tensor(1, 0, 0, 1, 0, 0, 0, 0)
 ONE = torch.zeros(8, dtype=torch.long)
 LENGTHS = torch.tensor([5, 3, 1, 4, 2, 5, 2, 3])
@@ -46,14 +47,14 @@ def advantages(name, rewards, groups, std="group", **inputs):
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_the_traits_of_an_estimator_say_what_it_reads_and_learns_from(name):
-    """In one group, in which the other rewards of all samples differ."""
+    """In one group, in which the other rewards of all samples differ, beside one of two wrong samples."""
 
     def estimate(*rewards):
-        other = torch.arange(len(rewards), dtype=torch.float32)
+        other = torch.arange(len(rewards) + 2, dtype=torch.float32)
         return advantages(
-            name, tensor(*rewards), torch.zeros(len(rewards), dtype=torch.long),
+            name, tensor(*rewards, 0, 0), torch.tensor([0] * len(rewards) + [1, 1]),
             parts=other[None], baselines=other + 2,
-        )  # fmt: skip
+        )[: len(rewards)]  # fmt: skip
 
     traits = AlgorithmConfig(advantage=name).advantage.traits
     assert bool(estimate(1, 1, 1, 1).any()) == traits.learns_from_equal_rewards
@@ -79,6 +80,7 @@ TWO = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
         (rloo, {}, 0.8571429, -0.2857143),
         (rloo_normalized, {}, 2.2677808, -0.5855388),
         (dr_grpo, {}, 0.75, -0.25),
+        (flash_reinforce, {}, 0.75, -0.25),
         (opo, {"lengths": LENGTHS}, 0.64, -0.36),
         (opo, {"lengths": torch.full((8,), 7)}, 0.75, -0.25),
     ],
@@ -109,6 +111,12 @@ def test_others_that_are_equal_divide_nothing():
     close(found, tensor(1, third, third, third, 0.6, -0.6), 2e-7)
     equal = rloo_normalized(tensor(0.1, 0.7, 0.7, 0.7), groups[:4], eps=1e-12)
     close(equal[:1], tensor(-0.6), 2e-7)  # rounding is no variation
+
+
+def test_single_samples_are_compared_with_the_mean_of_the_step():
+    """Of [2, 0, 1]: 1. What could not be scored is no part of it, and equal rewards teach nothing."""
+    close(flash_reinforce(tensor(2, NAN, 0, 1), torch.arange(4)), tensor(1, 0, -1, 0))
+    assert flash_reinforce(torch.full((7,), 0.7), torch.arange(7)).tolist() == [0.0] * 7
 
 
 def test_a_nan_reward_is_left_out_of_the_statistics_and_gets_no_advantage():

@@ -57,6 +57,36 @@ def test_a_metric_decides_in_place_of_the_total_reward():
     assert make_rule(metric="brevity")(both_right)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "low", "high", "kept"),
+    [
+        ([1, 0, 0, 0], 0.2, 0.8, True),
+        ([1, 0, 0, 0, 0], 0.2, 0.8, False),  # 0.2 itself is outside
+        ([1, 1, 1, 1, 0], 0.2, 0.8, False),
+        ([1, 1, 1, 0], None, 0.8, True),
+        ([1, 1, 1, 1, 1, 0], None, 0.8, False),
+        ([1, 0, 0, 0, 0, 0], 0.2, None, False),
+        ([0.2, 0.2, 0.4, 0.0], 0.2, None, False),  # in float32, where the rewards are a little more
+        ([NAN, 1, 0, NAN], 0.4, 0.6, True),  # the mean is of what was scored
+        ([NAN, NAN], 0.0, None, False),
+        ([5, -5], -0.5, 0.5, True),
+        ([0.5, 0.5], 0.2, 0.8, False),  # in the range, without a signal
+    ],
+)
+def test_groups_outside_of_a_range_of_mean_reward_have_no_signal(rewards, low, high, kept):
+    rule = SignalRule(algorithm("grpo"), mean_low=low, mean_high=high)
+    assert rule(group_of(rewards, [3] * len(rewards))) == kept
+
+
+def test_the_range_is_that_of_the_metric_or_of_the_clipped_reward():
+    """Three of four right, with a penalty: a mean of 0.75 and of -1.25; clipped to 0.5: 0.25."""
+    group = group_of([1, 1, 1, -8], [3] * 4, parts=parts(math=[1, 1, 1, 0]))
+    rule = SignalRule(algorithm("grpo"), "math", mean_low=0.7, mean_high=0.8)
+    assert rule(group) and not replace(rule, mean_high=0.75)(group)
+    clipped = SignalRule(algorithm("grpo", reward_clip=0.5), mean_low=0.2, mean_high=0.3)
+    assert clipped(group) and not replace(clipped, algorithm=algorithm("grpo"))(group)
+
+
 def test_accuracy_is_by_the_grader_and_else_whether_the_reward_is_above_a_half():
     graded = replace(group_of([0.9, 0.6], [3, 3]), outcomes=("correct", "no_answer"))
     assert make_rule(metric="accuracy")(graded)

@@ -126,7 +126,7 @@ def test_a_veto_and_rules_need_no_weights(base, kind):
     assert (config.algorithm.correction.veto, len(config.algorithm.correction.reject)) == (1e-4, 1)
 
 
-@pytest.mark.parametrize("advantage", ["reinforce_pp", "remax"])
+@pytest.mark.parametrize("advantage", ["reinforce_pp", "flash_reinforce", "remax"])
 def test_one_sample_of_a_prompt_is_enough_without_a_group(base, advantage):
     config = load_config(base, [f"algorithm.advantage={advantage}", "batch.samples_per_prompt=1"])
     assert config.batch.samples_per_prompt == 1
@@ -156,6 +156,66 @@ def test_groups_of_one_are_not_refilled(base):
     overrides = ["code_paths=[.]", "algorithm.advantage=mine:median", *alone[1:]]
     assert words in refusal(base, *overrides, "dynamic_sampling.enabled=true")
     assert load_config(base, overrides).batch.samples_per_prompt == 1
+
+
+@pytest.mark.parametrize("name", ["gae", "ppo"])
+def test_an_estimator_with_a_critic_is_refused_with_what_to_use(base, name):
+    words = f"`algorithm.advantage` = '{name}': it needs a critic, and there is none; use grpo"
+    assert words in refusal(base, f"algorithm.advantage={name}")
+
+
+OF_SOURCE = "data.train=[{path: a, algorithm: %s}, {path: b}]"
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "words"),
+    [
+        ("{aggregation: token-sum}", [],
+         "`aggregation` is of all samples of an update, whatever their source; set "
+         "`algorithm.aggregation` (a source may have advantage, loss, kl of its own)"),
+        ("{loss: clip_cov}", [], "`loss` = clip_cov chooses tokens over a whole update, of all sources"),
+        ("{loss: gspo}", ["algorithm.loss=kl_cov", "batch.updates_per_step=2"],
+         "`loss` = gspo cannot stand beside `algorithm.loss` = kl_cov"),
+        ("{kl: {coef: 0.1}}", [],
+         "`kl.coef` = 0.1 needs a reference, and `algorithm.kl.coef` = 0 makes none"),
+        ("{kl: {estimator: k1}}", ["algorithm.kl.coef=1"],
+         "unknown key `data.train.0.algorithm.kl.estimator`"),
+        ("{advantage: grpo}", ["batch.samples_per_prompt=1", "algorithm.advantage=reinforce_pp"],
+         "`data.train.0.algorithm`: `algorithm.advantage` = grpo, `batch.samples_per_prompt` = 1: it"),
+        ("{loss: policy_gradient}", ["batch.epochs_per_batch=2"],
+         "`data.train.0.algorithm`: `algorithm.loss` = policy_gradient"),
+        ("{advantage: turn}", [],
+         "`data.train.0.algorithm`: `algorithm.advantage` = turn needs the rewards of"),
+        ("{advantage: maxrl}", ["rewards.functions=[{function: math, weight: 2}]"],
+         "`data.train.0.algorithm`: `algorithm.advantage` = maxrl needs a reward of 0 and 1"),
+        ("{advantage: sppo}", [], "data.train.0.algorithm.advantage"),
+    ],
+)  # fmt: skip
+def test_what_a_source_cannot_have_of_its_own_is_refused(base, own, others, words):
+    assert words in refusal(base, OF_SOURCE % own, *others)
+
+
+def test_sources_with_the_same_name_and_sets_of_evaluation_have_no_algorithm_of_their_own(base):
+    twice = "data.train=[{path: a, name: x, algorithm: {loss: gspo}}, {path: b, name: x}]"
+    assert "several sources have the name x" in refusal(base, twice)
+    words = "`data.eval.0.algorithm` has no effect: it is of training sources"
+    assert words in refusal(base, "data.eval=[{path: e, algorithm: {loss: gspo}}]")
+
+
+def test_a_source_is_checked_by_its_own_estimator_alone(base):
+    """`turn` of the run is for b, whose environment it needs; a has none."""
+    sources = "data.train=[{path: a, algorithm: {advantage: rloo}}, {path: b, environment: calculator}]"
+    config = load_config(base, [sources, "algorithm.advantage=turn"])
+    assert [estimator.name for estimator in config.estimators] == ["turn", "rloo"]
+    one, three = "{functions: [{function: math}]}", "{functions: [{function: math, weight: 3}]}"
+    rewards = f"rewards.by_source={{a: {three}, b: {one}}}"
+    with_maxrl = "data.train=[{path: a}, {path: b, algorithm: {advantage: maxrl}}]"
+    assert load_config(base, [with_maxrl, rewards]).source_algorithms["b"].advantage.name == "maxrl"
+    assert load_config(base, [OF_SOURCE % "{advantage: grpo}", rewards, "algorithm.advantage=maxrl"])
+    parts = OF_SOURCE % "{loss: {clip_high: 0.3}, kl: {coef: 0}}"
+    config = load_config(base, [parts, "algorithm.kl.coef=0.1"])
+    own = config.source_algorithms["a"]
+    assert (own.loss.clip_high, own.kl.coef, own.advantage.name) == (0.3, 0.0, "grpo")
 
 
 def test_a_discount_of_outcomes_does_not_go_with_rewards_of_steps(base):

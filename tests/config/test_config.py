@@ -342,6 +342,10 @@ def test_cyclic_defaults_are_refused(tmp_path):
             ["`dynamic_sampling.metric` = acc: no such reward; expected accuracy or one of math"],
         ),
         (
+            ["dynamic_sampling={enabled: true, mean_low: 0.8, mean_high: 0.2}"],
+            ["mean_low = 0.8 must be below mean_high = 0.2"],
+        ),
+        (
             ["policy={router_replay: true, compile: true}"],
             ["`policy.compile` = true: replay chooses experts outside"],
         ),

@@ -116,6 +116,14 @@ def test_the_tables_say_what_each_setting_is_here():
         ("critic.model.path=m", ["`critic.model.path`; `critic` of verl, OpenRLHF", "no counterpart"]),
         ("critic={optim: {lr: 1}, ppo_epochs: 2}", ["keys `critic.optim.lr`, `critic.ppo_epochs`; `critic`"]),
         ("critic_pretrain=m", ["no critic"]),
+        ("rollout.name=sglang", ["unknown key `rollout.name`; engines are vLLM's, and there is no SGLang"]),
+        ("actor_rollout_ref={rollout: {name: sglang}, actor: {strategy: megatron}}",
+         ["`actor_rollout_ref.rollout.name`; engines are vLLM's", "strategy`; DeepSpeed's ZeRO trains"]),
+        ("policy.backend=megatron", ["DeepSpeed's ZeRO trains", "set `policy.zero_stage`"]),
+        ("rollout.backend=vllm:d4t2", ["did you mean `rollout.num_workers`"]),
+        ("data.train=[{path: a, image_column: image}]", ["only text models are trained"]),
+        ("data.image_key=images", ["only text models are trained"]),
+        ("policy.lora={modules_to_save: [embed_tokens]}", ["have no adapters", "policy.lora=null"]),
         ("reward_model.rollout.gpu_memory_utilization=0.5", ["did you mean `rewards.models`?"]),
         ("ref.num_nodes=2", ["did you mean `reference.num_workers`?"]),
         ("rewards.functions=[{function: math, url: u}]", ["`rewards.functions.0.kwargs.url`"]),
@@ -140,7 +148,7 @@ def test_an_unknown_key_of_another_framework_is_answered_with_ours(base, overrid
 @pytest.mark.parametrize(
     ("key", "answer"),
     [
-        ("filter_low", "EasyR1's `algorithm.filter_low` has no counterpart: `dynamic_sampling` replaces"),
+        ("filter_low", "did you mean `dynamic_sampling.mean_low`?"),
         ("stop_strings", "did you mean `sampling.stop`?"),
         ("group_size", "did you mean `batch.samples_per_prompt`?"),
         ("max_tokens", "did you mean `sampling.max_new_tokens`?"),

@@ -118,3 +118,20 @@ def test_a_source_is_sampled_and_trained_at_its_own_temperature(order):
     assert heats == [0.5] * 4 + [0.8] * 12
     logged = [world.logged[step]["sampling/temperature"] for step in (1, 2)]
     assert sum(logged) / 2 == pytest.approx((4 * 0.5 + 12 * 0.8) / 16)
+
+
+def test_only_a_source_that_compares_with_the_greedy_answer_samples_one():
+    asked = []
+
+    class Asked(fakes.World):
+        async def sample(self, prompt, *, seeds, sampling):
+            asked.append((prompt.uid, sampling.temperature == 0))
+            return await super().sample(prompt, seeds=seeds, sampling=sampling)
+
+    prompts = [replace(p, source="code" if i % 2 else "math") for i, p in enumerate(fakes.prompts(4))]
+    sources = [{"path": "math.jsonl"}, {"path": "code.jsonl", "algorithm": {"advantage": "remax"}}]
+    world = Asked(jitter=False)
+    train(world, config(data={"train": sources}), prompts)
+    assert sorted(uid for uid, greedy in asked if greedy) == ["p1", "p3"] and len(asked) == 6
+    (batch,) = world.updates[0]
+    assert sorted(batch.policy.loss_ids.tolist()) == [0] * 12 + [1] * 12

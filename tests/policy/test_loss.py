@@ -82,6 +82,38 @@ def test_scalerl_weighs_tokens_by_their_ratio_to_the_engine_up_to_five():
     torch.testing.assert_close(gradient, torch.tensor([[0.0, -2 * 2, -2 * 4, -2 * 5]]) / 3)
 
 
+def test_flash_reinforce_is_its_papers_objective():
+    """-1/B sum_i m_i A_i / T_i sum_t (pi / mu) log pi, without bounds of the ratio and over all B and T_i.
+    The third sequence has left the trust region: a mean binary KL above 0.003.
+    """
+    tree = read_tree(PRESETS / "flash_reinforce.yaml")
+    algorithm = AlgorithmConfig.model_validate(OmegaConf.to_container(tree.algorithm))
+    policy = [[0.5, 0.3, 0.002], [0.9], [0.4, 0.5]]
+    engine = [[0.52, 0.29, 0.0002], [0.88], [0.6, 0.5]]
+    advantages, width = [0.5, -0.25, -0.25], 4
+    mask = torch.tensor([[0 < t <= len(row) for t in range(width)] for row in policy])
+
+    def padded(rows):
+        full = [[0.0, *map(math.log, row), *[0.0] * (width - 1 - len(row))] for row in rows]
+        return torch.tensor(full, dtype=torch.float64)
+
+    batch = train_batch(
+        mask, advantages=torch.tensor(advantages).double()[:, None] * mask, rollout_logprobs=padded(engine),
+    )  # fmt: skip
+    loss, gradient, metrics = loss_and_gradient(batch, Objective(algorithm), padded(policy))
+    expected, total, left = torch.zeros(3, width).double(), 0.0, []
+    for i, (now, then) in enumerate(zip(policy, engine, strict=True)):
+        pairs = list(zip(then, now, strict=True))
+        kls = [p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)) for p, q in pairs]
+        left.append(sum(kls) / len(kls) > 0.003)
+        for t, (p, q) in enumerate(pairs, start=1):
+            expected[i, t] = 0 if left[-1] else -q / p * advantages[i] / len(now) / 3
+            total += float(expected[i, t])
+    assert left == [False, False, True]
+    torch.testing.assert_close(gradient, expected)  # the third token of the first has a ratio of 10
+    assert loss == pytest.approx(total) and metrics["correction/rejected_share"] == pytest.approx(2 / 6)
+
+
 def test_importance_weights_multiply_the_policy_loss_and_never_the_kl_term():
     logprobs = torch.tensor([[0.0, -1, -2, -3]])
     rollout = logprobs - torch.tensor([[0.0, math.log(1.5), math.log(4), math.log(0.5)]])

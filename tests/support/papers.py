@@ -228,6 +228,12 @@ def the_reward(groups: list[Numbers], **_: Any) -> list[Numbers]:
     return groups
 
 
+def flash_reinforce(groups: list[Numbers], **_: Any) -> list[Numbers]:
+    """FlashREINFORCE (Hu et al. 2026): less the mean of the batch, whatever its groups."""
+    baseline = mean([r for own in groups for r in own])
+    return [[r - baseline for r in own] for own in groups]
+
+
 def remax(groups: list[Numbers], *, baselines: list[Numbers], **_: Any) -> list[Numbers]:
     """2310.10505: less the reward of the greedy answer."""
     pairs = zip(groups, baselines, strict=True)
@@ -295,8 +301,8 @@ def grpo_passk(groups: list[Numbers], *, std="group", eps=1e-6, **_: Any) -> lis
 ADVANTAGES: dict[str, Callable[..., list[Numbers]]] = {
     "grpo": grpo, "dr_grpo": without_std, "reinforce_pp_baseline": without_std, "rloo": rloo,
     "rloo_normalized": rloo_normalized,
-    "reinforce_pp": the_reward, "remax": remax, "opo": opo, "pass_at_k": pass_at_k, "gdpo": gdpo,
-    "gpg": gpg, "maxrl": maxrl, "grpo_passk": grpo_passk,
+    "reinforce_pp": the_reward, "flash_reinforce": flash_reinforce, "remax": remax, "opo": opo,
+    "pass_at_k": pass_at_k, "gdpo": gdpo, "gpg": gpg, "maxrl": maxrl, "grpo_passk": grpo_passk,
 }  # fmt: skip
 
 

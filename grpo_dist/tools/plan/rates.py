@@ -235,7 +235,7 @@ class Rates:
     def _passes_before(self, updates: int) -> list[float]:
         """Return the extra forward passes of each update for values under the weights before it."""
         algorithm, epochs = self.config.algorithm, self.config.batch.epochs_per_batch
-        estimates = float(algorithm.advantage.traits.reads_policy)
+        estimates = float(any(estimator.traits.reads_policy for estimator in self.config.estimators))
         if algorithm.top_entropy_share < 1.0:
             return [1.0 + estimates] * updates
         moves = updates * epochs > 1 and not algorithm.correction.bypasses

@@ -277,7 +277,8 @@ def as_planned(scenario: Scenario) -> Config:
     kl = SampledKL() if distillation.top_k else distillation.kl
     teachers = tuple(t.model_copy(update={"sources": ()}) for t in distillation.teachers)
     order = config.data.order if isinstance(config.data.order, LengthOrderConfig) else EpochsOrderConfig()
-    sources = tuple(s.model_copy(update={"weight": None, "temperature": None}) for s in config.data.train)
+    plain = dict.fromkeys(("weight", "temperature", "algorithm"))
+    sources = tuple(source.model_copy(update=plain) for source in config.data.train)
     parts = {
         "steps": scenario.warmup_steps + scenario.steps + 2 * config.max_staleness,
         "health": HealthConfig(min_signal_groups=0),

@@ -273,6 +273,7 @@ def test_flags_of_openrlhf(imported):
     assert result.config.policy.optimizer.schedule == "cosine" and algorithm.correction.kind == "none"
 
 
+LEVEL = "--algo.advantage.is_correction_level"
 VERL_SCRIPT = "python -m verl.trainer.main_ppo data.train_batch_size=64 data.train_files=d.parquet "
 TRL_SCRIPT = "accelerate launch train.py --dataset_name d --beta 0 --num_generations 8 --loss_type grpo "
 SWIFT_SCRIPT = "swift rlhf --rlhf_type grpo --model m --num_generations 8 "
@@ -301,6 +302,40 @@ NEMO = (
         ("a.sh", "python -m openrlhf.cli.train_ppo_ray --pretrain m --use_wandb {wandb_token} "
          "--normalize_reward", {"epochs": 1, "tracking.wandb": "openrlhf_train_ppo",
                                 "algorithm.reward_norm.name": "none"}),
+        *(
+            ("a.sh", "python -m openrlhf.cli.train_ppo_ray --pretrain m " + flags,
+             {f"algorithm.correction.{key}": value for key, value in correction.items()} | others)
+            for flags, correction, others in (
+                ("--rollout.batch_size 8 --train.batch_size 8 --algo.advantage.estimator flash_reinforce "
+                 f"{LEVEL} seq --algo.advantage.is_correction_gating binary_kl "
+                 "--algo.advantage.is_correction_threshold 5e-3 --actor.loss_agg_mode seq-mean-token-mean",
+                 {"kind": "tis", "level": "token", "low": 0, "high": 1e13, "reject.0.high": 0.005,
+                  "reject.0.rule": "seq_mean_binary_kl"},
+                 {"algorithm.advantage.name": "flash_reinforce", "batch.samples_per_prompt": 1,
+                  "algorithm.aggregation.name": "seq-mean-token-mean", "batch.updates_per_step": 1}),
+                ("--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0.2 0.8", {"kind": "none"},
+                 {"dynamic_sampling.mean_low": 0.2, "dynamic_sampling.mean_high": 0.8}),
+                (f"{LEVEL} off --algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0.0 1.0",
+                 {"kind": "none"}, {"dynamic_sampling.mean_low": None}),
+                (f"{LEVEL} token", {"kind": "icepop", "level": "token", "low": 0.5, "high": 5}, {}),
+                (f"{LEVEL} token --algo.advantage.is_correction_mode clip "
+                 "--algo.advantage.is_correction_threshold 2", {"kind": "tis", "low": 0, "high": 2}, {}),
+                (f"{LEVEL} seq --algo.advantage.is_correction_threshold 0.9 1.1",
+                 {"kind": "icepop", "level": "geometric", "low": 0.9, "high": 1.1}, {}),
+                ("--enable_vllm_is_correction --vllm_is_correction_type seq-mask-tis",
+                 {"kind": "icepop", "level": "geometric", "low": 0.5, "high": 5}, {}),
+                ("--enable_vllm_is_correction", {"kind": "tis", "level": "token", "high": 5}, {}),
+            )
+        ),
+        ("a.toml", "[orchestrator]\nbatch_size = 8\ngroup_size = 4\n[[orchestrator.train.source]]\n"
+         "name = 'a'\n"
+         "algo = {type = 'max_rl'}\nenv = {taskset = {id = 'a'}}\n[[orchestrator.train.source]]\nname = 'b'\n"
+         "env = {taskset = {id = 'b'}}\n",
+         {"algorithm.advantage.name": "dr_grpo", "data.train.0.algorithm.advantage.name": "maxrl",
+          "data.train.1.algorithm": None}),
+        ("a.yaml", ROLL + "rewards: {math: {query_filter_config: {type: mean_filter, filter_args: "
+         "{threshold_up: 0.9, threshold_down: 0.1}}}}\nuse_additional_prompts: true\n",
+         {"dynamic_sampling.mean_low": 0.1, "dynamic_sampling.mean_high": 0.9}),
         ("a.sh", TRL_SCRIPT + "--use_vllm true --num_processes 4 --vllm_tensor_parallel_size 2",
          {"algorithm.correction.kind": "mis", "algorithm.correction.level": "sequence",
           "algorithm.correction.high": 3, "sampling.max_new_tokens": 512, "epochs": 3}),
