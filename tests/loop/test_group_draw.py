@@ -129,7 +129,8 @@ def test_only_a_source_that_compares_with_the_greedy_answer_samples_one():
             return await super().sample(prompt, seeds=seeds, sampling=sampling)
 
     prompts = [replace(p, source="code" if i % 2 else "math") for i, p in enumerate(fakes.prompts(4))]
-    sources = [{"path": "math.jsonl"}, {"path": "code.jsonl", "algorithm": {"advantage": "remax"}}]
+    parts = {"advantage": "remax", "loss": "gspo"}
+    sources = [{"path": "math.jsonl"}, {"path": "code.jsonl", "algorithm": parts}]
     world = Asked(jitter=False)
     train(world, config(data={"train": sources}), prompts)
     assert sorted(uid for uid, greedy in asked if greedy) == ["p1", "p3"] and len(asked) == 6
