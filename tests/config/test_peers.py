@@ -124,7 +124,7 @@ def test_the_tables_say_what_each_setting_is_here():
         ("data.train=[{path: a, image_column: image}]", ["only text models are trained"]),
         ("data.image_key=images", ["only text models are trained"]),
         ("policy.lora={modules_to_save: [embed_tokens]}", ["have no adapters", "policy.lora=null"]),
-        ("reward_model.rollout.gpu_memory_utilization=0.5", ["did you mean `rewards.models`?"]),
+        ("reward_model.rollout.gpu_memory_utilization=0.5", ["no counterpart", "`rewards.models`"]),
         ("ref.num_nodes=2", ["did you mean `reference.num_workers`?"]),
         ("rewards.functions=[{function: math, url: u}]", ["`rewards.functions.0.kwargs.url`"]),
         ("health.garbage_above=0.5", ["an earlier version had it; write `health.degenerate_above`"]),

@@ -68,6 +68,11 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+def names(paths: Any) -> list[str]:
+    """Return names of models by their paths: "org/RM-8B" -> ["RM-8B"]."""
+    return [slug(str(path).rstrip("/").rpartition("/")[2]) for path in listed(paths)]
+
+
 def prose(text: Any) -> Any:
     """Return a text that is not the name of a file."""
     if str(text).endswith(".txt"):
@@ -111,7 +116,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "slug": slug, "gpus": count_gpus, "parallel": parallel, "template": name_the_problem, "max": max,
     "min": min, "int": int, "text": str, "before": lambda text, sign: str(text).partition(sign)[0],
     "sources": sources, "listed": listed, "bounds": bounds, "rules": rules, "rows": rows, "prose": prose,
-    "beside": beside,
+    "beside": beside, "names": names,
     "total": lambda value: sum(value) if isinstance(value, list) else value,
 }  # fmt: skip
 

@@ -408,6 +408,8 @@ NEMO = (
          "norm_mean_type: batch\npretrain: m\n",
          {"algorithm.advantage.name": "reinforce_pp", "algorithm.advantage.whiten": False,
           "algorithm.reward_norm.name": "batch"}),
+        ("a.sh", VERL_SCRIPT + "reward.reward_model.enable=True reward.reward_model.model_path=org/RM-8B",
+         {"rewards.models.0.path": "org/RM-8B", "rewards.models.0.name": "RM-8B", "rewards.functions": ()}),
         # Batches of verl's asynchronous trainer are mini-batches, its engines have GPUs of their own.
         ("a.sh", "python -m verl.experimental.fully_async_policy.fully_async_main data.train_files=d "
          "data.train_batch_size=0 actor_rollout_ref.actor.ppo_mini_batch_size=32 async_training."
