@@ -168,7 +168,7 @@ def _flags(words: tuple[str, ...]) -> Iterator[Setting]:
             values.append(word)
             continue
         if name:
-            plain = [typed(value) for value in values]
+            plain = [typed(value.rstrip(",") if len(values) > 1 else value) for value in values]
             yield Setting(name, True if not plain else plain[0] if len(plain) == 1 else plain)
         name, values = match[1].replace("-", "_"), [] if match[2] is None else [match[2]]
 

@@ -374,9 +374,10 @@ NEMO = (
          "trainer.project_name=p trainer.logger=[swanlab,trackio]",
          {"data.template_kwargs": {"enable_thinking": False}, "tracking.swanlab": "p",
           "tracking.trackio": "p", "tracking.wandb": None}),
-        ("a.sh", TRL_SCRIPT + "--warmup_steps 0.1 --save_total_limit 3 --optim paged_adamw_8bit --report_to "
-         "trackio", {"policy.optimizer.warmup_share": 0.1, "checkpoint.keep": 3, "tracking.trackio":
-                     "huggingface", "policy.optimizer.name": "adamw_8bit"}),
+        ("a.sh", TRL_SCRIPT + "--warmup_steps 0.1 --save_total_limit 3 --optim paged_adamw_8bit --use_peft "
+         "--lora_target_modules q_proj, v_proj --report_to trackio",
+         {"policy.lora.target_modules": ("q_proj", "v_proj"), "policy.optimizer.warmup_share": 0.1,
+          "checkpoint.keep": 3, "tracking.trackio": "huggingface", "policy.optimizer.name": "adamw_8bit"}),
         ("a.sh", SWIFT_SCRIPT + "--dataset d --advantage_estimator rloo --response_prefix '<think>' "
          "--min_p 0.1",
          {"algorithm.kl.in_reward": True, "algorithm.kl.coef": 0.04, "sampling.temperature": 0.9,
