@@ -167,10 +167,11 @@ class Trainer:
     derived: Mapping[str, str]
 
     def row(self, name: str) -> Row | None:
-        """Return the row of a setting: by its name, a pattern of it, or a section that it is in."""
+        """Return the row of a setting: by its name, the longest pattern of it, or a section that it is in."""
         if row := self.rows.get(name):
             return row
-        patterns = (pattern for pattern in self.rows if "*" in pattern and fnmatchcase(name, pattern))
+        patterns = [pattern for pattern in self.rows if "*" in pattern and fnmatchcase(name, pattern)]
+        patterns.sort(key=len, reverse=True)
         words = name.split(".")
         sections = (".".join(words[:end]) for end in range(len(words) - 1, 0, -1))
         return next((self.rows[one] for one in (*patterns, *sections) if one in self.rows), None)

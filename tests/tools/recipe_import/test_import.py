@@ -153,6 +153,8 @@ group_size = 8
 name = "sums"
 [orchestrator.train.source.env.taskset]
 id = "sums-env"
+[orchestrator.train.source.env.agent.harness]
+id = "null"
 """,
     "tinker.sh": "python -m tinker_cookbook.recipes.math_rl.train env=gsm8k model_name=org/model "
     "group_size=8 groups_per_batch=16 learning_rate=2e-5 max_tokens=256",
@@ -262,6 +264,10 @@ def test_a_python_script_is_read_and_not_run(imported):
     assert result.config.algorithm.advantage.std == "none" and result.config.algorithm.kl.coef == 0.01
     assert (result.config.policy.lora.rank, result.config.policy.lora.target_modules) == (8, ("q_proj",))
     assert "chosen()" in result.err  # a value that only running it would give
+
+
+def test_an_environment_of_prime_rl_is_named_by_its_tasks_and_not_by_its_harness(imported):
+    assert imported("prime.toml").config.data.train[0].environment == "verifiers:sums-env"
 
 
 def test_flags_of_openrlhf(imported):
