@@ -163,7 +163,7 @@ def _plan(
     from grpo_dist.tools.plan.options import Assumptions
 
     assumptions = Assumptions(bench=Path(bench) if bench else None, **assumed)
-    with pause_garbage_collection():  # none of the simulated samples is garbage before a simulation ends
+    with pause_garbage_collection(freeze=False):
         plan(config, cluster, assumptions, price=price, timeline=timeline, tail=tail)
 
 
@@ -174,7 +174,7 @@ def _check(path: str, overrides: list[str], *, cluster: str | None, show_config:
     if show_config:
         print(dump_config(config))
     results = []
-    with pause_garbage_collection():  # libraries make a million objects
+    with pause_garbage_collection(freeze=False):
         from grpo_dist.tools.check.command import problems, run_checks, summary
 
         for result in run_checks(config, cluster=cluster):

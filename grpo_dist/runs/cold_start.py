@@ -26,7 +26,7 @@ from grpo_dist.policy.text_model import keep_wrapper
 from grpo_dist.runtime.hardware import COLD_START_LOGITS, available_cpus, device_type, resolve_dtype
 from grpo_dist.runtime.logit_transform import LogitTransform
 from grpo_dist.runtime.memory import return_freed_memory
-from grpo_dist.runtime.model_files import cached, fingerprint
+from grpo_dist.runtime.model_files import cached, cached_path, fingerprint
 
 _VERSION = 4  # of the result; raise it when a change here alters the result
 _BETAS, _MAX_GRAD_NORM = (0.9, 0.95), 1.0  # the defaults of `policy.optimizer`
@@ -50,20 +50,9 @@ def run_sft(
             "validation loss; remove it, or train with `grpo-dist sft` or a stage of a pipeline "
             "(`kind: sft`), on the policy's ranks"
         )
-    from transformers import AutoTokenizer
-
-    decides = {
-        "version": _VERSION,
-        "settings": settings.model_dump(
-            mode="json", exclude={"threads", "data", "validation_share", "validate_every"}
-        ),
-        # The name of a directory in the cache identifies its content.
-        "model": model_dir.name if is_made(settings.model) else fingerprint(model_dir),
-        "data": contents(settings),
-    }
-    if writes_date(AutoTokenizer.from_pretrained(model_dir)):
-        day = day or date.today()
-        decides["day"] = day.isoformat()
+    decides = identify_result(settings, model_dir, day)
+    if "day" in decides:
+        day = date.fromisoformat(decides["day"])
         say(
             f"note: the chat template writes the date into every demonstration: {day}; there is a cold start "
             "for each date, set `data.template_date` to have one for all runs"
@@ -81,6 +70,30 @@ def run_sft(
                 torch.cuda.empty_cache()
 
     return cached("sft", decides, write)
+
+
+def find_trained(settings: SFTConfig, model_dir: Path, *, day: date | None = None) -> Path | None:
+    """Return what `run_sft` would return where that is there already."""
+    path = cached_path("sft", identify_result(settings, model_dir, day))
+    return path if path.is_dir() else None
+
+
+def identify_result(settings: SFTConfig, model_dir: Path, day: date | None) -> dict[str, Any]:
+    """Return what decides the result; `day` only where the chat template writes it."""
+    from transformers import AutoTokenizer
+
+    decides = {
+        "version": _VERSION,
+        "settings": settings.model_dump(
+            mode="json", exclude={"threads", "data", "validation_share", "validate_every"}
+        ),
+        # The name of a directory in the cache identifies its content.
+        "model": model_dir.name if is_made(settings.model) else fingerprint(model_dir),
+        "data": contents(settings),
+    }
+    if writes_date(AutoTokenizer.from_pretrained(model_dir)):
+        decides["day"] = (day or date.today()).isoformat()
+    return decides
 
 
 def _train(

@@ -16,6 +16,7 @@ from grpo_dist.data.pools import pool_sizes
 from grpo_dist.data.readers import SourceRows, read_all, source_name
 from grpo_dist.data.tasks import environment_problems
 from grpo_dist.rewards.checks import asked_columns
+from grpo_dist.runs.cold_start import find_trained
 from grpo_dist.runs.identity import shadowed
 from grpo_dist.runs.prepare import (
     RunInputs,
@@ -97,6 +98,9 @@ def check_cold_start(start: Start) -> str:
         return ""
     if start.model_dir is None:
         raise CheckSkipped("the model cannot be read")
+    with suppress(ValueError, OSError):  # data that cannot be read is found below
+        if trained := find_trained(sft, start.model_dir, day=start.config.data.day):
+            return f"its model is there: {trained}"
     tokenizer = load_tokenizer(start.model_dir, False)
     tables, wrong = [], []
     for source in sft.data:

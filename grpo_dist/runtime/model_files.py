@@ -376,12 +376,17 @@ def cache_dir() -> Path:
     return Path(os.environ.get("GRPO_DIST_CACHE") or Path.home() / ".cache" / "grpo-dist")
 
 
+def cached_path(label: str, decides: dict[str, Any]) -> Path:
+    """Return the directory that `cached` fills, which may not be there yet."""
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_dir() / f"{label}-{digest}"
+
+
 def cached(label: str, decides: dict[str, Any], make: Callable[[Path], None]) -> Path:
     """Return the directory that ``make`` filled for this ``decides``, calling it only the first time. The
     directory is complete or absent, whenever the process dies.
     """
-    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-    final = cache_dir() / f"{label}-{digest}"
+    final = cached_path(label, decides)
     if final.is_dir():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)

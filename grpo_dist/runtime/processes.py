@@ -288,9 +288,10 @@ def libraries_loaded() -> Iterator[None]:
 
 
 @contextmanager
-def pause_garbage_collection() -> Iterator[None]:
+def pause_garbage_collection(*, freeze: bool = True) -> Iterator[None]:
     """Disable the garbage collector while a process that has just started imports libraries, and keep what
     there is then out of later collections: torch and vLLM make a million objects, nearly all of which stay.
+    ``freeze`` False: a command that is about to end keeps nothing, or libraries would report it as leaked.
     """
     if not gc.isenabled():
         yield
@@ -298,7 +299,8 @@ def pause_garbage_collection() -> Iterator[None]:
     gc.disable()
     try:
         yield
-        gc.freeze()
+        if freeze:
+            gc.freeze()
     finally:
         gc.enable()
 

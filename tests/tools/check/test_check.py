@@ -15,10 +15,12 @@ from actors.connection import Fit
 from grpo_dist.cli import main
 from grpo_dist.config.files import dump_config, load_config
 from grpo_dist.rewards.unit_tests import UnitTests
+from grpo_dist.runs import cold_start
 from grpo_dist.runs.checkpoint import CheckpointState, write_manifest
 from grpo_dist.runs.identity import data_digest, fingerprint
-from grpo_dist.runs.prepare import resolve_model
+from grpo_dist.runs.prepare import resolve_model, sft_model
 from grpo_dist.runs.start import load_inputs
+from grpo_dist.runtime.model_files import cached
 from grpo_dist.tools.check import devices, machine
 from grpo_dist.tools.check.command import CHECKS, CheckResult, problems, run_checks
 from grpo_dist.tools.plan.accelerators import parse_cluster
@@ -333,6 +335,11 @@ def test_the_cold_start_is_read_and_counted(here, monkeypatch):
     assert not wrong(found) and "51 demonstrations of up to" in found["cold start"].detail
     assert "\n    cold start, before all others: " in found["memory"].detail
     assert "\n    as an sft stage of a pipeline: policy: " in found["memory"].detail
+    # Of a model that is trained already nothing is read: how long its rows are no longer matters.
+    settings = load_config("config.yaml", ["model.path=sft", sft]).sft
+    model_dir = sft_model(settings, None, print)
+    cached("sft", cold_start.identify_result(settings, model_dir, None), lambda _: None)
+    assert results("model.path=sft", sft)["cold start"].detail.startswith("its model is there: ")
 
 
 @pytest.mark.slow
