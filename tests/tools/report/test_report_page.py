@@ -531,7 +531,7 @@ def test_a_hundred_thousand_rollouts_stay_responsive(browser, tmp_path):
     rng = np.random.default_rng(0)
     for step in range(1, 51):
         write_many(run / f"samples/step_{step:06d}.parquet", step, rng)
-    page = opened(browser, [run], tmp_path, "rollouts")
+    page = opened(browser, [run], tmp_path, "rollouts", rollouts=100_000)
     assert rows_shown(page) == 100_000
     found = {}
     for name, (act, done) in ACTS.items():
