@@ -534,7 +534,7 @@ class _SpecialTokens:
 
     def any_in(self, texts: Sequence[str]) -> bool:
         """Return whether there are any in ``texts``."""
-        return bool(self._controls.find("\0".join(texts)))
+        return self._controls.any_in("\0".join(texts))
 
     def as_text(self, asked: Any, number: int) -> Any:
         """Return ``asked``, what the prompt of distinct row ``number`` asks, as it is rendered."""
@@ -616,7 +616,8 @@ class _Thoughts:
 
     def detect_all(self, texts: Sequence[str]) -> list[Thought]:
         """Return the thought of a completion of each of ``texts``."""
-        if texts and not _MENTIONED.search("\0".join(texts)):
+        joined = "\0".join(texts)
+        if texts and not any(tag in joined for tag in _KNOWN):
             return [self.detect(texts[0])] * len(texts)  # the template alone decides
         return [self.detect(text) for text in texts]
 

@@ -24,7 +24,7 @@ from decimal import Decimal
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 import regex
@@ -286,13 +286,6 @@ class Names:
         return Repeated(list(self._numbers), np.array(self._codes, np.int32))
 
 
-class _PlainRow(NamedTuple):
-    problem: str
-    answer: str
-    uid: int
-    line: int
-
-
 class _RowWriter:
     """Collects rows as columns."""
 
@@ -323,16 +316,23 @@ class _RowWriter:
         self._sources.append(row.source)
         self._files.append(file)
 
-    def extend_plain(self, rows: Sequence[_PlainRow], source: str, file: str) -> None:
-        """Append rows of a file that have a problem and an answer alone."""
-        self._problems.extend([row.problem.encode("utf-8", "surrogatepass") for row in rows])
-        self._answers.extend([row.answer.encode("utf-8", "surrogatepass") for row in rows])
-        self._further.extend([b""] * len(rows))
-        self._uids.extend(row.uid for row in rows)
-        self._hashes.extend(_hash(row.problem.strip()) for row in rows)
-        self._lines.extend(row.line for row in rows)
-        self._sources.append(source, len(rows))
-        self._files.append(file, len(rows))
+    def extend_plain(
+        self,
+        problems: list[str],
+        answers: list[str],
+        uids: list[int],
+        lines: list[int],
+        names: tuple[str, str],
+    ) -> None:
+        """Append rows that have a problem and an answer alone; ``names``: of their source and file."""
+        self._problems.extend([problem.encode("utf-8", "surrogatepass") for problem in problems])
+        self._answers.extend([answer.encode("utf-8", "surrogatepass") for answer in answers])
+        self._further.extend([b""] * len(uids))
+        self._uids.extend(uids)
+        self._hashes.extend([_hash(problem.strip()) for problem in problems])
+        self._lines.extend(lines)
+        self._sources.append(names[0], len(uids))
+        self._files.append(names[1], len(uids))
 
     def table(self) -> RowTable:
         return RowTable(
@@ -543,13 +543,13 @@ def _read_plain(source: DataSourceConfig, file: Path, key: str) -> DataRows | No
         return None
     name, writer = str(expanded(str(source.path))), _RowWriter()
     numbers: dict[int, int] = {}  # of distinct rows, by uid
-    index = array("i")
+    index, count = array("i"), 0
     try:
         for first, (problems, answers) in text_columns(file, name, names):
-            new: list[_PlainRow] = []
+            if most is not None:
+                problems, answers = problems[: most - len(index)], answers[: most - len(index)]
+            texts, golds, uids, lines = list[str](), list[str](), list[int](), list[int]()
             for line, (problem, answer) in enumerate(zip(problems, answers, strict=True), first):
-                if most is not None and len(index) >= most:
-                    break
                 gold = answer.strip()
                 # Messages, several golds, or nothing.
                 if problem.startswith("[{") or answer.startswith('["') or not gold or not problem.strip():
@@ -557,16 +557,22 @@ def _read_plain(source: DataSourceConfig, file: Path, key: str) -> DataRows | No
                 uid = _hash(f"{problem}\x1f{gold}")
                 number = numbers.get(uid)
                 if number is None:
-                    number = len(writer) + len(new)
-                    new.append(_PlainRow(problem, gold, uid, line))
-                    if len(numbers) < repeats.REMEMBERED:
+                    number = count
+                    count += 1
+                    texts.append(problem)
+                    golds.append(gold)
+                    uids.append(uid)
+                    lines.append(line)
+                    if number < repeats.REMEMBERED:
                         numbers[uid] = number
                 index.append(number)
-            writer.extend_plain(new, label, name)
+            writer.extend_plain(texts, golds, uids, lines, (label, name))
+            if len(index) == most:
+                break
     except OtherValues:
         return None
-    lines = np.arange(1, len(index) + 1, dtype=np.int64)
-    return DataRows(writer.table(), np.array(index, np.int32), lines, [(0, name)], key) if index else None
+    numbered = np.arange(1, len(index) + 1, dtype=np.int64)
+    return DataRows(writer.table(), np.array(index, np.int32), numbered, [(0, name)], key) if index else None
 
 
 class _WrongKind(ValueError):
