@@ -22,7 +22,7 @@ from grpo_dist.tools.plan.search import STAGES, SearchResult, reason
 from grpo_dist.tools.plan.simulation import Simulated, assumed_row
 from grpo_dist.tools.plan.whole_run import WholeRun
 
-_PROMPTS = 5  # bytes of the driver for a byte of JSON Lines, no two rows the same
+_PROMPTS = 4  # bytes of the driver for a byte of JSON Lines, no two rows the same, at the first start (3.6)
 _UNPACKED = 4  # bytes of text in a byte of a packed file
 _ENGINES = ("rollout", "evaluation")  # roles whose workers have `rollout.tensor_parallel_size` GPUs
 
