@@ -19,9 +19,9 @@ from grpo_dist.rewards.registry import REWARDS, RewardSpec, load_user_function, 
 from grpo_dist.runtime.hardware import available_cpus
 
 
-def check_rewards(settings: RewardsConfig, *, max_new_tokens: int) -> None:
+def check_rewards(settings: RewardsConfig, *, max_new_tokens: int, pool: GraderPool | None = None) -> None:
     """Raise ValueError for the first reward that cannot be used; see `reward_problems`."""
-    for problem in reward_problems(settings, max_new_tokens=max_new_tokens):
+    for problem in reward_problems(settings, max_new_tokens=max_new_tokens, pool=pool):
         raise ValueError(problem)
 
 

@@ -15,6 +15,7 @@ from grpo_dist.loop.metrics import rollout_metrics
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.rewards.checks import combination_problems, reward_problems
 from grpo_dist.rewards.judges import LLMJudge
+from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import placed, reward_specs
 from grpo_dist.runs.prepare import check_scoring
 from grpo_dist.tools.evaluate.completions import Columns, read_completions
@@ -299,5 +300,6 @@ def test_the_rate_limit_holds_over_all_scorers_of_completions(rates, sources, ra
     file = tmp_path / "rows.jsonl"  # right answers, so that no judge is asked
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     completions = read_completions(file, Columns())
-    score_completions(completions, JUDGED, None, max_new_tokens=10, processes=2)
+    with GraderPool(2) as pool:
+        score_completions(completions, JUDGED, None, pool, max_new_tokens=10, processes=2)
     assert rates == [rate] * len(rates) and sum(rates) == 60

@@ -112,24 +112,26 @@ def score(
         raise UserError(f"--output {target} is the file of completions; name another")
     with stage("completions", quiet=True):
         completions = read_completions(path, columns)
-    with as_user_errors(), stage("rewards and tokenizer", quiet=True):
-        _check_sources(config.rewards, completions, columns)
-        _check_output(target)
-        check_rewards(config.rewards, max_new_tokens=config.sampling.shortest)
-        _check_columns(config.rewards, completions, path)
-        tokenizer = _tokenizer(config, say)
-    if config.rewards.models:
-        names = ", ".join(model.name for model in config.rewards.models)
-        say(f"warning: reward models are not run ({names}): the total excludes them")
     processes = config.rewards.num_workers * config.rewards.processes_per_worker
     processes = max(1, min(processes, available_cpus(), len(completions)))
-    with stage("scoring", quiet=True):
-        longest = config.sampling.longest
-        scored = score_completions(
-            completions, config.rewards, tokenizer, max_new_tokens=longest, processes=processes
-        )
-    with stage("report", quiet=True):
-        _report(scored, config, columns.label, target, show)
+    with ExitStack() as stack:
+        with as_user_errors(), stage("rewards and tokenizer", quiet=True):
+            _check_sources(config.rewards, completions, columns)
+            _check_output(target)
+            pool = stack.enter_context(GraderPool.from_config(config.rewards, processes))
+            check_rewards(config.rewards, max_new_tokens=config.sampling.shortest, pool=pool)
+            _check_columns(config.rewards, completions, path, pool)
+            tokenizer = _tokenizer(config, say)
+        if config.rewards.models:
+            names = ", ".join(model.name for model in config.rewards.models)
+            say(f"warning: reward models are not run ({names}): the total excludes them")
+        with stage("scoring", quiet=True):
+            longest = config.sampling.longest
+            scored = score_completions(
+                completions, config.rewards, tokenizer, pool, max_new_tokens=longest, processes=processes
+            )
+        with stage("report", quiet=True):
+            _report(scored, config, pool, columns.label, target, show)
     return scored
 
 
@@ -160,6 +162,7 @@ def score_completions(
     completions: list[Completions],
     rewards: RewardsConfig,
     tokenizer: Any,
+    pool: GraderPool,
     *,
     max_new_tokens: int,
     processes: int,
@@ -172,7 +175,6 @@ def score_completions(
     # No reward models here.
     variants = {source: rewards.select_source(source).model_copy(update={"models": ()}) for source in used}
     with ExitStack() as stack:
-        pool = stack.enter_context(GraderPool.from_config(rewards, processes))
         scorers = scorers_by_source(variants, pool, workers=1)
         for scorer in scorers.values():
             stack.callback(scorer.close)
@@ -245,7 +247,9 @@ def _check_sources(rewards: RewardsConfig, completions: Sequence[Completions], c
                 )
 
 
-def _check_columns(rewards: RewardsConfig, completions: Sequence[Completions], path: Path) -> None:
+def _check_columns(
+    rewards: RewardsConfig, completions: Sequence[Completions], path: Path, pool: GraderPool
+) -> None:
     """Raise ValueError where a reward lacks a column in a row, or cannot read it."""
     remedy = (
         "a table of samples has no further columns of the data, so score a JSON Lines file that has it"
@@ -258,9 +262,8 @@ def _check_columns(rewards: RewardsConfig, completions: Sequence[Completions], p
     for items in by_source.values():
         refuse(column_problems(rewards, items, remedy))
     if user_rewards(rewards):
-        with GraderPool(1, code_paths=rewards.code_paths) as pool:
-            for items in by_source.values():
-                refuse(user_column_problems(rewards, items, remedy, pool))
+        for items in by_source.values():
+            refuse(user_column_problems(rewards, items, remedy, pool))
 
 
 def _tokenizer(config: Config, say: Callable[[str], None]) -> Any:
@@ -277,11 +280,13 @@ def _tokenizer(config: Config, say: Callable[[str], None]) -> Any:
     return load_tokenizer(model_dir, config.model.trust_remote_code)
 
 
-def _report(scored: Scored, config: Config, label: str | None, target: Path, show: int) -> None:
+def _report(
+    scored: Scored, config: Config, pool: GraderPool, label: str | None, target: Path, show: int
+) -> None:
     """Print tables, and write a row with its `score` for every completion."""
     console, parts = wide_console(), scored.parts
     if any(outcome for group in scored.groups for outcome in group.outcomes):
-        with VerdictMaker(config.rewards) as maker:
+        with VerdictMaker(config.rewards, pool) as maker:
             judged = [
                 JudgedProblem.from_verdict(
                     group.prompt.source or "all", group.prompt, {}, verdict, config.evaluation.k

@@ -93,10 +93,12 @@ def key_of(prompt: Prompt) -> str:
 
 
 class VerdictMaker:
-    """Makes verdicts of scored groups. Thread-safe; a context manager whose processes start on first use."""
+    """Makes verdicts of scored groups. Thread-safe; a context manager whose processes start on first use.
+    ``pool``: of the caller, in place of processes of its own.
+    """
 
-    def __init__(self, rewards: RewardsConfig) -> None:
-        self._rewards, self._lock = rewards, Lock()
+    def __init__(self, rewards: RewardsConfig, pool: GraderPool | None = None) -> None:
+        self._rewards, self._shared, self._lock = rewards, pool, Lock()
         self._started: GraderPool | None = None
 
     def __enter__(self) -> VerdictMaker:
@@ -139,6 +141,8 @@ class VerdictMaker:
         return answers
 
     def _pool(self) -> GraderPool:
+        if self._shared is not None:
+            return self._shared
         with self._lock:
             if self._started is None:
                 self._started = GraderPool.from_config(self._rewards)
