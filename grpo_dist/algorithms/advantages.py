@@ -174,16 +174,16 @@ def gdpo(
             statistics.
         parts: each reward before weighting.
     """
-    known = is_scored(rewards)
-    own = torch.where(known, parts, torch.nan)
+    scored = is_scored(rewards)
+    scored_parts = torch.where(scored, parts, torch.nan)
     total = sum(
         weight * grpo(part.double(), group_ids, std=std, eps=eps)
-        for weight, part in zip(weights.tolist(), own, strict=True)
+        for weight, part in zip(weights.tolist(), scored_parts, strict=True)
     )
     assert isinstance(total, Tensor)
     # Centred group by group, the sums have mean 0 over the batch already: only their size is normalised.
-    scale = (total.square().sum() / max(int(known.sum()) - 1, 1)).sqrt() + eps
-    return typed_like(torch.where(known, total / scale, 0.0), rewards)
+    scale = (total.square().sum() / max(int(scored.sum()) - 1, 1)).sqrt() + eps
+    return typed_like(torch.where(scored, total / scale, 0.0), rewards)
 
 
 def gpg(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
@@ -210,14 +210,14 @@ def maxrl(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Te
     Raises:
         ValueError: a finite reward is neither 0 nor 1; the derivation is that of right and wrong.
     """
-    known = is_scored(rewards)
-    odd = known & (rewards != 0) & (rewards != 1)
+    scored = is_scored(rewards)
+    odd = scored & (rewards != 0) & (rewards != 1)
     if odd.any():
         raise ValueError(
             f"advantage maxrl: reward {float(rewards[odd][0]):g}: expected 0 or 1; use a single reward that "
             "grades right or wrong, with weight 1, or another algorithm.advantage"
         )
-    group = Groups(group_ids, known)
+    group = Groups(group_ids, scored)
     centred, spread = group.centre(rewards)
     mean = (group.sum(rewards) / group.count.clamp(min=1))[group.index]
     return typed_like(torch.where(spread, centred / torch.where(spread, mean, 1.0), 0.0), rewards)
@@ -235,11 +235,11 @@ def grpo_passk(
     Raises:
         ValueError: ``std`` is none of the four.
     """
-    known = is_scored(rewards)
-    group = Groups(group_ids, known)
+    scored = is_scored(rewards)
+    group = Groups(group_ids, scored)
     centred, spread = group.centre(rewards)
     low = torch.full((len(group.count),), -torch.inf, dtype=torch.float64, device=rewards.device)
-    values = torch.where(known, rewards.double(), -torch.inf)
+    values = torch.where(scored, rewards.double(), -torch.inf)
     best = low.scatter_reduce(0, group.index, values, "amax")[group.index]
     is_best = spread & (values == best)
     alone = is_best & (group.sum(is_best.double()) == 1)[group.index]
@@ -277,8 +277,10 @@ def pass_at_k(
         rows = ((group_ids == group) & scored).nonzero()[:, 0]
         values = sorted(rewards[rows].double().tolist())
         if len(values) > k and values[k - 1] < values[-1]:  # else the worst try is as good as the best
-            own = rewards[rows].double().tolist()
-            out[rows] = torch.tensor(_pass_at_k(own, k, eps), dtype=out.dtype, device=rewards.device)
+            group_rewards = rewards[rows].double().tolist()
+            out[rows] = torch.tensor(
+                _pass_at_k(group_rewards, k, eps), dtype=out.dtype, device=rewards.device
+            )
     return typed_like(out, rewards)
 
 

@@ -61,8 +61,8 @@ def aggregate(
         tokens = mask.sum(dim=1) if sequence_tokens is None else sequence_tokens
         return (sums / tokens.clamp(min=1)).sum() / sequences
     if mode == "prompt-mean-token-mean":
-        own = sequence_tokens if prompt_tokens is None else prompt_tokens
-        tokens = mask.sum(dim=1) if own is None else own
+        tokens_of_unit = sequence_tokens if prompt_tokens is None else prompt_tokens
+        tokens = mask.sum(dim=1) if tokens_of_unit is None else tokens_of_unit
         prompts = sequences if num_prompts is None else max(num_prompts, 1.0)
         return (sums / tokens.clamp(min=1)).sum() / prompts
     if mode == "seq-mean-token-sum":

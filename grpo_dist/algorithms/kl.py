@@ -143,8 +143,8 @@ def _events(logprobs: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]
 def _with_other(logprobs: Tensor) -> Tensor:
     logprobs = logprobs.masked_fill(logprobs == -torch.inf, -LOG_LIMIT)  # a token that is ruled out
     rest = 1 - logprobs.exp().sum(dim=-1, keepdim=True)
-    known = rest.detach().clamp(min=_LEAST_OTHER_TOP)
-    return torch.cat([logprobs, known.log() + (rest - rest.detach()) / known], dim=-1)
+    lower_bound = rest.detach().clamp(min=_LEAST_OTHER_TOP)
+    return torch.cat([logprobs, lower_bound.log() + (rest - rest.detach()) / lower_bound], dim=-1)
 
 
 DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

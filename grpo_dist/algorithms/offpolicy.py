@@ -102,21 +102,24 @@ def correction(
     zero = torch.zeros((), dtype=torch.float64, device=train_logprobs.device)
     log_token = torch.where(mask, train_logprobs.double() - rollout_logprobs.double(), zero)
     log_ratio = _over(level, log_token, mask)
-    known = ~(log_token + log_ratio).isnan().any(dim=1, keepdim=True).expand_as(mask)
-    log_token, log_ratio = torch.where(known, log_token, zero), torch.where(known, log_ratio, zero)
+    has_logprobs = ~(log_token + log_ratio).isnan().any(dim=1, keepdim=True).expand_as(mask)
+    log_token, log_ratio = (
+        torch.where(has_logprobs, log_token, zero),
+        torch.where(has_logprobs, log_ratio, zero),
+    )
     largest = math.log(torch.finfo(train_logprobs.dtype).max) - 1
     low, high = float(low), min(float(high), math.exp(largest))
     ratio = log_ratio.clamp(max=largest).exp()
     below, above = log_ratio < _log(low), log_ratio > _log(high)
-    outside = ~known | below | above
+    outside = ~has_logprobs | below | above
     if kind == "tis":
         weights = torch.where(below, low, torch.where(above, high, ratio))
     else:
         weights = ratio if kind == "mis" else log_token.clamp(max=largest).exp()
     vetoed = (mask & (log_token < _log(veto))).any(dim=1, keepdim=True)
-    kept = mask & known & ~vetoed & (~outside | (kind == "tis"))
+    kept = mask & has_logprobs & ~vetoed & (~outside | (kind == "tis"))
     weights = torch.where(kept, weights.clamp(min=_least(train_logprobs)), zero).to(train_logprobs.dtype)
-    counted = torch.where(mask & known, ratio, zero)
+    counted = torch.where(mask & has_logprobs, ratio, zero)
     stats = {
         "weight": counted.sum(),
         "weight_sq": counted.square().sum(),

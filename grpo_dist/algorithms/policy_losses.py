@@ -195,14 +195,14 @@ def _gated(
 ) -> LossAndStats:
     """Return the weighted loss without tokens that moved beyond a bound in their advantage's direction."""
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
-    own = masked_logprobs(logprobs, mask)
+    masked = masked_logprobs(logprobs, mask)
     with torch.no_grad():
-        divergence = divergence_of(masked_logprobs(old_logprobs, mask), own)
+        divergence = divergence_of(masked_logprobs(old_logprobs, mask), masked)
         low = (advantages < 0) & (log_ratio < 0) & (divergence > clip_low)
         high = (advantages > 0) & (log_ratio > 0) & (divergence > clip_high)
         weight = log_ratio.clamp(max=LOG_LIMIT).exp().clamp(max=ratio_cap)
         weight = torch.where(low | high, 0.0, weight)
-    losses = -weight * advantages * own
+    losses = -weight * advantages * masked
     return losses, ratio_stats(log_ratio, mask, low=low, high=high)
 
 

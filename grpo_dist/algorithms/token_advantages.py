@@ -188,11 +188,11 @@ def optimal_token_baseline(
         no baseline: its advantage is r. 0 for a group with one scored sample. Where no weight has gathered
         yet the baseline is the group's mean.
     """
-    known = is_scored(rewards)
-    group = Groups(group_ids, known)
+    scored = is_scored(rewards)
+    group = Groups(group_ids, scored)
     centred, _ = group.centre(rewards)
     samples = torch.arange(len(mask), device=mask.device) if sequence_ids is None else sequence_ids
-    counted = mask & known[samples][:, None]
+    counted = mask & scored[samples][:, None]
     out = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
     number = sum_so_far(mask.long(), sequence_ids)  # of a token in its sample, from 1
     cells = (group.index[samples][:, None] * (mask.numel() + 1) + number)[counted]

@@ -61,7 +61,9 @@ def regrouped(batches: Sequence[TrainBatch], update: EpochUpdate) -> TrainBatch:
     parts = [part for part in parts if len(part)] or parts[:1]
     joined = replace(TrainBatch.combine(parts, _join), denominators=update.denominators)
     routes, kept = (
-        None if getattr(joined, name) is None else tuple(own for part in parts for own in getattr(part, name))
+        None
+        if getattr(joined, name) is None
+        else tuple(item for part in parts for item in getattr(part, name))
         for name in ("routes", "kept")
     )
     return replace(joined, routes=routes, kept=kept)

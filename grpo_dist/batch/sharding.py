@@ -42,7 +42,7 @@ def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBa
 
     plans = [_one_by_one(costs, ranks), _in_runs(costs, ranks)]
     best = min(plans, key=lambda plan: max(map(load, plan)))
-    return [batch.select(sorted(own)) for own in best]
+    return [batch.select(sorted(indices)) for indices in best]
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:

@@ -48,19 +48,19 @@ def shared_prefixes(rows: Rows) -> Prefixes:
     share something, and as they are elsewhere. Rows with routes share no more than their prompt: experts of
     another group's prompt may be others.
     """
-    own = Prefixes.of_prompts(prompt_groups(rows), rows.prompt_lengths.tolist())
-    return own if rows.routes is not None else _in_order_of_tokens(own, rows.tokens.cpu().numpy())
+    prefixes = Prefixes.of_prompts(prompt_groups(rows), rows.prompt_lengths.tolist())
+    return prefixes if rows.routes is not None else _in_order_of_tokens(prefixes, rows.tokens.cpu().numpy())
 
 
-def _in_order_of_tokens(own: Prefixes, tokens: np.ndarray) -> Prefixes:
-    prefixes, first, inverse = _distinct(own.groups, own.prompts)
+def _in_order_of_tokens(unordered: Prefixes, tokens: np.ndarray) -> Prefixes:
+    prefixes, first, inverse = _distinct(unordered.groups, unordered.prompts)
     prompts = [tokens[row, :size] for row, size in zip(first, prefixes[1], strict=True)]
     order, begun = _ordered(prompts)
     if not begun.any():
-        return own
+        return unordered
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
-    return Prefixes(rank[inverse].tolist(), own.prompts, begun[inverse].tolist())
+    return Prefixes(rank[inverse].tolist(), unordered.prompts, begun[inverse].tolist())
 
 
 def prompt_groups(rows: Rows) -> list[int]:
@@ -73,8 +73,8 @@ def prompt_groups(rows: Rows) -> list[int]:
         return [int(group) for group in groups]
     ids: dict[tuple[int, int, bytes | None], int] = {}
     keys = (
-        (group, prompt, None if own is None else own.digest(prompt))
-        for group, prompt, own in zip(groups, prompts, rows.routes, strict=True)
+        (group, prompt, None if route is None else route.digest(prompt))
+        for group, prompt, route in zip(groups, prompts, rows.routes, strict=True)
     )
     return [ids.setdefault(key, len(ids)) for key in keys]
 
@@ -118,8 +118,8 @@ def _distinct(groups: Sequence[int], prompts: Sequence[int]) -> tuple[np.ndarray
     each row.
     """
     pairs = np.array([groups, prompts], np.int64)
-    found, first, inverse = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
-    return found, first, inverse.reshape(-1)
+    distinct, first, inverse = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
+    return distinct, first, inverse.reshape(-1)
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:

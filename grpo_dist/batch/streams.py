@@ -30,9 +30,9 @@ def with_demonstrations(update: TrainBatch, groups: Sequence[Group], *, first_ro
 
     ``first_row``: id of the first of these rows, above those of all samples of the step.
     """
-    shown = batch_of(groups, update.policy.max_tokens)
-    above, rows, count = len(update), len(update) + len(shown), len(shown)
-    width = max(update.tokens.shape[1], shown.tokens.shape[1])
+    demonstration_rows = batch_of(groups, update.policy.max_tokens)
+    above, rows, count = len(update), len(update) + len(demonstration_rows), len(demonstration_rows)
+    width = max(update.tokens.shape[1], demonstration_rows.tokens.shape[1])
 
     def extend(values: Tensor) -> Tensor:
         """Add rows and padding of zeros."""
@@ -42,19 +42,19 @@ def with_demonstrations(update: TrainBatch, groups: Sequence[Group], *, first_ro
 
     joined = update.map_tensors(extend)
     first_group = int(update.group_ids.max()) + 1
-    joined.tokens[above:, : shown.tokens.shape[1]] = shown.tokens
-    joined.lengths[above:] = shown.lengths
+    joined.tokens[above:, : demonstration_rows.tokens.shape[1]] = demonstration_rows.tokens
+    joined.lengths[above:] = demonstration_rows.lengths
     joined.group_ids[above:] = torch.arange(first_group, first_group + count)
     joined.row_ids[above:] = torch.arange(first_row, first_row + count)
     if joined.temperatures is not None:
         joined.temperatures[above:] = 1.0  # cross-entropy is that of the model itself
     demonstrated = torch.zeros(rows, width, dtype=torch.bool)
-    demonstrated[above:, : shown.tokens.shape[1]] = shown.policy.mask
+    demonstrated[above:, : demonstration_rows.tokens.shape[1]] = demonstration_rows.policy.mask
     return replace(
         joined,
         demonstrated=demonstrated,
         # No engine has sampled a demonstration.
         routes=None if update.routes is None else (*update.routes, *[None] * count),
         kept=None if update.kept is None else (*update.kept, *[None] * count),
-        denominators=replace(update.denominators, demonstrated=shown.denominators.tokens),
+        denominators=replace(update.denominators, demonstrated=demonstration_rows.denominators.tokens),
     )

@@ -43,7 +43,7 @@ def values_of_rows(updates: Sequence[TrainBatch], *, tokens: bool) -> dict[int, 
 
 def has_tokens(values: ValuesOfSamples | None) -> bool:
     """Return whether ``values`` belong to a step whose tokens are recorded."""
-    return any(own.advantages is not None for own in (values or {}).values())
+    return any(row_values.advantages is not None for row_values in (values or {}).values())
 
 
 def by_sample(
@@ -54,21 +54,23 @@ def by_sample(
     """
     samples = [(group.prompt.uid, rollout) for group in groups for rollout in group.rollouts]
     scored = np.isfinite(np.concatenate([group.rewards for group in groups])).tolist()
-    found: dict[tuple[str, int], TokenValues] = {}
+    by_key: dict[tuple[str, int], TokenValues] = {}
     first = 0  # id of the sample's first row
     for (uid, rollout), is_scored in zip(samples, scored, strict=True):
         end = first + 1 + len(rollout.further_rows)
         if end == first + 1:
-            own = _with_given(rollout, values.get(first), logprobs.get(first))
+            row_values = _with_given(rollout, values.get(first), logprobs.get(first))
         else:
             rows = zip(rollout.rows, range(first, end), strict=True)
-            own = _of_sample(rollout, [_with_given(row, values.get(i), logprobs.get(i)) for row, i in rows])
-        if own is not None:
-            found[uid, rollout.sample] = own
+            row_values = _of_sample(
+                rollout, [_with_given(row, values.get(i), logprobs.get(i)) for row, i in rows]
+            )
+        if row_values is not None:
+            by_key[uid, rollout.sample] = row_values
         elif is_scored:
-            found[uid, rollout.sample] = _NOT_TRAINED
+            by_key[uid, rollout.sample] = _NOT_TRAINED
         first = end
-    return found
+    return by_key
 
 
 def _with_given(
@@ -80,11 +82,11 @@ def _with_given(
     if values is None or (logprobs is None and row.sampled is None):
         return values
 
-    def spread(own: np.ndarray | None) -> np.ndarray | None:
-        if own is None or row.sampled is None:
-            return own
-        out = np.zeros(len(row.sampled), own.dtype)
-        out[row.sampled] = own
+    def spread(sampled_values: np.ndarray | None) -> np.ndarray | None:
+        if sampled_values is None or row.sampled is None:
+            return sampled_values
+        out = np.zeros(len(row.sampled), sampled_values.dtype)
+        out[row.sampled] = sampled_values
         return out
 
     return TokenValues(
@@ -97,7 +99,7 @@ def _of_sample(rollout: Rollout, rows: Sequence[TokenValues | None]) -> TokenVal
         return None
     first = rows[0] or _NOT_TRAINED
     sizes = [len(select_sampled(row, row.completion_ids)) for row in rollout.rows]
-    means = [0.0 if own is None else own.advantage for own in rows]
+    means = [0.0 if values_of_row is None else values_of_row.advantage for values_of_row in rows]
     return replace(first, advantage=float(np.dot(means, sizes) / sum(sizes)), further_rows=tuple(rows[1:]))
 
 
@@ -108,14 +110,14 @@ def _of_rows(update: TrainBatch, tokens: bool) -> Iterator[tuple[int, TokenValue
     means = _constants(mask, advantages)
     row_ids = update.row_ids.tolist()
     for i in np.flatnonzero(mask.any(axis=1)).tolist():  # row by row: a step is hundreds of megabytes
-        row, own, mean = row_ids[i], mask[i], means[i]
+        row, row_mask, mean = row_ids[i], mask[i], means[i]
         if mean is not None and not tokens:
             yield row, TokenValues(mean)
             continue
-        trained = advantages[i][own]
+        trained = advantages[i][row_mask]
         mean = float(trained.mean(dtype=np.float64)) if mean is None else mean
-        known = None if reference is None or not tokens else reference[i][own]
-        yield row, TokenValues(mean, trained if tokens else None, known)
+        ref_logprobs = None if reference is None or not tokens else reference[i][row_mask]
+        yield row, TokenValues(mean, trained if tokens else None, ref_logprobs)
 
 
 def _constants(mask: np.ndarray, advantages: np.ndarray) -> list[float | None]:

@@ -179,10 +179,10 @@ def _draw(name: str, rng: random.Random) -> tuple[int, int]:
 @lru_cache
 def _pairs(name: str, split: str, size: int) -> tuple[tuple[int, int], ...]:
     rng = random.Random(f"{name} {split}")
-    found: dict[tuple[int, int], None] = {}
-    while len(found) < size:
+    pairs: dict[tuple[int, int], None] = {}
+    while len(pairs) < size:
         pair = _draw(name, rng)
         a, b = sorted(pair) if name in _EXAMPLES else pair
         if split_of(write_problem(name, a, b)) == split:
-            found[pair] = None
-    return tuple(found)
+            pairs[pair] = None
+    return tuple(pairs)

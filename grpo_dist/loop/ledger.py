@@ -115,12 +115,12 @@ def audit(
         return f"{path}: steps {[line['step'] for line in lines]}, expected 1 to {steps}, once each"
     for line in lines:
         lists = {name: uids for name, uids in line.items() if name not in ("step", DEMONSTRATIONS)}
-        uids = [uid for own in lists.values() for uid in own]
+        uids = [uid for entry_uids in lists.values() for uid in entry_uids]
         if len(set(uids)) < len(uids):
             return f"{path}: step {line['step']} has a prompt twice"
-        own = len(uids) - len(lists.get("put_aside", ()))
-        if own != prompts_per_step:
-            return f"{path}: step {line['step']} has {own} prompts, expected {prompts_per_step}"
+        count = len(uids) - len(lists.get("put_aside", ()))
+        if count != prompts_per_step:
+            return f"{path}: step {line['step']} has {count} prompts, expected {prompts_per_step}"
         missing = set(expected_per_step(line["step"])) - set(uids) if expected_per_step else None
         if missing:
             return f"{path}: step {line['step']} lacks prompt {min(missing)}, which it must have"

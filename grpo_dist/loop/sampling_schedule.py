@@ -44,17 +44,19 @@ class SamplingSchedule:
     def of(self, batch: int) -> Sampling:
         """Return how a batch is sampled that is launched now; step ``batch`` (from 0) trains on it."""
         temperature, length = self._temperature(batch), self._length(batch)
-        own = self._settings
-        return Sampling(temperature, own.top_p, own.top_k, length, stop=own.stop, min_p=own.min_p)
+        settings = self._settings
+        return Sampling(
+            temperature, settings.top_p, settings.top_k, length, stop=settings.stop, min_p=settings.min_p
+        )
 
-    def observe(self, groups: Sequence[Group], drawn: Sampling) -> None:
-        """Steer by the ``groups`` of the next step, which were ``drawn`` that way."""
+    def observe(self, groups: Sequence[Group], sampling: Sampling) -> None:
+        """Steer by the ``groups`` of the next step, which were drawn with ``sampling``."""
         temperature, length, above = self.state.temperature, self.state.max_new_tokens, self.state.above
         heat, longest = self._settings.temperature, self._settings.max_new_tokens
         if isinstance(heat, AdaptiveTemperature):
-            temperature = self._steered(heat, sampled_entropy(groups), drawn.temperature)
+            temperature = self._steered(heat, sampled_entropy(groups), sampling.temperature)
         if isinstance(longest, AdaptiveLength):
-            length, above = self._raised(longest, truncated_share(groups), drawn.max_new_tokens)
+            length, above = self._raised(longest, truncated_share(groups), sampling.max_new_tokens)
         self.state = ScheduleState(temperature, length, above)
 
     def _temperature(self, batch: int) -> float:
@@ -69,22 +71,22 @@ class SamplingSchedule:
             return latest(setting.schedule, batch)
         return self.state.max_new_tokens or self._settings.shortest
 
-    def _steered(self, settings: AdaptiveTemperature, entropy: float, drawn: float) -> float:
+    def _steered(self, settings: AdaptiveTemperature, entropy: float, sampled_at: float) -> float:
         """Return the next temperature. Samples that were launched before the last correction would repeat it,
         which overshoots.
         """
         now = self._temperature(0)
-        if drawn != now or not math.isfinite(entropy):
+        if sampled_at != now or not math.isfinite(entropy):
             return now
         temperature = next_temperature(now, entropy, target=settings.entropy, gain=settings.gain)
         return min(max(temperature, settings.lowest), settings.highest)
 
-    def _raised(self, settings: AdaptiveLength, truncated: float, drawn: int) -> tuple[int, int]:
+    def _raised(self, settings: AdaptiveLength, truncated: float, length: int) -> tuple[int, int]:
         """Return the length and the steps in a row above the bound. Samples that were launched before the
         last rise say nothing about the new length.
         """
         now = self._length(0)
-        if drawn != now:
+        if length != now:
             return now, self.state.above
         above = self.state.above + 1 if truncated > settings.truncated_above else 0
         if above < settings.patience or now == settings.largest:

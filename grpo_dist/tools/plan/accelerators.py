@@ -135,15 +135,15 @@ def parse_cluster(text: str, *, price: float | None = None) -> ClusterShape:
     """Parse ``text`` such as `8x8xH100`. ``price``: dollars per card and hour, instead of the table's. Raises
     UserError.
     """
-    found = re.fullmatch(r"(\d+)x(\d+)x([A-Za-z0-9][\w.-]*)", text.strip())
-    if not found:
+    match = re.fullmatch(r"(\d+)x(\d+)x([A-Za-z0-9][\w.-]*)", text.strip())
+    if not match:
         what = f"--cluster {text}" if text.strip() else "--cluster is missing"
         raise UserError(f"{what}: expected {_EXAMPLE}")
-    kind = found[3]
-    for number, (most, what) in zip(found.groups(), _BOUNDS, strict=False):
+    kind = match[3]
+    for number, (most, what) in zip(match.groups(), _BOUNDS, strict=False):
         if len(number) > len(str(most)) or int(number) > most:
             raise UserError(f"--cluster {text[:40]}: expected at most {most} {what}, as in {_EXAMPLE}")
-    nodes, gpus = int(found[1]), int(found[2])
+    nodes, gpus = int(match[1]), int(match[2])
     if nodes < 1:
         raise UserError(f"--cluster {text}: {nodes} nodes; expected at least 1 in {_EXAMPLE}")
     if price is not None and not 0 <= price < float("inf"):
@@ -155,8 +155,8 @@ def parse_cluster(text: str, *, price: float | None = None) -> ClusterShape:
     if kind.lower() not in ACCELERATORS:
         near = difflib.get_close_matches(kind.lower(), ACCELERATORS, n=1)
         hint = f"; did you mean {ACCELERATORS[near[0]].name}?" if near else ""
-        known = ", ".join(card.name for card in _KNOWN)
-        raise UserError(f"--cluster {text}: no data sheet of {kind} is known; expected one of {known}{hint}")
+        names = ", ".join(card.name for card in _KNOWN)
+        raise UserError(f"--cluster {text}: no data sheet of {kind} is known; expected one of {names}{hint}")
     if not gpus:
         raise UserError(f"--cluster {text}: no GPU in a node; expected at least 1 in {_EXAMPLE}")
     card = ACCELERATORS[kind.lower()]

@@ -64,19 +64,19 @@ class Calibration:
         """Scale the peaks to other numbers of CPU threads; GPUs keep theirs."""
         if self.cpus is None:
             return self.peaks
-        own = self.roles
+        measured_roles = self.roles
         policy, engine = (
             (planned / measured) ** _THREADS
             for planned, measured in (
-                (roles.policy_threads, own.policy_threads),
-                (roles.engine_threads, own.engine_threads),
+                (roles.policy_threads, measured_roles.policy_threads),
+                (roles.engine_threads, measured_roles.engine_threads),
             )
         )
         return replace(
             self.peaks,
             flops=self.peaks.flops * policy,
             engine_flops=self.peaks.engine_flops * engine,
-            thread_flops=self.peaks.flops / own.policy_threads**_THREADS,
+            thread_flops=self.peaks.flops / measured_roles.policy_threads**_THREADS,
         )
 
 
@@ -97,8 +97,8 @@ def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
     cpus = None if gpu else int(result.machine["cores"])
     roles = roles_of(config, model, _own_cluster(result, cluster), cpus=cpus)
     peaks = Peaks.of(cluster) if gpu else _cpu_peaks(result, config.policy, roles)
-    found = result.figures
-    drafts = Reached(accepted=found.get("generation/acceptance_length", 1.0))
+    figures = result.figures
+    drafts = Reached(accepted=figures.get("generation/acceptance_length", 1.0))
     rates = Rates(config, model, Sizes.of(config, gpu=gpu), peaks, drafts)
     steps = _steps(result)
     reached = _generation(rates, steps, result)
@@ -107,16 +107,16 @@ def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
     processes = config.rewards.num_workers * config.rewards.processes_per_worker
     reached = replace(
         reached,
-        sync=_sync(rates, found["sync/step_s"]),
+        sync=_sync(rates, figures["sync/step_s"]),
         sync_s=0.0,
-        score_s=found["scoring/step_s"] * processes / samples,
-        sample_s=min(Reached().sample_s, found["overhead/driver_cpu_s"] / samples),
-        overhead_s=found["overhead/step_s"] + (0.0 if gpu else _turns_s(found)),
-        host=_host(found, peaks),
+        score_s=figures["scoring/step_s"] * processes / samples,
+        sample_s=min(Reached().sample_s, figures["overhead/driver_cpu_s"] / samples),
+        overhead_s=figures["overhead/step_s"] + (0.0 if gpu else _turns_s(figures)),
+        host=_host(figures, peaks),
         source=f"benchmark {result.name} on {result.machine['gpu' if gpu else 'cpu']}",
     )
     prompt = round(result.workload["prompt_tokens_mean"])
-    turns, tool_s = _episodes(found) or (None, None)
+    turns, tool_s = _episodes(figures) or (None, None)
     return Calibration(
         peaks, reached, prompt, _shared(result), tuple(result.lengths), roles, cpus, turns, tool_s
     )
@@ -181,8 +181,8 @@ def generation_s(
 
     async def sample(engine: Engine, prompt: int, lengths: Sequence[int]) -> None:
         if turns == 1:
-            own = prompt - shared_tokens
-            await engine.generate(own, lengths, on_sample=lambda: None, cached=shared_tokens)
+            unshared_tokens = prompt - shared_tokens
+            await engine.generate(unshared_tokens, lengths, on_sample=lambda: None, cached=shared_tokens)
             return
         share = prompt / len(lengths)
         episodes = (
@@ -191,15 +191,15 @@ def generation_s(
         )
         await asyncio.gather(*episodes)
 
-    async def serve(engine: Engine, own: Sequence[tuple[int, Sequence[int]]]) -> float:
+    async def serve(engine: Engine, requests: Sequence[tuple[int, Sequence[int]]]) -> float:
         begin = asyncio.get_running_loop().time()
-        await asyncio.gather(*(sample(engine, *group) for group in own))
+        await asyncio.gather(*(sample(engine, *group) for group in requests))
         return asyncio.get_running_loop().time() - begin
 
     async def session() -> tuple[float, float]:
-        own = [Engine(rates, capacity) for _ in range(engines)]
-        busy = await asyncio.gather(*(serve(engine, groups[i::engines]) for i, engine in enumerate(own)))
-        return sum(busy) / engines, sum(engine.steps for engine in own) / engines
+        pool = [Engine(rates, capacity) for _ in range(engines)]
+        busy = await asyncio.gather(*(serve(engine, groups[i::engines]) for i, engine in enumerate(pool)))
+        return sum(busy) / engines, sum(engine.steps for engine in pool) / engines
 
     return run_virtually(session)
 
@@ -275,10 +275,10 @@ def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], re
         )
         for s in steps
     ]
-    predicted, made = (sum(column) / len(steps) for column in zip(*alone, strict=True))
+    predicted, measured_s = (sum(column) / len(steps) for column in zip(*alone, strict=True))
     measured = result.figures["generation/step_s"]
     if curve and measured > predicted:
-        return replace(reached, step_s=(measured - predicted) / made)
+        return replace(reached, step_s=(measured - predicted) / measured_s)
     prefill = (
         sum(rates.prefill_s(prompt - shared) for step in steps for prompt, _ in step) / len(steps) / engines
     )
@@ -292,7 +292,7 @@ def _curve(rates: Rates, result: BenchResult) -> tuple[tuple[float, float], ...]
     for step in result.decode_steps:
         at = step.seconds / rates.decode_roofline_s(step.sequences, step.sequences * step.context)
         by_count.setdefault(step.sequences, []).append(at)
-    return tuple((float(n), float(np.mean(found))) for n, found in sorted(by_count.items()))
+    return tuple((float(n), float(np.mean(values))) for n, values in sorted(by_count.items()))
 
 
 def _training(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], result: BenchResult) -> Reached:
@@ -300,8 +300,8 @@ def _training(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], resu
     trained = sum(s[_TRAINED] for s in result.steps) / sum(p * len(n) + sum(n) for s in steps for p, n in s)
     at_peak = replace(rates, reached=replace(rates.reached, training=1.0))
     work = [_updates(rates.config.batch, step, _shared(result)) for step in steps]
-    compute = sum(at_peak.compute_s(own) for own in work) / len(steps)
-    others = sum(at_peak.update_s(own) for own in work) / len(steps) - compute
+    compute = sum(at_peak.compute_s(step_work) for step_work in work) / len(steps)
+    others = sum(at_peak.update_s(step_work) for step_work in work) / len(steps) - compute
     computed = compute * trained * _computed_share(rates, work, trained, result)
     share = computed / max(result.figures["training/step_s"] - others, 1e-9)
     return replace(rates.reached, training=share)
@@ -316,7 +316,7 @@ def _computed_share(
     seen = [step[COMPUTED_TOKENS] for step in result.steps if COMPUTED_TOKENS in step]
     if not rates.config.model.packing or len(seen) < len(work):
         return 1.0
-    streams = sum(sum(map(rates.stream_tokens, own)) / len(own) for own in work)
+    streams = sum(sum(map(rates.stream_tokens, step_work)) / len(step_work) for step_work in work)
     return min(1.0, sum(seen) / (streams * trained))
 
 

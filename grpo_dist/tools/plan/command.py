@@ -41,10 +41,10 @@ def plan(
         longest = at_its_longest(config)
         print_tail(longest, build_setting(longest, parse_cluster(cluster, price=price), assumed))
         return
-    made = make_plan(config, cluster, assumed, price=price)
-    print_plan(made)
+    planned = make_plan(config, cluster, assumed, price=price)
+    print_plan(planned)
     if timeline:
-        simulated = made.shown.simulated
+        simulated = planned.shown.simulated
         ends = {f"end of step {step}": end for step, end in enumerate(simulated.ends, start=1)}
         try:
             write_trace(Path(timeline), simulated.bars, ends)
@@ -78,10 +78,10 @@ def make_plan(
         simulated = planned(option)
     searches = splits and setting.cluster.gpus > 1
     result = search(config, setting, simulated) if searches else SearchResult(None, [])
-    shown: Planned | None = simulated or result.best
-    if shown is None:
+    chosen: Planned | None = simulated or result.best
+    if chosen is None:
         raise UserError(f"{config.name} on {setting.cluster}: {refused}")
-    return Plan(setting, option, simulated, refused, result, shown, whole_run(shown), sampling)
+    return Plan(setting, option, simulated, refused, result, chosen, whole_run(chosen), sampling)
 
 
 def at_its_longest(config: Config) -> Config:

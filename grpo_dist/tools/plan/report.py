@@ -117,10 +117,10 @@ def head_lines(plan: Plan) -> list[str]:
         )
     if workload.assumed:
         lines.append(f"assumed: {workload.assumed}")
-    if shown := config.demonstrations:
+    if demonstrations := config.demonstrations:
         prompt, completion = assumed_row(config.max_length)
         lines.append(
-            f"assumed: each of the {shown.rows_per_step} demonstrations of a step has {prompt} + "
+            f"assumed: each of the {demonstrations.rows_per_step} demonstrations of a step has {prompt} + "
             f"{completion} tokens, half of the longest that may be"
         )
     lines += delta_line(config.weight_sync, config.policy.optimizer, itemsize)
@@ -155,11 +155,11 @@ def _experts(config: Config, setting: Setting, itemsize: int) -> list[str]:
         return []
     engine = model.expert_parameters * (1 if is_quantised(config.rollout) else itemsize)
     trained = expert_bytes(config.policy, model, itemsize) / GIB
-    held = engine / config.rollout.tensor_parallel_size / GIB
+    gib = engine / config.rollout.tensor_parallel_size / GIB
     return [
         f"experts: {model.expert_parameters / 1e9:,.3f} billion of these parameters, {shape.experts} in each "
         f"of {shape.layers} layers, {shape.experts_per_token} of them for a token; they take {trained:,.1f} "
-        f"GiB of a policy rank and {held:,.1f} GiB of each device of an engine"
+        f"GiB of a policy rank and {gib:,.1f} GiB of each device of an engine"
     ]
 
 

@@ -101,9 +101,9 @@ def sampling_limit_s(scenario: Scenario, tokens: float) -> float:
     """
     workload, batch, engines = scenario.workload, scenario.config.batch, scenario.config.rollout.num_workers
     samples = batch.prompts_per_step * batch.samples_per_prompt / engines
-    held = workload.prompt_tokens / batch.samples_per_prompt + workload.mean / 2
+    cached_tokens = workload.prompt_tokens / batch.samples_per_prompt + workload.mean / 2
     counts = np.unique(np.geomspace(1, max(1.0, min(scenario.capacity, 2 * samples)), 16).round())
-    rate = max(n / scenario.rates.decode_step_s(n, n * held) for n in counts.tolist())
+    rate = max(n / scenario.rates.decode_step_s(n, n * cached_tokens) for n in counts.tolist())
     return tokens / (rate * engines)
 
 

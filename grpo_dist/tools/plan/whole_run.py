@@ -152,12 +152,12 @@ def planned_evaluation(option: Option, step_s: float) -> PlannedEvaluation | Non
         return None
     sizes, assumed, left_out = [], [], []
     for source in config.data.eval:
-        known, size = prompts_of(source)
+        is_counted, size = prompts_of(source)
         if size is None:
             left_out.append(source_name(source))
             continue
         sizes.append(size)
-        if not known:
+        if not is_counted:
             assumed.append(source_name(source))
     each = config.evaluation.samples_per_prompt
     seconds = evaluation_s(_evaluation_scenario(option), sizes) if sizes else 0.0
@@ -189,12 +189,12 @@ def _evaluation_scenario(option: Option) -> Scenario:
     config, scenario = option.config, option.scenario
     settings, workload = config.evaluation, scenario.workload
     workload = replace(workload, cap=settings.max_new_tokens or workload.cap)
-    held = workload.prompt_tokens / settings.samples_per_prompt + workload.mean
+    cached_tokens = workload.prompt_tokens / settings.samples_per_prompt + workload.mean
     if settings.num_workers:
         rollout = config.rollout.model_copy(update={"num_workers": settings.num_workers})
         config = config.model_copy(update={"rollout": rollout})
         scenario = replace(scenario, config=config, sharing=frozenset())
-    return replace(scenario, workload=workload, capacity=max(1, option.engine.sequences_of(held)))
+    return replace(scenario, workload=workload, capacity=max(1, option.engine.sequences_of(cached_tokens)))
 
 
 def prompts_of(source: DataSourceConfig) -> tuple[bool, int | None]:

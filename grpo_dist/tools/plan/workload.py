@@ -40,9 +40,9 @@ class Workload:
         """Return the tokens of the completion with ``seed`` of the prompt ``uid``."""
         if self.measured:
             return min(self.measured[seed % len(self.measured)], self.cap)
-        drawn = length_of(seed, self.lengths, cap=self.cap, uid=uid)
-        assert drawn is not None  # natural lengths are measured or assumed
-        return min(drawn, self.cap)  # an evaluation may have a lower cap
+        length = length_of(seed, self.lengths, cap=self.cap, uid=uid)
+        assert length is not None  # natural lengths are measured or assumed
+        return min(length, self.cap)  # an evaluation may have a lower cap
 
     def known_lengths(self, uids: Sequence[str], samples: int) -> dict[str, float]:
         """Return the mean tokens of ``samples`` completions of each prompt, by seeds that no run draws."""

@@ -48,19 +48,19 @@ def _trainer(recipe: Any, name: str | None, path: str) -> Any:
     if name is not None:
         key = "".join(filter(str.isalnum, name.lower()))
         if key not in plain:
-            known = ", ".join(trainer.name for trainer in tables.values())
-            raise UserError(f"--from {name}: no such trainer; expected one of {known}")
+            names = ", ".join(trainer.name for trainer in tables.values())
+            raise UserError(f"--from {name}: no such trainer; expected one of {names}")
         return plain[key]
 
     def fit(trainer: Any) -> float:
         words = sum(word in recipe.text for word in trainer.words)
-        known = sum(trainer.row(setting.name) is not None for setting in recipe.settings)
-        return known / len(recipe.settings) + 0.1 * words
+        count = sum(trainer.row(setting.name) is not None for setting in recipe.settings)
+        return count / len(recipe.settings) + 0.1 * words
 
     best = max(reversed([*tables.values()]), key=fit)  # those that extend another are behind it
     if fit(best) < 0.5:
-        known = ", ".join(trainer.name for trainer in tables.values())
-        raise UserError(f"{path}: not recognised as a recipe of {known}; name the trainer by --from")
+        names = ", ".join(trainer.name for trainer in tables.values())
+        raise UserError(f"{path}: not recognised as a recipe of {names}; name the trainer by --from")
     return best
 
 

@@ -107,15 +107,15 @@ def lists_of(table: pa.Table, name: str) -> list[np.ndarray | None]:
         return [None] * len(table)
     column = table[name].combine_chunks()
     values, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
-    known = column.is_valid().to_pylist()
-    return [values[a:b] if ok else None for a, b, ok in zip(ends[:-1], ends[1:], known, strict=True)]
+    is_valid = column.is_valid().to_pylist()
+    return [values[a:b] if ok else None for a, b, ok in zip(ends[:-1], ends[1:], is_valid, strict=True)]
 
 
 def _row(ids: Any, sampled: Any, *values: Any) -> TokenRow:
     return TokenRow(
         np.array([] if ids is None else ids, np.int64),
         None if sampled is None else np.array(sampled, bool),
-        *(None if own is None else np.array(own, np.float64) for own in values),
+        *(None if row_values is None else np.array(row_values, np.float64) for row_values in values),
     )
 
 

@@ -87,11 +87,11 @@ class LineFile:
                 version = f"{zlib.crc32(b''.join(raw)):08x}-{len(raw)}"
                 lines = [line for line in map(_parsed, raw) if line is not None]
                 torn += len(raw) - len(lines)
-                known = old[len(parts)] if len(parts) < len(old) else None
-                if known is None or known.version != version or known.dropped:
-                    known = Part(version, self._encode(lines))
-                parts.append(known)
-                kept += known.encoded.weight
+                part = old[len(parts)] if len(parts) < len(old) else None
+                if part is None or part.version != version or part.dropped:
+                    part = Part(version, self._encode(lines))
+                parts.append(part)
+                kept += part.encoded.weight
                 while self._most is not None and kept > self._most and first < len(parts) - 1:
                     oldest = parts[first].encoded
                     kept -= oldest.weight

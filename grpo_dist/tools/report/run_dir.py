@@ -159,8 +159,8 @@ def _defaults() -> dict[str, str]:
         "sft": {"model": "demo:tiny", "data": source},
     }
     required = {"model.path", "data.train.0.path", "data.eval.0.path", "sft.model", "sft.data.0.path"}
-    known = dict(_flat(Config.model_validate(needed).model_dump(mode="json")))
-    return {key: value for key, value in known.items() if key not in required}
+    defaults = dict(_flat(Config.model_validate(needed).model_dump(mode="json")))
+    return {key: value for key, value in defaults.items() if key not in required}
 
 
 def _default_key(key: str) -> str:

@@ -13,10 +13,10 @@ _LARGEST = 1e300  # larger integers have no float
 
 def metrics(lines: list[Line]) -> Encoded:
     """Encode {"step": [1, 2], "columns": {"reward/mean": [0.5, null]}}, numbers to 7 digits."""
-    known = [line for line in lines if isinstance(line.get("step"), int)]
-    names = dict.fromkeys(name for line in known for name in line if name != "step")
-    columns = {name: [_number(line.get(name)) for line in known] for name in names}
-    return Encoded(packed({"step": [line["step"] for line in known], "columns": columns}))
+    steps = [line for line in lines if isinstance(line.get("step"), int)]
+    names = dict.fromkeys(name for line in steps for name in line if name != "step")
+    columns = {name: [_number(line.get(name)) for line in steps] for name in names}
+    return Encoded(packed({"step": [line["step"] for line in steps], "columns": columns}))
 
 
 def timeline(lines: list[Line]) -> Encoded:
@@ -58,12 +58,12 @@ def timeline(lines: list[Line]) -> Encoded:
 
 def events(lines: list[Line]) -> Encoded:
     """Encode [[time or null, step or null, message], ...]."""
-    known = [
+    entries = [
         [_number(line.get("time")), _number(line.get("step")), str(line["message"])]
         for line in lines
         if "message" in line
     ]
-    return Encoded(packed(known))
+    return Encoded(packed(entries))
 
 
 def ledger(lines: list[Line]) -> Encoded:

@@ -154,8 +154,8 @@ class Source:
         return {"rows": rows, "texts": packed(self._shown_texts(table))}
 
     def _shown_texts(self, table: pa.Table) -> dict[str, Any]:
-        known = self._texts is not None and tokens.fits(table, self._texts)
-        return rollouts.texts(table, self._texts.of if known and self._texts else None)
+        is_decoded = self._texts is not None and tokens.fits(table, self._texts)
+        return rollouts.texts(table, self._texts.of if is_decoded and self._texts else None)
 
     def select_with_values(self, most: int) -> list[SamplePart]:
         """Return the parts for a page with values of ``most`` tokens, best first, from the chosen steps.
@@ -205,11 +205,11 @@ class Source:
             return packed(tokens.values(self._token_table(part), self._texts))
         if kind == "texts":
             return packed(self._shown_texts(read_stretch(part.file.path, part.stretch)))
-        known = self._rows.get(part.key)
-        if known is None or known[0] != part.version:
+        cached = self._rows.get(part.key)
+        if cached is None or cached[0] != part.version:
             table = read_stretch(part.file.path, part.stretch)
-            known = self._rows[part.key] = part.version, packed(rollouts.rows(table, self._answers))
-        return known[1]
+            cached = self._rows[part.key] = part.version, packed(rollouts.rows(table, self._answers))
+        return cached[1]
 
     def _find_parts(self) -> tuple[dict[str, int], list[str]]:
         """Keep the newest parts of all tables; return how many rollouts and tables are left out, and which
@@ -234,21 +234,21 @@ class Source:
                 else:
                     left_out += part.rows
         self.parts = {part.key: part for part in reversed(parts)}
-        self._rows = {key: known for key, known in self._rows.items() if key in self.parts}
+        self._rows = {key: rows for key, rows in self._rows.items() if key in self.parts}
         return {"rollouts": left_out, "tables": tables}, unreadable
 
     def _parts_of(self, file: SampleFile) -> list[SamplePart] | str:
         """Return the parts of a table, or why it cannot be read."""
         try:
             version = file.version
-            known = self._cuts.get(file.key)
-            if known is None or known[0] != version:
-                known = self._cuts[file.key] = version, _cut_or_why_not(file)
+            cached = self._cuts.get(file.key)
+            if cached is None or cached[0] != version:
+                cached = self._cuts[file.key] = version, _cut_or_why_not(file)
         except FileNotFoundError:  # deleted in the meantime
             return []
-        if isinstance(known[1], str):
-            return known[1]
-        cut = known[1]
+        if isinstance(cached[1], str):
+            return cached[1]
+        cut = cached[1]
         return [SamplePart(file, i, s, version, cut.recorded) for i, s in enumerate(cut.stretches)]
 
 

@@ -171,8 +171,8 @@ def _coarse(
     if all(values is None for _, values in rows):
         return None
     sampled = np.concatenate([row.is_sampled for row, _ in rows])
-    known = [np.full(len(row.ids), np.nan) if values is None else values for row, values in rows]
-    whole = np.where(sampled, np.round(np.concatenate(known) * scale), np.nan)
+    filled = [np.full(len(row.ids), np.nan) if values is None else values for row, values in rows]
+    whole = np.where(sampled, np.round(np.concatenate(filled) * scale), np.nan)
     trained = whole[sampled]
     if len(trained) and np.isfinite(trained).all() and (trained == trained[0]).all():
         return int(trained[0])
