@@ -284,10 +284,11 @@ def _advice(place: KeyPlace, root: type[BaseModel], trainer: str | None = None) 
     # If another section has the same key, only the full path identifies the framework it is from. So it does
     # where any name may be an argument.
     by_end = not elsewhere and not takes_arguments
+    if name in _PROBLEM and "problem_column" in fields:
+        return f"did you mean `{'.'.join((*path, 'problem_column'))}`?"
     if root is Config and (of_peer := hint(".".join((*path, name)), ends=by_end, trainer=trainer)):
         return of_peer
-    near = "problem_column" if name in _PROBLEM and "problem_column" in fields else _near(name, fields)
-    if near:
+    if near := _near(name, fields):
         return f"did you mean `{'.'.join((*path, near))}`?"
     if "kwargs" in fields:
         return f"an argument of the function is `{'.'.join((*path, 'kwargs', name))}`"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_dist.driver import run
-from grpo_dist.loop import staging
+from grpo_dist.loop import staging, updates
 from grpo_dist.loop.score_norms import score_norms_of
 from tests.support import fakes, made_groups
 from tests.support.losses import check_equal
@@ -75,8 +75,9 @@ def test_what_visits_every_sample_of_a_step_leaves_the_loops_thread_free(monkeyp
         threads.setdefault(name, set()).add(threading.get_ident())
         return own(*arguments, **settings)
 
-    for name in ("make_updates", "rollout_metrics", "sampling_cost", "needed_tokens", "by_sample"):
-        monkeypatch.setattr(staging, name, partial(noted, name, getattr(staging, name)))
+    of_staging = ("rollout_metrics", "sampling_cost", "needed_tokens", "by_sample")
+    for module, name in ((updates, "make_updates"), *((staging, name) for name in of_staging)):
+        monkeypatch.setattr(module, name, partial(noted, name, getattr(module, name)))
     train(fakes.config(steps=2, tracking={"samples": True}), Slow())
     assert len(threads) == 5 and all(threading.get_ident() not in own for own in threads.values())
 
