@@ -13,7 +13,7 @@ from grpo_dist.batch.credit_assignment import (
     token_advantages,
 )
 from grpo_dist.batch.rows import make_batch
-from grpo_dist.loop.updates import _reads_all_rows
+from grpo_dist.batch.signal import trains_all_rows
 from grpo_dist.plugins.user_code import call, check_signature
 from grpo_dist.policy.loss import add_stats, batch_loss, finish_stats
 from tests.support import fakes
@@ -234,5 +234,5 @@ def test_an_own_estimator_gets_nan_where_a_source_has_no_such_reward():
 
 @pytest.mark.parametrize("key", ["loss", "aggregation"])
 def test_rows_without_an_advantage_stay_under_an_own_loss_or_aggregation(key):
-    assert _reads_all_rows(fakes.config(algorithm={key: "mine:f"}).algorithm)
-    assert not _reads_all_rows(fakes.config().algorithm)
+    assert trains_all_rows(fakes.config(algorithm={key: "mine:f"}).algorithm, has_kl_term=False)
+    assert not trains_all_rows(fakes.config().algorithm, has_kl_term=False)
