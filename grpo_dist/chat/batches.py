@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.chat.template import encode_all, writes_date
+from grpo_dist.chat.template import encode_all, is_of_library, writes_date
 
 _REMEMBERED = 2**18  # words
 # Patterns after which text is cut into words: GPT-2's is the library's own, these are of Llama 3, Qwen 2 and
@@ -88,7 +88,7 @@ def tokenizer_state(tokenizer: Any, day: date | None) -> list[Any] | None:
     known. ``day``: what the chat template writes as today's date; None: today.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not type(tokenizer).__module__.startswith("transformers."):
+    if backend is None or not is_of_library(tokenizer):
         return None
     text = [type(tokenizer).__name__, backend.to_str(), tokenizer.init_kwargs, tokenizer.chat_template]
     versions = [version(name) for name in ("transformers", "tokenizers")]
@@ -105,6 +105,9 @@ def cuts_at_spaces(tokenizer: str) -> bool:
         return False
     steps = settings["pre_tokenizer"] or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
+    kinds = [step.get("type") for step in steps]
+    if "ByteLevel" in kinds[:-1]:  # it writes each space as a letter, which patterns behind it read
+        return False
     is_cut = [_cuts(step) for step in steps]
     return None not in is_cut and True in is_cut
 

@@ -83,7 +83,7 @@ def sample_ends(
         template_kwargs, day: as `render` takes them.
         templated: prompts are rendered with the chat template; False: they are plain text.
     """
-    named = _named_ends(tokenizer)
+    named = named_ends(tokenizer)
     token, text = _turn_end(tokenizer, template_kwargs or {}, day) if templated else (None, "")
     learned = token if token is not None else next(iter(named), None)
     if token is None or token in named:
@@ -105,7 +105,7 @@ def ends_of(data: DataConfig | None, tokenizer: Any) -> SampleEnds:
     return sample_ends(tokenizer, data.template_kwargs, templated=templated, day=data.day)
 
 
-def _named_ends(tokenizer: Any) -> list[int]:
+def named_ends(tokenizer: Any) -> list[int]:
     """Return the tokenizer's EOS, and the ends that the model's directory names, as vLLM looks for them."""
     end_ids = [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):

@@ -21,7 +21,7 @@ _NEIGHBOURS = ("previtem", "nextitem")  # messages that a loop has besides its o
 # Statements after which what was written may be read again.
 _CAPTURES = (
     nodes.AssignBlock, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.Include, nodes.Import,
-    nodes.FromImport, nodes.Extends, nodes.Block,
+    nodes.FromImport, nodes.Extends, nodes.Block, nodes.EvalContextModifier,
 )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def render_all(
     day: date | None,
 ) -> list[str]:
     """Render conversations as `render` does, in one call."""
-    if not type(tokenizer).__module__.startswith("transformers."):  # it may take one conversation alone
+    if not is_of_library(tokenizer):  # it may take one conversation alone
         return [render(tokenizer, messages, template_kwargs, day=day) for messages in conversations]
     to_message, clock = _form(tokenizer, template_kwargs.get("tools"), day)
     return list(
@@ -74,6 +74,11 @@ def render_all(
             **template_kwargs,
         )
     )
+
+
+def is_of_library(tokenizer: Any) -> bool:
+    """Return whether ``tokenizer`` is one of `transformers`, not of a model's own code."""
+    return type(tokenizer).__module__.startswith("transformers.")
 
 
 def _form(

@@ -25,7 +25,7 @@ _TEMPLATE_ARGUMENTS = frozenset(
     (
         "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",
         "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length",
-        "tokenizer_kwargs",
+        "tokenizer_kwargs", "chat_template",
     )
 )  # fmt: skip
 _JINJA = re.compile(r"\{%|\{\{-?\s[^{}]*\}\}|\{\{[^{}]*\|[^{}]*\}\}")  # no template of ours has these

@@ -13,6 +13,7 @@ import os
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from io import BufferedIOBase
 from pathlib import Path
@@ -208,9 +209,10 @@ def load(key: str) -> tuple[dict[str, np.ndarray], Any] | None:
             if opened.read(_DIGEST_BYTES) != _digest(opened):
                 return None
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        os.utime(place)  # `_prune` deletes what is not read
     except OSError:
         return None
+    with suppress(OSError):  # of another user; who may not write there deletes nothing, either
+        os.utime(place)  # `_prune` deletes what is not read
     head = _DIGEST_BYTES + 8
     begin = head + int.from_bytes(mapped[_DIGEST_BYTES:head], "little")
     tables, value = json.loads(mapped[head:begin])

@@ -44,7 +44,7 @@ from typing import Any, ClassVar, NamedTuple, overload
 import numpy as np
 
 from grpo_dist.chat.batches import BatchEncoder, as_bytes, tokenizer_state
-from grpo_dist.chat.ends import SampleEnds, sample_ends
+from grpo_dist.chat.ends import SampleEnds, named_ends, sample_ends
 from grpo_dist.chat.template import REJECTED, ControlTokens, PartsCheck, added_ids
 from grpo_dist.config import DataSourceConfig, DemonstrationsConfig, SFTConfig
 from grpo_dist.config.data import data_ending
@@ -480,7 +480,8 @@ def _stored_name(
     if state is None:
         return ""
     limits = [settings.section, settings.max_length]
-    decides = [source.model_dump(mode="json"), limits, state, files_digest(files), list(map(str, files))]
+    read_by = [state, named_ends(tokenizer)]  # these are named beside the tokenizer's files, too
+    decides = [source.model_dump(mode="json"), limits, read_by, files_digest(files), list(map(str, files))]
     return store_key(["demonstrations", decides])
 
 

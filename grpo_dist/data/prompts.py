@@ -22,6 +22,7 @@ from grpo_dist.chat.template import (
     added_ids,
     encode_all,
     encode_prompts,
+    is_of_library,
     render,
     render_all,
 )
@@ -47,6 +48,7 @@ _KNOWN = {
 }
 _TAGS = "|".join(map(re.escape, _KNOWN))
 _MENTIONED = re.compile(_TAGS)
+_EITHER = (*_KNOWN, *_KNOWN.values())
 _OPENED = re.compile(rf"({_TAGS})\s*$")
 _CLOSED = re.compile(
     "|".join(rf"(?:{re.escape(opening)}\s*)?{re.escape(closing)}\s*$" for opening, closing in _KNOWN.items())
@@ -209,10 +211,14 @@ class PromptFormat:
         """Return what the chat template writes before and behind a question, and how it writes it; None where
         that may depend on the question.
         """
+        if not is_of_library(tokenizer):  # it may render by other means than its template
+            return None
         template = tokenizer.get_chat_template(tools=self.template_kwargs.get("tools"))
         if not writes_text_as_it_is(template):
             return None
         rendered = render(tokenizer, self.messages(_MARK), self.template_kwargs, day=self.day)
+        if rendered.count(_MARK.strip()) != 1:
+            return None
         for read in (str, str.strip):
             marked = read(user_content(_MARK, self.instruction))
             if rendered.count(marked) == 1:
@@ -593,7 +599,10 @@ def _task_and_text(
     tasks: SourceTasks | None,
 ) -> tuple[Task | None, str]:
     if tasks is None or not prompt_format.use_chat_template:
-        return None if tasks is None else tasks.task, prompt_format.text(asked, tokenizer)
+        try:
+            return None if tasks is None else tasks.task, prompt_format.text(asked, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{row.location}: {error}") from error
     task = tasks.task_of(prompt_format.messages(asked))
     try:
         return task, tasks.renderer.prompt(task)
@@ -617,7 +626,7 @@ class _Thoughts:
     def detect_all(self, texts: Sequence[str]) -> list[Thought]:
         """Return the thought of a completion of each of ``texts``."""
         joined = "\0".join(texts)
-        if texts and not any(tag in joined for tag in _KNOWN):
+        if texts and not any(tag in joined for tag in _EITHER):
             return [self.detect(texts[0])] * len(texts)  # the template alone decides
         return [self.detect(text) for text in texts]
 

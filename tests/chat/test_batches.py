@@ -60,6 +60,14 @@ def split(pattern):
     )
 
 
+def read_as_bytes(pattern):
+    steps = [
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+    ]
+    return pre_tokenizers.Sequence(steps)
+
+
 byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
 CUT = {
     "gpt2": (byte_level, None),
@@ -69,6 +77,7 @@ CUT = {
 WHOLE = {
     "prefix": (pre_tokenizers.ByteLevel(add_prefix_space=True), None),
     "metaspace": (pre_tokenizers.Metaspace(), None),
+    "pattern of bytes": (read_as_bytes(batches._PATTERNS[0]), None),
     "unknown pattern": (split(r"\S+ \S+|\s+"), None),
     "normalised": (byte_level, normalizers.Strip()),
 }

@@ -27,6 +27,7 @@ BY_TEXT = [
     "{% for key in message %}{{ message[key] | upper }}{% endfor %}",
     "{% for key, value in message.items() %}{{ value | length }}{% endfor %}",
     "{{ message | tojson }}",
+    "{% autoescape true %}{{ message.content }}{% endautoescape %}",
     "{{ message.content }}{{ loop.previtem.content | length }}",
     "{% macro write(text) %}{{ text | upper }}{% endmacro %}{{ write(message.content) }}",
     "{% set ns = namespace(m=message) %}{{ ns.m.content | length }}",
@@ -54,7 +55,7 @@ def test_prompts_are_those_of_one_rendering_each(name):
 def test_common_templates_are_rendered_once():
     assert writes_text_as_it_is(real_tokenizer("smollm2").chat_template)
     assert not writes_text_as_it_is(real_tokenizer("qwen3").chat_template)
-    for body in AS_IT_IS:
+    for body in [*AS_IT_IS, "{{ message.content | trim }}|{{ message.content }}"]:
         compare(templated_tokenizer(in_a_loop(body), "</s>"))
 
 

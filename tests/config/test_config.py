@@ -174,6 +174,7 @@ def test_where_the_prompt_asks_for_a_box_only_a_box_is_an_answer(tmp_path, data,
         ("+algorithms=dapo", ["expected +algorithm=NAME"]),
         ("data.template_kwargs={tokenize: true}", ["template_kwargs.tokenize = True", "remove it"]),
         ("data.template_kwargs={continue_final_message: true}", ["the run sets it; remove it"]),
+        ("data.template_kwargs={chat_template: x}", ["template_kwargs.chat_template = x", "remove it"]),
         (
             "algorithm.loss.tau_positive=2",
             ["`algorithm.loss.tau_positive` is no setting of loss ppo_clip", "sapo has it"],

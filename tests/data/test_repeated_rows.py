@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, RewardsConfig, SFTConfig
 from grpo_dist.data import readers
@@ -276,6 +277,16 @@ def test_a_store_that_cannot_be_written_is_none(sources, cache):
     assert read(sources[0]) == list(read(sources[0]))
 
 
+def test_a_store_of_another_user_is_read(sources, cache, monkeypatch):
+    def refuse(*_):
+        raise PermissionError
+
+    rows = list(read(sources[0]))
+    monkeypatch.setattr("grpo_dist.data.columns.os.utime", refuse)
+    monkeypatch.setattr(readers, "_read_columns", None)
+    assert read(sources[0]) == rows
+
+
 def test_values_that_json_would_change_are_not_stored(tmp_path, cache):
     for kind, levels in (("dates", [date(2026, 1, 1)] * 2), ("texts", ["a"] * 2)):
         path = tmp_path / f"{kind}.parquet"
@@ -345,6 +356,21 @@ def test_demonstrations_that_repeat_are_those_of_each_row_also_when_they_are_rea
     assert f", e.g. rows.jsonl:{order.index(1) + 1};" in said[0]
     monkeypatch.setattr("grpo_dist.data.demonstrations._Tokeniser.begin", None)
     assert outcome([DEMONSTRATIONS[i] for i in order]) == (rows, said)
+
+
+def test_demonstrations_are_stored_with_what_ends_them(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr("grpo_dist.data.demonstrations.STORED_FROM", 1)
+    (tmp_path / "model").mkdir()
+    character_tokenizer().save_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    row = {"chat_template": "none", "prompt": "3+3=", "completion": "6;"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    settings = SFTConfig.model_validate({"model": "demo:tiny", "data": str(tmp_path / "rows.jsonl")})
+    before = load_demonstrations(settings, tokenizer)[0].completion_ids.tolist()
+    (end,) = tokenizer(";", add_special_tokens=False)["input_ids"]
+    (tmp_path / "model/generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    after = load_demonstrations(settings, tokenizer)[0].completion_ids.tolist()
+    assert after == [before[0], before[-1]] != before  # ";" ends a text, and does so once
 
 
 def test_of_two_wrong_demonstrations_the_first_is_named(tmp_path):

@@ -70,6 +70,15 @@ def test_a_closing_tag_that_decoding_drops_opens_nothing():
     assert is_kept("</think>", character_tokenizer()) and not is_kept("</think>", Loses())
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_each_prompt_of_text_has_the_thought_that_it_closes_itself(order):
+    rows = [DataRow(problem, "2", "set", "set:1", {}) for problem in ("1+1=", "1+1=</think>")][::order]
+    built = build_prompts(
+        rows, character_tokenizer(), PromptFormat(use_chat_template=False), max_prompt_tokens=99
+    )
+    assert [prompt.thought.prompt for prompt in built.prompts] == ["", "closes"][::order]
+
+
 def test_settings_override_the_prompt():
     found = Thought("<THINK>", "</THINK>", "opens")
     assert resolve_thought(found, RewardsConfig()) == found
