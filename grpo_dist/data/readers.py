@@ -122,6 +122,7 @@ PATTERN_S = 10.0  # processor time of answer_pattern on one row: a search may ha
 _LONGEST_JSON = 10_000  # characters of text in which nested columns are looked for, for messages
 _LARGE = 2**22  # bytes of a file for which Arrow, which takes a while to import, is worth it
 _NAMED = 30  # columns that a message lists
+_NOT_OF_ROWS = {"weight", "temperature", "algorithm"}  # keys of a source that its rows do not depend on
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,7 +460,7 @@ def read(
     if not files:
         return _read_columns(source, own, asked, "")
     before = files_state(files)
-    decides = [source.model_dump(mode="json", exclude={"weight"}), sorted(asked), files_digest(files)]
+    decides = [source.model_dump(mode="json", exclude=_NOT_OF_ROWS), sorted(asked), files_digest(files)]
     key = store_key(["rows", decides, list(map(str, files))])
     if (stored := load(key)) is not None:
         arrays, (names, places) = stored
