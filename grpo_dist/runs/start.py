@@ -100,6 +100,7 @@ def check_cold_start(start: Start) -> str:
         raise CheckSkipped("the model cannot be read")
     with suppress(ValueError, OSError):  # data that cannot be read is found below
         if trained := find_trained(sft, start.model_dir, day=start.config.data.day):
+            start.is_cold_started = True
             return f"its model is there: {trained}"
     tokenizer = load_tokenizer(start.model_dir, False)
     tables, wrong = [], []

@@ -78,6 +78,7 @@ class Start:
         train_first: whether a cold start may train; else the model is the one that it would start from.
         find_device: the device of the run's workers, which may be on another machine.
         rows: of `data.train` and `data.eval`.
+        is_cold_started: the model of the cold start is there already.
         longest_demonstration: of the cold start, tokens.
         warnings: what `say` got and events must have.
     """
@@ -88,6 +89,7 @@ class Start:
     find_device: Callable[[], DeviceType] = device_type
     rows: tuple[list[SourceRows], list[SourceRows]] | None = None
     model_dir: Path | None = None
+    is_cold_started: bool = False
     longest_demonstration: int | None = None
     inputs: RunInputs | None = None
     warnings: list[str] = field(default_factory=list)

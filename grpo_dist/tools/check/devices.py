@@ -112,7 +112,7 @@ def check_memory(start: Start, place: Place) -> str:
     lines = [_of_role(role, need) for role, need in needs.items()]
     wrong = memory_problems(config, needs, cluster, roles)
     first = None
-    if config.sft is not None and is_trained_first(config.model, config.sft):
+    if config.sft is not None and is_trained_first(config.model, config.sft) and not start.is_cold_started:
         sizes = Sizes.of(config, gpu=card is not None)
         first = cold_start(config.sft, model, sizes, longest=start.longest_demonstration)
         lines.append(f"cold start, before all others: {first.total / GIB:.1f} GiB ({_parts(first)})")

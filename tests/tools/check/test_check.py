@@ -339,7 +339,9 @@ def test_the_cold_start_is_read_and_counted(here, monkeypatch):
     settings = load_config("config.yaml", ["model.path=sft", sft]).sft
     model_dir = sft_model(settings, None, print)
     cached("sft", cold_start.identify_result(settings, model_dir, None), lambda _: None)
-    assert results("model.path=sft", sft)["cold start"].detail.startswith("its model is there: ")
+    again = results("model.path=sft", sft)
+    assert again["cold start"].detail.startswith("its model is there: ")
+    assert "cold start, before all others" not in again["memory"].detail
 
 
 @pytest.mark.slow
