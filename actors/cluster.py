@@ -62,7 +62,7 @@ from grpo_dist.workers import NO_SAMPLING, Workers
 logger = logging.getLogger("grpo_dist")
 
 # Roles of `calls.one_at_a_time`, in which a call waits for those before it; for `reward` several run at once.
-QUEUEING = {"reference", "teacher", "reward", "reward_model", "policy"}
+QUEUEING = {"reference", "teacher", "reward_model", "policy"}
 _POLL_S = 1.0  # while waiting for a node that joins
 
 

@@ -295,7 +295,7 @@ class BaseReference:
         self._answering: asyncio.Task[None] | None = None
 
     async def logprobs(self, prompt: Prompt, rollouts: Any) -> list[np.ndarray]:
-        """Return log-probs of the samples. ``rollouts``: the samples, or an object reference to them."""
+        """Return log-probs of the samples. ``rollouts``: the samples, or `StoredSamples`."""
         return await self._asked(prompt, rollouts, 0)
 
     async def top_logprobs(self, prompt: Prompt, rollouts: Any, top_k: int) -> list[TeacherLogprobs]:

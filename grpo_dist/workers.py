@@ -15,7 +15,7 @@ from grpo_dist.health.bounds import Bound
 from grpo_dist.runtime.metering import Usage
 from grpo_dist.types import EpochUpdate, Group, Prompt, Rollout, Sampling, TeacherLogprobs, TrainBatch
 
-# The sampled completions of one prompt: an object reference between actors, the tuple itself in tests.
+# The sampled completions of one prompt: where they are between actors, the tuple itself in tests.
 RolloutsRef = Any
 
 # The updates of one step, sharded over ranks. `PolicyHandle.stage` makes it, in any thread.

@@ -25,7 +25,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -154,7 +154,6 @@ class Team:
         start: Callable[[Any], Any] = ready,
         health: Callable[[Any], Any] = ask_in_parallel,
         capacity: int = sys.maxsize,
-        on_wait: Callable[[], None] = lambda: None,
         guests: int = 0,
     ) -> None:
         self._role, self._makers, self._start, self._health = role, makers, start, health
@@ -162,7 +161,7 @@ class Team:
         self._irreplaceable = spec.irreplaceable
         self.workers: list[Any] = [make(f"{role}-{i}") for i, make in enumerate(makers)] + [None] * guests
         self._absent = set(range(len(makers), len(self.workers)))
-        self.load_balancer = LoadBalancer(len(self.workers), capacity, on_wait=on_wait)
+        self.load_balancer = LoadBalancer(len(self.workers), capacity)
         for index in self._absent:
             self.load_balancer.withdraw(index)
         # Brings a restarted actor up to date before it serves.
@@ -241,11 +240,16 @@ class Team:
         self._reported_restarts = total
         return float(total - reported)
 
-    async def call(self, method: str, *arguments: Any, attempts: int | None = None) -> Any:
-        """Call the actor with the fewest calls in flight; if it is lost meanwhile, call another.
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call ``method`` of an actor, see `send`."""
+        return await self.send(lambda worker: getattr(worker, method).remote(*arguments))
+
+    async def send(self, call: Callable[[Any], Awaitable[Any]], *, attempts: int | None = None) -> Any:
+        """Return what ``call`` returns for the actor with the fewest calls in flight, or, if that is lost
+        meanwhile, for another.
 
         Raises the error of `LOST` when ``attempts`` actors were lost during the call, and SamplesLost when
-        one of ``arguments`` was lost. With ``attempts`` a repeated call probes its actor first: Ray reports
+        an argument was lost. With ``attempts`` a repeated call probes its actor first: Ray reports
         the actors of a lost node one after the other, and one that is already gone is not lost by the call.
         """
         tries = 0
@@ -256,7 +260,7 @@ class Team:
                 if tries and attempts is not None and not await self._probe(index, worker):
                     continue
                 tries += 1
-                return await getattr(worker, method).remote(*arguments)
+                return await call(worker)
             except LOST as error:
                 self.lost(index, worker, error)
                 if tries == attempts:

@@ -19,6 +19,7 @@ from actors.placement.own_gpus import check_gpus
 from actors.transfer.connections import Seat, open_store
 from actors.transfer.stream import send, send_changes
 from actors.transfer.transport import Transport, free_port, open_transport
+from actors.workers.exchange import from_arguments
 from grpo_dist.config import ModelConfig, PolicyConfig, ProfileConfig, TransferBackend
 from grpo_dist.health.bounds import Bound
 from grpo_dist.observe.profiling import profiled, trace_path
@@ -32,7 +33,7 @@ from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.runtime.model_files import check_on_node
 from grpo_dist.runtime.processes import freeze_loaded
 from grpo_dist.runtime.rendezvous import Rank
-from grpo_dist.types import EpochUpdate, Prompt, Rollout, TeacherLogprobs, TrainBatch
+from grpo_dist.types import EpochUpdate, PackedSamples, Prompt, Rollout, TeacherLogprobs, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,21 +211,21 @@ class PolicyWorker(WeightSender, Probeable):
 
     @metered("logprobs")
     def base_logprobs(
-        self, prompts: Sequence[Prompt], *rollouts: Sequence[Rollout]
+        self, prompts: Sequence[Prompt], samples: Sequence[Any], *stored: PackedSamples
     ) -> list[list[np.ndarray]]:
-        """Return `Trainer.base_logprobs` of groups: the samples of each of ``prompts``."""
-        logprobs: list[list[np.ndarray]] = self._trainer.base_logprobs(
-            list(zip(prompts, rollouts, strict=True))
-        )
+        """Return `Trainer.base_logprobs` of groups: the ``samples`` of each of ``prompts``, named by
+        `as_arguments`.
+        """
+        logprobs: list[list[np.ndarray]] = self._trainer.base_logprobs(_groups(prompts, samples, stored))
         return logprobs
 
     @metered("logprobs")
     def base_top_logprobs(
-        self, top_k: int, prompts: Sequence[Prompt], *rollouts: Sequence[Rollout]
+        self, top_k: int, prompts: Sequence[Prompt], samples: Sequence[Any], *stored: PackedSamples
     ) -> list[list[TeacherLogprobs]]:
         """Return `Trainer.base_top_logprobs`, as `base_logprobs` does."""
         logprobs: list[list[TeacherLogprobs]] = self._trainer.base_top_logprobs(
-            list(zip(prompts, rollouts, strict=True)), top_k
+            _groups(prompts, samples, stored), top_k
         )
         return logprobs
 
@@ -250,6 +251,12 @@ class PolicyWorker(WeightSender, Probeable):
 
     def export(self, directory: str, tokenizer_dir: str) -> None:
         self._trainer.export(Path(directory), tokenizer_dir=tokenizer_dir)
+
+
+def _groups(
+    prompts: Sequence[Prompt], samples: Sequence[Any], stored: Sequence[PackedSamples]
+) -> list[tuple[Prompt, Sequence[Rollout]]]:
+    return [(prompt, from_arguments(own, stored)) for prompt, own in zip(prompts, samples, strict=True)]
 
 
 def devices_of(_: PolicyWorker) -> Devices:

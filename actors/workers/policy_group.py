@@ -20,6 +20,7 @@ from ray.exceptions import RayTaskError
 from actors.lifecycle.calls import LOST, PARALLEL, deadline_of, kill, one_at_a_time, reason, results
 from actors.lifecycle.team import ActorSpec, Team
 from actors.transfer.connections import new_secret
+from actors.workers.exchange import as_arguments
 from actors.workers.policy import Held, PolicyWorker, RankUpdates, Taken
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
@@ -181,7 +182,7 @@ class PolicyGroup:
     async def base_logprobs(self, groups: Sequence[tuple[Prompt, Any]]) -> list[list[np.ndarray]]:
         """Return for each group the log-probs of its samples under the model without its adapters.
 
-        ``groups``: prompts, and their samples or object references to them. Ranks that share sequences get
+        ``groups``: prompts, and their samples or `StoredSamples`. Ranks that share sequences get
         the same groups.
         """
         return await self._call_without_adapters("base_logprobs", groups)
@@ -197,10 +198,10 @@ class PolicyGroup:
     ) -> list[Any]:
         replicas, together = self._settings.replicas, self._settings.sequence_parallel
         dealt = [groups[i::replicas] for i in range(replicas) for _ in range(together)]
-        arguments = [
-            (*first, [prompt for prompt, _ in rank_groups], *(s for _, s in rank_groups))
-            for rank_groups in dealt
-        ]
+        arguments = []
+        for rank_groups in dealt:
+            names, stored = as_arguments(samples for _, samples in rank_groups)
+            arguments.append((*first, [prompt for prompt, _ in rank_groups], names, *stored))
         async with self._deadline(self.update_s, "log-probs without adapters"):
             answers = (await self._each(method, arguments))[::together]
         return [answers[i % replicas][i // replicas] for i in range(len(groups))]

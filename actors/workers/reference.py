@@ -19,6 +19,7 @@ from actors.placement.own_gpus import check_gpus
 from actors.transfer.connections import Seat
 from actors.transfer.stream import receive
 from actors.transfer.transport import Transport, open_transport
+from actors.workers.exchange import as_arguments, from_arguments
 from grpo_dist.config import ModelConfig, ReferenceConfig, TeacherConfig, TransferBackend
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs
@@ -31,7 +32,7 @@ from grpo_dist.runtime.memory import HostCopies, release_cache
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.runtime.model_files import check_on_node
 from grpo_dist.runtime.processes import freeze_loaded
-from grpo_dist.types import Prompt, Rollout, TeacherLogprobs
+from grpo_dist.types import PackedSamples, Prompt, TeacherLogprobs
 
 # A frozen reference can be loaded from the model directory. One that follows the policy exists only in the
 # actor and, in an earlier state, in a checkpoint.
@@ -134,18 +135,22 @@ class ReferenceWorker(Metered, Probeable):
             weights[name].copy_(value)
 
     @metered("logprobs")
-    def logprobs(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """Return log-probs for each rollout, float32 [C], nats, at the sampling temperature."""
-        (logprobs,) = group_logprobs(
-            lambda layout: self._module(layout)[0], [(prompt, rollouts)], self._micro
-        )
+    def logprobs(self, prompt: Prompt, samples: Any, *stored: PackedSamples) -> list[np.ndarray]:
+        """Return log-probs for each of ``samples`` (`as_arguments`), float32 [C], nats, at the sampling
+        temperature.
+        """
+        groups = [(prompt, from_arguments(samples, stored))]
+        (logprobs,) = group_logprobs(lambda layout: self._module(layout)[0], groups, self._micro)
         return logprobs
 
     @metered("logprobs")
-    def top_logprobs(self, prompt: Prompt, rollouts: Sequence[Rollout], top_k: int) -> list[TeacherLogprobs]:
+    def top_logprobs(
+        self, top_k: int, prompt: Prompt, samples: Any, *stored: PackedSamples
+    ) -> list[TeacherLogprobs]:
         """Return what `logprobs` does, with the ``top_k`` likeliest tokens at each position."""
+        groups = [(prompt, from_arguments(samples, stored))]
         (logprobs,) = group_top_logprobs(
-            lambda layout: self._module(layout, top_k=top_k), [(prompt, rollouts)], self._micro
+            lambda layout: self._module(layout, top_k=top_k), groups, self._micro
         )
         return logprobs
 
@@ -188,14 +193,16 @@ class ReferencePool:
         await self.team.ready()
 
     async def logprobs(self, prompt: Prompt, rollouts: Any) -> list[np.ndarray]:
-        """Return log-probs of the samples. ``rollouts``: the samples, or an object reference to them."""
+        """Return log-probs of the samples. ``rollouts``: the samples, or `StoredSamples`."""
+        (samples,), stored = as_arguments([rollouts])
         async with self.turn():
-            return await self.team.call("logprobs", prompt, rollouts)
+            return await self.team.call("logprobs", prompt, samples, *stored)
 
     async def top_logprobs(self, prompt: Prompt, rollouts: Any, top_k: int) -> list[TeacherLogprobs]:
         """Return them with the ``top_k`` likeliest tokens; ``rollouts`` as for `logprobs`."""
+        (samples,), stored = as_arguments([rollouts])
         async with self.turn():
-            return await self.team.call("top_logprobs", prompt, rollouts, top_k)
+            return await self.team.call("top_logprobs", top_k, prompt, samples, *stored)
 
     async def sleep(self) -> None:
         """Free the GPUs; the caller holds the deadline."""

@@ -16,9 +16,17 @@ from typing import Any
 import numpy as np
 import ray
 
-from actors.lifecycle.calls import LOST, end, fetched, kill, one_at_a_time, reason, results
+from actors.lifecycle.calls import LOST, end, kill, one_at_a_time, reason, results
 from actors.lifecycle.probe import Probeable
 from actors.lifecycle.team import ActorSpec, Team
+from actors.workers.exchange import (
+    Line,
+    ScoringActor,
+    StoredSamples,
+    as_arguments,
+    from_arguments,
+    submit,
+)
 from grpo_dist.config import ModelConfig, RewardModelConfig, RewardsConfig
 from grpo_dist.config.rewards import ProcessRewardConfig
 from grpo_dist.errors import expanded, failure_kind
@@ -33,7 +41,7 @@ from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.runtime.model_files import check_on_node
 from grpo_dist.runtime.processes import freeze_loaded
-from grpo_dist.types import Group, Prompt, Rollout
+from grpo_dist.types import Group, PackedSamples, Prompt, Rollout
 
 
 class RewardModelWorker(Metered, Probeable):
@@ -70,7 +78,8 @@ class RewardModelWorker(Metered, Probeable):
         self._classifier.wake_up()
 
     @metered("score")
-    def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> ModelScores:
+    def score(self, prompt: Prompt, samples: Any, *stored: PackedSamples) -> ModelScores:
+        rollouts = from_arguments(samples, stored)
         scores: ModelScores = self._classifier.score(
             prompt.text, [r.text for r in rollouts], [r.completion_ids for r in rollouts], self._tokenizer
         )
@@ -108,9 +117,10 @@ class RewardModelPool:
         await results(worker.wake_up.remote() for worker in self.workers)
 
     async def score(self, prompt: Prompt, rollouts: Any) -> ModelScores:
-        """Score the samples of a prompt. ``rollouts``: the samples, or an object reference to them."""
+        """Score the samples of a prompt. ``rollouts``: the samples, or `StoredSamples`."""
+        (samples,), stored = as_arguments([rollouts])
         async with self.turn():
-            return await self.team.call("score", prompt, rollouts)
+            return await self.team.call("score", prompt, samples, *stored)
 
     async def shutdown(self) -> None:
         await self.team.shutdown()
@@ -132,8 +142,8 @@ class PolicyTokenizer:
     trust_remote_code: bool
 
 
-class RewardWorker(Metered, Probeable):
-    """Scores one group a call; several calls run at once and share its grader processes."""
+class RewardWorker(ScoringActor, Metered, Probeable):
+    """Scores groups, several at once, which share its grader processes."""
 
     def __init__(
         self,
@@ -144,7 +154,7 @@ class RewardWorker(Metered, Probeable):
         outcome_rewards: Mapping[Any, float] | None = None,
         policy: PolicyTokenizer | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(threads=2 * settings.processes_per_worker)
         self._max_new_tokens, self._max_length, self._settings = max_new_tokens, max_length, settings
         self._tokenizer = load_tokenizer(policy) if policy and scores_own_steps(settings) else None
         self._pool = GraderPool.from_config(settings)
@@ -190,6 +200,7 @@ class RewardWorker(Metered, Probeable):
         return group, scorer.news()
 
     def close(self) -> None:
+        self._threads.shutdown(wait=False)
         for scorer in self._scorers.values():
             scorer.close()
         self._pool.close()
@@ -213,11 +224,9 @@ class RewardPool:
         outcome_rewards: Mapping[Any, float] | None = None,
         policy: PolicyTokenizer | None = None,
     ) -> None:
-        settings, concurrent = placed(settings), 2 * settings.processes_per_worker
-        actors = replace(actors, options={"max_concurrency": concurrent} | actors.options)
-        actor = one_at_a_time(worker)
+        settings = placed(settings)
         makers = actors.makers(
-            actor,
+            ray.remote(worker),
             settings.num_workers,
             settings,
             max_new_tokens=max_new_tokens,
@@ -225,8 +234,9 @@ class RewardPool:
             outcome_rewards=outcome_rewards,
             policy=policy,
         )
-        self.team = Team("reward", makers, actors)
+        self.team = Team("reward", makers, actors, health=lambda worker: worker.health.remote())
         self.workers = self.team.workers
+        self._lines: dict[Any, Line] = {}  # by worker
         self._settings = settings
         self.models = list(models)
         self._logged: set[str] = set()
@@ -235,32 +245,45 @@ class RewardPool:
         await self.team.ready()
 
     async def score(self, prompt: Prompt, rollouts: Any) -> Group:
-        """Score a group. ``rollouts``: the samples, or an object reference to them.
+        """Score a group. ``rollouts``: the samples, or `StoredSamples`.
 
         A group during whose call two workers are lost counts as not scored. Raises SamplesLost when its
         samples are lost, too.
         """
         asked = [model for model in self.models if self._scores(model.name, prompt.source)]
-        scores = await gather(model.score(prompt, rollouts) for model in asked)
-        modelled = {model.name: model_scores for model, model_scores in zip(asked, scores, strict=True)}
+        scored = await gather(model.score(prompt, rollouts) for model in asked) if asked else []
+        modelled = {model.name: model_scores for model, model_scores in zip(asked, scored, strict=True)}
+        request = prompt, rollouts, modelled
         try:
-            group, news = await self.team.call("score", prompt, rollouts, modelled, attempts=_ATTEMPTS)
+            scores, news = await self.team.send(lambda w: self._line(w).ask(request), attempts=_ATTEMPTS)
         except LOST as error:
             news = (f"reward: {_ATTEMPTS} workers were lost over prompt {prompt.uid} ({reason(error)})",)
-            samples = await fetched(rollouts) if isinstance(rollouts, ray.ObjectRef) else rollouts
+            scores = None
+        samples = await rollouts if isinstance(rollouts, StoredSamples) else rollouts
+        if scores is None:
             group = add_model_steps(not_scored(prompt, samples, self._settings), modelled)
             group = replace(group, failures=(news,) * len(samples))
+        else:
+            group = Group.from_scores(prompt, samples, scores)
         for detail in news:
             if (kind := failure_kind(detail)) not in self._logged:
                 self._logged.add(kind)
                 logger.warning("%s; a sample without a score counts as not scored", detail)
         return group
 
+    def _line(self, worker: Any) -> Line:
+        if (line := self._lines.get(worker)) is None:
+            line = Line(lambda requests: submit(worker, requests), worker.collect.remote)
+            self._lines[worker] = line
+        return line
+
     def _scores(self, model: str, source: str) -> bool:
         variant = self._settings.by_source.get(source)
         return variant is None or model in variant.models
 
     async def shutdown(self) -> None:
+        for line in self._lines.values():
+            line.close()
         await self.team.shutdown()
         await gather([end(self.workers), *(model.shutdown() for model in self.models)])
 

@@ -29,6 +29,7 @@ from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_en
 from actors.workers.engine_thread import EngineThread
 from actors.workers.environment import EnvironmentAddresses
 from actors.workers.episodes import EpisodeSampler, episode_sampler
+from actors.workers.exchange import SamplingActor
 from grpo_dist.chat.ends import SampleEnds, ends_of
 from grpo_dist.config import TransferBackend
 from grpo_dist.environments.episode import Generation
@@ -243,14 +244,12 @@ def compiled_graphs() -> int:
 logger = logging.getLogger("grpo_dist")
 
 
-class RolloutWorker(WeightReceiver, Probeable):
-    """One engine. All methods run on the actor's event loop, many `sample` calls at once."""
+class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
+    """One engine. All methods run on the actor's event loop, many groups at once."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__()
         self._spec = spec
-        self._finished = Load(0, 0)
-        self._progress = asyncio.Condition()
         self._engine: Any = None
         self._tokenizer: Any = None
         self._ends = SampleEnds(frozenset(), None)
@@ -322,14 +321,11 @@ class RolloutWorker(WeightReceiver, Probeable):
             self._episodes.workers.use(addresses)
 
     @metered("sample")
-    async def sample(
-        self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling
-    ) -> tuple[Load, tuple[Rollout, ...]]:
+    async def sample(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> tuple[Rollout, ...]:
         """Sample ``len(seeds)`` completions or episodes of ``prompt``, the i-th with ``seeds[i]`` alone.
 
-        Returns the load that this engine has finished since it started, and the samples. Those whose request
-        the engine or an environment worker gave up are left out, as long as ``sampling.least`` are there.
-        Raises SamplesFailed where fewer are.
+        Samples whose request the engine or an environment worker gave up are left out, as long as
+        ``sampling.least`` are there. Raises SamplesFailed where fewer are.
         """
         lengths = sampling.lengths or [None] * len(seeds)
         outcomes = await asyncio.gather(
@@ -344,7 +340,7 @@ class RolloutWorker(WeightReceiver, Probeable):
             if len(rollouts) < (len(seeds) if sampling.least is None else sampling.least):
                 raise SamplesFailed(why)
             logger.warning("%s; the group continues without the others", why)
-        return self._finished, rollouts
+        return rollouts
 
     async def probe(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> tuple[Rollout, ...]:
         """Sample for the sync probe, outside of admission: it counts neither as work nor as finished load.
@@ -355,14 +351,6 @@ class RolloutWorker(WeightReceiver, Probeable):
         sampling = sampling if self._spec.returns_masks else sampling.untruncated
         outputs = await asyncio.gather(*(self._generate(ids, seed, sampling, most) for seed in seeds))
         return tuple(stored(drawn(self._rollout(prompt.uid, i, o), sampling)) for i, o in enumerate(outputs))
-
-    async def finished(self, at_least: int) -> Load:
-        """Wait for ``at_least`` finished sequences; return the load finished since this engine started."""
-        async with self._progress:
-            await self._progress.wait_for(  # bounded: pending samples finish or fail
-                lambda: self._finished.sequences >= at_least
-            )
-        return self._finished
 
     async def _sample_one(
         self, prompt: Prompt, sample: int, seed: int, sampling: Sampling, length: int | None
@@ -400,9 +388,7 @@ class RolloutWorker(WeightReceiver, Probeable):
             # In an environment worker, at one action. The loss of a worker begins its episodes again.
             return SamplesFailed(f"environment: {type(error.cause).__name__}: {reason(error)}")
         finally:
-            self._finished = self._finished.plus(outstanding(prompt, 1, sampling))
-            async with self._progress:
-                self._progress.notify_all()
+            self._count_finished(outstanding(prompt, 1, sampling))
 
     def _as_sampled(self, rollout: Rollout, sampling: Sampling) -> Rollout:
         """Return ``rollout`` as the driver gets it: with its settings, and with its routes, which would fill

@@ -2,8 +2,8 @@
 
 driver        pool: waits for capacity, picks the engine with the fewest outstanding tokens
   |  sample()   |
-  +-----------> | --- sample.remote ---> RolloutWorker: G requests, own seed each -> tuple[Rollout, ...]
-  | <--- reference to the group's rollouts, as soon as the group is finished
+  +-----------> | --- with others ---> RolloutWorker: G requests, own seed each -> tuple[Rollout, ...]
+  | <--- where the group's samples are, as soon as it is finished (`exchange`)
 
 Groups of a lost engine are sampled again by another engine or by its replacement. The seeds are the same, so
 the samples are the same under the same weights.
@@ -11,10 +11,10 @@ the samples are the same under the same weights.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -24,6 +24,7 @@ from actors.lifecycle.calls import LOST, end, results
 from actors.lifecycle.team import ActorSpec, ElasticTeam, Team
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.environment import EnvironmentAddresses, EnvironmentPool
+from actors.workers.exchange import Line, StoredGroups, StoredSamples
 from actors.workers.rollout import RolloutWorker, outstanding
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.load_balancer import QUEUE_DEPTH, Load
@@ -33,8 +34,8 @@ from grpo_dist.types import Prompt, Sampling
 class RolloutPool:
     """Sends each group whole to the engine with the fewest outstanding tokens, or waits while all are full.
 
-    A group is not split over engines: each would prefill the prompt again and cost the driver a call, and
-    with many samples the engines finish together anyway. Outstanding load is what was sent less what the
+    A group is not split over engines: each would prefill the prompt again, and with many samples the engines
+    finish together anyway. Outstanding load is what was sent less what the
     engine reports as finished, sample by sample: the last long sample of a group occupies one slot, not the
     slots of its whole group.
     """
@@ -59,15 +60,12 @@ class RolloutPool:
         self.workers, self._load_balancer = self.team.workers, self.team.load_balancer
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # see `Colocation`
         count, self._reserved = len(self.workers), spec.rollout.num_workers
-        self._samplers: list[tuple[Any, Any]] = [(None, None)] * count
-        # Sequences between two reports of an engine while groups wait.
+        self._lines: dict[Any, Line] = {}  # by engine
+        # Finished sequences between two reports of an engine none of whose groups is done.
         self._report_every = max(1, spec.max_num_seqs // 8)
-        self._sent = [Load(0, 0)] * count
         self._finished = [Load(0, 0)] * count
         # Where speculation drafts from earlier samples: the engine that last sampled each prompt, by uid.
         self._samples_of: dict[str, int] | None = {} if spec.rollout.speculation else None
-        self._not_followed = set(range(count))
-        self._following: set[asyncio.Task[None]] = set()
 
     def _made_team(self, role: str, spec: EngineSpec, actors: ActorSpec, worker: Any) -> Team:
         makers = actors.makers(worker, spec.rollout.num_workers, spec)
@@ -75,7 +73,6 @@ class RolloutPool:
             "start": lambda worker: worker.start.remote(*self._start_arguments()),
             "health": lambda worker: worker.health.remote(),  # on its event loop, in parallel to its work
             "capacity": QUEUE_DEPTH * spec.max_num_seqs,
-            "on_wait": self._follow_all,
         }
         if actors.guests is None:
             return Team(role, makers, actors, **options)
@@ -88,10 +85,8 @@ class RolloutPool:
     def _start_arguments(self) -> tuple[EnvironmentAddresses, ...]:
         return (self._environments.addresses(),) if self._environments is not None else ()
 
-    async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> Any:
-        """Sample ``prompt``; return a reference to its finished ``tuple[Rollout, ...]``, which is not
-        fetched.
-        """
+    async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> StoredSamples:
+        """Sample ``prompt``; return where its finished samples are, which are not fetched."""
         async with self.turn():
             load = outstanding(prompt, len(seeds), sampling)
             while True:
@@ -102,23 +97,16 @@ class RolloutPool:
                     continue
                 if self._samples_of is not None:
                     self._samples_of[prompt.uid] = index
-                self._sent[index] = self._sent[index].plus(load)
-                if self._load_balancer.waiting:
-                    self._follow_all()
-                finished, rollouts = self._sampler(index, worker).remote(prompt, list(seeds), sampling)
                 try:
-                    self._note(index, worker, await finished)
+                    samples: StoredSamples = await self._line(index, worker).ask((prompt, seeds, sampling))
+                    return samples
                 except LOST as error:
                     self.team.lost(index, worker, error)
                 except RayTaskError:  # a refused request, too few samples, or the engine has failed
-                    with suppress(RayError):  # the same error: Ray prints errors that no caller reads
-                        await rollouts
                     if self._environments is not None:  # or no environment worker is left
                         self._environments.team.check()
                     if not await self.team.find_dead([worker]):
                         raise
-                else:
-                    return rollouts
 
     async def abandon(self) -> None:
         """Abort all pending requests on all engines."""
@@ -139,48 +127,28 @@ class RolloutPool:
         await results(worker.wake_up.remote(list(tags) or None) for worker in self.workers[: self._reserved])
 
     async def shutdown(self) -> None:
-        for task in self._following:
-            task.cancel()
+        for line in self._lines.values():
+            line.close()
         await self.team.shutdown()
         await end(self._present())
 
     def _present(self) -> list[Any]:
         return list(self.team.named().values())
 
-    def _follow_all(self) -> None:
-        """Ask engines for their progress; only needed while a group waits for capacity."""
-        while self._not_followed:
-            index = self._not_followed.pop()
-            task = asyncio.create_task(self._follow(index), name=f"progress of rollout-{index}")
-            self._following.add(task)
-            task.add_done_callback(self._following.discard)
+    def _line(self, index: int, worker: Any) -> Line:
+        """Return the line to an engine, made once for each, since every group needs it."""
+        if (line := self._lines.get(worker)) is None:
+            line = Line(worker.submit.remote, partial(self._collect, index, worker))
+            self._lines[worker] = line
+        return line
 
-    async def _follow(self, index: int) -> None:
-        """Release capacity as samples finish, before their whole group does."""
-        worker = self.workers[index]
-        try:
-            while (
-                self._load_balancer.waiting
-                and self.team.is_current(index, worker)
-                and self._sent[index] != self._finished[index]
-            ):
-                more = self._finished[index].sequences + self._report_every
-                at_least = min(more, self._sent[index].sequences)
-                self._note(index, worker, await worker.finished.remote(at_least))
-        except LOST as error:
-            self.team.lost(index, worker, error)
-        finally:
-            self._not_followed.add(index)
-
-    def _sampler(self, index: int, worker: Any) -> Any:
-        """Return the engine's method, made once for each engine, since every group calls it."""
-        if self._samplers[index][0] is not worker:
-            self._samplers[index] = self._two_returns(worker)
-        return self._samplers[index][1]
-
-    @staticmethod
-    def _two_returns(worker: Any) -> tuple[Any, Any]:
-        return worker, worker.sample.options(num_returns=2)
+    async def _collect(self, index: int, worker: Any) -> list[tuple[int, Any]]:
+        """Wait for groups of an engine, and release capacity as samples finish, also before a group does."""
+        report, stored = worker.collect.remote(self._finished[index].sequences + self._report_every)
+        finished, numbers, failed = await report
+        self._note(index, worker, finished)
+        groups = StoredGroups(stored)
+        return [*((number, StoredSamples(groups, i)) for i, number in enumerate(numbers)), *failed]
 
     def _forget(self, index: int) -> None:
         """Reset the counters of a lost engine; its replacement starts at 0, and remembers no samples. Its
@@ -190,7 +158,7 @@ class RolloutPool:
             self._samples_of = {uid: other for uid, other in self._samples_of.items() if other != index}
         if self._environments is not None:
             self._environments.end_all(self.workers[index])
-        self._sent[index] = self._finished[index] = Load(0, 0)
+        self._finished[index] = Load(0, 0)
 
     def _note(self, index: int, worker: Any, finished: Load) -> None:
         if not self.team.is_current(index, worker):

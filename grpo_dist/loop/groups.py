@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -260,7 +261,7 @@ class GroupScorer:
         how many samples suffice.
         """
         temperature = self._draw.temperatures.get(prompt.source, sampling.temperature)
-        return replace(sampling, temperature=temperature, least=self._draw.least)
+        return _sampling_with(sampling, temperature, self._draw.least)
 
     def _seeds(self, prompt: Prompt, batch: int) -> Callable[[int], list[int]]:
         """Return the function that gives the seeds of each draw of a group, by its number."""
@@ -293,6 +294,12 @@ class GroupScorer:
         greedy = replace(self._sampling[batch], temperature=0.0)
         rollouts = await self._workers.rollouts.sample(prompt, seeds=[seed], sampling=greedy)
         return float((await self._workers.rewards.score(prompt, rollouts)).rewards[0])
+
+
+@lru_cache(maxsize=64)
+def _sampling_with(sampling: Sampling, temperature: float, least: int) -> Sampling:
+    """Return the same object for all groups of a source: what is sent of many groups has it once."""
+    return replace(sampling, temperature=temperature, least=least)
 
 
 def with_known_sampling(groups: Sequence[Group], sampling: Sampling) -> list[Group]:

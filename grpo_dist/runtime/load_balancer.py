@@ -15,8 +15,8 @@ room appeared.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,11 +51,10 @@ class LoadBalancer:
 
     Args:
         capacity: sequences a worker may be assigned; an idle worker takes any group, even a larger one.
-        on_wait: called whenever a group starts to wait.
     """
 
-    def __init__(self, workers: int, capacity: int, *, on_wait: Callable[[], None] = lambda: None) -> None:
-        self._capacity, self._on_wait = capacity, on_wait
+    def __init__(self, workers: int, capacity: int) -> None:
+        self._capacity = capacity
         self._loads = [_Slot() for _ in range(workers)]
         self._waiting: deque[tuple[int, int, asyncio.Future[int]]] = deque()
         self._withdrawn: set[int] = set()
@@ -83,7 +82,6 @@ class LoadBalancer:
             return index
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append((sequences, tokens, turn))
-        self._on_wait()
         try:
             return await turn
         except asyncio.CancelledError:
@@ -171,8 +169,12 @@ class LoadBalancer:
 
     def _least_loaded(self, sequences: int) -> int | None:
         """Return the worker with room for ``sequences`` and the fewest tokens, the first of several."""
-        free = (i for i in range(len(self._loads)) if self._takes(i, sequences))
-        return min(free, key=lambda i: self._loads[i].tokens, default=None)
+        least: int | None = None
+        fewest = math.inf
+        for index, load in enumerate(self._loads):  # each group looks at all workers
+            if load.tokens < fewest and self._takes(index, sequences):
+                least, fewest = index, load.tokens
+        return least
 
     def _takes(self, index: int, sequences: int) -> bool:
         """Return whether worker ``index`` is in service and has room for ``sequences``."""

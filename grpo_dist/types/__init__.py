@@ -18,6 +18,7 @@ from grpo_dist.types.samples import (
     Group,
     HeldRoutes,
     KeptTokens,
+    PackedSamples,
     Prompt,
     Rollout,
     Routes,
@@ -31,11 +32,9 @@ from grpo_dist.types.samples import (
     count_signals,
     has_signal,
     have_logprobs,
-    pack_rollouts,
     sampled_logprobs,
     select_sampled,
     training_rows,
-    unpack_rollouts,
 )
 
 __all__ = [
@@ -46,6 +45,7 @@ __all__ = [
     "Group",
     "HeldRoutes",
     "KeptTokens",
+    "PackedSamples",
     "PolicyStream",
     "Prompt",
     "Rollout",
@@ -64,9 +64,7 @@ __all__ = [
     "count_signals",
     "has_signal",
     "have_logprobs",
-    "pack_rollouts",
     "sampled_logprobs",
     "select_sampled",
     "training_rows",
-    "unpack_rollouts",
 ]

@@ -394,54 +394,83 @@ class Group:
     step_ends: tuple[np.ndarray, ...] | None = None
     failures: tuple[tuple[str, ...], ...] = ()  # [G] why each sample could not be scored; (): all were
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the samples as one array: dozens of small ones cost more than their bytes."""
-        others = tuple(getattr(self, f.name) for f in fields(self) if f.name not in ("prompt", "rollouts"))
-        return _group, (self.prompt, pack_rollouts(self.rollouts), others)
+    def scores(self) -> tuple[Any, ...]:
+        """Return all but prompt and samples, for `from_scores`. Rewards are bytes, as a prompt's tokens."""
+        parts = {name: part.tobytes() for name, part in self.reward_parts.items()}
+        others = (getattr(self, f.name) for f in fields(self)[4:])
+        return self.rewards.tobytes(), parts, *others
+
+    @classmethod
+    def from_scores(cls, prompt: Prompt, rollouts: tuple[Rollout, ...], scores: tuple[Any, ...]) -> Group:
+        rewards, parts, *others = scores
+        arrays = {name: np.frombuffer(part, np.float32) for name, part in parts.items()}
+        return cls(prompt, rollouts, np.frombuffer(rewards, np.float32), arrays, *others)
 
 
-def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[Any, ...]:
-    """Pack ``rollouts`` for `unpack_rollouts`: the numbers of all samples in one int32 array, for each sample
-    its token ids, its versions and the bits of its log-probs; then what only an episode has.
+@dataclass(frozen=True, slots=True)
+class PackedSamples:
+    """The samples of many groups, to be sent: dozens of small arrays cost more than their bytes.
+
+    Attributes:
+        numbers: int32, of each sample its token ids, its versions and the bits of its log-probs.
+        groups: of each group where its samples begin in ``numbers``, the lengths of their completions, and
+            what is no number of a token.
     """
-    lengths = [len(r.completion_ids) for r in rollouts]
-    parts = [(r.completion_ids, r.policy_versions, r.logprobs.view(np.int32)) for r in rollouts]
-    flat = np.concatenate([part for arrays in parts for part in arrays]) if parts else np.empty(0, np.int32)
-    assert len(flat) == 3 * sum(lengths), "ids, versions and log-probs of a sample differ in length"
-    rest = [
-        (
-            *(r.prompt_uid, r.sample, r.finish_reason, r.text, _episode(r)),
-            *(r.temperature, r.max_new_tokens, r.routes, r.kept, r.context_ids),
-        )
-        for r in rollouts
-    ]
-    return flat, lengths, rest
+
+    numbers: np.ndarray
+    groups: list[tuple[int, list[int], list[tuple[Any, ...]]]]
+
+    @classmethod
+    def from_groups(cls, groups: Sequence[Sequence[Rollout]]) -> PackedSamples:
+        packed: list[tuple[int, list[int], list[tuple[Any, ...]]]] = []
+        arrays: list[np.ndarray] = []
+        start = 0
+        for rollouts in groups:
+            lengths = [len(r.completion_ids) for r in rollouts]
+            packed.append((start, lengths, [_others(r) for r in rollouts]))
+            start += 3 * sum(lengths)
+            for r in rollouts:
+                arrays += (r.completion_ids, r.policy_versions, r.logprobs.view(np.int32))
+        numbers = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
+        assert len(numbers) == start, "ids, versions and log-probs of a sample differ in length"
+        return cls(numbers, packed)
+
+    def group(self, index: int) -> tuple[Rollout, ...]:
+        """Return the samples of a group, whose arrays are views of ``numbers``."""
+        start, lengths, others = self.groups[index]
+        numbers, logprobs = self.numbers, self.numbers.view(np.float32)
+        rollouts = []
+        for length, (uid, sample, reason, text, how, episode, further) in zip(lengths, others, strict=True):
+            versions, known, end = start + length, start + 2 * length, start + 3 * length
+            tokens, made_by, values = numbers[start:versions], numbers[versions:known], logprobs[known:end]
+            mask, turns, rows = episode
+            sampled = None if mask is None else np.frombuffer(mask, dtype=bool)
+            rollouts.append(
+                Rollout(
+                    uid, sample, tokens, values, reason, text, made_by, sampled, turns, rows, *how, *further
+                )
+            )
+            start = end
+        return tuple(rollouts)
 
 
-def _episode(rollout: Rollout) -> tuple[Any, ...]:
-    """Return what only an episode has, its mask as bytes; () where nothing is."""
-    mask, turns, further = rollout.sampled, rollout.turns, rollout.further_rows
-    return () if mask is None and not turns else (None if mask is None else mask.tobytes(), turns, further)
+_NO_EPISODE = None, (), ()
+_NOTHING = None, None, None
 
 
-def unpack_rollouts(flat: np.ndarray, lengths: list[int], rest: list[tuple[Any, ...]]) -> tuple[Rollout, ...]:
-    """Return rollouts whose arrays are views of ``flat``."""
-    logprobs = flat.view(np.float32)
-    rollouts, start = [], 0
-    for length, (uid, sample, reason, text, episode, *how) in zip(lengths, rest, strict=True):
-        ids, versions, end = start + length, start + 2 * length, start + 3 * length
-        mask, turns, further = episode or (None, (), ())
-        sampled = None if mask is None else np.frombuffer(mask, dtype=bool)
-        tokens, values, made_by = flat[start:ids], logprobs[versions:end], flat[ids:versions]
-        rollouts.append(
-            Rollout(uid, sample, tokens, values, reason, text, made_by, sampled, turns, further, *how)
-        )
-        start = end
-    return tuple(rollouts)
-
-
-def _group(prompt: Prompt, packed: tuple[Any, ...], others: tuple[Any, ...]) -> Group:
-    return Group(prompt, unpack_rollouts(*packed), *others)
+def _others(rollout: Rollout) -> tuple[Any, ...]:
+    """Return what is no number of a token. What only an episode has comes together, its mask as bytes, and
+    what most samples lack: one object stands for nothing of all samples.
+    """
+    mask, turns, rows = rollout.sampled, rollout.turns, rollout.further_rows
+    episode = (None if mask is None else mask.tobytes(), turns, rows)
+    further = (rollout.routes, rollout.kept, rollout.context_ids)
+    return (
+        *(rollout.prompt_uid, rollout.sample, rollout.finish_reason, rollout.text),
+        (rollout.temperature, rollout.max_new_tokens),
+        _NO_EPISODE if mask is None and not turns and not rows else episode,
+        further if any(part is not None for part in further) else _NOTHING,
+    )
 
 
 def has_signal(rewards: np.ndarray) -> bool:

@@ -48,10 +48,7 @@ class World(OnALoop):
 
     async def sample(self):
         worker = self.rollouts.workers[0]
-        _, rollouts = worker.sample.options(num_returns=2).remote(
-            PROMPTS[0], [1, 2, 3], Sampling(max_new_tokens=24)
-        )
-        return await rollouts
+        return await worker.sample.remote(PROMPTS[0], [1, 2, 3], Sampling(max_new_tokens=24))
 
 
 def test_updates_in_bfloat16_change_few_bits_and_engines_sample_as_with_whole_weights(

@@ -76,9 +76,7 @@ class Joined(OnALoop):
         """Return the samples of each serving engine; they have the last version."""
         found = []
         for worker in self.rollouts.team.alive():
-            sampler = worker.sample.options(num_returns=2)
-            _, rollouts = sampler.remote(PROMPTS[0], [1, 2, 3], SAMPLING)
-            found.append(await rollouts)
+            found.append(await worker.sample.remote(PROMPTS[0], [1, 2, 3], SAMPLING))
         assert all(set(r.policy_versions) == {self.version} for group in found for r in group)
         return found
 

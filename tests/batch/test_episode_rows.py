@@ -24,7 +24,7 @@ from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.policy.attention import BlockKernel
 from grpo_dist.policy.loss import batch_loss
 from grpo_dist.policy.packing import packed
-from grpo_dist.types import FurtherRow, Rollout
+from grpo_dist.types import FurtherRow, PackedSamples, Rollout
 from tests.support import made_groups
 from tests.support.losses import check_equal, credit, objective
 
@@ -322,11 +322,11 @@ def test_episodes_are_sent_and_kept_bit_for_bit(seed, tmp_path_factory):
     odd = replace(first, turns=(turn, *first.turns[1:]))
     groups[0] = replace(groups[0], rollouts=(odd, *groups[0].rollouts[1:]))
     groups.append(made_groups.group(7, np.random.default_rng(seed)))  # of no environment
-    sent = pickle.loads(pickle.dumps(groups))
+    sent = pickle.loads(pickle.dumps(PackedSamples.from_groups([group.rollouts for group in groups])))
     write_groups(path, groups)
     kept = read_groups(path, {g.prompt.uid: g.prompt for g in groups})
-    for group, arrived, read in zip(groups, sent, kept, strict=True):
-        assert same(group.rollouts, arrived.rollouts) and same(group.rollouts, read.rollouts)
+    for i, (group, read) in enumerate(zip(groups, kept, strict=True)):
+        assert same(group.rollouts, sent.group(i)) and same(group.rollouts, read.rollouts)
 
 
 def test_a_table_without_episodes_has_no_columns_for_them(tmp_path):

@@ -26,8 +26,7 @@ from grpo_dist.environments.episode import Action, Budgets, Call, Generation, Ob
 from grpo_dist.environments.runner import EnvironmentProbe, EpisodeRunner
 from grpo_dist.errors import SamplesFailed
 from grpo_dist.observe.samples import read_groups, write_groups
-from grpo_dist.types import Group, KeptTokens, Prompt, Rollout, Sampling, Task
-from grpo_dist.types.samples import pack_rollouts, unpack_rollouts
+from grpo_dist.types import Group, KeptTokens, PackedSamples, Prompt, Rollout, Sampling, Task
 from tests.support.chat_templates import real_tokenizer
 from tests.support.patience import HANG_S
 
@@ -571,7 +570,7 @@ def test_rows_with_a_context_of_their_own_reach_the_batch_and_its_table(tmp_path
     rows = _rows(renderer)
     _answer(rows, renderer, "408", [_S, _U])
     rollout = rows.rollout(0, "stop", reward=1.0)
-    (copy,) = unpack_rollouts(*pack_rollouts([rollout]))
+    (copy,) = PackedSamples.from_groups([[rollout]]).group(0)
     rewards = np.ones(1, np.float32)
     group = Group(rows._prompt, (copy,), rewards, {"environment": rewards}, ("",))
     write_groups(tmp_path / "step_000001.parquet", [group])

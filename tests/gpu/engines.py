@@ -133,8 +133,7 @@ async def _started(spec: EngineSpec, found: Findings, name: str) -> Any:
 async def _sample(engine: Any, settings: SamplingConfig, seeds: Sequence[int]) -> list[Rollout]:
     tokens = settings.longest
     sampling = Sampling(max_new_tokens=tokens, lengths=(tokens,) * len(seeds))
-    _, rollouts = await engine.sample(PROMPT, list(seeds), sampling)
-    return list(rollouts)
+    return list(await engine.sample(PROMPT, list(seeds), sampling))
 
 
 async def _sleep(engine: Any, weights: int, found: Findings, name: str, *, keep_weights: bool) -> None:

@@ -25,12 +25,11 @@ from grpo_dist.observe import Tracker
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.types import (
     Group,
+    PackedSamples,
     Prompt,
     Rollout,
     Task,
     Thought,
-    pack_rollouts,
-    unpack_rollouts,
 )
 from grpo_dist.workers import Workers
 from tests.evidence.driver_scaling import (
@@ -125,13 +124,16 @@ def test_a_batch_equals_one_built_row_by_row_bit_for_bit(groups, mask_truncated)
 
 @settings(max_examples=40)
 @given(groups=any_groups())
-def test_a_group_is_serialised_in_one_piece_and_arrives_unchanged(groups):
-    for group in groups:
-        buffers = []
-        sent = pickle.dumps(group, protocol=5, buffer_callback=buffers.append)
-        # The rewards, their part, and all numbers of all samples.
-        assert len(buffers) <= 3
-        assert same_group(pickle.loads(sent, buffers=[bytes(b) for b in buffers]), group)
+def test_the_samples_of_many_groups_are_sent_in_one_piece_and_arrive_unchanged(groups):
+    buffers = []
+    packed = PackedSamples.from_groups([group.rollouts for group in groups])
+    sent = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
+    assert len(buffers) == 1  # all numbers of all samples
+    back = pickle.loads(sent, buffers=[bytes(b) for b in buffers])
+    for i, group in enumerate(groups):
+        scores = pickle.loads(pickle.dumps(group.scores()))
+        arrived = Group.from_scores(group.prompt, back.group(i), scores)
+        assert same_group(arrived, group)
         assert same_group(copy.deepcopy(group), group)
 
 
@@ -155,8 +157,8 @@ def test_samples_with_fields_of_unequal_length_are_not_packed():
     rollout = made_rollouts("p", 1, np.random.default_rng(0))[0]
     short = Rollout("p", 0, rollout.completion_ids[1:], rollout.logprobs, "stop", "", rollout.policy_versions)
     with pytest.raises(AssertionError, match="differ in length"):
-        pack_rollouts([short])
-    assert unpack_rollouts(*pack_rollouts([])) == ()
+        PackedSamples.from_groups([[short]])
+    assert PackedSamples.from_groups([[], [rollout]]).group(0) == ()
 
 
 def test_a_batch_arrives_unchanged_in_its_own_memory():

@@ -4,8 +4,10 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import replace
 
 from actors.lifecycle.probe import Health, Probeable
+from actors.workers.exchange import from_arguments
 from tests.support.simulated_actors import SimulatedReward, SimulatedRollout
 
 
@@ -31,12 +33,15 @@ class Engine(SimulatedRollout):
         self._stuck = True
 
     async def sample(self, prompt, seeds, sampling):
-        finished, _ = await super().sample(prompt, seeds, sampling)
+        rollouts = await super().sample(prompt, seeds, sampling)
         await asyncio.sleep(0.05)
         while self._stuck:
             await asyncio.sleep(0.05)
         self._check()
-        return finished, (prompt.uid, tuple(seeds), os.getpid())
+        return tuple(
+            replace(rollouts[i], prompt_uid=prompt.uid, sample=seed, text=str(os.getpid()))
+            for i, seed in enumerate(seeds)
+        )
 
     async def process(self):
         return os.getpid()
@@ -66,11 +71,11 @@ class Grader(SimulatedReward, Probeable):
 class Frozen(Probeable):
     """Replaces a reference worker."""
 
-    def __init__(self, settings, **others):
+    def __init__(self, **settings):
         """Take the settings of the real worker."""
 
     def ready(self):
         """Up."""
 
-    def logprobs(self, prompt, rollouts):
-        return [len(rollout) for rollout in rollouts]
+    def logprobs(self, prompt, samples):
+        return [len(rollout) for rollout in from_arguments(samples, ())]

@@ -100,8 +100,7 @@ class TwoEngines(OnALoop):
 
     async def sample_on(self, worker):
         """Return the samples of the first prompt from this engine."""
-        _, rollouts = worker.sample.options(num_returns=2).remote(PROMPTS[0], self.seeds, self.sampling)
-        return await rollouts
+        return await worker.sample.remote(PROMPTS[0], self.seeds, self.sampling)
 
     async def sample_on_both(self):
         """Wait until both engines serve; return the samples of each."""

@@ -15,6 +15,7 @@ from grpo_dist.types import (
     FurtherRow,
     Group,
     KeptTokens,
+    PackedSamples,
     Prompt,
     Rollout,
     TeacherLogprobs,
@@ -226,15 +227,17 @@ def truncated_batch(vocabulary: int, *, groups: int = 3, samples: int = 4, seed:
 
 
 def check_stored(groups, directory, field, same):
-    """Assert that ``field`` of every row, further ones too, comes back from pickles and from the files of
-    checkpoints, by ``same(one, other)``, and that the records of a run are without it.
+    """Assert that ``field`` of every row, further ones too, comes back from what is sent and from the files
+    of checkpoints, by ``same(one, other)``, and that the records of a run are without it.
     """
     prompts = {g.prompt.uid: g.prompt for g in groups}
     write_groups(directory / "kept.parquet", groups, for_training=True)
     write_groups(directory / "shown.parquet", groups)
-    for stored in (pickle.loads(pickle.dumps(groups)), read_groups(directory / "kept.parquet", prompts)):
-        for group, other in zip(groups, stored, strict=True):
-            for one, two in zip(group.rollouts, other.rollouts, strict=True):
+    sent = pickle.loads(pickle.dumps(PackedSamples.from_groups([g.rollouts for g in groups])))
+    kept = read_groups(directory / "kept.parquet", prompts)
+    for stored in ([sent.group(i) for i in range(len(groups))], [g.rollouts for g in kept]):
+        for group, others in zip(groups, stored, strict=True):
+            for one, two in zip(group.rollouts, others, strict=True):
                 for a, b in zip(one.rows, two.rows, strict=True):
                     assert same(getattr(a, field), getattr(b, field))
     shown = [r for g in read_groups(directory / "shown.parquet", prompts) for r in g.rollouts]

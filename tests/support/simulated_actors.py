@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from actors.workers.exchange import SamplingActor, ScoringActor
 from grpo_dist.config import Config, RewardsConfig, RolloutConfig
 from grpo_dist.runtime.load_balancer import Load
 from grpo_dist.types import Group, Prompt, Rollout, Sampling
@@ -36,33 +37,29 @@ class SimulatedSpec:
     turns: int = 0  # of the episodes it returns; 0: completions
 
 
-class SimulatedRollout:
+class SimulatedRollout(SamplingActor):
     def __init__(self, spec: SimulatedSpec) -> None:
+        super().__init__()
         rng = np.random.default_rng(0)
-        self._finished = Load(0, 0)
         samples, turns = spec.samples_per_prompt, spec.turns
         self._made = [made_rollouts("made", samples, rng, turns) for _ in range(_MADE)]
 
     async def start(self) -> None:
         """Return once the process is up."""
 
-    async def sample(
-        self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling
-    ) -> tuple[Load, tuple[Rollout, ...]]:
+    async def sample(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> tuple[Rollout, ...]:
         tokens = len(prompt.token_ids) + sampling.max_new_tokens
-        self._finished = self._finished.plus(Load(len(seeds), len(seeds) * tokens))
-        return self._finished, self._made[seeds[0] % _MADE]
-
-    async def finished(self, at_least: int) -> Load:
-        return self._finished
+        self._count_finished(Load(len(seeds), len(seeds) * tokens))
+        return self._made[seeds[0] % _MADE]
 
     async def close(self) -> None:
         """Release nothing."""
 
 
-class SimulatedReward:
+class SimulatedReward(ScoringActor):
     def __init__(self, settings: RewardsConfig, **others: Any) -> None:
         """Take the settings of the real worker."""
+        super().__init__(threads=1)
 
     def ready(self) -> None:
         """Return once the process is up."""

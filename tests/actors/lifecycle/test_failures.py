@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from actors.cluster import Cluster
 from actors.lifecycle import team
 from actors.lifecycle.probe import Health
 from actors.lifecycle.team import ActorSpec, Team
+from actors.workers.exchange import StoredGroups, StoredSamples
 from actors.workers.reward import RewardPool
 from actors.workers.rollout import StoredRoutes
 from grpo_dist.config import RestartsConfig, RewardsConfig
@@ -120,13 +122,16 @@ class OnANode:
 
 
 def test_groups_of_a_lost_node_are_scored_though_it_had_two_of_their_workers():
+    async def score(group, worker):
+        return await worker.score.remote(group)
+
     async def scored():
         reports = {"reward-0": asyncio.Event(), "reward-1": asyncio.Event()}
         spec = ActorSpec(restarts=RestartsConfig(backoff_s=0.05), start_s=5)
         team = Team("reward", [lambda name: OnANode(name, reports)] * 2, spec)
         await team.ready()
         try:
-            calls = [asyncio.create_task(team.call("score", i, attempts=2)) for i in range(8)]
+            calls = [asyncio.create_task(team.send(partial(score, i), attempts=2)) for i in range(8)]
             for report in reports.values():
                 await asyncio.sleep(0.01)
                 report.set()
@@ -137,23 +142,22 @@ def test_groups_of_a_lost_node_are_scored_though_it_had_two_of_their_workers():
     assert asyncio.run(scored()) == (list(range(8)), 2)
 
 
-class LostSamples:
+async def lost_reference():
     """A reference to samples whose node is lost."""
-
-    def __await__(self):
-        raise OBJECT_LOST
-        yield
+    raise OBJECT_LOST
 
 
-def test_a_group_whose_workers_and_samples_are_lost_is_sampled_again(monkeypatch):
-    async def call(*_, attempts):
+def test_a_group_whose_workers_and_samples_are_lost_is_sampled_again():
+    async def send(_, *, attempts):
         raise ActorDiedError()
 
-    monkeypatch.setattr(ray, "ObjectRef", LostSamples)
+    async def scored():
+        return await pool.score(group_of([1.0], [2]).prompt, StoredSamples(StoredGroups(lost_reference()), 0))
+
     pool = object.__new__(RewardPool)
-    pool.models, pool.team, pool._settings = [], SimpleNamespace(call=call), RewardsConfig()
+    pool.models, pool.team, pool._settings = [], SimpleNamespace(send=send), RewardsConfig()
     with pytest.raises(SamplesLost):
-        asyncio.run(pool.score(group_of([1.0], [2]).prompt, LostSamples()))
+        asyncio.run(scored())
 
 
 @pytest.mark.parametrize("error", [OBJECT_LOST, in_an_actor(OBJECT_LOST)])

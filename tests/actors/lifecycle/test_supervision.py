@@ -52,7 +52,10 @@ def pool(workers, restarts=QUICK, **rollout):
 
 
 async def fetched(rollouts, uid):
-    return await (await rollouts.sample(prompt(uid), seeds=[1, 2], sampling=SAMPLING))
+    """Return the prompt, the seeds and the process of a group."""
+    group = await (await rollouts.sample(prompt(uid), seeds=[1, 2], sampling=SAMPLING))
+    ((uid, text),) = {(rollout.prompt_uid, rollout.text) for rollout in group}
+    return uid, tuple(rollout.sample for rollout in group), int(text)
 
 
 async def with_one_lost(rollouts, lose, groups=30):
@@ -285,7 +288,7 @@ def test_a_group_that_kills_two_reward_workers_is_left_unscored_and_the_next_is_
         await rewards.ready()
         async with asyncio.timeout(HANG_S):
             prompts = (once, prompt("poison"), prompt("ok"))
-            groups = [await rewards.score(p, ray.put(samples)) for p in prompts]
+            groups = [await rewards.score(p, samples) for p in prompts]
         await rewards.shutdown()
         return groups, rewards.team.restarted()
 

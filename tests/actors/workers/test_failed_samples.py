@@ -27,8 +27,8 @@ def sampled(failing, sampling, seeds=(10, 11, 12, 13)):
         return Generation([seed, 2], np.zeros(2, np.float32), np.zeros(2, np.int32), "stop", 0)
 
     worker._generate = generate
-    load, rollouts = asyncio.run(worker.sample(PROMPT, list(seeds), sampling))
-    return load.sequences, [(r.sample, int(r.completion_ids[0])) for r in rollouts]
+    rollouts = asyncio.run(worker.sample(PROMPT, list(seeds), sampling))
+    return worker.finished.sequences, [(r.sample, int(r.completion_ids[0])) for r in rollouts]
 
 
 def test_the_samples_that_are_there_keep_their_numbers_and_all_count_as_finished(caplog):

@@ -1,8 +1,10 @@
-"""Reward workers and reward model workers as real actors: one group in, one scored group out."""
+"""Reward workers and reward model workers as real actors: samples in, scored groups out."""
 
 import asyncio
+import itertools
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -144,6 +146,13 @@ def test_a_cluster_starts_reward_models_with_its_samplers_and_ends_them(ray_clus
     assert _gone("reward-model-steps-0")
 
 
+class Handle:
+    """Stands for the handle of a worker in this process."""
+
+    def __init__(self, worker):
+        self.submit, self.collect = (SimpleNamespace(remote=c) for c in (worker.submit, worker.collect))
+
+
 def test_the_driver_logs_once_why_samples_have_no_score(tmp_path, caplog):
     """Two workers fail for the same reason; an actor's own log has no reader."""
     (tmp_path / "failing_rewards.py").write_text(
@@ -157,16 +166,20 @@ def test_the_driver_logs_once_why_samples_have_no_score(tmp_path, caplog):
         }
     )
     workers = [RewardWorker(settings, max_new_tokens=24) for _ in range(2)]
+    handles = [Handle(worker) for worker in workers]
+    in_turn = itertools.cycle(range(2))
 
     class InTurn:
-        async def call(self, method, *arguments, attempts):
-            workers.append(workers.pop(0))
-            return getattr(workers[0], method)(*arguments)
+        async def send(self, call, *, attempts):
+            return await call(handles[next(in_turn)])
+
+    async def scored():
+        return [await pool.score(PROMPT, rollouts(TEXTS)) for _ in range(4)]
 
     pool = object.__new__(RewardPool)
-    pool.team, pool.models, pool._logged = InTurn(), [], set()
+    pool.team, pool.models, pool._lines, pool._logged = InTurn(), [], {}, set()
     with caplog.at_level("WARNING"):
-        groups = [asyncio.run(pool.score(PROMPT, rollouts(TEXTS))) for _ in range(4)]
+        groups = asyncio.run(scored())
     for worker in workers:
         worker.close()
     assert all(np.isnan(group.rewards).all() for group in groups)
@@ -199,7 +212,7 @@ def test_episodes_are_scored_with_their_turns_and_ends_and_a_failed_environment_
     async def scored():
         pool = RewardPool(settings, ACTORS, max_new_tokens=24, outcome_rewards={"turns": -0.5})
         await pool.ready()
-        group = await pool.score(PROMPT, ray.put(episodes))
+        group = await pool.score(PROMPT, episodes)
         await pool.shutdown()
         return group
 

@@ -125,7 +125,7 @@ def test_an_engine_of_evaluation_records_routes_and_keeps_those_of_the_probe_alo
         worker = RolloutWorker(spec)
         worker._tokenizer, worker._generate = SimpleNamespace(decode=lambda ids, **_: "text"), generate
         request = LONG_PROMPTS[0], [7], Sampling()
-        (probed,), (_, (sampled,)) = asyncio.run(worker.probe(*request)), asyncio.run(worker.sample(*request))
+        (probed,), (sampled,) = asyncio.run(worker.probe(*request)), asyncio.run(worker.sample(*request))
         return probed.routes, sampled.routes
 
     monkeypatch.setattr(rollout_module, "stored", lambda own: own)

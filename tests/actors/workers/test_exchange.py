@@ -1,0 +1,202 @@
+"""Groups that share calls between driver and actor, which is in this process: no Ray is started."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
+
+from actors.workers.exchange import (
+    Line,
+    SamplingActor,
+    ScoringActor,
+    StoredGroups,
+    StoredSamples,
+    as_arguments,
+    from_arguments,
+    submit,
+)
+from grpo_dist.errors import SamplesFailed, SamplesLost
+from grpo_dist.runtime.load_balancer import Load
+from grpo_dist.types import PackedSamples, Sampling
+from tests.support.made_records import made_group, made_prompts, made_rollouts
+from tests.support.patience import HANG_S
+
+SAMPLES = made_rollouts("made", 2, np.random.default_rng(0))
+
+
+class Engine(SamplingActor):
+    """Samples "slow" prompts after a while, and gives "failed" ones up. Counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.lost, self.go = [], False, asyncio.Event()
+
+    async def sample(self, prompt, seeds, sampling):
+        if prompt == "slow":
+            await self.go.wait()
+        self._count_finished(Load(len(seeds), 10))
+        if prompt == "failed":
+            raise SamplesFailed("0 of 2 samples")
+        return SAMPLES
+
+    async def submit(self, requests):
+        self.calls.append([prompt for _, (prompt, *_) in requests])
+        if self.lost:
+            raise ActorDiedError()
+        for number, (prompt, *how) in requests:
+            self._start(number, self.sample(prompt, *how), SimpleNamespace(uid=prompt))
+
+    def line(self):
+        async def collect():
+            (finished, numbers, failed), packed = await self.collect(100)
+            self.calls.append((finished.sequences, len(numbers), len(failed)))
+            groups = StoredGroups(Reference(packed, self.calls))
+            return [*((number, StoredSamples(groups, i)) for i, number in enumerate(numbers)), *failed]
+
+        return Line(self.submit, collect)
+
+
+class Reference:
+    """Stands for a reference to an object of the store."""
+
+    def __init__(self, packed, calls):
+        self._packed, self._calls = packed, calls
+
+    def __await__(self):
+        yield from asyncio.sleep(0).__await__()
+        self._calls.append("fetched")
+        return self._packed
+
+
+def ask(line, *prompts):
+    return [asyncio.create_task(line.ask((prompt, [1, 2], Sampling()))) for prompt in prompts]
+
+
+def run(session):
+    async def on_the_loop():
+        engine = Engine()
+        return await session(engine, engine.line())
+
+    return asyncio.run(asyncio.wait_for(on_the_loop(), HANG_S))
+
+
+def test_groups_of_one_moment_travel_in_one_call_and_their_samples_are_fetched_once():
+    async def session(engine, line):
+        groups = await asyncio.gather(*ask(line, "a", "b", "c"))
+        fetched = await asyncio.gather(*groups)
+        return engine.calls, [[r.text for r in group] for group in fetched]
+
+    calls, texts = run(session)
+    assert calls == [["a", "b", "c"], (6, 3, 0), "fetched"]
+    assert texts == [[r.text for r in SAMPLES]] * 3
+
+
+def test_a_slow_group_keeps_no_other_waiting():
+    async def session(engine, line):
+        slow, quick = ask(line, "slow", "a")
+        await quick
+        assert not slow.done()
+        (later,) = ask(line, "b")
+        await later
+        assert not slow.done()
+        engine.go.set()
+        await slow
+        return [call for call in engine.calls if isinstance(call, list)]
+
+    assert run(session) == [["slow", "a"], ["b"]]
+
+
+def test_a_group_that_fails_is_raised_by_its_own_caller_alone_as_ray_raises_it():
+    async def session(_, line):
+        return await asyncio.gather(*ask(line, "a", "failed", "b"), return_exceptions=True)
+
+    first, failed, last = run(session)
+    assert isinstance(failed, SamplesFailed) and isinstance(failed, RayTaskError)
+    assert isinstance(failed.cause, SamplesFailed) and "in sample" in str(failed)
+    assert isinstance(first, StoredSamples) and isinstance(last, StoredSamples)
+
+
+def test_the_loss_of_the_actor_is_raised_by_all_that_have_no_answer():
+    async def session(engine, line):
+        engine.collect = lose
+        (slow,) = ask(line, "slow")
+        await asyncio.sleep(0)
+        engine.lost = True
+        return await asyncio.gather(slow, *ask(line, "a", "b"), return_exceptions=True)
+
+    async def lose(at_least):
+        await asyncio.sleep(0.01)
+        raise ActorDiedError()
+
+    assert [type(error) for error in run(session)] == [ActorDiedError] * 3
+
+
+def test_a_caller_that_is_gone_disturbs_no_other_and_its_load_is_reported():
+    async def session(engine, line):
+        gone, other = ask(line, "slow", "a")
+        await other
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        engine.go.set()
+        while line._answers:
+            await asyncio.sleep(0.001)
+        return [call for call in engine.calls if isinstance(call, tuple)]
+
+    assert run(session) == [(2, 1, 0), (4, 1, 0)]
+
+
+def test_an_engine_reports_finished_sequences_before_a_group_is_done():
+    async def session(engine, _):
+        waiting = asyncio.create_task(engine.collect(3))
+        await asyncio.sleep(0.01)
+        engine._count_finished(Load(2, 20))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        engine._count_finished(Load(1, 10))
+        return await waiting
+
+    (finished, numbers, failed), packed = run(session)
+    assert (finished, numbers, failed) == (Load(3, 30), [], []) and packed.groups == []
+
+
+def test_samples_whose_node_is_lost_are_lost_for_each_of_their_groups():
+    async def lost():
+        raise ObjectLostError("00" * 28, b"", "")
+
+    async def session(*_):
+        groups = StoredGroups(lost())
+        tasks = [asyncio.create_task(groups.group(i)) for i in range(2)]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert [type(error) for error in run(session)] == [SamplesLost] * 2
+
+
+def test_the_samples_of_a_reply_are_an_argument_once():
+    a, b = (StoredGroups(reference) for reference in "ab")
+    names, further = as_arguments([StoredSamples(b, 1), SAMPLES, StoredSamples(a, 0), StoredSamples(b, 0)])
+    assert names == [(0, 1), (SAMPLES, None), (1, 0), (0, 0)] and further == ["b", "a"]
+    two = PackedSamples.from_groups([SAMPLES[:1], SAMPLES])
+    found = [from_arguments(name, [two, two]) for name in names]
+    assert [[r.sample for r in group] for group in found] == [[0, 1], [0, 1], [0], [0]]
+
+
+def test_a_reward_worker_scores_many_groups_a_call_and_each_answers_for_itself():
+    class Scorer(ScoringActor):
+        def score(self, prompt, rollouts, modelled):
+            if prompt.answer == "1":
+                raise OSError("no disk")
+            return made_group(prompt, tuple(rollouts)), (f"{modelled}",)
+
+    async def session(*_):
+        worker, prompts = Scorer(threads=2), made_prompts(3)
+        handle = SimpleNamespace(submit=SimpleNamespace(remote=worker.submit))
+        line = Line(lambda requests: submit(handle, requests), worker.collect)
+        asked = [asyncio.create_task(line.ask((prompt, SAMPLES, {"m": 1}))) for prompt in prompts]
+        return made_group(prompts[0], SAMPLES), await asyncio.gather(*asked, return_exceptions=True)
+
+    expected, (first, failed, last) = run(session)
+    assert first == last == (expected.scores(), ("{'m': 1}",))
+    with pytest.raises(OSError, match="no disk"):
+        raise failed
