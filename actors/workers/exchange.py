@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import ObjectLostError, RayTaskError
 
 from actors.lifecycle.calls import fetched
 from actors.lifecycle.probe import portable
+from grpo_dist.errors import find_cause
 from grpo_dist.runtime.load_balancer import Load
 from grpo_dist.types import Group, PackedSamples, Prompt, Rollout, Sampling
 
@@ -135,7 +136,11 @@ class Line:
         try:
             await self._submit(requests)
         except Exception as error:
-            self._fail([number for number, _ in requests], error)
+            if len(requests) > 1 and isinstance(find_cause(error), ObjectLostError):
+                # Of all that the call carried some samples are lost: the others' groups need not be.
+                await asyncio.gather(*(self._begin([request]) for request in requests))
+            else:
+                self._fail([number for number, _ in requests], error)
 
     async def _collect_all(self) -> None:
         try:

@@ -133,6 +133,21 @@ def test_the_loss_of_the_actor_is_raised_by_all_that_have_no_answer():
     assert [type(error) for error in run(session)] == [ActorDiedError] * 3
 
 
+def test_samples_that_are_lost_cost_no_other_group_of_their_call_its_own():
+    async def session(engine, line):
+        async def submit(requests):
+            if any(prompt == "on a lost node" for _, (prompt, *_) in requests):
+                raise ObjectLostError("00" * 28, b"", "")
+            await engine.submit(requests)
+
+        line._submit = submit
+        return await asyncio.gather(*ask(line, "a", "on a lost node", "b"), return_exceptions=True)
+
+    first, lost, last = run(session)
+    assert isinstance(lost, ObjectLostError)
+    assert isinstance(first, StoredSamples) and isinstance(last, StoredSamples)
+
+
 def test_a_caller_that_is_gone_disturbs_no_other_and_its_load_is_reported():
     async def session(engine, line):
         gone, other = ask(line, "slow", "a")
