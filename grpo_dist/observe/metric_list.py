@@ -204,7 +204,8 @@ METRICS = (
     Metric("first_update/<metric>", "of the metric", "of the step's first update",
            "`policy/ratio_mean`, `policy/ratio_max` and `ref/kl` before anything moved",
            "ratio exactly 1 unless `correction: bypass`; KL 0 at step 1"),
-    Metric("ref/kl", "nats", _TOKENS + _UPDATES, "divergence from the reference, by `algorithm.kl.estimator`",
+    Metric("ref/kl", "nats", _TOKENS + _UPDATES,
+           "divergence from the reference, by `algorithm.kl.estimator`; not of sources with weight 0",
            "grows slowly, below 1 (`health.kl_above`); only with a reference"),
     Metric("ref/kl_coef", "1", _STEP, "weight of the KL term", "constant, or as `kl.target` steers it"),
     # Engine against trainer

@@ -123,9 +123,9 @@ def _policy_objective(
         kl_coef = algorithm.kl.loss_coef
     assert stream.ref_logprobs is not None or not kl_coef, "kl_coef > 0 needs reference log-probs"
     if stream.ref_logprobs is not None:
-        kl_loss, kl = _kl_term(logprobs, stream.ref_logprobs, has_logprobs, batch, objective)
+        kl_loss, kl_stats = _kl_term(logprobs, stream.ref_logprobs, has_logprobs, batch, objective)
         loss = loss + kl_coef * kl_loss if kl_coef else loss
-        stats |= {"kl": kl, "loss_kl": kl_coef * kl_loss}
+        stats |= kl_stats | {"loss_kl": kl_coef * kl_loss}
     if entropy is not None:
         entropy = torch.where(mask, entropy, 0.0)
         stats["entropy"] = entropy.sum()
@@ -226,9 +226,9 @@ def _kl_term(
     has_logprobs: Bool[Tensor, "B 1"],
     batch: TrainBatch,
     objective: Objective,
-) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Return the aggregated KL, each row's times its weight, still without its coefficient, and the sum of
-    the KL over trained tokens, in nats.
+) -> tuple[Float[Tensor, ""], Stats]:
+    """Return the aggregated KL, each row's times its weight, still without its coefficient, and its
+    statistics: its sum, nats, over the trained tokens of rows with a weight, and how many those are.
 
     With the bias correction each token's KL is multiplied by its ratio to what sampled it, the engine,
     gradient included, which makes value and gradient those of KL(policy || reference) for tokens that older
@@ -236,25 +236,21 @@ def _kl_term(
     log-probs are known; the ratio of the others is 1.
     """
     how, mask, weights = objective.algorithm.kl, batch.policy.mask, batch.policy.kl_weights
-
-    def estimate(counted: TokenMask) -> TokenValues:
-        kl = kl_estimate(
-            how.estimator.name, objective.user_code,
-            torch.where(counted, logprobs, 0.0), torch.where(counted, ref_logprobs, 0.0),
-        )  # fmt: skip
-        if not how.bias_correction:
-            return kl
+    if weights is not None:
+        # A row of weight 0 may be far from the reference: 0 times a KL that overflows would be NaN, and its
+        # KL is neither what `algorithm.kl.target` steers nor what `health.kl_above` bounds.
+        mask = mask & (weights > 0)[:, None]
+    kl = kl_estimate(
+        how.estimator.name, objective.user_code,
+        torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0),
+    )  # fmt: skip
+    if how.bias_correction:
         sampled = torch.where(has_logprobs, batch.policy.rollout_logprobs, logprobs.detach())
-        return kl * torch.where(counted, logprobs - sampled, 0.0).exp()
-
-    if weights is None:
-        kl = estimate(mask)
-        return _aggregate(kl, batch, objective), torch.where(mask, kl, 0.0).sum()
-    # A row of weight 0 may be far from the reference: 0 times a KL that overflows would be NaN.
-    weighted = weights.to(logprobs.dtype)[:, None] * estimate(mask & (weights > 0)[:, None])
-    with torch.no_grad():
-        total = torch.where(mask, estimate(mask), 0.0).sum()
-    return _aggregate(weighted, batch, objective), total
+        kl = kl * torch.where(mask, logprobs - sampled, 0.0).exp()
+    stats = {"kl": torch.where(mask, kl, 0.0).sum(), "kl_tokens": mask.sum()}
+    if weights is not None:
+        kl = weights.to(logprobs.dtype)[:, None] * torch.where(mask, kl, 0.0)
+    return _aggregate(kl, batch, objective), stats
 
 
 def _further_streams(
@@ -352,7 +348,9 @@ def finish_stats(stats: Stats) -> dict[str, float]:
     if "loss_entropy" in s:
         metrics["loss/entropy"] = s["loss_entropy"]
     if "kl" in s:
-        metrics |= {"ref/kl": s["kl"] / tokens, "loss/kl": s["loss_kl"]}
+        metrics["loss/kl"] = s["loss_kl"]
+    if s.get("kl_tokens"):
+        metrics["ref/kl"] = s["kl"] / s["kl_tokens"]
     for stat, name in _SHARES.items():
         if stat in s:
             metrics[name] = s[stat] / tokens

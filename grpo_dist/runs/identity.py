@@ -74,6 +74,8 @@ _FREE_KEYS = (
 # Keys that may change on resume although they determine numbers: an event has each change.
 _RECORDED = (
     "policy.optimizer.lr", "algorithm.kl.coef", "algorithm.*clip_low", "algorithm.*clip_high",
+    "data.train.*.algorithm.kl.coef", "data.train.*.algorithm.loss.clip_low",
+    "data.train.*.algorithm.loss.clip_high",
     "sampling.max_new_tokens", "data.max_prompt_tokens", "health.min_signal_groups",
 )  # fmt: skip
 # Why a resumed run keeps others, by the beginning of their keys.
@@ -141,8 +143,11 @@ class Change:
     @property
     def reason(self) -> str:
         """Why a resumed run cannot make it."""
+        two_algorithms = "the steps before and after it would be of two algorithms"
+        if fnmatchcase(f"{self.key}.", "data.train.*.algorithm.*"):
+            return two_algorithms
         reasons = (why for begin, why in _REASONS.items() if f"{self.key}.".startswith(f"{begin}."))
-        return next(reasons, "the steps before and after it would be of two algorithms")
+        return next(reasons, two_algorithms)
 
     def decides(self, config: Config) -> bool:
         """Return whether it makes ``config`` another run, as `fingerprint` does."""

@@ -131,7 +131,9 @@ def test_the_weight_of_the_kl_term_is_that_of_the_source():
 
 @pytest.mark.parametrize("in_reward", [False, True])
 def test_a_source_without_a_kl_term_may_be_far_from_the_reference(in_reward):
-    """k3 overflows at a gap of -99 nats: 0 times infinity would be NaN."""
+    """k3 overflows at a gap of -99 nats: 0 times infinity would be NaN. `ref/kl`, which `health.kl_above`
+    bounds and `algorithm.kl.target` steers, is of the samples that are held near the reference.
+    """
     config = configured(
         {"math": None, "chat": {"kl": {"coef": 0.0}}}, samples=2,
         algorithm={"kl": {"coef": 0.1, "in_reward": in_reward}},
@@ -140,8 +142,9 @@ def test_a_source_without_a_kl_term_may_be_far_from_the_reference(in_reward):
     far = replace(far, rollouts=tuple(replace(r, logprobs=r.logprobs - 99) for r in far.rollouts))
     groups = [of_source(group_of([1, 1], [1, 1]), "math"), of_source(far, "chat")]
     batch = make(config, groups, reference=-1.0)
-    loss, gradient, _ = whole_loss(config, batch, batch.policy.rollout_logprobs)
+    loss, gradient, metrics = whole_loss(config, batch, batch.policy.rollout_logprobs)
     assert loss == 0 and not gradient.any()
+    assert metrics["ref/kl"] == 0
     assert batch.policy.advantages.isfinite().all()
 
 

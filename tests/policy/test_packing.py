@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_dist.batch.sharding import packed_micro_batches, shard
 from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
+from grpo_dist.config import AlgorithmConfig
 from grpo_dist.policy.attention import (
     BlockKernel,
     Segments,
@@ -21,6 +22,7 @@ from grpo_dist.policy.attention import (
     flash_varlen,
     torch_varlen,
 )
+from grpo_dist.policy.loss import Objective, batch_loss
 from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm, reads_packed_rows
 from grpo_dist.policy.packing import _stream_indices, packed, padded
 from grpo_dist.runtime.hardware import logprob_chunk_mib, micro_batch_tokens
@@ -371,6 +373,30 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(name, tmp_path):
     for apart, together in zip(*results, strict=True):
         # transformers norms are float32 for any dtype of the model.
         assert float((together - apart).norm() / apart.norm()) < 1e-6
+
+
+@pytest.mark.slow
+def test_sources_have_their_own_losses_in_packed_rows(tmp_path):
+    path = saved(architectures()["qwen2"], tmp_path)
+    batch = made_groups.batch(groups=6, samples=4)
+    stream = replace(
+        batch.policy, old_logprobs=batch.policy.rollout_logprobs, loss_ids=batch.group_ids % 3,
+        kl_weights=(batch.group_ids % 3).double(), ref_logprobs=batch.policy.rollout_logprobs - 0.1,
+    )  # fmt: skip
+    batch = replace(batch, policy=stream)
+    kl = {"coef": 0.1}
+    apart = [AlgorithmConfig(loss=loss, kl=kl) for loss in ("gspo", {"clip_high": 0.5})]
+    objective = Objective(AlgorithmConfig(kl=kl), of_sources=apart)
+    results = []
+    for packing in (False, True):
+        module = loaded(path, packing)
+        plan = packed_micro_batches(batch.lengths.tolist(), shared_prefixes(batch), 100)
+        for rows in plan:
+            part = batch.select(rows)
+            how = packed(part, part.wanted, BlockKernel()) if packing else padded(part.tokens, part.wanted)
+            batch_loss(module(how)[0], part, objective)[0].backward()
+        results.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
+    assert len(plan) > 2 and float((results[1] - results[0]).norm() / results[0].norm()) < 1e-6
 
 
 def test_a_model_prepared_for_packed_rows_refuses_others(tmp_path):

@@ -238,7 +238,16 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path):
     assert load_progress(kept[-1], state, PROMPTS).best == (4, 0.5)
 
 
+def with_source(**algorithm):
+    train = [{"path": "a.jsonl", "algorithm": algorithm}]
+    return {"data": {"train": train}, "algorithm": {"kl": {"coef": 0.1}}}
+
+
 CHANGES = {
+    "data.train.0.algorithm.kl.coef": (with_source(kl={"coef": 0.2}), with_source(kl={"coef": 0.0})),
+    "data.train.0.algorithm.loss.clip_high": (
+        with_source(loss={"clip_high": 0.2}), with_source(loss={"clip_high": 0.28}),
+    ),
     "policy.optimizer.lr": ({"policy": {"optimizer": {"lr": 1e-6}}}, {"policy": {"optimizer": {"lr": 5e-7}}}),
     "algorithm.kl.coef": ({"algorithm": {"kl": {"coef": 0.1}}}, {"algorithm": {"kl": {"coef": 0.2}}}),
     "sampling.max_new_tokens": ({"sampling": {"max_new_tokens": 9}}, {"sampling": {"max_new_tokens": 5}}),

@@ -292,8 +292,8 @@ def as_planned(scenario: Scenario) -> Config:
         **section("data", order=order, train=sources),
         **section("tracking", samples=False),
     }
-    if config.dynamic_sampling.enabled:  # their reward is all that differs within a group
-        parts |= section("dynamic_sampling", metric=_REWARD)
+    if config.dynamic_sampling.enabled:  # their reward is all that differs within a group, half of it right
+        parts |= section("dynamic_sampling", metric=_REWARD, mean_low=None, mean_high=None)
     if not config.algorithm.advantage.traits.reads_greedy_answer:  # one more answer of each prompt
         # Rewards of fake records have one part and no steps; which estimator reads them takes no time.
         parts |= section("algorithm", advantage=NormalisedAdvantage())

@@ -307,8 +307,10 @@ def test_kept_samples_continue_under_new_weights_and_lose_nothing():
     assert found.step_s < 5.0 + 1.0 + 0.3  # not every step waits for the longest samples
 
 
-def test_dynamic_sampling_draws_further_groups():
-    changes = {"dynamic_sampling": {"enabled": True}}
+@pytest.mark.parametrize("bounds", [{}, {"mean_low": 0.6}, {"mean_high": 0.1}])
+def test_dynamic_sampling_draws_further_groups(bounds):
+    """Fake groups are all half right, so that a range of their mean would replace all of them or none."""
+    changes = {"dynamic_sampling": {"enabled": True, **bounds}}
     workload = Workload(20, config().bench.lengths, 1000, measured=(10,))
     settings = config(sampling={"max_new_tokens": 1000}, rewards={"num_workers": 64}, **changes)
     all_signal, half = (
