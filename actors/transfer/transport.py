@@ -69,7 +69,8 @@ class Transport(Protocol):
 class Broadcasts:
     """A transport that broadcasts the two buffers of rank 0 to all other ranks, asynchronously.
 
-    A subclass sets ``device`` and writes ``_start``, ``agree`` and ``close``. Two broadcasts may be in transit at once, in order.
+    A subclass sets ``device`` and writes ``_start``, ``agree`` and ``close``. Two broadcasts may be in
+    transit at once, in order.
     After a transfer the buffers are freed: each may hold a whole embedding, and the update needs the memory.
     """
 
