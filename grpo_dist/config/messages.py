@@ -286,20 +286,22 @@ def _advice(place: KeyPlace, root: type[BaseModel], trainer: str | None = None) 
     by_end = not elsewhere and not takes_arguments
     if name in _PROBLEM and "problem_column" in fields:
         return f"did you mean `{'.'.join((*path, 'problem_column'))}`?"
-    if root is Config and (of_peer := hint(".".join((*path, name)), ends=by_end, trainer=trainer)):
+    inside = place.section is None  # else the sections that it is in are ours
+    key = ".".join((*path, name))
+    if root is Config and (of_peer := hint(key, ends=by_end, inside=inside, trainer=trainer)):
         return of_peer
     if near := _near(name, fields):
         return f"did you mean `{'.'.join((*path, near))}`?"
-    if "kwargs" in fields:
+    if takes_arguments:
         return f"an argument of the function is `{'.'.join((*path, 'kwargs', name))}`"
     if path and "_" not in name:  # `url` or `path` of another section is of something else
         elsewhere = [key for key in elsewhere if key.split(".")[0] == path[0]]
     below = [key for key in elsewhere if key.startswith(_drop_indices(path) + ".")]
     if (places := below or elsewhere) and len(places) <= _MOST_PLACES:
         return f"did you mean {' or '.join(f'`{key}`' for key in places)}?"
-    inside = {key.rpartition(".")[2]: key for key in all_keys if key.startswith(f"{_drop_indices(path)}.")}
-    if path and (near := _near(name, list(inside))):
-        return f"did you mean `{inside[near]}`?"
+    by_name = {one.rpartition(".")[2]: one for one in all_keys if one.startswith(f"{_drop_indices(path)}.")}
+    if path and (near := _near(name, list(by_name))):
+        return f"did you mean `{by_name[near]}`?"
     return f"known here: {', '.join(fields)}" if path and fields else ""
 
 

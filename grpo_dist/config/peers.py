@@ -166,14 +166,16 @@ class Trainer:
     rows: Mapping[str, Row]
     derived: Mapping[str, str]
 
-    def row(self, name: str) -> Row | None:
-        """Return the row of a setting: by its name, the longest pattern of it, or a section that it is in."""
+    def row(self, name: str, *, inside: bool = True) -> Row | None:
+        """Return the row of a setting: by its name, the longest pattern of it, or with ``inside`` a section
+        that it is in.
+        """
         if row := self.rows.get(name):
             return row
         patterns = [pattern for pattern in self.rows if "*" in pattern and fnmatchcase(name, pattern)]
         patterns.sort(key=len, reverse=True)
         words = name.split(".")
-        sections = (".".join(words[:end]) for end in range(len(words) - 1, 0, -1))
+        sections = (".".join(words[:end]) for end in range(len(words) - 1, 0, -1) if inside)
         return next((self.rows[one] for one in (*patterns, *sections) if one in self.rows), None)
 
 
@@ -231,16 +233,16 @@ def of_value(row: Row, value: Any) -> Any:
     return row.values.get(_plain(value), UNSET)
 
 
-def hint(key: str, *, ends: bool = True, trainer: str | None = None) -> str | None:
-    """Return what to set instead of ``key``, an unknown dotted key, or None if no trainer has it. ``ends``:
-    see `lookup`. ``trainer``: whose meaning to prefer.
+def hint(key: str, *, ends: bool = True, inside: bool = True, trainer: str | None = None) -> str | None:
+    """Return what to set instead of ``key``, an unknown dotted key, or None if no trainer has it. ``ends``,
+    ``inside``: see `lookup`. ``trainer``: whose meaning to prefer.
 
         num_generations -> did you mean `batch.samples_per_prompt`? (TRL's `num_generations`)
     """
     if now := answer(key):
         return now
-    settings = lookup(key, ends=ends)
-    if trainer and (row := trainers()[trainer].row(key)):
+    settings = lookup(key, ends=ends, inside=inside)
+    if trainer and (row := trainers()[trainer].row(key, inside=inside)):
         settings = [PeerSetting(trainers()[trainer].name, _plain_name(key), row)]
     by_row: dict[tuple[str, ...], list[PeerSetting]] = {}
     for setting in settings:
@@ -267,15 +269,16 @@ def answer(key: str) -> str | None:
     return GUESSES.get(name) if now is None else f"an earlier version had it; write {now}"
 
 
-def lookup(key: str, *, ends: bool = True) -> list[PeerSetting]:
-    """Return the settings named ``key``, else the section of a table row that contains it; with ``ends`` also
+def lookup(key: str, *, ends: bool = True, inside: bool = True) -> list[PeerSetting]:
+    """Return the settings named ``key``, else with ``inside`` the section of a table row that contains it,
+    which for a key in a section of ours is another than that; with ``ends`` also
     those with the longest common end, or in a section named ``key``. Return none for a word with more than
     two meanings, such as `path`.
 
         critic.model.path -> verl's `critic`; filter_groups -> what is in verl's `algorithm.filter_groups`
     """
     words = _plain_name(key).split(".")
-    for end in range(len(words), 0, -1):
+    for end in range(len(words), 0 if inside else len(words) - 1, -1):
         if settings := _few(_index()[0], ".".join(words[:end])):
             return settings
     for start in range(len(words)) if ends else ():

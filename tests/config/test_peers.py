@@ -58,7 +58,7 @@ def test_the_tables_say_what_each_setting_is_here():
     [
         ("actor_rollout_ref.actor.clip_ratio_high=0.28", ["`algorithm.loss.clip_high`?", "verl's"]),
         ("clip_ratio_high=0.28", ["did you mean `algorithm.loss.clip_high`?"]),
-        ("algorithm.adv_estimator=grpo", ["did you mean `algorithm.advantage`?", "grpo_passk alike"]),
+        ("algorithm.adv_estimator=grpo", ["did you mean `algorithm.advantage`?", "flash_reinforce alike"]),
         ("data.train_batch_size=8", ["did you mean `batch.prompts_per_step`?", "prompts"]),
         ("actor_rollout_ref={rollout: {n: 8}, actor: {ppo_epochs: 2}}", [
             "unknown key `actor_rollout_ref.rollout.n`; did you mean `batch.samples_per_prompt`?",
@@ -136,6 +136,11 @@ def test_the_tables_say_what_each_setting_is_here():
         # A misspelt key of ours is still answered by its spelling.
         ("algorithm.clip_hihg=0.3", ["did you mean `algorithm.loss.clip_high`?"]),
         ("polcy.lr=1", ["did you mean `policy`?"]),
+        # In a section of ours it is no setting of a trainer that has a section of this name.
+        ("data.train=[{path: a, splt: train}]", ["did you mean `data.train.0.split`?"]),
+        ("data.train=[{path: a, foo_bar: 1}]", ["`data.train.0.foo_bar`; known here: path, split,"]),
+        ("model.pth=a", ["did you mean `model.path`?"]),
+        ("cluster.foo_bar=1", ["`cluster.foo_bar`; known here: address,"]),
     ],
 )  # fmt: skip
 def test_an_unknown_key_of_another_framework_is_answered_with_ours(base, override, words):

@@ -333,6 +333,18 @@ NEMO = (
                 ("--enable_vllm_is_correction", {"kind": "tis", "level": "token", "high": 5}, {}),
             )
         ),
+        ("a.sh", "python -m verl.trainer.main_ppo algorithm.adv_estimator=flash_reinforce "
+         "actor_rollout_ref.rollout.n=1 actor_rollout_ref.actor.policy_loss.loss_mode=flash_reinforce",
+         {"algorithm.advantage.name": "flash_reinforce", "algorithm.loss.name": "policy_gradient",
+          "algorithm.correction.kind": "tis", "algorithm.correction.high": 1e13,
+          "algorithm.correction.reject.0.rule": "seq_mean_binary_kl",
+          "algorithm.correction.reject.0.high": 0.001}),
+        ("a.sh", "python train.py --hf-checkpoint m --prompt-data a --rollout-batch-size 8 --use-tis "
+         "--n-samples-per-prompt 1 --advantage-estimator flash_reinforce --tis-binary-kl-threshold 5e-3 "
+         "--custom-tis-function-path slime.backends.megatron_utils.loss.binary_kl_trust_region_function",
+         {"algorithm.advantage.name": "flash_reinforce", "algorithm.correction.high": 1e13,
+          "algorithm.correction.reject.0.rule": "seq_mean_binary_kl",
+          "algorithm.correction.reject.0.high": 0.005}),
         ("a.toml", "[orchestrator]\nbatch_size = 8\ngroup_size = 4\n[[orchestrator.train.source]]\n"
          "name = 'a'\n"
          "algo = {type = 'max_rl'}\nenv = {taskset = {id = 'a'}}\n[[orchestrator.train.source]]\nname = 'b'\n"
