@@ -50,6 +50,7 @@ from grpo_dist.data.readers import (
     source_name,
 )
 from grpo_dist.data.repeats import Chained, Prompts, Repeated, column, distinct_of
+from grpo_dist.data.sources import find_hub_failure
 from grpo_dist.data.stream import check_weights
 from grpo_dist.data.tasks import source_tasks
 from grpo_dist.demo.model import made_model, random_model
@@ -388,10 +389,12 @@ def download(hub_id: str, revision: str | None, key: str) -> Path:
             snapshot_download(hub_id, revision=revision, ignore_patterns=["*.bin", "*.pth", "*.gguf"])
         )
     except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if failure := find_hub_failure():  # asked once: afterwards the library may be offline
+            reason = f"{failure}, and the model is not in the cache"
         raise ValueError(
             f"{key} = {hub_id}: no such directory{searched(hub_id)}, and downloading it from the hub failed "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}); check the name, the network and "
-            "HF_TOKEN"
+            f"({reason}); check the name, the network and HF_TOKEN"
         ) from error
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from grpo_dist.cli import main
 from grpo_dist.errors import Unhealthy
+from grpo_dist.runs.prepare import download
 from grpo_dist.runtime.files import alone
 from grpo_dist.tools.report.command import write_report
 from grpo_dist.tools.report.source import ReportLimits
@@ -296,3 +297,10 @@ def test_check_refuses_the_same_settings_and_starts_nothing(here, capsys):
 def test_sft_without_a_section_and_eval_without_a_set_are_refused(here, capsys):
     assert "needs an `sft` section" in refusal(capsys, command="sft")
     assert "data.eval is empty" in refusal(capsys, command="eval")
+
+
+def test_a_model_of_a_hub_that_a_data_set_could_not_reach_has_the_same_reason(monkeypatch):
+    monkeypatch.setattr("grpo_dist.runs.prepare.find_hub_failure", lambda: "http://hub cannot be reached: x")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="me/model: .*hub cannot be reached: x, and the model is not in"):
+        download("me/model", None, "model.path")
