@@ -302,5 +302,5 @@ def test_sft_without_a_section_and_eval_without_a_set_are_refused(here, capsys):
 def test_a_model_of_a_hub_that_a_data_set_could_not_reach_has_the_same_reason(monkeypatch):
     monkeypatch.setattr("grpo_dist.runs.prepare.find_hub_failure", lambda: "http://hub cannot be reached: x")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="me/model: .*hub cannot be reached: x, and the model is not in"):
+    with pytest.raises(ValueError, match=r"me/model: .*hub cannot be reached: x, and the model is not in"):
         download("me/model", None, "model.path")
