@@ -116,9 +116,9 @@ class Line:
         return await answer
 
     def close(self) -> None:
-        """End the calls that wait for the actor."""
-        for call in self._calls:
-            call.cancel()
+        """End the calls that wait for the actor, and cancel who asked: nothing else would wake them."""
+        for waiting in (*self._calls, *self._answers.values()):
+            waiting.cancel()
 
     def _send(self) -> None:
         requests, self._unsent = self._unsent, []

@@ -162,6 +162,17 @@ def test_a_caller_that_is_gone_disturbs_no_other_and_its_load_is_reported():
     assert run(session) == [(2, 1, 0), (4, 1, 0)]
 
 
+def test_a_line_that_is_closed_leaves_no_caller_waiting_for_ever():
+    async def session(engine, line):
+        asked = ask(line, "slow", "slow")
+        await asyncio.sleep(0.01)
+        line.close()
+        await asyncio.wait(asked)
+        return [task.cancelled() for task in asked]
+
+    assert run(session) == [True, True]
+
+
 def test_an_engine_reports_finished_sequences_before_a_group_is_done():
     async def session(engine, _):
         waiting = asyncio.create_task(engine.collect(3))
