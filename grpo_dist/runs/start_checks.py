@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points, version
 from pathlib import Path
@@ -120,8 +120,8 @@ class _Refused(Exception):
 
 
 def _unless_known(config: Config, device: DeviceType, model_dir: Path, has_package: bool) -> list[str]:
-    """Return `_architecture_problems`; that a model has none is kept: making it takes seconds, most of them
-    transformers' imports.
+    """Return `_architecture_problems`; that a model has none is kept, where the cache can be written: making
+    it takes seconds, most of them transformers' imports.
     """
     decides = {
         "version": _ARCHITECTURE_VERSION,
@@ -139,8 +139,12 @@ def _unless_known(config: Config, device: DeviceType, model_dir: Path, has_packa
         if problems:
             raise _Refused
 
-    with suppress(_Refused):
+    try:
         cached("fitting-model", decides, look)
+    except _Refused:
+        pass
+    except OSError:  # the cache cannot be written
+        return list(_architecture_problems(config, device, model_dir, has_package))
     return problems
 
 

@@ -5,8 +5,10 @@ started.
 import pytest
 
 from grpo_dist.cli import main
+from grpo_dist.config.files import load_config
 from grpo_dist.errors import Unhealthy
 from grpo_dist.runs.prepare import download
+from grpo_dist.runs.start_checks import model_problems
 from grpo_dist.runtime.files import alone
 from grpo_dist.tools.report.command import write_report
 from grpo_dist.tools.report.source import ReportLimits
@@ -304,3 +306,22 @@ def test_a_model_of_a_hub_that_a_data_set_could_not_reach_has_the_same_reason(mo
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"me/model: .*hub cannot be reached: x, and the model is not in"):
         download("me/model", None, "model.path")
+
+
+def test_a_model_is_looked_at_where_the_cache_cannot_be_written(here, monkeypatch):
+    """As on a login node whose cache belongs to another user. What is right is refused neither."""
+    config, looked = load_config("config.yaml", []), []
+
+    def architecture_problems(*_):
+        looked.append(True)
+        return iter(problems)
+
+    for name in ("position_limit", "check_length"):
+        monkeypatch.setattr(f"grpo_dist.runs.start_checks.{name}", lambda *_, **__: None)
+    monkeypatch.setattr("grpo_dist.runs.start_checks.vllm_problems", lambda *_: iter(()))
+    monkeypatch.setattr("grpo_dist.runs.start_checks._architecture_problems", architecture_problems)
+    (here / "cache").write_text("no directory")
+    monkeypatch.setenv("GRPO_DIST_CACHE", str(here / "cache"))
+    for problems in (["too wide"], []):
+        assert list(model_problems(config, "cpu", here)) == problems
+    assert len(looked) == 2
