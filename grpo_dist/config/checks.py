@@ -598,8 +598,7 @@ def _without_other_estimators(config: Sections) -> Sections:
     sources = tuple(source for source in config.data.train if source.label not in apart)
     if not apart or not sources:
         return config
-    by_source = {label: own for label, own in config.rewards.by_source.items() if label not in apart}
-    return _with_sources(config, sources, config.rewards.model_copy(update={"by_source": by_source}))
+    return _with_sources(config, sources, config.rewards_by_estimator[0][1])
 
 
 def _check_source_algorithms(config: Sections) -> Iterator[str]:
@@ -621,7 +620,9 @@ def _check_source_algorithms(config: Sections) -> Iterator[str]:
                 f"{where}: `loss` = {source.algorithm.loss.name} cannot stand beside `algorithm.loss` = "
                 f"{config.algorithm.loss.name}, which chooses tokens of all sources; remove one of them"
             )
-        alone = config.model_copy(update={"algorithm": config.source_algorithms[source.label]})
+        # With a KL term of weight 0 the reference stays that of the other sources.
+        algorithm = source.algorithm.model_copy(update={"kl": None}).over(config.algorithm)
+        alone = config.model_copy(update={"algorithm": algorithm})
         broken = [rule.message(alone) for rule in RULES if rule.breaks(alone)]
         yield from (f"{where}: {message}" for message in broken if message not in known)
         if source.algorithm.advantage is not None:

@@ -547,8 +547,8 @@ class DynamicSamplingConfig(Choice):
     )
     max_extra_prompts: PositiveInt | None = Field(
         None,
-        description="most extra prompts per step; null: three times batch.prompts_per_step, less with"
-        " small data",
+        description="most extra prompts per step, after which it trains on what it was to replace; null: "
+        "three times batch.prompts_per_step, less with small data",
     )
     oversample: Annotated[float, Field(ge=1)] = Field(
         1.0,

@@ -165,6 +165,20 @@ class Sections(Section):
         return (self.algorithm.advantage, *(part.advantage for part in parts if part.advantage is not None))
 
     @property
+    def rewards_by_estimator(self) -> list[tuple[str, RewardsConfig]]:
+        """Names of the advantage estimators, that of `algorithm` first, each with the rewards that it sees:
+        without those of sources that have another.
+        """
+        apart = {s.label: s.algorithm.advantage for s in self.data.train if s.algorithm}
+        apart = {label: advantage for label, advantage in apart.items() if advantage is not None}
+        by_source = {label: own for label, own in self.rewards.by_source.items() if label not in apart}
+        shared = self.rewards.model_copy(update={"by_source": by_source})
+        return [
+            (self.algorithm.advantage.name, shared),
+            *((own.name, self.rewards.select_source(label)) for label, own in apart.items() if own),
+        ]
+
+    @property
     def has_kl_term(self) -> bool:
         """Whether the policy is held near the reference."""
         return self.algorithm.kl.coef > 0

@@ -64,7 +64,6 @@ from grpo_dist.rewards.checks import (
     combination_problems,
     describe_no_answers,
     find_unreadable,
-    graded_problems,
     is_no_answer,
     reward_problems,
 )
@@ -398,18 +397,17 @@ def download(hub_id: str, revision: str | None, key: str) -> Path:
         ) from error
 
 
-def check_scoring(rewards: RewardsConfig, sampling: SamplingConfig, advantage: str = "") -> None:
+def check_scoring(rewards: RewardsConfig, sampling: SamplingConfig) -> None:
     """Raise ValueError for a reward function or model that cannot be used; see `scoring_problems`."""
-    refuse(scoring_problems(rewards, sampling, advantage))
+    refuse(scoring_problems(rewards, sampling))
 
 
 def scoring_problems(
-    rewards: RewardsConfig, sampling: SamplingConfig, advantage: str = "", pool: GraderPool | None = None
+    rewards: RewardsConfig, sampling: SamplingConfig, pool: GraderPool | None = None
 ) -> Iterator[str]:
-    """Yield a message for every reward that cannot be used, also by estimator ``advantage``; "": by none.
-    ``pool``: loads user functions; None: one of its own.
+    """Yield a message for every reward that cannot be used. ``pool``: loads user functions; None: one of its
+    own.
     """
-    yield from graded_problems(rewards, advantage)
     yield from combination_problems(rewards)
     yield from reward_problems(rewards, max_new_tokens=sampling.shortest, pool=pool)
     for model in rewards.models:

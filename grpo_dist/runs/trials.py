@@ -155,9 +155,9 @@ def check_reward(start: Start) -> str:
 
 def _check_all(start: Start, pool: GraderPool) -> str:
     rewards = start.config.rewards
-    fail(scoring_problems(rewards, start.config.sampling, start.config.algorithm.advantage.name, pool))
-    for source, algorithm in start.config.source_algorithms.items():
-        fail(graded_problems(rewards.select_source(source), algorithm.advantage.name))
+    for advantage, seen in start.config.rewards_by_estimator:
+        fail(graded_problems(seen, advantage))
+    fail(scoring_problems(rewards, start.config.sampling, pool))
     if not rewards.all_functions:
         raise CheckSkipped("`rewards.functions` is empty, and reward models are not asked before a run")
     fail(

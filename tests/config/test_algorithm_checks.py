@@ -214,6 +214,7 @@ def test_a_source_is_checked_by_its_own_estimator_alone(base):
     assert load_config(base, [OF_SOURCE % "{advantage: grpo}", rewards, "algorithm.advantage=maxrl"])
     parts = OF_SOURCE % "{loss: {clip_high: 0.3}, kl: {coef: 0}}"
     config = load_config(base, [parts, "algorithm.kl.coef=0.1"])
+    assert load_config(base, [parts, "algorithm.kl.coef=0.1", "reference.refresh_every=5"])
     own = config.source_algorithms["a"]
     assert (own.loss.clip_high, own.kl.coef, own.advantage.name) == (0.3, 0.0, "grpo")
 

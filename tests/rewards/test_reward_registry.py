@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grpo_dist.config import RewardConfig, RewardsConfig, SamplingConfig
+from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.rewards.checks import check_rewards, graded_problems
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import REWARDS, RewardSpec, Term, make, reward_specs
 from grpo_dist.rewards.scorer import Scorer
-from grpo_dist.runs.prepare import check_scoring
+from tests.support import fakes
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S, in_time
 from tests.support.reward_code import code_directory
@@ -242,6 +242,19 @@ def test_a_blind_reward_gives_a_right_and_a_wrong_answer_the_same(pool: GraderPo
     assert REWARDS[function].is_blind == (right == wrong)
 
 
+def test_an_estimator_sees_the_rewards_of_its_sources_alone() -> None:
+    graded, plain = {"functions": ["math", "cosine_length"]}, {"functions": ["math"]}
+    of_b = {"path": "b", "algorithm": {"advantage": "grpo"}}
+    config = fakes.config(
+        data={"train": [{"path": "a"}, of_b]}, rewards={"by_source": {"a": plain, "b": graded}},
+        algorithm={"advantage": "maxrl"},
+    )  # fmt: skip
+    shared, own = config.rewards_by_estimator
+    assert (shared[0], own[0]) == ("maxrl", "grpo")
+    assert list(graded_problems(config.rewards, "maxrl")) and not list(graded_problems(shared[1], "maxrl"))
+    assert [one.function for one in own[1].functions] == ["math", "cosine_length"]
+
+
 def test_whether_a_reward_is_graded_may_depend_on_its_settings() -> None:
     assert not made("judge").is_graded and not made("remote").is_graded and made("environment").is_graded
     assert not made("unit_tests").is_graded and made("unit_tests", {"reward": "share"}).is_graded
@@ -264,8 +277,6 @@ def test_maxrl_refuses_graded_rewards_before_a_run() -> None:
         "its `weight` to 0, or use another advantage"
     )
     assert list(graded_problems(settings, "grpo")) == list(graded_problems(settings, "mine:own")) == []
-    with pytest.raises(ValueError, match="maxrl needs a reward of 0 and 1, but `cosine_length`"):
-        check_scoring(RewardsConfig(functions=functions[:1]), SamplingConfig(), "maxrl")
 
 
 def test_random_rewards_depend_on_the_seed_and_never_on_the_text(pool: GraderPool) -> None:

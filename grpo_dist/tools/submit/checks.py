@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import CheckpointConfig, RewardsConfig
+from grpo_dist.config import CheckpointConfig, Config
 from grpo_dist.config.secrets import HIDDEN, masked, masked_setting, masked_text
 from grpo_dist.errors import UserError, expanded
 from grpo_dist.tools.submit.job import Job, Variable
@@ -35,10 +36,11 @@ def check_resumes(checkpoint: CheckpointConfig, steps: int, run_dir: Path) -> No
         )
 
 
-def check_rewards_known(rewards: RewardsConfig, advantage: str) -> None:
-    """Raise UserError for an unknown built-in reward, and for one that estimator ``advantage`` or another
-    reward does not go with. The user's own may exist only on the cluster.
+def check_rewards_known(config: Config) -> None:
+    """Raise UserError for an unknown built-in reward, and for one that an estimator or another reward does
+    not go with. The user's own may exist only on the cluster.
     """
+    rewards = config.rewards
     from grpo_dist.rewards.checks import combination_problems, graded_problems  # imports numpy
     from grpo_dist.rewards.registry import REWARDS, module_and_name
 
@@ -52,7 +54,8 @@ def check_rewards_known(rewards: RewardsConfig, advantage: str) -> None:
             except ValueError as error:
                 reason = str(error).removeprefix(f"reward function {reward.function!r}: ")
                 raise UserError(f"`rewards.{key}.function` = {reward.function}: {reason}") from error
-    for problem in (*graded_problems(rewards, advantage), *combination_problems(rewards)):
+    graded = (graded_problems(seen, advantage) for advantage, seen in config.rewards_by_estimator)
+    for problem in chain(*graded, combination_problems(rewards)):
         raise UserError(problem)
 
 
