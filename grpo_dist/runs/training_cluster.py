@@ -221,7 +221,8 @@ class Verbs:
 
             async def fetched(seeds: Sequence[int]) -> SampledGroup:
                 reply = await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=prompt_sampling)
-                return SampledGroup(prompt, await _fetched(reply), reply)
+                rollouts = reply if isinstance(reply, tuple) else await reply
+                return SampledGroup(prompt, rollouts, reply)
 
             return await sample_until_enough(fetched, seeds, least=least)
 
@@ -363,16 +364,6 @@ class Verbs:
             f"update(): its samples are {staleness:.0f} update(s) older than the policy, and `max_staleness` "
             f"= {allowed}{forgotten}; call sync() after update() and before sample(), or raise that bound"
         )
-
-
-async def _fetched(rollouts: Any) -> tuple[Rollout, ...]:
-    """Return the samples behind a reference, or the samples themselves. Raises SamplesLost."""
-    if isinstance(rollouts, tuple):
-        return rollouts
-    from actors.lifecycle.calls import fetched  # imports Ray, whose reference it is
-
-    samples: tuple[Rollout, ...] = await fetched(rollouts)
-    return samples
 
 
 def _check_replaceable(directory: Path) -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ray.exceptions import ObjectLostError
 
 import grpo_dist
 from grpo_dist.driver import run
-from grpo_dist.errors import SamplesFailed, Unhealthy, UserError
+from grpo_dist.errors import SamplesFailed, SamplesLost, Unhealthy, UserError
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.runs import training_cluster
 from grpo_dist.runs.prepare import RunInputs
@@ -502,7 +501,7 @@ def test_samples_that_are_lost_before_the_caller_has_them_are_drawn_again(starte
 
             async def reference():
                 if len(self.sampled) == 1:
-                    raise ObjectLostError("00" * 28, b"", "")
+                    raise SamplesLost("a node is lost")
                 return found
 
             return reference()
