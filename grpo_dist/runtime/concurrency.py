@@ -62,11 +62,8 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Return the results in order. Fails as `task_group` does."""
-    together = list(coroutines)
-    if len(together) == 1:  # it needs no task
-        return [await together[0]]
     async with task_group() as group:
-        tasks = [group.create_task(c) for c in together]
+        tasks = [group.create_task(c) for c in coroutines]
     return [task.result() for task in tasks]  # bounded: they are done
 
 
