@@ -35,7 +35,52 @@ _DIGEST_BYTES = 16
 _ALIGNED = 64  # bytes, where an array begins in a stored file
 
 
-class Slices(Sequence[T], Generic[T]):
+class Computed(Sequence[T], Generic[T]):
+    """A sequence whose values are put together when they are asked for; a slice is a list. A subclass writes
+    `__len__` and `_at`.
+    """
+
+    @overload
+    def __getitem__(self, place: int) -> T: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[T]: ...
+    def __getitem__(self, place: int | slice) -> T | list[T]:
+        if isinstance(place, slice):
+            return self._list(place)
+        return self._at(range(len(self))[place])
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self._at, range(len(self)))
+
+    def _at(self, place: int) -> T:
+        """Return the value at ``place``, counted from 0."""
+        raise NotImplementedError
+
+    def _list(self, places: slice) -> list[T]:
+        return [self._at(place) for place in range(*places.indices(len(self)))]
+
+
+class Assembled(Computed[T]):
+    """The same for records that are costly to put together: of few, each is made once. A subclass writes
+    `__len__` and `_make`.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, T] = {}
+
+    def _at(self, place: int) -> T:
+        if place in self._made:
+            return self._made[place]
+        value = self._make(place)
+        if len(self) < STORED_FROM:
+            self._made[place] = value
+        return value
+
+    def _make(self, place: int) -> T:
+        raise NotImplementedError
+
+
+class Slices(Computed[T]):
     """Values of different lengths in one array: number i is ``values[begins[i]:ends[i]]``."""
 
     def __init__(self, values: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> None:
@@ -59,15 +104,6 @@ class Slices(Sequence[T], Generic[T]):
     def __len__(self) -> int:
         return len(self.ends)
 
-    @overload
-    def __getitem__(self, number: int) -> T: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[T]: ...
-    def __getitem__(self, number: int | slice) -> T | list[T]:
-        if isinstance(number, slice):
-            return [self._read(a, b) for a, b in self._bounds(number)]
-        return self._read(int(self.begins[number]), int(self.ends[number]))
-
     def __iter__(self) -> Iterator[T]:
         for begin in range(0, len(self), _PART):
             yield from self[begin : begin + _PART]
@@ -87,6 +123,12 @@ class Slices(Sequence[T], Generic[T]):
             return self.values[: ends[-1] if len(ends) else 0], ends
         parts = [self.values[a:b] for a, b in self._bounds(slice(None))]
         return np.concatenate([self.values[:0], *parts]), ends
+
+    def _at(self, place: int) -> T:
+        return self._read(int(self.begins[place]), int(self.ends[place]))
+
+    def _list(self, places: slice) -> list[T]:
+        return [self._read(begin, end) for begin, end in self._bounds(places)]
 
     def _bounds(self, numbers: slice) -> Iterable[tuple[int, int]]:
         return zip(self.begins[numbers].tolist(), self.ends[numbers].tolist(), strict=True)

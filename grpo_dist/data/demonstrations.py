@@ -39,7 +39,7 @@ from datetime import date
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -51,6 +51,7 @@ from grpo_dist.config.data import data_ending
 from grpo_dist.data import repeats
 from grpo_dist.data.columns import (
     STORED_FROM,
+    Assembled,
     Column,
     Texts,
     TokenIds,
@@ -246,7 +247,7 @@ class Demonstration(Prompt):
         return Group(self, (rollout,), np.ones(1, np.float32), {}, ("",))
 
 
-class DemonstrationTable(Sequence[Demonstration]):
+class DemonstrationTable(Assembled[Demonstration]):
     """Demonstrations as columns. One is put together when it is asked for; rows that are the same share their
     tokens.
 
@@ -267,10 +268,10 @@ class DemonstrationTable(Sequence[Demonstration]):
         sources: Repeated[str],
         files: Repeated[str],
     ) -> None:
+        super().__init__()
         self._prompts, self._completions, self._learned = prompts, completions, learned
         self._uids, self._row_uids, self._lines = uids, row_uids, lines
         self._sources, self._files = sources, files
-        self._made: dict[int, Demonstration] = {}  # of few rows each is made once
 
     @classmethod
     def join(cls, tables: Sequence[DemonstrationTable]) -> DemonstrationTable:
@@ -309,19 +310,6 @@ class DemonstrationTable(Sequence[Demonstration]):
 
     def __len__(self) -> int:
         return len(self._uids)
-
-    @overload
-    def __getitem__(self, number: int) -> Demonstration: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Demonstration]: ...
-    def __getitem__(self, number: int | slice) -> Demonstration | list[Demonstration]:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
-        number = range(len(self))[number]
-        row = self._made.get(number) or self._make(number)
-        if len(self) < STORED_FROM:
-            self._made[number] = row
-        return row
 
     def _make(self, number: int) -> Demonstration:
         begin, end = int(self._learned.begins[number]), int(self._learned.ends[number])

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from grpo_dist.chat.template import (
 )
 from grpo_dist.config import DataConfig, DataSourceConfig
 from grpo_dist.config.text import fill
-from grpo_dist.data.columns import STORED_FROM, Column, Texts, TokenIds, store_key
+from grpo_dist.data.columns import Assembled, Column, Texts, TokenIds, store_key
 from grpo_dist.data.readers import DataRow, DataRows, RowTable, RowUids
 from grpo_dist.data.repeats import Prompts, Repeated, column, distinct_of, occurrences
 from grpo_dist.data.tasks import SourceTasks
@@ -358,30 +358,17 @@ class UidCounts:
         return UidCounts({**self._counts, source: (union, total)}, joined)
 
 
-class PromptTable(Sequence[Prompt]):
+class PromptTable(Assembled[Prompt]):
     """Prompts as columns. A prompt is put together when it is asked for. ``rows`` and ``encoded`` have the
     same length.
     """
 
     def __init__(self, rows: RowTable, encoded: EncodedRows, prefill: str) -> None:
+        super().__init__()
         self._rows, self._encoded, self._prefill = rows, encoded, prefill
-        self._made: dict[int, Prompt] = {}  # of few prompts each is made once
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @overload
-    def __getitem__(self, number: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Prompt]: ...
-    def __getitem__(self, number: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
-        number = range(len(self))[number]
-        prompt = self._made.get(number) or self._make(number)
-        if len(self) < STORED_FROM:
-            self._made[number] = prompt
-        return prompt
 
     def _make(self, number: int) -> Prompt:
         row, encoded = self._rows[number], self._encoded

@@ -24,7 +24,7 @@ from decimal import Decimal
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import regex
@@ -35,6 +35,7 @@ from grpo_dist.data import repeats
 from grpo_dist.data.columns import (
     STORED_FROM,
     Column,
+    Computed,
     Texts,
     files_digest,
     files_state,
@@ -151,7 +152,7 @@ _FIELDS = attrgetter("columns", "messages", "left_out", "values")  # what few ro
 _Further = tuple[Mapping[str, Any], tuple[Message, ...], str, Mapping[str, str]]  # these
 
 
-class RowTable(Sequence[DataRow]):
+class RowTable(Computed[DataRow]):
     """Rows as columns. A row is put together when it is asked for.
 
     Args:
@@ -182,14 +183,7 @@ class RowTable(Sequence[DataRow]):
     def __len__(self) -> int:
         return len(self.uids)
 
-    @overload
-    def __getitem__(self, number: int) -> DataRow: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[DataRow]: ...
-    def __getitem__(self, number: int | slice) -> DataRow | list[DataRow]:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
-        number = range(len(self))[number]
+    def _at(self, number: int) -> DataRow:
         problem, answer, source = self.problems[number], self.answers[number], self.sources[number]
         return DataRow(problem, answer, source, self._location(number), *self._further(number))
 
@@ -249,7 +243,7 @@ class RowTable(Sequence[DataRow]):
         return cls(problems, answers, further, uids, hashes, lines, sources, files, {})
 
 
-class RowUids(Sequence[str]):
+class RowUids(Computed[str]):
     """The uids of ``rows``."""
 
     def __init__(self, rows: RowTable) -> None:
@@ -258,13 +252,7 @@ class RowUids(Sequence[str]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, number: int) -> str: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[str]: ...
-    def __getitem__(self, number: int | slice) -> str | list[str]:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
+    def _at(self, number: int) -> str:
         return self._rows.uid(number)
 
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 from operator import attrgetter
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 
-from grpo_dist.data.columns import digest_parts, load, save, store_key
+from grpo_dist.data.columns import Computed, digest_parts, load, save, store_key
 from grpo_dist.types import Prompt
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ V = TypeVar("V")
 REMEMBERED = 2**18  # distinct rows that later ones are compared with
 
 
-class Repeated(Sequence[T], Generic[T]):
+class Repeated(Computed[T]):
     """A sequence of ``distinct`` values, some of which stand at several places.
 
     ``codes``: int32 [n], which of them stands at each place; None: each at one, in order.
@@ -39,9 +39,11 @@ class Repeated(Sequence[T], Generic[T]):
     @classmethod
     def join(cls, parts: Sequence[Repeated[T]]) -> Repeated[T]:
         """Return the values of all ``parts`` in order."""
-        offsets = np.cumsum([0, *(len(part.distinct) for part in parts)])
-        codes = [part.codes + np.int32(n) for part, n in zip(parts, offsets, strict=False)]
-        return Repeated(Chained([part.distinct for part in parts]), np.concatenate(codes).astype(np.int32))
+        codes, count = [np.empty(0, np.int32)], 0
+        for part in parts:
+            codes.append(part.codes + np.int32(count))
+            count += len(part.distinct)
+        return Repeated(Chained([part.distinct for part in parts]), np.concatenate(codes))
 
     def select_codes(self, places: np.ndarray) -> Repeated[T]:
         """Return the values at ``places``, of the same distinct ones."""
@@ -49,18 +51,6 @@ class Repeated(Sequence[T], Generic[T]):
 
     def __len__(self) -> int:
         return len(self.codes)
-
-    @overload
-    def __getitem__(self, place: int) -> T: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[T]: ...
-    def __getitem__(self, place: int | slice) -> T | list[T]:
-        if isinstance(place, slice):
-            return [self._at(i) for i in range(*place.indices(len(self)))]
-        return self._at(range(len(self))[place])
-
-    def __iter__(self) -> Iterator[T]:
-        return map(self._at, range(len(self)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -89,7 +79,7 @@ class Repeated(Sequence[T], Generic[T]):
         return np.flatnonzero(wanted[self.codes])
 
 
-class Chained(Sequence[T], Generic[T]):
+class Chained(Computed[T]):
     """Sequences one behind another."""
 
     def __init__(self, parts: Sequence[Sequence[T]]) -> None:
@@ -98,19 +88,12 @@ class Chained(Sequence[T], Generic[T]):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    @overload
-    def __getitem__(self, place: int) -> T: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[T]: ...
-    def __getitem__(self, place: int | slice) -> T | list[T]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        place = range(len(self))[place]
-        part = bisect_right(self._ends, place)
-        return self._parts[part][place - (self._ends[part - 1] if part else 0)]
-
     def __iter__(self) -> Iterator[T]:
         return chain.from_iterable(self._parts)
+
+    def _at(self, place: int) -> T:
+        part = bisect_right(self._ends, place)
+        return self._parts[part][place - (self._ends[part - 1] if part else 0)]
 
     def column(self, name: str) -> Iterable[Any]:
         return chain.from_iterable(column(part, name) for part in self._parts)
@@ -140,16 +123,11 @@ class Prompts(Repeated[Prompt]):
         joined = [part if isinstance(part, Prompts) else cls(part) for part in parts if len(part)]
         if len(joined) == 1:
             return joined[0]
-        codes, numbers, count = [np.empty(0, np.int32)], [np.empty(0, np.int32)], 0
-        for part in joined:
-            codes.append(part.codes + np.int32(count))
-            numbers.append(part._numbers)
-            count += len(part.distinct)
-        keys = [part.key for part in joined]
+        together, keys = Repeated.join(joined), [part.key for part in joined]
         return cls(
-            Chained([part.distinct for part in joined]),
-            np.concatenate(codes),
-            np.concatenate(numbers),
+            together.distinct,
+            together.codes,
+            np.concatenate([np.empty(0, np.int32), *(part._numbers for part in joined)]),
             store_key(["joined", keys]) if all(keys) else "",
         )
 
