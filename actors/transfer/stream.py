@@ -133,7 +133,7 @@ def receive_changes(transport: Transport, copy: HeldWeights) -> set[str] | None:
     """Apply what `send_changes` sends to ``copy``, and return the names of the tensors that changed.
 
     None: the table was damaged in transit, a delta is malformed, or the checksum of the copy is
-    not that of the sender's weights; ``copy`` is then of no use. ``held.token`` is None afterwards.
+    not that of the sender's weights; ``copy`` is then of no use. ``copy.token`` is None afterwards.
     """
     copy.token = None
     table = _table(transport, copy)
@@ -156,7 +156,7 @@ def receive_changes(transport: Transport, copy: HeldWeights) -> set[str] | None:
 def receive_whole(transport: Transport, copy: HeldWeights) -> Iterator[list[tuple[str, Tensor]]]:
     """Copy what `stream.send` sends into ``copy``; yield the tensors of each bucket once it has arrived.
 
-    Raises RuntimeError after the last one when the checksums differ. ``held.token`` is None meanwhile.
+    Raises RuntimeError after the last one when the checksums differ. ``copy.token`` is None meanwhile.
     """
     copy.token = None
     for i, flat in enumerate(receive_flat(transport, copy.specs, copy.bucket_bytes)):

@@ -72,7 +72,7 @@ class Curriculum:
         return np.maximum(share * (1.0 - share), _FLOOR)
 
 
-class OrderName(Curriculum):
+class UserOrder(Curriculum):
     """Takes the prompts that the function names. Its state are the pass rates, as `Curriculum` keeps them."""
 
     def __init__(

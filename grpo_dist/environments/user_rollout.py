@@ -143,7 +143,7 @@ class UserRollout:
         self, context: list[int], part: Generation, asked: Sequence[tuple[list[int], Generation]]
     ) -> None:
         """Raise ValueError unless ``part`` was generated behind ``context``: its log-probs are of that."""
-        if not any(part_before is part and before == context for before, part_before in asked):
+        if not any(generated is part and before == context for before, generated in asked):
             raise ValueError(
                 f"rollout function {self.name}: a part was not generated behind the prompt and the parts "
                 "before it; pass exactly these tokens to `generate`, and return all of them in order"

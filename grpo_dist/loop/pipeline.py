@@ -27,7 +27,7 @@ from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.batch.signal import SignalRule
 from grpo_dist.config import Config, DynamicSamplingConfig, ReferenceConfig
 from grpo_dist.config.data import LengthOrderConfig, PassRateOrderConfig, PoolsOrderConfig, UserOrderConfig
-from grpo_dist.data.curriculum import Curriculum, OrderName
+from grpo_dist.data.curriculum import Curriculum, UserOrder
 from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
 from grpo_dist.data.pools import PoolOrder
 from grpo_dist.data.repeats import uids_of
@@ -164,7 +164,7 @@ class Pipeline:
             self._next_batch += 1
 
     async def _chosen(self, batch: int) -> list[int]:
-        if isinstance(self._order, OrderName):  # in a thread: groups are received and scored meanwhile
+        if isinstance(self._order, UserOrder):  # in a thread: groups are received and scored meanwhile
             return await asyncio.to_thread(self._order.take, batch)
         return self._order.take(batch)
 
@@ -308,7 +308,7 @@ def build_order(
         return Curriculum(uids_of(prompts), admission.per_draw, seed=seed, rates=state.pass_rates)
     if isinstance(data.order, UserOrderConfig):
         user_order, limit_s = (data.order, config.code_paths), config.cluster.timeouts.own_code_s
-        return OrderName(
+        return UserOrder(
             prompts, admission.per_draw, *user_order, seed=seed, rates=state.pass_rates, limit_s=limit_s
         )
     if isinstance(data.order, PoolsOrderConfig):

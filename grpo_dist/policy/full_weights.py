@@ -242,7 +242,7 @@ class FullWeights:
         alone.
 
         Args:
-            bucket_bytes: size of a bucket; a larger tensor gets a bucket of its bucket_adapters.
+            bucket_bytes: size of a bucket; a larger tensor gets a bucket of its own.
             as_held: yield the parameters as transformers' model has them, where its checkpoint names them
                 otherwise or splits fused experts.
         """

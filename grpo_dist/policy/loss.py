@@ -111,9 +111,8 @@ def _policy_objective(
     algorithm, stream, mask = objective.algorithm, batch.policy, batch.policy.mask
     old = logprobs.detach() if stream.old_logprobs is None else stream.old_logprobs
     has_logprobs = ~(mask & stream.rollout_logprobs.isnan()).any(dim=1, keepdim=True)
-    old = torch.where(
-        has_logprobs, old, logprobs.detach()
-    )  # where ratios are to the engine's, these are NaN too
+    # Where ratios are to the engine's log-probs, the old ones of these rows are NaN too.
+    old = torch.where(has_logprobs, old, logprobs.detach())
     weights = has_logprobs.to(logprobs.dtype).expand_as(logprobs)
     if batch.choice.kept is not None:
         weights = weights * batch.choice.kept

@@ -122,10 +122,7 @@ class Preparation:
         """Return which tokens ``among`` this rank's have the ``count`` lowest values of all ranks.
         ``reported``: those of them that this rank reports. Collective.
         """
-        all_values, names = (
-            gather_values(values[reported], self.device),
-            gather_values(ids[reported], self.device),
-        )
+        all_values, names = (gather_values(t[reported], self.device) for t in (values, ids))
         return among & up_to(values, ids, lowest(all_values.cpu(), names.cpu(), count))
 
     def _sum(self, *rank_values: float) -> list[float]:

@@ -75,10 +75,10 @@ def apply(data: Tensor, words: int, flat: Tensor) -> Tensor | None:
     gaps = data[words * _WORD :]
     ends = gaps < _LONGEST
     at = (torch.cumsum(gaps.long() + ends, 0) - 1)[ends]
-    words_of = flat.view(torch.int16)
-    if len(at) != words or (words and int(at[-1]) >= len(words_of)):
+    target = flat.view(torch.int16)
+    if len(at) != words or (words and int(at[-1]) >= len(target)):
         return None
-    words_of[at] = _aligned(data[: words * _WORD]).view(torch.int16)
+    target[at] = _aligned(data[: words * _WORD]).view(torch.int16)
     return at
 
 

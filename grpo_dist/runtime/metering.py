@@ -161,7 +161,7 @@ def usage_metrics(usage: Mapping[str, Usage]) -> dict[str, float]:
     # Of training alone: the engines of evaluation count their own turns.
     counts = [u.counts for name, u in usage.items() if not name.startswith("evaluation-")]
     turns = EpisodeCounts(
-        *(sum(role_usage.get(name, 0.0) for role_usage in counts) for name in EpisodeCounts._fields)
+        *(sum(of_actor.get(name, 0.0) for of_actor in counts) for name in EpisodeCounts._fields)
     )
     for name in EpisodeCounts._fields:  # their ratios say more
         for role in ("rollout", "evaluation"):

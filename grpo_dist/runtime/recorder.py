@@ -33,7 +33,7 @@ class Recorder(Protocol):
         """Write a table of samples, with per-token ``values`` where training computed them."""
 
     def spans(self, step: int, loop_spans: Sequence[Span], workers: Mapping[str, Usage]) -> None:
-        """Write when the loop (``own``) and each worker were busy during ``step``."""
+        """Write when the loop (``loop_spans``) and each worker were busy during ``step``."""
 
     def ledger(self, step: int, entry: LedgerEntry) -> None:
         """Write the outcome of every prompt of ``step``."""

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_dist.config.data import UserOrderConfig
 from grpo_dist.config.files import load_config
-from grpo_dist.data.curriculum import OrderName, chosen
+from grpo_dist.data.curriculum import UserOrder, chosen
 from grpo_dist.driver import run
 from grpo_dist.loop.metrics import UserMetrics
 from grpo_dist.plugins import user_code as loading
@@ -301,7 +301,7 @@ def test_a_run_goes_on_sampling_while_a_prompt_order_chooses(tmp_path):
 
 def test_a_prompt_order_that_hangs_ends_the_run_with_its_name_and_the_key(code):
     named = UserOrderConfig(name="tried_pieces:endless_order")
-    order = OrderName(fakes.prompts(6), 2, named, (code,), seed=0, rates={}, limit_s=0.5)
+    order = UserOrder(fakes.prompts(6), 2, named, (code,), seed=0, rates={}, limit_s=0.5)
     with pytest.raises(ValueError, match=r"batch 3: prompt order tried_pieces:endless_order did not return "
                        r"within `cluster\.timeouts\.own_code_s` = 0\.5 s; correct it"):  # fmt: skip
         order.take(3)

@@ -255,10 +255,10 @@ class ProcessHost:
         raise ProcessFailure(outcome, str(value), lost=False, output=output)
 
     async def _answer(self, channel: socket.socket, number: bytes) -> tuple[str, bytes, str, float, float]:
-        outcome_code, index, seconds, used_s, size, printed = ANSWER.unpack(
+        answered, index, seconds, used_s, size, printed = ANSWER.unpack(
             await receive_soon(channel, ANSWER.size)
         )
-        if outcome_code != number or size + printed > self._longest:
+        if answered != number or size + printed > self._longest:
             raise EOFError
         body, output = await receive_soon(channel, size), await receive_soon(channel, printed)
         return OUTCOMES[index], body, output.decode(errors="replace"), seconds, used_s

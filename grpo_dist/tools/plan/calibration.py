@@ -275,10 +275,10 @@ def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], re
         )
         for s in steps
     ]
-    predicted, measured_s = (sum(column) / len(steps) for column in zip(*alone, strict=True))
+    predicted, engine_steps = (sum(column) / len(steps) for column in zip(*alone, strict=True))
     measured = result.figures["generation/step_s"]
     if curve and measured > predicted:
-        return replace(reached, step_s=(measured - predicted) / measured_s)
+        return replace(reached, step_s=(measured - predicted) / engine_steps)
     prefill = (
         sum(rates.prefill_s(prompt - shared) for step in steps for prompt, _ in step) / len(steps) / engines
     )
