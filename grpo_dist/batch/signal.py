@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,6 +35,9 @@ from grpo_dist.config.algorithm import (
 )
 from grpo_dist.plugins.user_code import AGGREGATION, LOSS
 from grpo_dist.types import Group, correctness, has_signal
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ACCURACY = "accuracy"  # a metric of every run: right or wrong
 
@@ -82,9 +86,9 @@ class SignalRule:
         return bool(above and (self.mean_high is None or mean < np.float32(self.mean_high)))
 
     def _by_estimator(self, group: Group, advantage: AdvantageConfig) -> bool:
-        # Here, because it imports torch, and a plan, which compares a metric, does without.
+        # Imported here, as below: it imports torch, and a plan, which compares a metric, does without.
         from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
-        from grpo_dist.batch.credit_assignment import PROCESS, clipped_rewards
+        from grpo_dist.batch.credit_assignment import PROCESS
 
         if advantage.traits.reads_each_reward:
             parts = [part for name, part in group.reward_parts.items() if self.weights.get(name)]
@@ -98,22 +102,20 @@ class SignalRule:
         inputs = ADVANTAGE_INPUTS.get(advantage.name)
         if inputs and set(inputs) <= {"std", "eps", "k"}:
             return self._has_advantages(group, advantage)
-        return has_signal(clipped_rewards([group], self.algorithm.reward_clip).numpy())
+        return has_signal(self._total_rewards(group).numpy())
 
     def _differs_from_greedy(self, group: Group) -> bool:
-        from grpo_dist.batch.credit_assignment import clipped_baselines, clipped_rewards
+        from grpo_dist.batch.credit_assignment import clipped_baselines
 
-        clip = self.algorithm.reward_clip
-        rewards, greedy = clipped_rewards([group], clip), clipped_baselines([group], clip)
+        rewards, greedy = self._total_rewards(group), clipped_baselines([group], self.algorithm.reward_clip)
         return bool((rewards[rewards.isfinite()] != greedy[rewards.isfinite()]).any())
 
     def _has_advantages(self, group: Group, advantage: AdvantageConfig) -> bool:
         import torch
 
         from grpo_dist.algorithms.advantages import ADVANTAGES
-        from grpo_dist.batch.credit_assignment import clipped_rewards
 
-        rewards = clipped_rewards([group], self.algorithm.reward_clip)
+        rewards = self._total_rewards(group)
         arguments = {"k": advantage.k} if isinstance(advantage, PassAtKAdvantage) else {}
         ids = torch.zeros(len(rewards), dtype=torch.long)
         return bool(ADVANTAGES[advantage.name](rewards, ids, **arguments).any())
@@ -126,9 +128,13 @@ class SignalRule:
             return correctness(group)
         if self.metric is not None and self.metric in group.reward_parts:
             return group.reward_parts[self.metric]
+        return self._total_rewards(group).numpy()
+
+    def _total_rewards(self, group: Group) -> Tensor:
+        """Return the total reward of each sample [G] as an estimator takes it."""
         from grpo_dist.batch.credit_assignment import clipped_rewards
 
-        return clipped_rewards([group], self.algorithm.reward_clip).numpy()
+        return clipped_rewards([group], self.algorithm.reward_clip)
 
 
 def trains_all_rows(algorithm: AlgorithmConfig, *, has_kl_term: bool) -> bool:
