@@ -47,7 +47,7 @@ from grpo_dist.workers import ReferenceSyncHandle, WeightSyncHandle, Workers
 T = TypeVar("T")
 
 ENGINES, POLICY, REFERENCE = "engines", "policy", "reference"
-# A holder without calls keeps the GPUs for so long: the next call may follow at once.
+# Seconds for which a holder without calls keeps the GPUs: the next call may follow at once.
 _GRACE_S = 0.02
 
 

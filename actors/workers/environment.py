@@ -33,8 +33,8 @@ from grpo_dist.runtime.stacks import pending_calls
 from grpo_dist.runtime.stage_log import say
 from grpo_dist.types import Task
 
-# Several actions are answered after so long at most; slower answers are fetched one by one. A call costs
-# both sides about a millisecond, which is more than most tools take.
+# Longest wait for the answers to several actions of one call; slower answers are fetched one by one. A call
+# costs both sides about a millisecond, which is more than most tools take.
 _AT_ONCE_S = 0.005
 # Names of ended episodes that are remembered: their last actions may arrive after their ends.
 _ENDED = 100_000
@@ -262,7 +262,7 @@ def engine_name(engine: Any) -> str:
     return name
 
 
-_END_S = 0.05  # ends of episodes are collected for so long
+_END_S = 0.05  # in which ends of episodes are collected for one call
 
 
 class EnvironmentLine:

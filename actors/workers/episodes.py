@@ -36,7 +36,7 @@ from grpo_dist.types import Prompt, Rollout, Sampling
 # Samples a context with a seed: exactly, or at most, a number of tokens, until one of the stop strings.
 Generate = Callable[..., Coroutine[Any, Any, Generation]]
 
-# Workers that did not answer are tried again after so long, unless new addresses come before: the network
+# Wait before workers that did not answer are tried again, unless new addresses come before: the network
 # may have failed, and not they.
 _RETRY_S = 1.0
 # Different workers that may be lost with an episode before it counts as failed: one may be bad luck, but an

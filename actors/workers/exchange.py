@@ -29,7 +29,7 @@ from grpo_dist.errors import find_cause
 from grpo_dist.runtime.load_balancer import Load
 from grpo_dist.types import Group, PackedSamples, Prompt, Rollout, Sampling
 
-# Groups that end in the same step of an engine are done one after the other, within so long.
+# Wait after the first answer: groups that end in the same step of an engine are done one after the other.
 _TOGETHER_S = 0.002
 
 

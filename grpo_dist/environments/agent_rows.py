@@ -347,8 +347,8 @@ async def play_agent(
     seed: int,
     sample: int,
 ) -> Rollout:
-    """Answer the requests of an agent until it ends. Once a budget has run out the agent is told so, and
-    whatever it then does ends the episode with that finish reason.
+    """Answer the requests of an agent until it ends. Once a budget has run out, requests are answered with
+    an error that names it, and the budget is the finish reason, however the agent then ends.
 
     Raises SamplesFailed where it ends without an answer of the policy.
     """

@@ -138,7 +138,8 @@ def _load_built(builder: Any) -> None:
 def build_kernels(builders: Sequence[str], begin: Callable[[str], None] = lambda _: None) -> None:
     """Build and load kernels, or wait for the process that builds them. Call `build_in_own_directory` first.
 
-    ``begin`` is told the name of each. Raises UserError with the compiler's output and what to install.
+    ``begin`` is called with the name of each before it is built or loaded. Raises UserError with the
+    compiler's output and what to install.
     """
     from deepspeed.accelerator import get_accelerator  # heavy, and only ranks and builds need it
 

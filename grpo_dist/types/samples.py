@@ -203,9 +203,9 @@ def _prompt(uid: str, ids: Any, answer: str, source: str, text: str, columns: An
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How completions are drawn. ``temperature`` 0 is greedy; ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0 mean
-    the full distribution. ``lengths`` has one entry per sample: exactly so many tokens, EOS and ``stop`` like
-    any other; None: completions end by themselves. ``stop``: texts that end a completion, with the token that
-    completes one. ``least``: so many samples of a group suffice where others cannot be had; None: all.
+    the full distribution. ``lengths``: the exact number of tokens of each sample, which EOS and ``stop`` do
+    not end; None: completions end by themselves. ``stop``: texts that end a completion, with the token that
+    completes one. ``least``: number of samples with which a group is complete if the others fail; None: all.
     """
 
     temperature: float = 1.0
@@ -340,7 +340,7 @@ class Rollout:
 @dataclass(frozen=True, slots=True)
 class TeacherLogprobs:
     """What a teacher gives for a row: log-probs of its sampled tokens, nats, 0 for given ones. With
-    `distillation.kl` = top_k also its K likeliest tokens in the place of each, and their log-probs.
+    `distillation.kl` = top_k also its K likeliest tokens at each position, and their log-probs.
     """
 
     sampled: np.ndarray  # float32 [C]
@@ -460,7 +460,7 @@ _NOTHING = None, None, None
 
 def _others(rollout: Rollout) -> tuple[Any, ...]:
     """Return what is no number of a token. What only an episode has comes together, its mask as bytes, and
-    what most samples lack: one object stands for nothing of all samples.
+    what most samples lack: all samples without it share one object.
     """
     mask, turns, rows = rollout.sampled, rollout.turns, rollout.further_rows
     episode = (None if mask is None else mask.tobytes(), turns, rows)

@@ -73,8 +73,8 @@ class Scenario:
     ``capacity``: sequences an engine decodes at once. ``sharing``: the roles that are colocated on the
     policy's GPUs, see `Roles`. ``reference_is_base``: the policy ranks compute the reference.
     ``signal_share``: share of the groups whose rewards differ. ``frozen``: teachers and reward models of
-    known sizes. ``epoch_steps``: an epoch has at least the prompts of this many steps. ``parts``: one of so
-    many alike is simulated, see `as_part`.
+    known sizes. ``epoch_steps``: an epoch has at least the prompts of this many steps. ``parts``: number of
+    equal parts of the cluster, of which one is simulated, see `as_part`.
     """
 
     config: Config
