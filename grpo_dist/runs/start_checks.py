@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import entry_points, version
 from pathlib import Path
@@ -34,7 +35,7 @@ from grpo_dist.policy.router_replay import replay_problem
 from grpo_dist.policy.sequence_parallel import check_heads
 from grpo_dist.runtime import model_config
 from grpo_dist.runtime.hardware import DeviceType, device_type, has_layer_kernels, resolve_dtype
-from grpo_dist.runtime.model_files import cached, fingerprint
+from grpo_dist.runtime.model_files import cached, cached_path, fingerprint
 
 _ARCHITECTURE_VERSION = 1  # of what is looked for in a model; raise it when that changes
 _CHECK_S = 600.0  # importing vLLM takes seconds, on a busy machine a minute
@@ -115,10 +116,6 @@ def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Itera
     yield from vllm_problems(config, device, model_dir)
 
 
-class _Refused(Exception):
-    """A model has problems."""
-
-
 def _unless_known(config: Config, device: DeviceType, model_dir: Path, has_package: bool) -> list[str]:
     """Return `_architecture_problems`; that a model has none is kept, where the cache can be written: making
     it takes seconds, most of them transformers' imports.
@@ -132,19 +129,12 @@ def _unless_known(config: Config, device: DeviceType, model_dir: Path, has_packa
         ],
         "transformers": version("transformers"),
     }  # fmt: skip
-    problems: list[str] = []
-
-    def look(_: Path) -> None:
-        problems.extend(_architecture_problems(config, device, model_dir, has_package))
-        if problems:
-            raise _Refused
-
-    try:
-        cached("fitting-model", decides, look)
-    except _Refused:
-        pass
-    except OSError:  # the cache cannot be written
-        return list(_architecture_problems(config, device, model_dir, has_package))
+    if os.path.isdir(cached_path("fitting-model", decides)):  # False also where it cannot be read
+        return []
+    problems = list(_architecture_problems(config, device, model_dir, has_package))
+    if not problems:
+        with suppress(OSError):
+            cached("fitting-model", decides, lambda _: None)
     return problems
 
 
