@@ -50,7 +50,10 @@ def run_sft(
             "validation loss; remove it, or train with `grpo-dist sft` or a stage of a pipeline "
             "(`kind: sft`), on the policy's ranks"
         )
-    decides = identify_result(settings, model_dir, day)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    decides = identify_result(settings, model_dir, tokenizer, day)
     if "day" in decides:
         day = date.fromisoformat(decides["day"])
         say(
@@ -62,7 +65,7 @@ def run_sft(
         threads = torch.get_num_threads()
         torch.set_num_threads(settings.threads or available_cpus())
         try:
-            _train(settings, model_dir, directory, say, day)
+            _train(settings, model_dir, tokenizer, directory, say, day)
         finally:
             torch.set_num_threads(threads)
             return_freed_memory()
@@ -72,16 +75,16 @@ def run_sft(
     return cached("sft", decides, write)
 
 
-def find_trained(settings: SFTConfig, model_dir: Path, *, day: date | None = None) -> Path | None:
-    """Return what `run_sft` would return where that is there already."""
-    path = cached_path("sft", identify_result(settings, model_dir, day))
+def find_trained(
+    settings: SFTConfig, model_dir: Path, tokenizer: Any, *, day: date | None = None
+) -> Path | None:
+    """Return what `run_sft` would return where that is there already. ``tokenizer``: of the model."""
+    path = cached_path("sft", identify_result(settings, model_dir, tokenizer, day))
     return path if path.is_dir() else None
 
 
-def identify_result(settings: SFTConfig, model_dir: Path, day: date | None) -> dict[str, Any]:
+def identify_result(settings: SFTConfig, model_dir: Path, tokenizer: Any, day: date | None) -> dict[str, Any]:
     """Return what decides the result; `day` only where the chat template writes it."""
-    from transformers import AutoTokenizer
-
     decides = {
         "version": _VERSION,
         "settings": settings.model_dump(
@@ -91,17 +94,19 @@ def identify_result(settings: SFTConfig, model_dir: Path, day: date | None) -> d
         "model": model_dir.name if is_made(settings.model) else fingerprint(model_dir),
         "data": contents(settings),
     }
-    if writes_date(AutoTokenizer.from_pretrained(model_dir)):
+    if writes_date(tokenizer):
         decides["day"] = (day or date.today()).isoformat()
     return decides
 
 
 def _train(
-    settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str], None], day: date | None
+    settings: SFTConfig,
+    model_dir: Path,
+    tokenizer: Any,
+    out: Path,
+    say: Callable[[str], None],
+    day: date | None,
 ) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
     pairs = load_pairs(settings, tokenizer, day=day, say=say)
     settings = settings.model_copy(update={"steps": settings.steps_for(len(pairs))})
     device = torch.device(device_type())

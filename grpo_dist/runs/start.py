@@ -98,11 +98,11 @@ def check_cold_start(start: Start) -> str:
         return ""
     if start.model_dir is None:
         raise CheckSkipped("the model cannot be read")
+    tokenizer = load_tokenizer(start.model_dir, False)
     with suppress(ValueError, OSError):  # data that cannot be read is found below
-        if trained := find_trained(sft, start.model_dir, day=start.config.data.day):
+        if trained := find_trained(sft, start.model_dir, tokenizer, day=start.config.data.day):
             start.is_cold_started = True
             return f"its model is there: {trained}"
-    tokenizer = load_tokenizer(start.model_dir, False)
     tables, wrong = [], []
     for source in sft.data:
         try:

@@ -107,13 +107,14 @@ def test_a_cold_start_has_the_date_of_its_run(tmp_path, monkeypatch):
     rows.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
     settings, days = SFTConfig(model="demo:tiny", data=str(rows)), []
 
-    def trained(settings, model_dir, out, say, day):
+    def trained(settings, model_dir, tokenizer, out, say, day):
         days.append(day)
         (out / "tokens").write_text(str(load_pairs(settings, tokenizer, day=day)))
 
     monkeypatch.setattr(cold_start, "_train", trained)
     for name, made in (("llama3_2", 2), ("llama3", 1)):
-        tokenizer, said = saved(tmp_path / name, trl_templates()[name]), []
+        said = []
+        saved(tmp_path / name, trl_templates()[name])
         first, second, again = (
             cold_start.run_sft(settings, tmp_path / name, said.append, day=date.fromisoformat(day))
             for day in (DAY, "2026-08-01", DAY)

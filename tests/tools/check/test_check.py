@@ -18,7 +18,7 @@ from grpo_dist.rewards.unit_tests import UnitTests
 from grpo_dist.runs import cold_start
 from grpo_dist.runs.checkpoint import CheckpointState, write_manifest
 from grpo_dist.runs.identity import data_digest, fingerprint
-from grpo_dist.runs.prepare import resolve_model, sft_model
+from grpo_dist.runs.prepare import load_tokenizer, resolve_model, sft_model
 from grpo_dist.runs.start import load_inputs
 from grpo_dist.runtime.model_files import cached
 from grpo_dist.tools.check import devices, machine
@@ -338,7 +338,8 @@ def test_the_cold_start_is_read_and_counted(here, monkeypatch):
     # Of a model that is trained already nothing is read: how long its rows are no longer matters.
     settings = load_config("config.yaml", ["model.path=sft", sft]).sft
     model_dir = sft_model(settings, None, print)
-    cached("sft", cold_start.identify_result(settings, model_dir, None), lambda _: None)
+    tokenizer = load_tokenizer(model_dir, False)
+    cached("sft", cold_start.identify_result(settings, model_dir, tokenizer, None), lambda _: None)
     again = results("model.path=sft", sft)
     assert again["cold start"].detail.startswith("its model is there: ")
     assert "cold start, before all others" not in again["memory"].detail
