@@ -82,7 +82,7 @@ def corrects(algorithm: AlgorithmConfig) -> bool:
 
 def contradictions(config: Sections) -> Iterator[str]:
     """Yield a message for settings that contradict each other, and for settings that a run would ignore."""
-    yield from (rule.message(config) for rule in RULES if rule.breaks(config))
+    yield from _broken_rules(config)
     yield from _check_sizes(config)
     yield from _check_estimator(_without_other_estimators(config))
     yield from _check_source_algorithms(config)
@@ -583,6 +583,10 @@ def _divisors_near(total: int, wanted: int) -> str:
     return " or ".join(str(d) for d in below[-1:] + above[:1])
 
 
+def _broken_rules(config: Sections) -> Iterator[str]:
+    return (rule.message(config) for rule in RULES if rule.breaks(config))
+
+
 def _with_sources(
     config: Sections, sources: tuple[DataSourceConfig, ...], rewards: RewardsConfig
 ) -> Sections:
@@ -594,7 +598,7 @@ def _without_other_estimators(config: Sections) -> Sections:
     """Return ``config`` without the sources whose samples `algorithm.advantage` does not see, if others are
     left.
     """
-    apart = {s.label for s in config.data.train if s.algorithm and s.algorithm.advantage}
+    apart = config.source_estimators
     sources = tuple(source for source in config.data.train if source.label not in apart)
     if not apart or not sources:
         return config
@@ -603,12 +607,10 @@ def _without_other_estimators(config: Sections) -> Sections:
 
 def _check_source_algorithms(config: Sections) -> Iterator[str]:
     """Look at what single sources have in place of `algorithm`, as at a run whose algorithm it is."""
-    known: set[str] | None = None
+    of_whole_run = set(_broken_rules(config)) if config.source_algorithms else set()
     for number, source in enumerate(config.data.train):
         if source.algorithm is None:
             continue
-        if known is None:
-            known = {rule.message(config) for rule in RULES if rule.breaks(config)}
         where = f"`data.train.{number}.algorithm`"
         if source.algorithm.kl is not None and not config.has_kl_term:
             yield (
@@ -623,8 +625,8 @@ def _check_source_algorithms(config: Sections) -> Iterator[str]:
         # With a KL term of weight 0 the reference stays that of the other sources.
         algorithm = source.algorithm.model_copy(update={"kl": None}).over(config.algorithm)
         alone = config.model_copy(update={"algorithm": algorithm})
-        broken = [rule.message(alone) for rule in RULES if rule.breaks(alone)]
-        yield from (f"{where}: {message}" for message in broken if message not in known)
+        further = (message for message in _broken_rules(alone) if message not in of_whole_run)
+        yield from (f"{where}: {message}" for message in further)
         if source.algorithm.advantage is not None:
             seen = _with_sources(alone, (source,), config.rewards.select_source(source.label))
             yield from (f"{where}: {message}" for message in _check_estimator(seen))

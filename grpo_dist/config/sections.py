@@ -159,23 +159,27 @@ class Sections(Section):
         return {s.label: s.algorithm.over(self.algorithm) for s in self.data.train if s.algorithm is not None}
 
     @property
+    def source_estimators(self) -> dict[str, AdvantageConfig]:
+        """The advantage estimators of the training sources with one of their own, by label."""
+        parts = {s.label: s.algorithm.advantage for s in self.data.train if s.algorithm is not None}
+        return {label: advantage for label, advantage in parts.items() if advantage is not None}
+
+    @property
     def estimators(self) -> tuple[AdvantageConfig, ...]:
         """The advantage estimators of the run: that of `algorithm`, and those of sources with their own."""
-        parts = [source.algorithm for source in self.data.train if source.algorithm is not None]
-        return (self.algorithm.advantage, *(part.advantage for part in parts if part.advantage is not None))
+        return (self.algorithm.advantage, *self.source_estimators.values())
 
     @property
     def rewards_by_estimator(self) -> list[tuple[str, RewardsConfig]]:
         """Names of the advantage estimators, that of `algorithm` first, each with the rewards that it sees:
         without those of sources that have another.
         """
-        apart = {s.label: s.algorithm.advantage for s in self.data.train if s.algorithm}
-        apart = {label: advantage for label, advantage in apart.items() if advantage is not None}
+        apart = self.source_estimators
         by_source = {label: own for label, own in self.rewards.by_source.items() if label not in apart}
         shared = self.rewards.model_copy(update={"by_source": by_source})
         return [
             (self.algorithm.advantage.name, shared),
-            *((own.name, self.rewards.select_source(label)) for label, own in apart.items() if own),
+            *((own.name, self.rewards.select_source(label)) for label, own in apart.items()),
         ]
 
     @property
