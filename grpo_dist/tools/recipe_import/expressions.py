@@ -52,20 +52,20 @@ def name_the_problem(text: Any) -> Any:
     return str(text).replace("{}", "{problem}") if text else None
 
 
+def listed(value: Any) -> list[Any]:
+    """Return a value that may be one or several as a list."""
+    return value if isinstance(value, list) else [value]
+
+
 def sources(value: Any) -> list[str]:
     """Return the data sets of ms-swift's list: ["org/data#500"] -> ["org/data"]."""
-    return [str(one).partition("#")[0] for one in (value if isinstance(value, list) else [value])]
+    return [str(one).partition("#")[0] for one in listed(value)]
 
 
 def rows(value: Any) -> list[int | None]:
     """Return their numbers of rows: ["org/data#500", "org/other"] -> [500, None]."""
-    numbers = [str(one).partition("#")[2] for one in (value if isinstance(value, list) else [value])]
+    numbers = [str(one).partition("#")[2] for one in listed(value)]
     return [int(number) if number else None for number in numbers]
-
-
-def listed(value: Any) -> list[Any]:
-    """Return a value that may be one or several as a list."""
-    return value if isinstance(value, list) else [value]
 
 
 def names(paths: Any) -> list[str]:
@@ -82,7 +82,7 @@ def prose(text: Any) -> Any:
 
 def beside(names: Any, name: str, value: Any) -> list[Any]:
     """Return a list with ``value`` where ``names`` has ``name``, and None elsewhere."""
-    return [value if one == name else None for one in (names if isinstance(names, list) else [names])]
+    return [value if one == name else None for one in listed(names)]
 
 
 def bounds(threshold: Any) -> list[Any]:
@@ -98,11 +98,11 @@ def rules(names: Any, thresholds: Any) -> list[dict[str, Any]]:
 
     "token_k1,seq_max_k2", "0.5_4,2.5" -> {rule: token_k1, low: 0.25, high: 2}, {rule: seq_max_k2, high: 2.5}
     """
-    listed = [name.strip() for name in str(names).split(",") if name.strip()]
+    rule_names = [name.strip() for name in str(names).split(",") if name.strip()]
     numbers = [text.strip() for text in str(thresholds).split(",")]
-    numbers *= len(listed) if len(numbers) == 1 else 1  # one for all
+    numbers *= len(rule_names) if len(numbers) == 1 else 1  # one for all
     made: list[dict[str, Any]] = []
-    for name, text in zip(listed, numbers, strict=True):
+    for name, text in zip(rule_names, numbers, strict=True):
         low, sign, high = text.rpartition("_")
         if name.endswith("k1"):
             lowest = float(low) if sign else 1 / float(high)

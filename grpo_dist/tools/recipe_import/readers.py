@@ -114,9 +114,8 @@ def _with_files(settings: Sequence[Setting], folder: Path, remarks: list[str]) -
     names = [str(given[name]) for name in _FILES if isinstance(given.get(name), str)]
     if isinstance(name := given.get("config_name"), str):
         names.append(f"{given.get('config_path') or '.'}/{name.removesuffix('.yaml')}.yaml")
-    below = dict[str, Any]()
+    below, roots = dict[str, Any](), (folder, *folder.resolve().parents[:_MOST_FOLDERS])
     for name in names:
-        roots = (folder, *folder.resolve().parents[:_MOST_FOLDERS])
         path = next((root / name for root in roots if (root / name).is_file()), None)
         if path is None or path.suffix not in (".yaml", ".yml", ".json", ".toml"):
             remarks.append(f"{name}: not there; what it sets is left out")
@@ -125,8 +124,7 @@ def _with_files(settings: Sequence[Setting], folder: Path, remarks: list[str]) -
         remarks += recipe.remarks
         is_launchers = name == given.get("config_file")
         below |= {one.name: one.value for one in recipe.settings if not is_launchers or one.name in _RANKS}
-    plain = {setting.name for setting in settings}
-    under = [Setting(name, value) for name, value in below.items() if name not in plain]
+    under = [Setting(name, value) for name, value in below.items() if name not in given]
     return [*under, *(one for one in settings if one.name not in (*_FILES, "config_path", "config_name"))]
 
 

@@ -14,7 +14,7 @@ from grpo_dist.config import Config
 from grpo_dist.config.base import tagged_unions
 from grpo_dist.config.messages import explain, readable
 from grpo_dist.config.peers import UNSET, Row, Trainer, of_value
-from grpo_dist.tools.recipe_import.expressions import PLACE, Uncomputable, evaluate
+from grpo_dist.tools.recipe_import.expressions import PLACE, Uncomputable, evaluate, listed
 from grpo_dist.tools.recipe_import.readers import Recipe, Setting
 
 Path = tuple[str | int, ...]
@@ -143,20 +143,20 @@ class _Reader:
         """Return the value here; None: nothing to write; or a reason."""
         if isinstance(value, str) and "$(" in value and "slug" not in row.expression:
             return _Reason("what a command prints; set it", lost=True)
-        listed = of_value(row, value)
+        mapped = of_value(row, value)
         names = [one for one in row.values.values() if one is not None and not _is_reason(one)]
         is_code = any(key.endswith(".function") for key in row.keys) and not row.expression
-        if listed is UNSET and names and row.keys and (isinstance(value, list) or (is_code and value)):
-            return self._each(row, value if isinstance(value, list) else [value], is_code=is_code)
-        if listed is not UNSET and not row.expression:
-            return _Reason(listed, lost=True) if _is_reason(listed) else listed
-        if row.expression and listed is UNSET:
+        if mapped is UNSET and names and row.keys and (isinstance(value, list) or (is_code and value)):
+            return self._each(row, listed(value), is_code=is_code)
+        if mapped is not UNSET and not row.expression:
+            return _Reason(mapped, lost=True) if _is_reason(mapped) else mapped
+        if row.expression and mapped is UNSET:
             try:
                 return evaluate(row.expression, {"value": value, **self.values})
             except Uncomputable:
                 return _Reason(row.note or f"the value follows from {row.expression}", lost=True)
-        if listed is not UNSET:
-            return listed
+        if mapped is not UNSET:
+            return mapped
         if names or not row.keys or row.lost:
             reason = row.note or "no such value here"
             return _Reason(reason, lost=row.lost or bool(row.keys))
