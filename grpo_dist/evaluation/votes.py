@@ -73,9 +73,9 @@ def _wins(size: int, others: tuple[int, ...], silent: int, k: int) -> float:
 def _add_answer(table: np.ndarray, chances: np.ndarray, votes: int) -> np.ndarray:
     """Add one more answer to ``table``, its counts with ``chances``: at most ``votes``, or it would lead."""
     grown = np.zeros((len(table) + 1, table.shape[1]))
-    for right in range(min(len(chances) - 1, votes, table.shape[1] - 1) + 1):
-        row = slice(1, None) if right == votes else slice(0, -1)
-        grown[row, right:] += chances[right] * table[:, : table.shape[1] - right]
+    for draws in range(min(len(chances) - 1, votes, table.shape[1] - 1) + 1):
+        row = slice(1, None) if draws == votes else slice(0, -1)
+        grown[row, draws:] += chances[draws] * table[:, : table.shape[1] - draws]
     return grown if grown[-1].any() else grown[:-1]
 
 
@@ -85,9 +85,9 @@ def _binomial(count: int, share: float) -> np.ndarray:
     if share == 1.0:
         return np.eye(1, count + 1, count)[0]
     factorials = np.array([math.lgamma(i + 1) for i in range(count + 1)])
-    right = np.arange(count + 1)
+    successes = np.arange(count + 1)
     logs = factorials[-1] - factorials - factorials[::-1]
-    return np.exp(logs + right * math.log(share) + (count - right) * math.log1p(-share))
+    return np.exp(logs + successes * math.log(share) + (count - successes) * math.log1p(-share))
 
 
 def final_answers(completions: Sequence[str], pool: Callable[[], GraderPool]) -> list[str]:

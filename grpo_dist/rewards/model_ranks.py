@@ -160,10 +160,10 @@ def _new_group(size: int) -> list[Rank]:
     listening = socket.create_server((_HOST, 0))
     port, secret = listening.getsockname()[1], secrets.token_bytes(_RANDOM_BYTES)
     challenge = secrets.token_bytes(_RANDOM_BYTES)
-    sockets = [listening.detach(), *[None] * (size - 1)]
+    descriptors = [listening.detach(), *[None] * (size - 1)]
     return [
-        Rank(index, size, _HOST, port, _COLLECTIVE_S, secret, challenge, listening=rank_sockets)
-        for index, rank_sockets in enumerate(sockets)
+        Rank(index, size, _HOST, port, _COLLECTIVE_S, secret, challenge, listening=descriptor)
+        for index, descriptor in enumerate(descriptors)
     ]
 
 

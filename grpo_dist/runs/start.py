@@ -68,8 +68,8 @@ def check_data(start: Start) -> str:
     train, held_out = read_sets.values()
     start.rows = (train, held_out)
     counts = [
-        ", ".join(f"{len(rows)} of {source_name(s)}" for s, rows in problems)
-        for problems in (train, held_out)
+        ", ".join(f"{len(rows)} of {source_name(source)}" for source, rows in read_rows)
+        for read_rows in start.rows
     ]
     return f"rows for training: {counts[0]}; held out: {counts[1] or 'none'}"
 

@@ -203,10 +203,8 @@ class Verbs:
             self._probe.begin(self.step)
         count, sampling = samples or self._draw.samples, self._sampling_now()
         least = min(count, self._draw.least)
-        step, draws = (
-            self.step,
-            self._samples_drawn,
-        )  # an update may end before the tasks begin, or draw again
+        # An update may end before the tasks begin, or draw again.
+        step, draws = self.step, self._samples_drawn
 
         async def one(prompt: Prompt, first: int) -> SampledGroup:
             prompt_sampling = replace(self._scorer.sampling_for(prompt, sampling), least=least)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -376,8 +377,8 @@ def check_environments(start: Start) -> str:
         return ""
     if start.inputs is None:
         raise CheckSkipped("the prompts cannot be prepared")
-    prompts = [*start.inputs.prompts, *(p for eval_set in start.inputs.eval_sets for p in eval_set.prompts)]
-    first = _first_of_each(prompts)
+    sets = (start.inputs.prompts, *(eval_set.prompts for eval_set in start.inputs.eval_sets))
+    first = _first_of_each(chain.from_iterable(sets))
     with stage("environments", "each plays a trial episode"):
         described = [
             EnvironmentProbe(task.environment, task.kwargs, config.environments).describe()
@@ -388,11 +389,11 @@ def check_environments(start: Start) -> str:
     form = resolve_format(config.environments.call_format, template_text(tokenizer, config.data))
     lines = [*notes]
     failed: list[str] = []
-    for (task, prompt), eval_set, answered in zip(first, described, answers, strict=True):
-        tools = ", ".join(map(_signature, eval_set.tools))
+    for (task, prompt), description, answered in zip(first, described, answers, strict=True):
+        tools = ", ".join(map(_signature, description.tools))
         calls = f"; tools: {tools}, called {_call_form(form)}" if tools else ""
         lines.append(f"{task.environment}{calls}")
-        lines += _not_told(eval_set, tokenizer.decode(prompt.token_ids.tolist()))
+        lines += _not_told(description, tokenizer.decode(prompt.token_ids.tolist()))
         lines += [
             f"  | {action.text!r} is answered with {_describe(observed)}" for action, observed in answered
         ]
@@ -408,7 +409,7 @@ def check_environments(start: Start) -> str:
     return "\n    ".join(lines)
 
 
-def _first_of_each(prompts: Sequence[Prompt]) -> list[tuple[Task, Prompt]]:
+def _first_of_each(prompts: Iterable[Prompt]) -> list[tuple[Task, Prompt]]:
     """Return each environment with its arguments, and its first prompt."""
     first: dict[str, tuple[Task, Prompt]] = {}
     for prompt in prompts:

@@ -356,21 +356,10 @@ def _print_rewards(console: Console, scored: Scored, parts: Mapping[str, np.ndar
     rows = []
     for name, scores in values.items():
         scored_values = scores[~np.isnan(scores)]
-        numbers = (
-            (
-                scored_values.mean(),
-                scored_values.std(),
-                scored_values.min(),
-                np.median(scored_values),
-                scored_values.max(),
-            )
-            if len(scored_values)
-            else ()
-        )
-        cells = [f"{number:.3f}" for number in numbers] or ["–"] * 5
-        rows.append(
-            [escape(name), str(len(scored_values)), str(len(scores) - len(scored_values) or "–"), *cells]
-        )
+        statistics = (np.mean, np.std, np.min, np.median, np.max) if len(scored_values) else ()
+        cells = [f"{statistic(scored_values):.3f}" for statistic in statistics] or ["–"] * 5
+        unscored = len(scores) - len(scored_values)
+        rows.append([escape(name), str(len(scored_values)), str(unscored or "–"), *cells])
     print_rows(console, "rewards", columns, rows)
     if outcomes := Counter(o for group in scored.groups for o in group.outcomes if o):
         console.print("math outcomes: " + ", ".join(f"{o} {n}" for o, n in outcomes.most_common()))

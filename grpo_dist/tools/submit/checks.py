@@ -40,10 +40,10 @@ def check_rewards_known(config: Config) -> None:
     """Raise UserError for an unknown built-in reward, and for one that an estimator or another reward does
     not go with. The user's own may exist only on the cluster.
     """
-    rewards = config.rewards
     from grpo_dist.rewards.checks import combination_problems, graded_problems  # imports numpy
     from grpo_dist.rewards.registry import REWARDS, module_and_name
 
+    rewards = config.rewards
     named = [(f"functions.{i}", reward) for i, reward in enumerate(rewards.functions)]
     for source, variant in rewards.by_source.items():
         named += [(f"by_source.{source}.functions.{i}", reward) for i, reward in enumerate(variant.functions)]
@@ -78,9 +78,9 @@ def check_no_secrets(job: Job) -> None:
 def check_options(options: Sequence[tuple[str, str]]) -> None:
     """Raise UserError for a secret in ``options`` (name, text) of a target."""
     for option, text in options:
-        masked = masked_setting(text) if text.startswith("-") else masked_text(text)
-        if masked != text:
-            raise _secret(f"{option}={masked}")
+        masked_form = masked_setting(text) if text.startswith("-") else masked_text(text)
+        if masked_form != text:
+            raise _secret(f"{option}={masked_form}")
 
 
 def _secret(what: str) -> UserError:

@@ -81,7 +81,7 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     Raises UserError for code that cannot travel, and when the files are too large.
     """
     left_out: dict[str, str] = {}
-    for relative in _user_modules(config.code_paths):
+    for relative in _code_directories(config.code_paths):
         all_excludes = (*excludes, f"/{Path(config.output_dir).name}", into.name)
         left_out |= _copy(Path(relative), into / relative, all_excludes)
     for package in _PACKAGES:
@@ -100,9 +100,9 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     return carried
 
 
-def _user_modules(code_paths: Sequence[str]) -> Iterator[str]:
+def _code_directories(code_paths: Sequence[str]) -> Iterator[str]:
     """Yield directories of a user's own code, relative to this directory; each once."""
-    modules: set[str] = set()
+    directories: set[str] = set()
     for path_text in code_paths:
         path = expanded(path_text)
         if path.is_absolute():
@@ -115,8 +115,8 @@ def _user_modules(code_paths: Sequence[str]) -> Iterator[str]:
             )
         if not path.is_dir():
             raise UserError(f"`code_paths`: {path_text}: no such directory{searched(path_text)}")
-        if relative not in modules:
-            modules.add(relative)
+        if relative not in directories:
+            directories.add(relative)
             yield relative
 
 
@@ -127,17 +127,17 @@ def _copy(source: Path, target: Path, excludes: Sequence[str]) -> dict[str, str]
     def excluded(directory: str, names: list[str]) -> list[str]:
         at_top = Path(directory).resolve() == Path.cwd()
         patterns = [p.strip("/") for p in excludes if at_top or not p.startswith("/")]
-        out = []
+        excluded_names = []
         for name in names:
             path = Path(directory) / name
             why = _unfit(path, top)
             if why:
                 left_out[os.path.relpath(path)] = why
             # A link is also excluded by the name of its target.
-            names_of = {name, path.resolve().name}
-            if why or any(fnmatch(each, pattern) for each in names_of for pattern in patterns):
-                out.append(name)
-        return out
+            both = {name, path.resolve().name}
+            if why or any(fnmatch(each, pattern) for each in both for pattern in patterns):
+                excluded_names.append(name)
+        return excluded_names
 
     left = LIMIT_MIB * 2**20
 
