@@ -48,9 +48,6 @@ class Engine:
         self._running: list[_Running] = []  # the last to end first
         self._waiting: deque[tuple[float, float, _Group]] = deque()  # (tokens, prompt's share, group)
         self._stretches: deque[tuple[float, float]] = deque()  # seconds and steps up to each planned end
-        # At the last planned end: sequences that run on, steps, tokens made until then, context; None once a
-        # part of the plan has been followed.
-        self._at_end: tuple[int, float, float, float] | None = None
         self._context = 0.0  # tokens in the cache
         self.steps = self.tokens = 0.0  # made so far
         self._debt = 0.0  # seconds of prefill before the next step
@@ -117,7 +114,6 @@ class Engine:
         self._debt -= paid
         elapsed -= paid
         while elapsed > 0.0 and self._stretches:
-            self._at_end = None
             seconds, steps = self._stretches[0]
             if elapsed < seconds:
                 made = steps * elapsed / seconds
@@ -174,12 +170,11 @@ class Engine:
         if len(running) > begun:
             running.sort(reverse=True)
         self._stretches.clear()
-        self._at_end = None
         if not running or self._paused:
             return
         each = bool(self._waiting) or self.is_watched()
         total, at, context, left = self._debt, self.steps, self._context, len(running)
-        made, is_last, step_s = 0.0, False, self._times.decode_step_s
+        is_last, step_s = False, self._times.decode_step_s
         while left and not is_last:
             last = running[left - 1][0]
             steps = last - at
@@ -188,31 +183,20 @@ class Engine:
             self._stretches.append((seconds, steps))
             total += seconds
             context += grown
-            made += grown
             at, is_last = last, each
             while left and running[left - 1][0] <= at + _ALMOST:
                 left -= 1
                 _, _, length, share, group = running[left]
                 context -= share + length
                 is_last = is_last or group.last <= at + _ALMOST
-        self._at_end = left, at, made, context
         self._timer = self._loop.call_later(total, self._reached)
 
     def _reached(self) -> None:
         """Finish the samples that were planned to end by now."""
         self._timer = None
         self._debt, self._since = 0.0, self._loop.time()
-        if self._at_end is None:
-            while self._stretches:
-                self._end_stretch()
-            return
-        left, self.steps, made, self._context = self._at_end
-        self.tokens += made
-        self._stretches.clear()
-        self._at_end = None
-        ended = self._running[left:]
-        del self._running[left:]
-        self._note_ends(ended[::-1])
+        while self._stretches:
+            self._end_stretch()
 
     def _end_span(self) -> None:
         if self._busy_since is not None:
