@@ -57,11 +57,11 @@ _OPENING = {closing: opening for opening, closing in _KNOWN.items()}
 _END = 200  # last characters of a prompt that are searched for tags
 
 
-def detect_thought(prompt: str, template: str = "") -> Thought:
+def detect_thought(prompt: str, template: str = "", tags: tuple[str, str] | None = None) -> Thought:
     """Return the thought that a completion of ``prompt`` begins or continues.
 
-    Its tags are those at the end of ``prompt``, else the first that it or its chat ``template`` mentions,
-    else ``<think>`` and ``</think>``.
+    Its tags are those at the end of ``prompt``, of ``tags`` or of a well-known model, else the first that it
+    or its chat ``template`` mentions, else ``<think>`` and ``</think>``.
 
         "...<|im_start|>assistant\\n<think>\\n"                    <think>, the prompt opens it
         "...<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n"       <think>, the prompt opens and closes it
@@ -69,6 +69,8 @@ def detect_thought(prompt: str, template: str = "") -> Thought:
         "Reason in <reasoning> tags. What is 2+2?"               <reasoning>, the completion opens it
     """
     end = prompt[-_END:]
+    if tags and end.rstrip().endswith(tags):
+        return Thought(*tags, "opens" if end.rstrip().endswith(tags[0]) else "closes")
     if opened := _OPENED.search(end):
         return Thought(opened[1], _KNOWN[opened[1]], "opens")
     if closed := _CLOSED.search(end):
@@ -119,6 +121,7 @@ class PromptFormat:
         few_shot: examples in front of the question, behind a system prompt.
         prefill: text of the answer with which the prompt ends.
         scored_prefill: ``prefill`` where rewards read it as the begin of the completion, else "".
+        thought_tags: of the configuration, which the end of a prompt may have; None: those of known models.
     """
 
     system_prompt: str | None = None
@@ -131,6 +134,7 @@ class PromptFormat:
     few_shot: tuple[Message, ...] = ()
     prefill: str = ""
     scored_prefill: str = ""
+    thought_tags: tuple[str, str] | None = None
 
     @classmethod
     def from_config(cls, data: DataConfig, source: DataSourceConfig | None = None) -> PromptFormat:
@@ -607,13 +611,13 @@ class _Thoughts:
         template = getattr(tokenizer, "chat_template", None) if prompt_format.use_chat_template else None
         mentioned = _MENTIONED.search(template) if isinstance(template, str) else None
         self._tokenizer, self._mentioned = tokenizer, mentioned.group() if mentioned else ""
-        self._scored = prompt_format.scored_prefill
+        self._scored, self._tags = prompt_format.scored_prefill, prompt_format.thought_tags
         self._kept: dict[str, bool] = {}
 
     def detect_all(self, texts: Sequence[str]) -> list[Thought]:
         """Return the thought of a completion of each of ``texts``."""
         joined = "\0".join(texts)
-        if texts and not any(tag in joined for tag in _EITHER):
+        if texts and not any(tag in joined for tag in (*_EITHER, *(self._tags or ()))):
             return [self.detect(texts[0])] * len(texts)  # the template alone decides
         return [self.detect(text) for text in texts]
 
@@ -623,9 +627,9 @@ class _Thoughts:
         ``text`` ends with the prefill. When decoding drops the closing tag, the end of a thought is
         invisible, so the prompt counts as opening none.
         """
-        thought = detect_thought(text, self._mentioned)
+        thought = detect_thought(text, self._mentioned, self._tags)
         if self._scored:  # the completion that rewards see begins with it
-            before = detect_thought(text.removesuffix(self._scored), self._mentioned)
+            before = detect_thought(text.removesuffix(self._scored), self._mentioned, self._tags)
             thought = Thought(thought.opening, thought.closing, before.prompt)
         if not thought.prompt:
             return thought

@@ -5,7 +5,7 @@ directory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from datetime import date
 from functools import lru_cache, partial
 from itertools import chain
@@ -441,7 +441,9 @@ def load_prompts(
     if data.environment_of(source) is not None:
         rows = rows.apart()  # an environment may ask equal problems in different words
     tasks = source_tasks(data, sections.environments, source, rows, tokenizer)
-    prompt_format = PromptFormat.from_config(data, source)
+    prompt_format = replace(
+        PromptFormat.from_config(data, source), thought_tags=sections.rewards.thought_tags
+    )
     is_stored = tasks is None and len(rows) >= STORED_FROM
     key = _prompts_key(sections, rows, tokenizer) if is_stored else ""
     said: list[str] | None = None

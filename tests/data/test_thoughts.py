@@ -59,6 +59,13 @@ def test_a_prompt_knows_the_thought_that_its_chat_template_opens():
     )
 
 
+@pytest.mark.parametrize(("end", "prompt"), [("<T>\n", "opens"), ("<T></T>", "closes"), ("", "")])
+def test_tags_of_the_configuration_are_found_at_the_end_of_a_prompt(end, prompt):
+    assert built(end, thought_tags=("<T>", "</T>")).thought.prompt == prompt
+    assert built("", prefill=end, thought_tags=("<T>", "</T>")).thought.prompt == prompt
+    assert built(end).thought == Thought()
+
+
 def test_a_closing_tag_that_decoding_drops_opens_nothing():
     class Loses:
         def __call__(self, text, **_):
