@@ -119,7 +119,7 @@ def _part(number: int, part: Any) -> str:
 # Sources
 
 
-PATTERN_S = 10.0  # processor time of answer_pattern on one row: a search may hang, as (a+)+b does
+PATTERN_S = 10.0  # processor time of answer_pattern on one row: a search may hang, as (a|aa)+$ does
 _LONGEST_JSON = 10_000  # characters of text in which nested columns are looked for, for messages
 _LARGE = 2**22  # bytes of a file for which Arrow, which takes a while to import, is worth it
 _NAMED = 30  # columns that a message lists
@@ -867,7 +867,7 @@ def _matched(answer: str, location: str, source: DataSourceConfig) -> str:
         raise ValueError(
             f"{location}: answer_pattern {source.answer_pattern!r} does not finish within "
             f"{PATTERN_S:g} s on `{source.answer_column}` ({len(answer)} characters): "
-            f"...{answer[-60:]!r}; use a pattern without nested repetitions ((a+)+ is one)"
+            f"...{answer[-60:]!r}; use a pattern that matches a text in one way ((a|aa)+ matches in many)"
         ) from None
     if match is None:
         raise ValueError(

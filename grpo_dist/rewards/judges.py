@@ -43,7 +43,7 @@ _SCORE = (
     r"(?i:score|rating)\b(?:[\s*_]*\((?!\s*-?[\d.]+\s*\))[^()]*\))?+"
     r"\W*?(-?(?:\d+(?:\.\d+)?|\.\d+))"
 )
-PATTERN_S = 10.0  # processor time of `pattern` on one reply: a search may hang, as (a+)+b does
+PATTERN_S = 10.0  # processor time of `pattern` on one reply: a search may hang, as (a|aa)+$ does
 _LIST = re.compile(r"\[[^\[\]]*\]")
 
 
@@ -131,7 +131,7 @@ class Generative(ChatReward):
         except TimeoutError as error:
             raise NoReply(
                 f"kwargs.pattern does not finish within {PATTERN_S:g} s on a reply of {len(reply)} "
-                "characters; use a pattern without nested repetitions ((a+)+ is one)"
+                "characters; use a pattern that matches a text in one way ((a|aa)+ matches in many)"
             ) from error
         if not scores:
             raise NoReply(f"no score in the reply: {reply[-80:]!r}")

@@ -31,6 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_check_shows_the_environment_its_tools_and_an_answer(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_crash_in_c_leaves_the_stack_of_its_line(tmp_path):
     assert "signal 11" in end.error.splitlines()[0] and "made_job.py" in end.error
 
 
+@pytest.mark.slow
 def test_a_hang_is_ended_with_the_stack_that_it_hangs_in_and_a_cut_is_no_hang(tmp_path):
     ready, limit_s = tmp_path / "first.found", 4.0
     end = ended(tmp_path, "hangs", limit_s=limit_s)

@@ -542,6 +542,7 @@ def test_speed_and_memory_of_the_head_are_measured_by_the_same_code(tmp_path):
     assert found.figures["head/backward_s"] > 0 and found.figures["head/planned_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_rates_of_this_machine_are_rehearsed(tmp_path):
     found = only(device.device(on_cpu(tmp_path)))
     assert found.holds and (tmp_path / "machine.json").exists()

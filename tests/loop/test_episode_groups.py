@@ -10,6 +10,7 @@ from grpo_dist.batch.token_values import values_of_rows
 from grpo_dist.driver import run
 from grpo_dist.loop.groups import ScoredGroup
 from tests.support import fakes, made_groups
+from tests.support.tiers import slow_after
 
 ENVIRONMENT = {"train": [{"path": "demo:add3"}], "environment": "calculator"}
 
@@ -42,7 +43,7 @@ class Episodes(fakes.World):
         return found
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "turn", "process", "opo", "otb"])
+@pytest.mark.parametrize("advantage", slow_after(["grpo", "turn", "process", "opo", "otb"], 3))
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_every_row_is_trained_and_recorded_with_its_sample(advantage, kl):
     own = {"advantage": advantage, "kl": {"coef": kl}, "skip_idle_rows": False}

@@ -21,6 +21,7 @@ from grpo_dist.runs.resume import load_progress, load_state
 from grpo_dist.types import Group, Rollout
 from tests.support import fakes
 from tests.support.made_groups import group_of
+from tests.support.tiers import slow_after
 
 
 class Timed(fakes.World):
@@ -297,7 +298,7 @@ def test_the_bound_on_extra_prompts_is_kept_and_a_small_data_set_is_used_up_agai
     assert all(len(set(own)) == len(own) for own in trained(world))  # none twice in a step
 
 
-@pytest.mark.parametrize("order", ["epochs", "weights", "pools", "pass_rate"])
+@pytest.mark.parametrize("order", slow_after(["epochs", "weights", "pools", "pass_rate"], 2))
 def test_no_prompt_is_sampled_twice_with_the_same_seeds(order):
     """A prompt that is replaced comes up again soon: in small data, and in orders that draw some more often.
     Groups end, and are replaced, while the policy trains.
@@ -325,7 +326,7 @@ def test_no_prompt_is_sampled_twice_with_the_same_seeds(order):
     assert max(drawn.values()) == 1 and len({uid for uid, _ in drawn}) < len(drawn)
 
 
-@pytest.mark.parametrize(("prompts", "extra"), [(8, 1), (11, 3), (12, 2), (20, 12), (27, 5)])
+@pytest.mark.parametrize(("prompts", "extra"), slow_after([(8, 1), (11, 3), (12, 2), (20, 12), (27, 5)], 2))
 @pytest.mark.parametrize("order", ["epochs", "pass_rate"])
 def test_data_that_barely_suffice_for_what_is_on_its_way_always_have_one_more(prompts, extra, order):
     class Slow(fakes.World):
@@ -389,7 +390,9 @@ def test_an_order_that_learns_is_asked_by_step_and_not_by_group(monkeypatch):
 # --- resuming
 
 
-@pytest.mark.parametrize(("dynamic", "order"), [(False, "epochs"), (True, "epochs"), (False, "pass_rate")])
+@pytest.mark.parametrize(
+    ("dynamic", "order"), slow_after([(False, "epochs"), (True, "epochs"), (False, "pass_rate")], 1)
+)
 def test_a_resumed_run_launches_what_was_in_flight_again_and_loses_none(dynamic, order, tmp_path):
     prompts, silent = fakes.prompts(60), [f"p{i}" for i in range(0, 60, 4)] if dynamic else []
     config = finished(

@@ -20,6 +20,7 @@ from grpo_dist.runs.resume import load_progress, load_state
 from grpo_dist.types import KeptTokens, Sampling
 from tests.support import fakes
 from tests.support.made_groups import group_of
+from tests.support.tiers import slow_after
 
 LENGTHS = {"schedule": [[0, 4], [2, 8], [4, 16]]}
 HEAT = {"schedule": [[0, 1.0], [4, 0.6]]}
@@ -80,7 +81,7 @@ def test_each_step_is_sampled_by_its_number_however_early_it_is_launched(stalene
         assert updates[0].policy.max_tokens == expected[step][1]  # the constant of seq-mean-token-sum-norm
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("staleness", slow_after([0, 1, 2], 1))
 @pytest.mark.parametrize("saved_at", [2, 3, 5])
 def test_steered_sampling_resumes_as_if_it_had_not_been_interrupted(staleness, saved_at, tmp_path):
     """Through the files of a checkpoint, with batches in flight."""

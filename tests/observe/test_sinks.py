@@ -294,6 +294,7 @@ def test_tensorboard_shows_only_the_last_of_several_runs_from_the_start(tmp_path
     assert [(e.step, e.value) for e in seen.Scalars("reward/mean")] == [(0, 0.75), (1, 0.75), (2, 0.75)]
 
 
+@pytest.mark.slow
 def test_wandb_has_metrics_tables_and_the_configuration(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")

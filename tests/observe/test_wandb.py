@@ -46,6 +46,7 @@ def test_no_secret_of_the_command_line_reaches_wandb(tmp_path, monkeypatch):
     assert b"steps=7" in written and b"SESAME" not in written
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_ends_during_a_later_step_has_the_step_of_its_weights_at_wandb(
     tmp_path, monkeypatch
 ):

@@ -149,6 +149,7 @@ def saved(config, tmp_path):
     return list_checkpoints(tmp_path / "checkpoints")[-1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_other_code_is_refused_unless_it_may(own, tmp_path):
     found = saved(config(own), tmp_path)
     assert load_state(found, config(own)).step == 1 and other_code(found, digest(config(own))) == ""

@@ -57,6 +57,7 @@ def answer(receiver):
     return receiver.recv()
 
 
+@pytest.mark.slow
 def test_a_process_killed_during_a_build_delays_no_other(tmp_path):
     first, second = build(tmp_path), build(tmp_path)  # concurrently: one waits for the other
     found = [answer(receiver) for _, receiver in (first, second)]

@@ -22,6 +22,7 @@ from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm
 from grpo_dist.policy.packing import padded
 from grpo_dist.policy.sequence_parallel import check_heads
 from tests.support import made_groups
+from tests.support.tiers import slow_after
 
 
 def hybrids():
@@ -59,7 +60,7 @@ def test_layers_that_keep_a_state_are_told_from_other_kinds_of_attention():
     assert not recurrent_layers(Llama4TextConfig()) and mixing_layers(Llama4TextConfig())
 
 
-@pytest.mark.parametrize("name", list(hybrids()))
+@pytest.mark.parametrize("name", slow_after(list(hybrids()), 3))
 def test_models_that_cannot_read_packed_rows_compute_padded_ones_as_if_alone(name, tmp_path, caplog):
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(hybrids()[name]).save_pretrained(tmp_path)

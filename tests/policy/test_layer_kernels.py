@@ -30,54 +30,30 @@ SMALL = {
 QWEN2 = Qwen2Config(**SMALL)
 
 
-def interpret(directory, *arguments):
+@pytest.mark.slow
+def test_kernels_compute_what_torchs_operations_do_and_a_plan_knows_what_they_keep(tmp_path):
+    """Every architecture in both types; the norms of Qwen3's heads have a row for each head of each token."""
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
-    command = [sys.executable, "-m", "tests.support.interpreted_layers", str(directory), *arguments]
+    command = [sys.executable, "-m", "tests.support.interpreted_layers", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory):
-    return interpret(tmp_path_factory.mktemp("models"))
-
-
-def check(architectures, kept):
-    """Hidden states and gradients are those of torch's operations, by kernels; a plan knows what is kept."""
-    for name, (hidden, gradients, kernels) in architectures.items():
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {SHAPES[name][0] for name in found["architectures"]} == set(_ACTIVATIONS)
+    for name, (hidden, gradients, kernels) in found["architectures"].items():
         assert hidden < 1e-5 and gradients < 1e-5, name
         activation = "geglu" if SHAPES[name][0] == "gemma" else "swiglu"
         for part in ("rms_norm", "rope", activation):
             assert any(part in kernel for kernel in kernels), (name, part, kernels)
         assert any("backward" in kernel for kernel in kernels), name
     shape = from_config_json(SHAPE, "")
-    for (expected, stream, rows), itemsize in zip(kept, (4, 2), strict=False):
+    for (expected, stream, rows), itemsize in zip(found["kept"], (4, 2), strict=True):
         sizes = Sizes(True, itemsize, 0, 0, 0, varlen=itemsize == 2, kernels=True)
         how = {"tokens": stream, "attended": rows, "longest": 128, "checkpointing": False}
         assert activation_bytes(shape, sizes, **how) == pytest.approx(expected, rel=0.02)
-
-
-@pytest.mark.slow
-def test_kernels_compute_what_torchs_operations_do_and_a_plan_knows_what_they_keep(interpreted):
-    assert {_ACTIVATIONS[SHAPES[name][0]] for name in interpreted["architectures"]} == {
-        *_ACTIVATIONS.values()
-    }
-    check(interpreted["architectures"], interpreted["kept"])
-
-
-@pytest.mark.slow
-def test_so_do_those_of_every_architecture_in_both_types_and_norms_over_more_rows_than_programs(tmp_path):
-    """The norms of Qwen3's heads have a row for each head of each token."""
-    every = interpret(tmp_path, "--all")
-    assert {SHAPES[name][0] for name in every["architectures"]} == set(_ACTIVATIONS)
-    check(every["architectures"], every["kept"])
-    assert len(every["kept"]) == 2 and max(every["many rows"]) < 2e-6
-
-
-def test_a_worker_loads_its_model_without_running_a_kernel_and_later_models_are_torchs(interpreted):
-    """Loading looks at a model without weights, whose tensors have no memory that a kernel could read."""
-    kernels, replaced, classes = interpreted["loaded"]
+    assert max(found["many rows"]) < 2e-6
+    # A worker loads its model without running a kernel, since tensors without memory cannot be read; models
+    # that it makes later are torch's.
+    kernels, replaced, classes = found["loaded"]
     assert kernels == [] and replaced == [True, False] and classes == ["Qwen3RMSNorm", "Qwen3MLP"]
 
 

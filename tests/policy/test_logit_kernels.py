@@ -63,6 +63,7 @@ def test_strided_operands_have_the_same_results(interpreted):
     assert interpreted["layouts"] == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_an_h100():
     """Types, which the interpreter does not check. Compiling needs no GPU."""
     pytest.importorskip("triton.compiler", reason="the kernels are Triton's, which is not installed")

@@ -76,17 +76,6 @@ def test_logprobs_entropy_and_gradients_are_those_of_all_logits_at_once(
         assert all(a.dtype == dtype and relative(a, b) < gradient_tolerance for a, b in pairs)
 
 
-def test_gradient_check():
-    leaves, tokens, mask = problem(torch.float64)
-
-    def values(hidden, weight, bias):
-        return token_logprobs(
-            hidden, weight, tokens, temperature=0.8, chunk_tokens=3, bias=bias, mask=mask
-        )[0]  # fmt: skip
-
-    assert torch.autograd.gradcheck(values, leaves)
-
-
 def test_entry_t_is_the_token_at_t_and_the_first_token_has_none():
     """A head that predicts "the same token again" with certainty: only repetitions have log-prob 0."""
     tokens = torch.tensor([[2, 2, 1, 1, 1, 0]])

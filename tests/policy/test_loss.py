@@ -311,11 +311,11 @@ def check_split(whole, dtype, how, split):
 
 
 @pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
-@settings(max_examples=examples(6, 12))
+@settings(max_examples=examples(2, 12))
 @given(data=st.data(), of=st.sampled_from(["completions", "episodes"]), dtype=st.sampled_from(DTYPES))
 def test_no_split_of_the_rows_changes_gradient_or_metrics(batches, of, dtype, policy_loss, data):
     """For every loss, with any aggregation, KL estimator and correction: relative error 1e-6 in float64, 1e-5
-    in float32. Six combinations each with its rows and dtype, the same every time; `make test-all` has all.
+    in float32. Two combinations each with its rows and dtype, the same every time; `make test-all` has all.
     """
     how = data.draw(st.sampled_from([c for c in COMBINATIONS if c.algorithm.loss.name == policy_loss]))
     check_split(batches[of], dtype, how, data.draw(splits(len(batches[of]))))

@@ -19,6 +19,7 @@ from grpo_dist.policy.trainer import Trainer
 from tests.support import made_groups
 from tests.support.kept_tensors import varlen_that_keeps
 from tests.support.losses import objective
+from tests.support.tiers import slow_after
 
 
 def test_log_probs_of_all_micro_batches_come_to_the_host_in_one_transfer(monkeypatch):
@@ -88,12 +89,15 @@ SHAPE = {
 @pytest.mark.parametrize("kernel", [BlockKernel(), VarlenKernel(varlen_that_keeps)], ids=["blocks", "varlen"])
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"kl": {"coef": 0.1}, "entropy": {"coef": 0.1}},
-        {"loss": "gspo", "aggregation": "seq-mean-token-mean"},
-        {"correction": {"kind": "tis", "veto": 1e-4}, "off_policy_mask_threshold": 0.1},
-        {"kl": {"coef": 0.1}, "distillation": {"coef": 1.0}, "demonstration_coef": 0.1},
-    ],
+    slow_after(
+        [
+            {"kl": {"coef": 0.1}, "entropy": {"coef": 0.1}},
+            {"loss": "gspo", "aggregation": "seq-mean-token-mean"},
+            {"correction": {"kind": "tis", "veto": 1e-4}, "off_policy_mask_threshold": 0.1},
+            {"kl": {"coef": 0.1}, "distillation": {"coef": 1.0}, "demonstration_coef": 0.1},
+        ],
+        4,
+    ),
     ids=["clip", "gspo", "correction", "streams"],
 )
 def test_no_micro_batch_waits_for_what_the_device_computes(kernel, settings, temperatures):

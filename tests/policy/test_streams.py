@@ -108,7 +108,7 @@ def test_a_sample_has_the_temperature_it_was_drawn_at_and_a_demonstration_that_o
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@settings(max_examples=examples(8, 30))
+@settings(max_examples=examples(3, 30))
 @given(data=st.data())
 def test_no_split_and_no_order_of_the_rows_changes_gradient_or_metrics(mixed, dtype, data):
     tolerance = 1e-6 if dtype == torch.float64 else 1e-5

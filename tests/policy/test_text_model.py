@@ -14,6 +14,7 @@ from grpo_dist.policy.lora import base_weights
 from grpo_dist.policy.text_model import keep_wrapper, usable_model
 from grpo_dist.runtime import model_files
 from tests.support.models import BIAS, WRAPPED_SHAPES, biased_experts, wrapper
+from tests.support.tiers import slow_after
 
 TOKENS = torch.arange(11, 43)[None]
 
@@ -41,7 +42,7 @@ def trained_export(text_dir, out):
     return model.eval()
 
 
-@pytest.mark.parametrize("kind", WRAPPED_SHAPES)
+@pytest.mark.parametrize("kind", slow_after(WRAPPED_SHAPES, 2))
 def test_a_wrapped_text_model_computes_the_same_and_returns_under_its_names(cache, kind):
     source, out = cache / kind, cache / "out"
     whole = wrapper(source, kind)

@@ -48,8 +48,8 @@ def test_the_loss_of_each_update_has_the_scale_of_its_own_samples(mode, num_upda
     ] * num_updates
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("size", [1, 5])
 def test_parts_of_an_update_add_up_to_it_however_many_they_are(ranks, size):
     """Completions of different lengths, on ranks, in micro-batches of ``size`` rows."""
     batch = made_groups.batch(groups=3, samples=4, reference=False)

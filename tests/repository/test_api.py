@@ -27,6 +27,7 @@ def python(code):
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_the_import_is_light_and_independent_of_earlier_imports():
     assert (
         python(

@@ -22,7 +22,6 @@ from grpo_dist.tools.config_reference import anchor
 from grpo_dist.tools.recipe.config import PipelineFile
 from tests.support.documents import COMMANDS, ROOT, Block, blocks, documents, inline_commands
 from tests.support.patience import HANG_S
-from tests.support.tiers import slow_after
 
 BLOCKS = [block for path in documents() for block in blocks(path)]
 # CHANGELOG.md also names commands that are gone.
@@ -238,7 +237,8 @@ AFTER = "grpo_dist/guides/after_training.md"  # test_after_training.py runs its 
 ALONE = [b for b in BLOCKS if b.mode == "run" and b.document not in (TUTORIAL, EXTENDING, AFTER)]
 
 
-@pytest.mark.parametrize("block", slow_after([(b,) for b in ALONE], 3), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("block", ALONE, ids=str)
 def test_a_command_of_the_guides_runs(block, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     assert run_block(block, tmp_path)

@@ -10,6 +10,7 @@ import pytest
 from tests.support import halves
 from tests.support.documents import ROOT
 from tests.support.patience import HANG_S, wait_until
+from tests.support.tiers import slow_after
 
 # Takes pytest's place in both halves. Each waits until the other has started, too.
 _STUB = """#!/bin/sh
@@ -47,7 +48,10 @@ def begun(tmp_path):
 
 @pytest.mark.parametrize(
     ("clusters", "others", "fails"),
-    [(0, 0, False), (0, 5, False), (5, 0, False), (1, 0, True), (0, 1, True), (2, 5, True), (5, 5, True)],
+    slow_after(
+        [(0, 0, False), (0, 5, False), (5, 0, False), (1, 0, True), (0, 1, True), (2, 5, True), (5, 5, True)],
+        2,
+    ),
 )
 def test_both_halves_run_at_once_and_the_exit_code_reports_a_failure_of_either(
     begun, tmp_path, clusters, others, fails

@@ -41,6 +41,7 @@ def python(code):
     )
 
 
+@pytest.mark.slow
 def test_whole_package_imports_without_ray_vllm_and_deepspeed():
     done = python(IMPORT_ALL)
     assert done.returncode == 0, done.stderr

@@ -279,6 +279,7 @@ def test_the_cache_distinguishes_questions(tmp_path):
     cache.close()
 
 
+@pytest.mark.slow
 def test_processes_share_a_cache(tmp_path):
     """Another process writes while this one has the file open."""
     cache = VerdictCache(str(tmp_path / "v"))

@@ -789,6 +789,7 @@ def test_grading_works_outside_the_main_thread() -> None:
     assert outcomes == ["correct"]
 
 
+@pytest.mark.slow
 def test_known_cases_are_judged_better_than_by_math_verify(shared_data) -> None:
     every = read_cases(shared_data / "equivalence_cases.jsonl")
     # Half of the hard ones, for time; tests.evidence.grading takes all.

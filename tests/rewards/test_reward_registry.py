@@ -90,13 +90,8 @@ def test_an_unscored_sample_is_nan_not_zero(pool: GraderPool) -> None:
 
 @pytest.mark.slow
 def test_a_timeout_makes_its_own_sample_nan(code: str) -> None:
-    hostile = completion_group(["\\boxed{4}", "\\boxed{9^{9^{9^9}}}", "\\boxed{4}"], "4")
     endless = completion_group(["a", "loop", "b"], "4")
     with GraderPool(2, timeout_s=1.0, code_paths=[code]) as pool:
-        scorer = Scorer([spec("math", "math")], pool)
-        scores = in_time(pool, lambda: scorer.score(hostile), lambda found: found.outcomes[::2])
-        assert scores.outcomes == ["correct", "timeout", "correct"]
-        assert np.isnan(scores.rewards).tolist() == [False, True, False]
         scorer = Scorer([spec("e", "my_rewards:endless")], pool)
         unscored = lambda found: ["timeout" if np.isnan(r) else "" for r in found.rewards[::2]]  # noqa: E731
         scores = in_time(pool, lambda: scorer.score(endless), unscored)
@@ -328,16 +323,13 @@ def test_text_rewards(pool: GraderPool) -> None:
     assert scores.outcomes == ["", ""]
 
 
-@pytest.mark.slow
-def test_a_gate_decides_which_samples_a_part_counts_for(code: str) -> None:
+def test_a_gate_decides_which_samples_a_part_counts_for(pool: GraderPool) -> None:
     specs = [
-        spec("math", "math", 1.0),
-        spec("overlong", "overlong", 2.0, {"buffer_tokens": 100}, gate="math", gate_above=0.5),
+        spec("right", "my_rewards:huge", 1.0),
+        spec("overlong", "overlong", 2.0, {"buffer_tokens": 100}, gate="right", gate_above=0.5),
     ]
-    group = completion_group(["\\boxed{4}", "\\boxed{5}", "\\boxed{9^{9^{9^9}}}"], "4", lengths=[25, 50, 75])
-    with GraderPool(2, timeout_s=1.0, code_paths=[code]) as pool:
-        scorer = Scorer(specs, pool)
-        scores = in_time(pool, lambda: scorer.score(group), lambda found: found.outcomes[:2])
+    group = completion_group(["1", "0", "nan"], "4", lengths=[25, 50, 75])
+    scores = Scorer(specs, pool).score(group)
     assert scores.parts["overlong"].tolist() == [-0.25, -0.5, -0.75]
     assert scores.rewards[:2].tolist() == [0.5, 0.0]
     assert np.isnan(scores.rewards[2])

@@ -348,6 +348,7 @@ def right(prompt, completion):
     return completion.endswith(f"\\boxed{{{int(a) + int(b)}}}<|end|>")
 
 
+@pytest.mark.slow
 def test_another_mixture_is_another_model(tmp_path):
     path = pairs_file(tmp_path / "sft.jsonl", {"prompt": "1+1=", "completion": "2"})
     alone = run_sft(settings(data=[path], steps=1), lambda _: None)

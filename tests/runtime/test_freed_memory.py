@@ -26,6 +26,7 @@ print(before - resident())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked")
 def test_memory_between_what_is_kept_returns_to_the_system():
     done = subprocess.run(

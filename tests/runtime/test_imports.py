@@ -41,6 +41,7 @@ def test_an_import_that_fails_leaves_collections_on():
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_what_is_loaded_is_not_visited_again_and_what_is_garbage_by_then_is_freed():
     class Node:
         pass

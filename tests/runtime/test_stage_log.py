@@ -371,6 +371,7 @@ for command in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_every_command_that_takes_long_says_what_it_does_before_it_imports_what_takes_long(tmp_path):
     config, pipeline = f"{ROOT}/configs/demo.yaml", f"{ROOT}/configs/pipelines/r1_demo.yaml"
     commands = [

@@ -1,9 +1,9 @@
 """liger-kernel on a CPU, by Triton's interpreter: ``python -m tests.support.interpreted_layers DIRECTORY``.
 
-Prints one JSON object. `architectures`: how far each of `ALWAYS` is from torch's operations in float32 (the
-largest difference of hidden states as a share of the largest, and of gradients), and which kernels ran.
-`kept`: what a forward pass keeps in float32. `loaded`: see this function. With ``--all``: every architecture
-that has kernels, what is kept in bfloat16, and `many rows`.
+Prints one JSON object. `architectures`: how far each architecture that has kernels is from torch's operations
+in float32 (the largest difference of hidden states as a share of the largest, and of gradients), and which
+kernels ran. `kept`: what a forward pass keeps in float32 and in bfloat16. `loaded`, `many rows`: see these
+functions.
 """
 
 import json
@@ -29,9 +29,6 @@ from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.policy.sequence_parallel import check_heads
 from tests.support.kept_tensors import SHAPE, kept_for_backward, varlen_that_keeps
 from tests.support.models import SHAPES, architecture
-
-# Both activations, and norms before, behind and within attention.
-ALWAYS = ("exaone4", "gemma", "llama, biases", "olmo2", "qwen3")
 
 
 @triton.jit
@@ -116,12 +113,12 @@ def loaded(directory):
     return sorted(kernels), both, [type(m).__name__ for m in (later.model.norm, later.model.layers[0].mlp)]
 
 
-def main(directory, every):
+def main(directory):
     complete_the_interpreter()
     models = {
         name: AutoModelForCausalLM.from_pretrained(architecture(directory, name), dtype=torch.float32)
         for name, (kind, _) in SHAPES.items()
-        if kind in _ACTIVATIONS and (every or name in ALWAYS)
+        if kind in _ACTIVATIONS
     }
     by_torch = {name: results(own) for name, own in models.items()}
     kernels, found = ran(), {}
@@ -133,12 +130,14 @@ def main(directory, every):
         assert gradients.keys() == exact.keys()
         apart = max(float((gradients[key] - g).norm() / g.norm()) for key, g in exact.items())
         found[name] = [float((hidden - expected).abs().max() / expected.abs().max()), apart, sorted(kernels)]
-    made = {"architectures": found, "kept": [kept(torch.float32)], "loaded": loaded(directory)}
-    if every:
-        made["kept"].append(kept(torch.bfloat16))
-        made["many rows"] = many_rows()
+    made = {
+        "architectures": found,
+        "kept": [kept(torch.float32), kept(torch.bfloat16)],
+        "loaded": loaded(directory),
+        "many rows": many_rows(),
+    }
     print(json.dumps(made))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "--all" in sys.argv)
+    main(Path(sys.argv[1]))

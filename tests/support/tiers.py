@@ -15,7 +15,8 @@ ALL = "GRPO_DIST_TEST_ALL"  # set by `make test-all`, for tests that cover sever
 
 
 def slow_after(cases, count):
-    """Mark all of ``cases`` (arguments of `pytest.param`) behind the first ``count`` as slow."""
+    """Mark all of ``cases``, tuples of arguments or one argument each, behind the first ``count`` as slow."""
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [
         pytest.param(*case, marks=[] if i < count else [pytest.mark.slow]) for i, case in enumerate(cases)
     ]

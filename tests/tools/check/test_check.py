@@ -25,6 +25,7 @@ from grpo_dist.tools.check import devices, machine
 from grpo_dist.tools.check.command import CHECKS, CheckResult, problems, run_checks
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from tests.support.good_inputs import GOOD, write
+from tests.support.tiers import slow_after
 
 ELSEWHERE = "on this machine, which may not be a node of the run: "
 Usage = namedtuple("Usage", ["total", "used", "free"])
@@ -111,6 +112,7 @@ def test_a_reward_is_tried_without_a_model(here):
     assert "a right and a wrong answer get math 1 and 0" in found["reward"].detail
 
 
+@pytest.mark.slow
 def test_a_run_that_would_resume_is_checked_too(here):
     assert results()["resume"].detail == "a new run, in runs/run"
     config = load_config("config.yaml")
@@ -193,6 +195,7 @@ def test_the_memory_of_a_login_node_is_not_that_of_its_cluster(here, monkeypatch
     assert results(large)["memory"].problem
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_and_one_that_prefers_wrong_answers_are_found(here):
     (here / "mine.py").write_text("def broken(completion, answer):\n    return 1 / 0\n")
     found = results("rewards.functions=[{function: math}, {function: 'mine:broken'}]", f"code_paths=[{here}]")
@@ -279,24 +282,27 @@ def test_settings_that_every_gpu_rank_refuses_are_refused_without_gpus(here, mon
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
-    [
-        (["policy.deepspeed.zero_optimization={bucket: 3}"], "zero_optimization.bucket` = 3: DeepSpeed"),
-        (
-            ["policy.deepspeed.zero_optimization={reduce_bucket_size: big}"],
-            "zero_optimization.reduce_bucket_size` = 'big': DeepSpeed refuses it",
-        ),
-        (
-            ["policy.deepspeed.zero_optimization={reduce_bucket_size: true}"],
-            "zero_optimization.reduce_bucket_size` = true is not a number",
-        ),
-        (
-            ["policy.deepspeed.zero_optimization={api_key: SESAME}"],
-            "zero_optimization.api_key` = ***: DeepSpeed refuses it",
-        ),
-        (["policy.deepspeed.gradient_allreduce_op=sum"], "would scale gradients"),
-        (["policy.deepspeed.data_types={grad_accum_dtype: bf16}"], "is set by model.dtype"),
-        (["model.attention=flash_attention_2"], "flash_attention_2 on cpu"),
-    ],
+    slow_after(
+        [
+            (["policy.deepspeed.zero_optimization={bucket: 3}"], "zero_optimization.bucket` = 3: DeepSpeed"),
+            (
+                ["policy.deepspeed.zero_optimization={reduce_bucket_size: big}"],
+                "zero_optimization.reduce_bucket_size` = 'big': DeepSpeed refuses it",
+            ),
+            (
+                ["policy.deepspeed.zero_optimization={reduce_bucket_size: true}"],
+                "zero_optimization.reduce_bucket_size` = true is not a number",
+            ),
+            (
+                ["policy.deepspeed.zero_optimization={api_key: SESAME}"],
+                "zero_optimization.api_key` = ***: DeepSpeed refuses it",
+            ),
+            (["policy.deepspeed.gradient_allreduce_op=sum"], "would scale gradients"),
+            (["policy.deepspeed.data_types={grad_accum_dtype: bf16}"], "is set by model.dtype"),
+            (["model.attention=flash_attention_2"], "flash_attention_2 on cpu"),
+        ],
+        3,
+    ),
 )
 def test_settings_that_ranks_refuse_are_refused_before_the_start(here, overrides, words):
     assert words in wrong(results(*overrides))["settings"]
@@ -417,7 +423,7 @@ def test_checks_of_this_machine_are_labelled_if_the_run_goes_elsewhere(here, mon
     assert {"disk", "shared memory"} <= wrong(results()).keys()
     there = results(cluster="1x1xH100")
     assert not {"disk", "shared memory"} & wrong(there).keys()  # a note: the run's nodes have other disks
-    assert str(there["disk"]).startswith(f"?? disk: {ELSEWHERE}0.1 GiB free in")
+    assert str(there["disk"]).startswith(f"??  disk: {ELSEWHERE}0.1 GiB free in")
 
 
 @pytest.mark.slow

@@ -196,9 +196,9 @@ def test_columns_that_only_the_runs_own_data_has_are_not_asked_of_other_data(run
 @pytest.mark.slow
 def test_a_pattern_with_runaway_backtracking_does_not_hang(run, tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_dist.tools.evaluate.target.PATTERN_S", 1.0)
-    (run / "config.yaml").write_text(OWN.replace("#### (.+)", "(a+)+b"))
-    source = asked(run, tmp_path, {"question": "1+1", "solution": "a" * 60, "level": 3})
-    assert source.answer_pattern == "(a+)+b"
+    (run / "config.yaml").write_text(OWN.replace("#### (.+)", "(a|aa)+$"))
+    source = asked(run, tmp_path, {"question": "1+1", "solution": "a" * 60 + "!", "level": 3})
+    assert source.answer_pattern == "(a|aa)+$"
     monkeypatch.setattr("grpo_dist.data.readers.PATTERN_S", 1.0)
     with pytest.raises(ValueError, match="does not finish within 1 s"):
         read(source)

@@ -22,6 +22,7 @@ from grpo_dist.runs.model_card import VLLM_RANKS, model_card
 from grpo_dist.tools.export import export as exporting
 from tests.support import fakes
 from tests.support.made_weights import write_run, write_scores
+from tests.support.tiers import slow_after
 
 IDS = torch.arange(11, 43)[None]
 
@@ -222,6 +223,7 @@ def test_weights_are_written_in_another_type(run):
     assert all(torch.equal(tensor, weights[name].bfloat16()) for name, tensor in written.items())
 
 
+@pytest.mark.slow
 def test_a_run_in_bfloat16_is_exported_in_it_on_any_machine(tiny_model, tmp_path):
     run_dir, trained = make_run(tmp_path / "run", tiny_model, torch.bfloat16)
     assert main(["export", str(run_dir)]) == 0
@@ -231,12 +233,19 @@ def test_a_run_in_bfloat16_is_exported_in_it_on_any_machine(tiny_model, tmp_path
 
 @pytest.mark.parametrize(
     ("policy", "options", "bound"),
-    [
-        ({}, [], "largest difference of log-probs from the checkpoint 0 nats (bound 0.001)"),
-        ({}, ["--dtype", "float32"], "(bound 0.1)"),
-        ({"lora": {"rank": 4}}, [], "(bound 0.1)"),
-        ({"lora": {"rank": 4}}, ["--adapter"], "largest difference of log-probs from the checkpoint 0 nats"),
-    ],
+    slow_after(
+        [
+            ({}, [], "largest difference of log-probs from the checkpoint 0 nats (bound 0.001)"),
+            ({}, ["--dtype", "float32"], "(bound 0.1)"),
+            ({"lora": {"rank": 4}}, [], "(bound 0.1)"),
+            (
+                {"lora": {"rank": 4}},
+                ["--adapter"],
+                "largest difference of log-probs from the checkpoint 0 nats",
+            ),
+        ],
+        1,
+    ),
 )
 def test_only_rounded_weights_may_give_other_log_probs(tiny_model, tmp_path, capsys, policy, options, bound):
     run_dir, _ = make_run(tmp_path / "run", tiny_model, torch.bfloat16, policy=policy)
@@ -259,7 +268,7 @@ def test_an_adapter_is_merged_or_written_alone(tiny_model, tmp_path, capsys):
     assert metadata["library_name"] == "peft" and "--enable-lora" in text and "| LoRA | rank 4" in text
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.5), (torch.bfloat16, 1.01)])
+@pytest.mark.parametrize(("dtype", "factor"), slow_after([(torch.float32, 1.5), (torch.bfloat16, 1.01)], 1))
 def test_files_that_are_not_the_checkpoint_are_removed(
     tiny_model, tmp_path, monkeypatch, capsys, dtype, factor
 ):
@@ -317,7 +326,9 @@ def test_a_damaged_checkpoint_is_named(run, capsys):
     assert "damaged checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("when", ["find_checkpoint", "load_recorded", "load_weights", "text_logprobs"])
+@pytest.mark.parametrize(
+    "when", slow_after(["find_checkpoint", "load_recorded", "load_weights", "text_logprobs"], 1)
+)
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file"), ValueError("no file *.pt")])
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_named(run, monkeypatch, capsys, when, error):
     run_dir, _ = run
@@ -373,7 +384,9 @@ def test_an_earlier_export_of_the_same_settings_is_uploaded(run, uploads, monkey
     assert "exported before" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("how", ["another step", "another type", "a file is missing", "a file was added"])
+@pytest.mark.parametrize(
+    "how", slow_after(["another step", "another type", "a file is missing", "a file was added"], 1)
+)
 def test_what_is_another_export_is_not_uploaded(run, uploads, capsys, how):
     run_dir, _ = run
     assert main(["export", str(run_dir), "--out", "out"]) == 0
@@ -388,6 +401,7 @@ def test_what_is_another_export_is_not_uploaded(run, uploads, capsys, how):
     assert "`hf upload me/mine out`" in message and uploads == []
 
 
+@pytest.mark.slow
 def test_a_refused_upload_keeps_the_files_and_says_how_to_go_on(run, monkeypatch, capsys):
     """The real client of the hub, and a server that takes no token."""
     run_dir, _ = run

@@ -36,6 +36,7 @@ from grpo_dist.tools.plan.workload import Workload, workload_of
 from tests.support.fakes import config
 from tests.support.good_inputs import PRESET_NEEDS
 from tests.support.plans import model_of
+from tests.support.tiers import slow_after
 
 ROOT = Path(__file__).resolve().parents[3]
 GPU = str(ROOT / "configs/gsm8k_qwen2.5_1.5b.yaml")
@@ -371,7 +372,7 @@ def options(config, setting):
     return [option for option in made if isinstance(option, Option)]
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", slow_after([0, 1], 1))
 def test_the_best_split_equals_that_of_exhaustive_simulation(staleness):
     c = wide(max_staleness=staleness)
     found = search(c, setting(c, "1x4xH100")).best

@@ -122,6 +122,7 @@ def test_stages_run_in_order_once_and_are_then_skipped(world):
     ]
 
 
+@pytest.mark.slow
 def test_each_check_is_a_stage_of_the_log_and_begins_before_a_model_is_fetched(world, monkeypatch):
     seen, own = [], check._ancestor
     monkeypatch.setattr(check, "_ancestor", lambda *a: (seen.append(open_stages()), own(*a))[1])
@@ -134,6 +135,7 @@ def test_each_check_is_a_stage_of_the_log_and_begins_before_a_model_is_fetched(w
     assert sum(text.startswith("check of ") and ": done in " in text for text in told) == len(NAMES)
 
 
+@pytest.mark.slow
 def test_an_interrupted_stage_resumes_and_its_time_adds_up(world):
     world.fail_in = "reject"
     with pytest.raises(KeyboardInterrupt):
@@ -169,6 +171,7 @@ def test_settings_that_change_no_number_of_a_finished_stage_may_change(world):
     assert world.ran == NAMES
 
 
+@pytest.mark.slow
 def test_changed_settings_of_a_stage_are_refused_with_what_changed_and_what_to_do(world):
     run()
     write(stages=apply_overrides(1, steps=60, **{"policy.optimizer.lr": 0.5}))
@@ -189,6 +192,7 @@ def test_settings_that_do_not_decide_the_result_may_change(world):
     assert world.ran == NAMES
 
 
+@pytest.mark.slow
 def test_a_supervised_stage_is_determined_by_what_its_ranks_train_and_not_by_the_optimiser_of_grpo(world):
     write(stages=STAGES[:1])
     run()

@@ -7,16 +7,18 @@ from actors.placement.fitting import bundles
 from grpo_dist.tools.recipe.check import check_stages
 from grpo_dist.tools.recipe.config import load_pipeline
 from tests.support.documents import ROOT
+from tests.support.tiers import slow_after
 
 PIPELINES = sorted((ROOT / "configs/pipelines").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", slow_after(PIPELINES, 1), ids=lambda path: path.stem)
 def test_a_pipeline_is_read(path):
     stages = load_pipeline(path).stages
     assert stages[0].kind == "sft" and {stage.kind for stage in stages} <= {"sft", "grpo", "sample"}
 
 
+@pytest.mark.slow
 def test_the_stage_of_all_domains_has_rewards_weights_and_temperatures_by_source():
     *_, stage = load_pipeline(ROOT / "configs/pipelines/all_domains_demo.yaml").stages
     config = stage.config

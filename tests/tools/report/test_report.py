@@ -220,6 +220,7 @@ def test_token_values_stay_within_their_limit_with_recorded_steps_first(run, tmp
     assert not [name for name in found if "/tokens/" in name]
 
 
+@pytest.mark.slow
 def test_a_group_above_the_limit_of_token_values_leaves_it_to_other_steps(tmp_path):
     lengths = {1: 100, 2: 1200, 3: 50}
     run = make_run(tmp_path / "run", steps=3, groups=1, samples=2, evals=(),
@@ -237,6 +238,7 @@ def test_a_group_above_the_limit_of_token_values_leaves_it_to_other_steps(tmp_pa
     assert [name for name in found if "/tokens/" in name] == ["0/tokens/samples/step_000003/0"]
 
 
+@pytest.mark.slow
 def test_a_table_with_values_up_to_a_group_above_the_limit_has_a_notice(tmp_path):
     run = make_run(tmp_path / "run", steps=1, groups=3, samples=2, evals=(),
                    texts=lambda step, g, i: "7" * (1200 if g == 1 else 50))  # fmt: skip
@@ -334,11 +336,8 @@ def test_the_search_for_answers_without_a_box_is_limited_and_reported(monkeypatc
     assert "16 completions without a box" in "\n".join(manifest["runs"][0]["about"]["notices"])
 
 
-@pytest.mark.parametrize(
-    "before",
-    [pytest.param(signal.default_int_handler, marks=pytest.mark.slow), signal.SIG_IGN],
-    ids=["terminal", "script"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "script"])
 def test_an_interrupt_ends_a_server_cleanly(tmp_path, before):
     """SIG_IGN: a script starts background processes with SIGINT ignored."""
     run = make_run(tmp_path / "run", steps=1)

@@ -177,6 +177,7 @@ def test_an_episode_shows_who_wrote_what_and_shades_given_tokens(browser, run, t
     assert page.console() == []
 
 
+@pytest.mark.slow
 def test_without_token_values_an_episode_shows_the_texts_of_its_turns(browser, run, tmp_path):
     page = opened(browser, [run], tmp_path, "rollouts", tokens=0)
     filtered(page, "#f-called", "ok", 1)

@@ -120,6 +120,7 @@ def with_prompts_and_failures(table, ids):
     return table.append_column("prompt_ids", pa.array(prompts, pa.list_(pa.int32())))
 
 
+@pytest.mark.slow
 def test_a_group_has_its_prompt_as_the_model_read_it_its_failures_and_an_address(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=2)
     path = run / "samples/step_000002.parquet"
@@ -173,6 +174,7 @@ def test_flat_charts_and_settings_at_their_defaults_are_behind_switches(browser,
     assert page.console() == []
 
 
+@pytest.mark.slow
 def test_the_page_follows_the_colours_of_the_reader(browser, runs, tmp_path):
     backgrounds = []
     for scheme in ("light", "dark"):
@@ -224,6 +226,7 @@ def test_the_table_is_sorted_by_any_column(browser, runs, tmp_path):
     page.until("document.querySelector('#table .tabulator-cell[tabulator-field=step]').textContent === '0'")
 
 
+@pytest.mark.slow
 def test_a_group_shows_all_its_completions_coloured_by_token(browser, runs, tmp_path):
     page = opened(browser, runs[:1], tmp_path, "rollouts")
     filtered(page, "#f-recorded", "yes", 32)
