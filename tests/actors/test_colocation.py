@@ -166,21 +166,6 @@ def test_each_role_has_one_turn_for_all_groups_of_a_batch_whatever_the_order_of_
     assert events[15:] == ["policy.hold(all)", "policy.update()"]
 
 
-def test_a_call_that_follows_the_last_sample_at_once_needs_no_change(monkeypatch):
-    """As the greedy answer does, which ReMax samples next to the score of the group."""
-    monkeypatch.setattr(colocation, "_GRACE_S", 1.0)  # at once, on a machine that is busy, too
-
-    async def step(world):
-        async def group():
-            await world.engines.used("sample")
-            await asyncio.gather(world.rewards.used("score"), world.engines.used("greedy"))
-
-        await group()
-
-    _, events = play(step)
-    assert events[:4] == ["engines: sample", "engines: greedy", *ENGINES_LEAVE]
-
-
 def test_engines_that_dropped_their_weights_get_the_same_version_again():
     """After a checkpoint, or where reward models alternate with sampling."""
 
@@ -444,23 +429,6 @@ def test_the_base_of_adapters_answers_all_groups_in_one_call_in_the_policys_turn
         "policy.base_logprobs of ['prompt 0', 'prompt 1', 'prompt 2']",
         "policy.update()",
     ]
-
-
-def test_the_base_answers_those_who_want_likeliest_tokens_in_a_call_of_their_own():
-    async def step(world):
-        async def base_logprobs(groups):
-            return [[f"plain {samples}"] for _, samples in groups]
-
-        async def base_top_logprobs(groups, top_k):
-            return [[f"top {top_k} of {samples}"] for _, samples in groups]
-
-        world.policy.base_logprobs, world.policy.base_top_logprobs = base_logprobs, base_top_logprobs
-        own = world.workers.reference
-        calls = (own.top_logprobs(0, 0, 5), own.logprobs(1, 1), own.top_logprobs(2, 2, 5))
-        world.answers = await asyncio.gather(*calls)
-
-    world, _ = play(step, has_reference=False)
-    assert world.answers == [["top 5 of 0"], ["plain 1"], ["top 5 of 2"]]
 
 
 def test_a_cancelled_group_leaves_the_base_to_the_others_and_is_asked_no_more():

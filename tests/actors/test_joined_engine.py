@@ -119,16 +119,6 @@ async def test_the_one_that_joined_is_lost_and_the_others_group_stays_as_it_is(w
 
 
 @on_the_loop
-async def test_a_group_that_all_have_left_is_closed(world):
-    await world.rollouts.team.leave(1, "a test", within_s=HANG_S)
-    names = world.policy.ranks[0].__ray_call__
-    assert set(await names.remote(lambda rank: list(rank._transports))) == {"rollout", "rollout joined"}
-    await world.push()
-    assert await names.remote(lambda rank: list(rank._transports)) == ["rollout"]
-    await world.join()
-
-
-@on_the_loop
 async def test_the_group_on_the_policys_devices_is_opened_again_as_that(world):
     """After a connection was lost: on GPUs a group as for an engine elsewhere could not be opened."""
     group = world.sync._group

@@ -5,11 +5,8 @@ from contextlib import suppress
 
 from ray.exceptions import RayActorError
 
-from actors import startup
 from actors.lifecycle.probe import Health, Probeable
-from actors.startup import StartProgress, wait_until_ready
-from grpo_dist.runtime import stage_log
-from grpo_dist.runtime.stage_log import StageLog
+from actors.startup import StartProgress
 
 A_MOMENT_S = 0.05  # of following actors, which continues until they are up
 
@@ -28,14 +25,6 @@ class FakeTeam:
         if isinstance(answer, Exception):
             raise answer
         return Health(phases=answer)
-
-
-class FakePool:
-    def __init__(self, team):
-        self.team = team
-
-    async def ready(self):
-        self.team.starting.clear()
 
 
 def followed(team, seconds=0.0):
@@ -73,15 +62,6 @@ def test_actors_in_the_same_phase_are_named_together_with_the_longest_time():
 def test_an_actor_that_is_lost_while_it_starts_does_not_hide_the_others():
     team = FakeTeam(**{"rollout-0": RayActorError(), "rollout-1": (("model", 1.0),)})
     assert followed(team, seconds=2.0).current() == "rollout-0: process 2.0 s, rollout-1: model 3.0 s"
-
-
-def test_the_end_of_a_stage_names_the_phases_of_the_slowest_actor(monkeypatch):
-    said = []
-    monkeypatch.setattr(stage_log, "_current", StageLog(said.append, clock=lambda: 100.0))
-    monkeypatch.setattr(startup, "STAGES", {FakePool: ("engines", "load")})
-    team = FakeTeam(**{"rollout-0": (("model", 1.0),), "rollout-1": (("model", 2.0), ("compilation", 70.0))})
-    asyncio.run(wait_until_ready(FakePool(team)))
-    assert said[-1].endswith("engines: done in 0.0 s: model 2.0 s, compilation 1:10 min")
 
 
 def test_phases_have_the_seconds_between_their_begins():

@@ -1,6 +1,5 @@
 """The short form of `make chaos`: a real job that loses one of everything; its checks, each on a failure."""
 
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_dist.loop.ledger import audit
 from tests.chaos import sandbox, verdict
 from tests.chaos.__main__ import (
     Chaos,
@@ -28,7 +26,7 @@ from tests.chaos.events import Event
 from tests.chaos.faults import Connection, reset
 from tests.chaos.find import MARK, Family, is_of_ray
 from tests.chaos.job import End, Line
-from tests.chaos.play import STILL_S, Plan, Play
+from tests.chaos.play import STILL_S
 from tests.chaos.report import goodput, table
 from tests.support.patience import HANG_S, wait_for_end, wait_until
 
@@ -69,10 +67,6 @@ UNBALANCED = "but the ledger does not balance: ledger.jsonl: prompt p3 was sampl
 )
 def test_each_broken_promise_is_reported_and_only_those(found, problem):
     assert found is None if problem is None else problem in found
-
-
-def test_a_sample_without_a_score_is_known_by_its_step():
-    assert verdict.unscored(changed(3, **{"reward/unscored": 1.0})) == [3]
 
 
 def test_all_kinds_are_played_and_a_file_is_torn_only_after_its_driver_ended():
@@ -133,15 +127,6 @@ def test_a_loss_is_noticed_in_time_and_on_a_busy_machine_late_but_not_never():
     assert "never seen" in verdict.unrecovered([gone], [gone], 110.0, verdict.BUSY)
 
 
-def test_a_repeated_ledger_line_does_not_balance(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    lines = [json.dumps({"step": step, "trained": ["a", "b"]}) + "\n" for step in (1, 2)]
-    path.write_text("".join(lines))
-    assert audit(path, steps=2, prompts_per_step=2) is None
-    path.write_text("".join([*lines, lines[-1]]))
-    assert "once each" in audit(path, steps=2, prompts_per_step=2)
-
-
 @pytest.mark.parametrize(("version", "fresh"), [(0, False), (1, True), (2, False)])
 def test_a_token_of_other_weights_than_the_step_is_reported(tmp_path, version, fresh):
     samples = tmp_path / "samples"
@@ -154,17 +139,6 @@ def test_a_token_of_other_weights_than_the_step_is_reported(tmp_path, version, f
     assert (verdict.stale(tmp_path, 2, max_staleness=1) is None) == (version < 2)
     (samples / "step_000001.parquet").unlink()
     assert verdict.stale(tmp_path, 2) == "step 1 has no samples"
-
-
-@pytest.mark.parametrize(("sampled", "fresh"), [([True, False], True), ([True, True], False), (None, False)])
-def test_a_token_that_an_environment_gave_has_no_weights(tmp_path, sampled, fresh):
-    (tmp_path / "samples").mkdir()
-    kinds = pa.schema(
-        {"uid": pa.string(), "policy_versions": pa.list_(pa.int32()), "sampled": pa.list_(pa.bool_())}.items()
-    )
-    rows = pa.table({"uid": ["a"], "policy_versions": [[0, -1]], "sampled": [sampled]}, kinds)
-    pq.write_table(rows, tmp_path / "samples/step_000001.parquet")
-    assert (verdict.stale(tmp_path, 1) is None) == fresh
 
 
 def test_an_orphan_is_found_by_its_environment_and_only_it_is_ended():
@@ -233,16 +207,6 @@ def test_an_end_by_a_fault_that_should_be_survived_is_reported():
     assert verdict.ended([0], [ended_by("SIGKILL policy", 0)]) is None  # the job's own end
 
 
-def test_an_end_without_a_fault_is_reported_next_to_one_with_a_fault():
-    assert verdict.ended([0], []) is None
-    assert verdict.ended([1, 1, 0], []) == "launch 0 ended with 1, and nothing had been done to it"
-    starting = ended_by("SIGTERM driver, starting", -15, launch=1)
-    own = [ended_by("disk full", 1), starting]
-    assert verdict.ended([1, -15, 0], own) is None
-    found = verdict.ended([1, -15, 1, 0], own)
-    assert found == "launch 2 ended with 1, and nothing had been done to it"
-
-
 def falling_job(codes):
     """A job whose launches finish one step each and end with ``codes``."""
     job = SimpleNamespace(begins=[], ends=[], lines=[], family=SimpleNamespace(living=list))
@@ -256,15 +220,6 @@ def falling_job(codes):
     job.steps = lambda: [(at, step) for step, at in enumerate(job.begins, 1)]
     job.last_step = lambda: len(job.begins)
     return job
-
-
-def test_ends_without_a_fault_are_known_after_the_play():
-    job = falling_job([1, 1, 0])
-    play = Play(job, Plan([], []), steps=3, rng=Random(0), say=lambda _: None)
-    play.run()
-    codes = [end.code for end in job.ends]
-    assert (codes, play.events) == ([1, 1, 0], [])
-    assert "launch 0 ended with 1" in verdict.ended(codes, play.events)
 
 
 def test_a_job_is_checked_for_recovery_and_for_the_reason_of_every_end(tmp_path, monkeypatch):
@@ -302,28 +257,6 @@ def test_different_numbers_are_reported_except_after_an_engine_that_returned_ahe
     assert bool(whole._judge(job, LINES)["same numbers"]) == differs
 
 
-def test_an_end_without_an_explanation_is_reported():
-    full = Event("disk full", at=0.0, step=3, phase="running", exit_code=1, launch_ended=0)
-    assert "disk full at step 3" in verdict.silent([full], {0: "killed"})
-    assert verdict.silent([full], {0: "OSError: [Errno 28] No space left on device"}) is None
-    torn = Event(
-        "torn file", at=0.0, step=3, phase="running", exit_code=-9, launch_ended=0, torn="state.json"
-    )
-    output = "warning: damaged checkpoint, not used: step_000002: state.json has 3 bytes instead of 400"
-    assert "no later launch named it" in verdict.silent([torn], {0: output, 1: "resuming"})
-    assert verdict.silent([torn], {0: "", 1: output}) is None
-
-
-def test_only_a_later_launch_recovers_from_the_end_of_a_run():
-    """A terminated driver finishes and saves its step before it ends."""
-    steps = [(1.0, 1), (2.5, 2), (3.0, 3)]
-    job = SimpleNamespace(lines=[], steps=lambda: steps, ends=[End(4.0, 75)])
-    event = Event("SIGTERM driver", at=2.0, step=1, phase="running", exit_code=75, launch_ended=0)
-    assert not event.look(job)
-    steps.append((30.0, 4))
-    assert event.look(job) and event.recovered == 30.0
-
-
 def test_recovery_needs_a_replacement_and_a_further_step():
     job = SimpleNamespace(lines=[], steps=lambda: [(1.0, 1), (5.5, 2)])
     event = Event("SIGKILL rollout", at=2.0, step=1, phase="sample", role="rollout")
@@ -352,16 +285,6 @@ def test_a_connection_is_reset_under_both_of_its_ends():
         descriptor = int(child.stdout.readline())
         reset(Connection(psutil.Process(child.pid), descriptor, "one-other"))
         assert child.stdout.readline() == "reset\n"
-
-
-def test_the_end_of_a_driver_is_over_only_when_its_launch_has_ended():
-    """Otherwise the full disk that ended it would never be freed."""
-    gone = SimpleNamespace(is_running=lambda: False)
-    job = SimpleNamespace(lines=[], steps=lambda: [(1.0, 1), (5.5, 2)])
-    event = Event("disk full", at=2.0, step=1, phase="running", victim=gone)
-    assert not event.look(job)
-    event.exit_code = 1
-    assert event.look(job)
 
 
 # It ends itself when its job finishes no step for long.

@@ -51,13 +51,6 @@ def test_a_file_anywhere_builds_on_the_presets_of_this_project(base, tmp_path):
         load_config(base)
 
 
-def test_a_tilde_in_defaults_is_the_home(base, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "mine.yaml").write_text("seed: 77\n")
-    base.write_text("defaults: [~/mine.yaml]\n" + base.read_text())
-    assert load_config(base).seed == 77
-
-
 def test_resolved_configuration_loads_to_the_same_tree(base, tmp_path):
     config = load_config(base, ["algorithm.kl.coef=0.01"])
     again = tmp_path / "again.yaml"
@@ -118,14 +111,6 @@ def test_interpolations_follow_the_overrides_behind_a_preset(base):
     assert load_config(base, ["+algorithm=dapo", "steps=9"]).output_dir == "runs/x-9"
     base.write_text(base.read_text().replace("x-${steps}", "clip-${algorithm.loss.clip_high}"))
     assert load_config(base, ["+algorithm=dapo"]).name == "clip-0.28"  # of the preset
-
-
-def test_an_interpolation_that_fails_is_refused_with_a_preset_too(base, monkeypatch):
-    monkeypatch.delenv("NO_SUCH", raising=False)
-    base.write_text(base.read_text() + "output_dir: ${oc.env:NO_SUCH}\n")
-    with pytest.raises(ConfigError, match="NO_SUCH"):
-        load_config(base, ["+algorithm=dapo"])
-    assert load_config(base, ["+algorithm=dapo", "output_dir=x"]).output_dir == "x"
 
 
 def test_a_user_preset_is_found_next_to_the_configuration(base):

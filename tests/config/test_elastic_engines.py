@@ -8,10 +8,9 @@ from actors.lifecycle.team import GuestSpec
 from actors.placement.demands import Resources, is_colocated, placement
 from actors.placement.reservation import Reservation
 from grpo_dist.config import RolloutConfig
-from grpo_dist.config.files import ConfigError, changed, dump_config, load_config
+from grpo_dist.config.files import changed, dump_config, load_config
 from grpo_dist.errors import UserError
-from grpo_dist.runs.identity import changes
-from tests.support.plans import config, shape
+from tests.support.plans import shape
 
 
 def test_a_range_sets_the_reserved_engines_and_the_most():
@@ -48,12 +47,6 @@ def test_a_range_that_makes_no_sense_is_refused(values):
     assert "workers" in str(refused.value)
 
 
-def test_the_message_names_the_key_and_what_is_expected():
-    with pytest.raises(ConfigError) as refused:
-        load_config("configs/demo.yaml", ["rollout.num_workers={min: 1}"])
-    assert "num_workers = {'min': 1}: expected a whole number, or min and max alone" in str(refused.value)
-
-
 def guests(wanted, has):
     return Factory(wanted, placement(wanted, has, training=True), Reservation([], None)).guests()
 
@@ -64,13 +57,6 @@ def test_engines_that_join_colocated_ones_have_devices_of_their_own():
         wanted = changed(shape(8, engines, 2, where=where), {"rollout.max_workers": 9})
         assert is_colocated(wanted, eight)
         assert guests(wanted, eight) == GuestSpec(most=9 - engines, cpus=1, gpus=2)
-
-
-def test_on_cpus_they_take_the_threads_of_an_engine():
-    changes = {"rollout.max_workers": 3, "rollout.threads": 2, "policy.threads": 5}
-    for where in ("colocated", "separate"):
-        wanted = changed(shape(1, 1, where=where), changes)
-        assert guests(wanted, Resources(cpus=16, gpus=0)) == GuestSpec(2, cpus=2, gpus=0)
 
 
 def test_deltas_are_refused_where_some_engines_drop_the_weights_before():
@@ -89,8 +75,3 @@ def test_what_a_refusal_of_deltas_names_is_not_refused_in_turn():
     assert "deltas=false" in str(refused.value) and "separate" not in str(refused.value)
     with pytest.raises(UserError, match=r"set weight_sync.deltas=False cluster.placement=colocated, or"):
         placement(changed(wanted, {"cluster.placement": "separate"}), four, training=True)
-
-
-def test_a_resumed_run_may_have_another_range():
-    (change,) = changes(dump_config(config()), changed(config(), {"rollout.max_workers": 4}))
-    assert change.key == "rollout.max_workers" and change.is_layout

@@ -7,10 +7,8 @@ import pytest
 
 from grpo_dist.config import presets
 from grpo_dist.config.differences import flat
-from grpo_dist.config.files import dump_config, load_config
-from grpo_dist.runs.identity import fingerprint
-from grpo_dist.tools.report.run_dir import about
-from tests.support.good_inputs import CONFIG, PRESET_NEEDS
+from grpo_dist.config.files import load_config
+from tests.support.good_inputs import CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,30 +88,6 @@ def test_a_value_on_the_command_line_survives_a_preset_behind_it(base):
     assert label_of(before) == "gspo, changed: algorithm.kl.coef=0.05, batch.updates_per_step=2"
 
 
-def test_the_name_changes_nothing(base):
-    named = load_config(base, ["+algorithm=grpo"])
-    unnamed = named.model_copy(update={"algorithm": named.algorithm.model_copy(update={"preset": None})})
-    assert fingerprint(named) == fingerprint(unnamed)
-    assert fingerprint(named) != fingerprint(load_config(base))
-
-
-def test_a_run_prints_its_preset_and_what_differs_from_it(base):
-    def printed(*overrides):
-        return presets.described(load_config(base, overrides))
-
-    assert printed() == "algorithm: no preset, the defaults"
-    assert printed("algorithm.loss.clip_high=0.3") == (
-        "algorithm: no preset, the defaults with loss set in the configuration"
-    )
-    assert printed("+algorithm=dapo") == (
-        "algorithm: preset dapo, which also sets dynamic_sampling=true, "
-        "rewards.overlong_buffer.share=0.2, rewards.overlong_buffer.penalty=1.0"
-    )
-    assert printed("+algorithm=grpo", "algorithm.kl.coef=0.1") == (
-        "algorithm: preset grpo; changed from it: algorithm.kl.coef=0.1"
-    )
-
-
 def test_the_name_alone_is_reported_with_every_setting_that_differs(base):
     config = load_config(base, ["algorithm.preset=dapo"])
     differ = "algorithm.loss.clip_high=0.2, dynamic_sampling=false, "
@@ -133,41 +107,5 @@ def test_the_name_alone_is_reported_with_every_setting_that_differs(base):
     assert presets.described(config) == "algorithm: preset mine (not one of this project's)"
 
 
-@pytest.mark.parametrize("name", presets.names())
-def test_a_configuration_with_a_preset_has_its_label_unchanged(base, name):
-    overrides = [f"+algorithm={name}", "batch.samples_per_prompt=8", *PRESET_NEEDS.get(name, [])]
-    config = load_config(base, overrides)
-    assert label_of(config) == name
-    assert "changed" not in presets.described(config)
-
-
 def label_of(config):
     return presets.label(flat(config.model_dump(mode="json")))
-
-
-def test_the_report_of_a_run_has_the_name(base):
-    run = base.parent / "run"
-    run.mkdir()
-    config = run / "config.yaml"
-    config.write_text(dump_config(load_config(base, ["+algorithm=gspo"])))
-    assert about(run)["preset"] == "gspo"
-    config.write_text(dump_config(load_config(base, ["+algorithm=gspo", "algorithm.kl.coef=0.5"])))
-    assert about(run)["preset"] == "gspo, changed: algorithm.kl.coef=0.5"
-    config.write_text("algorithm: {preset: [gspo]}\n")
-    assert about(run)["preset"] is None
-    assert "about.preset" in (ROOT / "grpo_dist/tools/report/static/about.js").read_text()
-
-
-def test_the_report_shows_whole_lists_that_are_not_the_default_and_what_is_set_of_sources(base):
-    def changed(*overrides):
-        run = base.parent / "lists"
-        run.mkdir(exist_ok=True)
-        (run / "config.yaml").write_text(dump_config(load_config(base, list(overrides))))
-        return {key for key in about(run)["changed"] if key.startswith(("rewards.functions", "data.train"))}
-
-    assert changed() == {"data.train.0.path"}
-    both = changed("rewards.functions=[format, math]")
-    assert {f"rewards.functions.{i}.{key}" for i in (0, 1) for key in ("function", "weight")} <= both
-    assert "rewards.functions.0.function" in changed("rewards.functions=[{function: math, weight: 2}]")
-    sources = changed("data.train=[{path: demo:add3}, {path: demo:add3, split: test}]")
-    assert sources == {"data.train.0.path", "data.train.1.path", "data.train.1.split"}

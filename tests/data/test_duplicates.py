@@ -73,14 +73,6 @@ def test_each_evaluation_set_is_looked_at_by_itself(deduplicate):
     ]
 
 
-def test_sets_without_repeats_say_nothing():
-    said = []
-    train_prompts(
-        sections(), [(ONE, rows("one", ("a", "1"), ("b", "1")))], character_tokenizer(), said.append
-    )
-    assert said == []
-
-
 def test_problems_differ_by_their_conversation_and_by_the_environment_that_asks_them():
     turns = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="})
     others = ({"role": "system", "content": "Be kind."}, turns[1])
@@ -104,7 +96,3 @@ def test_placeholders_are_counted_and_the_first_row_is_named(placeholder):
     said = media_problem(image_rows("1 + 1", f"{placeholder}Find x.", f"In {placeholder}, find y."))
     assert said.startswith("2 of 3 problems have a placeholder")
     assert f"(the first is geo.jsonl:2, {placeholder})" in said
-
-
-def test_other_text_is_text():
-    assert media_problem(image_rows("Let <x> be the image of f.", "a<b>c", "image>1", "[IMGS]")) == ""

@@ -74,12 +74,6 @@ def test_the_latest_group_decides_and_a_prompt_never_returns():
     assert own.is_out.tolist() == [True, False, False]
 
 
-def test_without_a_share_nothing_is_left_out_but_what_a_checkpoint_has():
-    own = SolvedPrompts(fakes.prompts(3), {"p2": 4})
-    own.observe([of(0, 4)])
-    assert own.is_out.tolist() == [False, False, True] and own.passed == {"p2": 4}
-
-
 def test_as_many_stay_as_the_steps_on_their_way_hold_and_one_warning_names_them(caplog):
     own = solved(5, keep=3)
     own.observe([of(i, 4) for i in range(5)])

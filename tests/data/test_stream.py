@@ -92,11 +92,6 @@ def test_every_prompt_of_an_epoch_is_sampled_once(n, own, further, ahead):
     assert len(counted) == n and most - least <= (2 if together <= n else ahead + 2)
 
 
-def test_more_prompts_per_batch_than_prompts_is_rejected():
-    with pytest.raises(ValueError, match="5 prompts a batch cannot be drawn from 4"):
-        stream(4, 5)
-
-
 SOURCES = ["math"] * 30 + ["code"] * 10 + ["chat"] * 60
 WEIGHTS = {"math": 3.0, "code": 1.0, "chat": 4.0}
 PROMPTS = [replace(p, source=s) for p, s in zip(fakes.prompts(100), SOURCES, strict=True)]
@@ -209,10 +204,6 @@ def test_a_source_that_is_too_small_for_the_steps_own_prompts_is_refused(order, 
     assert Admission.from_config(config, prompts).drawn == in_flight
     with pytest.raises(ValueError, match=rf"code has 3 prompts.*50% of the {in_flight}"):
         check_weights(config.data, prompts, in_flight=in_flight)
-
-
-def test_all_prompts_can_be_drawn_at_once_without_weights():
-    assert most_at_once({}, PROMPTS) == 100
 
 
 UIDS = ["always", "never", "half", "new"]

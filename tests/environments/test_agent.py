@@ -17,7 +17,6 @@ import pytest
 
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
-from grpo_dist.environments import agent_rows
 from grpo_dist.environments.agent import Agents, chunks
 from grpo_dist.environments.agent_rows import AgentRows, Refused, play_agent
 from grpo_dist.environments.base import Problem
@@ -254,22 +253,6 @@ def test_what_changes_the_distribution_or_cannot_be_read_is_refused(more: Any, w
     assert refused.value.reply["status"] == 400 and refused.value.reply["error"]["message"]
     _answer(rows, renderer, "408", [_U], temperature=1, top_p=1.0, n=1, seed=5, tool_choice="auto", user="me")
     assert rows.rollout(0, "stop").text == "408", "the episode goes on"
-
-
-def test_truncated_sampling_is_asked_for_as_the_run_has_it() -> None:
-    sampling = Sampling(top_p=0.9, top_k=5, min_p=0.1)
-    agent_rows.check_parameters({"top_p": 0.9, "top_k": 5, "min_p": 0.1}, sampling, ())
-    for name, value in {"top_p": 1.0, "top_k": -1, "min_p": 0.0}.items():
-        with pytest.raises(Refused, match=f"{name} = {value}"):
-            agent_rows.check_parameters({name: value}, sampling, ())
-
-
-def test_a_parameter_that_the_run_ignores_is_no_error() -> None:
-    renderer = _renderer()
-    rows = _rows(renderer, ignore=["temperature"])
-    _answer(rows, renderer, "408", [_U], temperature=0.2)
-    with pytest.raises(Refused, match="top_p"):
-        rows.ask({"messages": [_U], "top_p": 0.5})
 
 
 # The loop
@@ -534,16 +517,6 @@ def test_a_stream_has_the_pieces_of_an_answer_and_no_other(content: str | None) 
             read[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
     assert [{key: call[key] for key in ("id", "type", "function")} for call in read] == calls
     assert len(deltas) > 4 if content or calls else len(deltas) == 2
-
-
-def test_a_stream_tells_its_usage_where_it_is_asked() -> None:
-    message = {"role": "assistant", "content": "a b"}
-    for chat, choice in ((True, {"message": message, "finish_reason": "stop"}),
-                         (False, {"text": "a b", "finish_reason": "length"})):  # fmt: skip
-        *parts, last = _streamed(choice, chat=chat, stream_options={"include_usage": True})
-        assert (last["choices"], last["usage"]) == ([], {"total_tokens": 5})
-        assert [part["usage"] for part in parts] == [None] * len(parts) and len(parts) == (4 if chat else 3)
-    assert [part["choices"][0]["text"] for part in parts] == ["a", " b", ""]
 
 
 def test_a_program_that_is_not_there_is_reported_before_a_run(tmp_path: Path) -> None:

@@ -12,11 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
-from grpo_dist.data.prompts import PromptFormat, build_prompts
-from grpo_dist.data.readers import read
-from grpo_dist.data.tasks import environment_problems, source_tasks
-from grpo_dist.demo.tokenizer import character_tokenizer
+from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.episode import Action, Call, Observed
 from grpo_dist.environments.runner import EpisodeRunner
@@ -238,22 +234,6 @@ def test_an_abandoned_episode_is_closed_and_disturbs_no_other(
         assert (tmp_path / "closed").read_text() == "a\n"
 
     play(settings, script)
-
-
-@pytest.mark.slow
-def test_a_source_marks_prompts_that_are_answered_in_batches(
-    tmp_path: Path, settings: EnvironmentsConfig
-) -> None:
-    source = DataSourceConfig(
-        environment="together:Together", environment_kwargs={"directory": str(tmp_path)}, name="own"
-    )
-    data = DataConfig(train=(source,))
-    rows, tokenizer = read(source, environment_problems(data, settings)), character_tokenizer()
-    tasks = source_tasks(data, settings, source, rows, tokenizer)
-    (prompt,) = build_prompts(
-        rows, tokenizer, PromptFormat.from_config(data), max_prompt_tokens=99, tasks=tasks
-    ).prompts
-    assert prompt.task is not None and prompt.task.batched
 
 
 @pytest.mark.slow

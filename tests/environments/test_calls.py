@@ -1,10 +1,9 @@
 """Guarantees: code blocks are read as calls, arguments are checked, the calculator is exact and bounded."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
-from pydantic import Field
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, SFTConfig
 from grpo_dist.data.demonstrations import load_demonstrations
@@ -15,7 +14,6 @@ from grpo_dist.environments.episode import Call, Observed
 from grpo_dist.environments.tools import (
     BadCall,
     TypedTool,
-    as_text,
     read_chat,
     read_code,
     resolve_format,
@@ -232,11 +230,6 @@ def _variadic(*x: int) -> int:
     return sum(x)
 
 
-def _unschematic(x: object = object) -> int:
-    """Do it."""
-    return 0
-
-
 @pytest.mark.parametrize(("functions", "words"), [
     ([_untyped], "parameter `x` has no type"),
     ([_undocumented], "no docstring"),
@@ -246,29 +239,6 @@ def _unschematic(x: object = object) -> int:
 def test_a_tool_without_a_schema_is_refused(functions: list, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         typed_tools(functions)
-
-
-def test_annotated_types_describe_themselves() -> None:
-    def power(base: Annotated[float, Field(description="the base", gt=0)]) -> float:
-        """Raise it."""
-        return base
-
-    parameters = TypedTool(power).schema["function"]["parameters"]
-    assert parameters["properties"]["base"] == {
-        "type": "number",
-        "description": "the base",
-        "exclusiveMinimum": 0,
-    }
-
-
-def test_results_are_shown_as_text_or_json() -> None:
-    assert [as_text(v) for v in ("é", 3, {"a": "é"}, None, {1, 2} - {2})] == [
-        "é",
-        "3",
-        '{"a": "é"}',
-        "null",
-        "{1}",
-    ]
 
 
 @pytest.mark.parametrize(("expression", "result"), [
@@ -362,9 +332,3 @@ def test_a_demonstrated_call_has_the_tokens_and_the_mask_of_an_episode():
 
 def sampled(episode, ids):
     return episode.add_action(generated(ids, -0.5))
-
-
-@pytest.mark.parametrize("expression", ["347*58", "100*10", "999*99"])
-def test_the_calculator_writes_a_product_as_the_demonstrations_do(expression):
-    a, b = map(int, expression.split("*"))
-    assert calculator(expression) == str(a * b)

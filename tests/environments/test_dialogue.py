@@ -249,16 +249,6 @@ def test_the_code_form_puts_the_result_into_the_same_message() -> None:
     assert rollout.text == "\\boxed{408}"
 
 
-def test_a_code_block_ends_no_action_where_there_are_no_tools() -> None:
-    """The environment reads the whole answer, also what follows the block."""
-    renderer = _renderer(character_tokenizer(), "auto")
-    prompt = _prompt(renderer, tools=())
-    assert renderer.is_in_place and prompt.task and renderer.stop(prompt.task) == ()
-    text = "```python\n1\n```\nIt is 1."
-    action = Dialogue(renderer, prompt).add_action(generated(renderer.ids(text), version=1))
-    assert action.text == text and not action.unfinished and not action.calls
-
-
 def test_a_block_in_another_language_is_no_call_and_sampling_continues() -> None:
     tokenizer = character_tokenizer()
     renderer = _renderer(tokenizer, "code")
@@ -297,31 +287,6 @@ def test_an_episode_goes_on_behind_a_block_without_a_language() -> None:
     reason = asyncio.run(play(dialogue, scripted, scripted, Budgets(500, 8), seed=0))
     assert (reason, acted, parts) == ("stop", [text.removesuffix(END)], [])
     assert tokenizer.decode(dialogue.rollout(0, reason).completion_ids.tolist()) == text
-
-
-def test_an_observation_of_the_environment_follows_calls_in_code_blocks() -> None:
-    tokenizer = character_tokenizer()
-    renderer = _renderer(tokenizer, "code")
-    dialogue = Dialogue(renderer, _prompt(renderer))
-    ids = renderer.ids("```calculator\n1+1\n```\n")
-    dialogue.add_action(generated(ids, version=1))
-    dialogue.observe(_result("2"))
-    _act(dialogue, renderer, "Is it 2?", END)
-    dialogue.observe(Observed("No."))
-    text = tokenizer.decode(dialogue.context)
-    assert text == (
-        "<|user|>What is 12*34?<|assistant|>```calculator\n1+1\n```\n```output\n2\n```\nIs it 2?<|end|>"
-        "<|user|>No.<|assistant|>"
-    )
-
-
-def test_plain_text_has_plain_observations() -> None:
-    tokenizer = character_tokenizer()
-    renderer = _renderer(tokenizer, "auto", _data(chat_template="none"))
-    dialogue = Dialogue(renderer, _prompt(renderer, messages=()))
-    _act(dialogue, renderer, "400", END)
-    dialogue.observe(Observed("Too low."))
-    assert tokenizer.decode(dialogue.context) == f"12*34=400{END}\nToo low.\n"
 
 
 @pytest.mark.parametrize(("name", "prefill", "observed", "first", "kwargs"), [
@@ -411,11 +376,6 @@ def test_results_are_cut_in_the_middle_to_max_tool_tokens(length: int) -> None:
         head, tail = shown.split("\n... ")[0], shown.split("cut ...\n")[1]
         assert text.startswith(head) and text.endswith(tail) and head and tail
         assert f"... {length - len(head) - len(tail)} characters cut ..." in shown
-
-
-def test_a_limit_below_the_mark_still_holds() -> None:
-    renderer = _renderer(character_tokenizer(), max_tool_tokens=5)
-    assert len(renderer.ids(renderer.cut("a" * 100))) <= 5
 
 
 def test_calls_inside_a_thought_are_none() -> None:

@@ -5,8 +5,6 @@ observations and rewards of their own, from one line of configuration.
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from grpo_dist.environments.base import Problem
 from grpo_dist.environments.episode import Action, Observed
 from grpo_dist.environments.runner import EpisodeRunner
 from grpo_dist.types import Prompt
-from tests.support.documents import ROOT
 from tests.support.other_packages import game_server, interpreter_with, server_of, taskset
 from tests.support.patience import HANG_S
 
@@ -104,34 +101,6 @@ def test_a_reward_of_verifiers_that_fails_is_not_scored(tmp_path: Path, fault: s
     (prompt, *_) = _prompts(environments, environment="verifiers:my_sums", environment_kwargs={"last": 4})
     (observed,) = _play(environments, prompt, ["2"])
     assert observed.reward is None and words in observed.failed
-
-
-_LOADS = """
-import my_sums
-from grpo_dist.environments.base import Problem
-from grpo_dist.environments.registry import load_environment
-
-made = []
-load = my_sums.Sums.load
-my_sums.Sums.load = lambda self: made.append(1) or load(self)
-for infinite in (False, True):
-    my_sums.Sums.INFINITE = infinite
-    environment = load_environment("verifiers:my_sums")
-    settings = {"last": 9 if infinite else 4}
-    environment.preload(**settings)
-    asked = [environment(**settings).start(Problem("", "", {"idx": i}))[-1]["content"] for i in (2, 0)]
-    assert asked == ["3+3=", "1+1="], asked
-    print(len(made))
-"""
-
-
-@pytest.mark.slow
-def test_the_tasks_of_a_taskset_that_ends_are_loaded_once_in_a_process(tmp_path: Path) -> None:
-    (tmp_path / "my_sums.py").write_text(taskset("reply == answer", metric="right", short=4))
-    environ = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    command = [interpreter_with("verifiers"), "-c", _LOADS]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=HANG_S)
-    assert done.stdout.split() == ["1", "3"], done.stdout + done.stderr
 
 
 _JUDGE = """

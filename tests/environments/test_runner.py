@@ -363,15 +363,6 @@ def test_a_malformed_action_is_answered_and_not_run(settings: EnvironmentsConfig
     _play(settings, played)
 
 
-@pytest.mark.slow
-def test_messages_and_asynchronous_methods(settings: EnvironmentsConfig) -> None:
-    async def played(runner: EpisodeRunner) -> None:
-        (observed,) = await _acts(runner, "a", _task("Chat"), "hi")
-        assert observed.observation == ({"role": "user", "content": "HI"},)
-
-    _play(settings, played)
-
-
 def test_user_code_runs_in_a_process_of_its_own(settings: EnvironmentsConfig) -> None:
     async def played(runner: EpisodeRunner) -> None:
         where = _calls(("where", "{}"))
@@ -389,20 +380,6 @@ def test_a_later_turn_of_an_unknown_episode_is_refused(settings: EnvironmentsCon
         await runner.end("never seen")
 
     _play(settings, played)
-
-
-def test_an_asynchronous_close_runs_at_the_end_of_an_episode(
-    settings: EnvironmentsConfig, tmp_path: Path
-) -> None:
-    log = tmp_path / "closed"
-
-    async def played(runner: EpisodeRunner) -> None:
-        await _acts(runner, "a", _task("Closing", log=str(log)), "1")
-        assert not log.exists()
-        await runner.end("a")
-
-    _play(settings, played)
-    assert log.read_text() == "below 10 "
 
 
 def test_no_process_is_started_to_close_an_episode_whose_action_was_cancelled(

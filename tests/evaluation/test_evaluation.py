@@ -51,11 +51,6 @@ def test_pass_at_k_stays_exact_where_binomials_overflow():
     assert pass_at_k(10_000, 10, 500) == pytest.approx(exact, rel=1e-12)
 
 
-def test_pass_at_k_from_too_few_samples_is_refused():
-    with pytest.raises(ValueError, match="pass@3 cannot be estimated from 2 samples"):
-        pass_at_k(2, 1, 3)
-
-
 def test_summary_of_three_problems_worked_by_hand():
     summary = summarise([flags("1000"), flags("1100"), flags("0000")], [1, 2])
     # pass@1: 1/4, 1/2, 0. pass@2: 1 - 3/6, 1 - 1/6, 0.
@@ -136,11 +131,6 @@ def test_a_vote_of_one_or_two_is_the_share_of_right_samples():
 def test_votes_stay_exact_where_binomials_overflow():
     answers = [0] * 1100 + [1] * 900
     assert 0.99 < majority_at_k([float(a == 0) for a in answers], answers, 1000) <= 1.0
-
-
-def test_a_vote_over_more_samples_than_exist_is_refused():
-    with pytest.raises(ValueError, match="maj@3 cannot be estimated from 2 samples"):
-        majority_at_k([1, 0], [0, 1], 3)
 
 
 def test_the_measures_of_one_problem():

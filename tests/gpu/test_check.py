@@ -78,12 +78,6 @@ def test_a_job_reports_its_lines_and_its_output_is_kept(tmp_path):
     assert (tmp_path / "first.log").exists()
 
 
-def test_an_error_is_reported_and_what_was_reported_before_it_stays(tmp_path):
-    end = ended(tmp_path, "raises")
-    assert end.error.startswith("ValueError: made for this test (exit code 1; ")
-    assert list(end.found) == ["first"]
-
-
 def test_a_crash_in_c_leaves_the_stack_of_its_line(tmp_path):
     end = ended(tmp_path, "crashes")
     assert "signal 11" in end.error.splitlines()[0] and "made_job.py" in end.error

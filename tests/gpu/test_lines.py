@@ -22,7 +22,6 @@ from grpo_dist.tools.bench.result import BenchResult, DecodeStep
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.calibration import calibrate
 from grpo_dist.tools.plan.memory import attended
-from grpo_dist.tools.plan.models import published
 from grpo_dist.tools.plan.workload import workload_of
 from tests.gpu import attention, device, engines, head, loop, transfers, updates
 from tests.gpu.check import JOBS
@@ -36,7 +35,6 @@ from tests.gpu.sizes import (
     gradient_bound,
     planned,
     update_config,
-    update_size,
 )
 from tests.gpu.trainer_job import _digest, made_batch
 from tests.support.engine_arguments import QWEN
@@ -116,20 +114,6 @@ def test_micro_batches_of_an_update_are_as_full_as_plan_takes_them_to_be(tmp_pat
     assert own == pytest.approx(size.groups * size.samples * size.row)
 
 
-def test_the_measured_model_has_half_a_billion_parameters_and_fits_smaller_gpus_too(tmp_path):
-    large = update_size(on_gpu(tmp_path), dtype="bfloat16", zero_stage=1)
-    assert large == _REAL_UPDATES[0]
-    config = update_config(on_gpu(tmp_path), large, dtype="bfloat16", zero_stage=1)
-    assert model_of(config).parameters == pytest.approx(0.494e9, rel=0.01)
-    assert (published(SHAPE_OF).shape, published(SHAPE_OF).parameters) == (
-        model_of(config).shape,
-        model_of(config).parameters,
-    )
-    small = on_gpu(tmp_path, **{"device/memory_bytes": 24 * 2**30})
-    fits = update_size(small, dtype="bfloat16", zero_stage=1)
-    assert fits.groups < large.groups
-
-
 def trained(**changes):
     gradients = {"a": np.linspace(-1, 1, 100, dtype=np.float32)}
     return {"gradients": gradients, "logprobs": np.full(8, -9.0, np.float32), "norm": 1.0} | changes
@@ -187,18 +171,6 @@ def test_an_update_is_held_to_plan_to_padded_rows_and_to_its_own_states(
     rest = parts[f"zero{stage}/offload_s"] - copies - 0.03
     assert parts[f"zero{stage}/offload_copies_s"] == copies
     assert parts[f"zero{stage}/offload_rest_s"] == pytest.approx(rest)
-
-
-def test_without_zero_an_update_is_in_float32(tmp_path, monkeypatch):
-    dtypes = []
-
-    def run(sections, size, *, timed=False):
-        dtypes.append(sections.model.dtype)
-        return [moved(1.0) if timed else trained()]
-
-    monkeypatch.setattr(updates, "run_trainers", run)
-    only(updates.zero(on_gpu(tmp_path, "0")))
-    assert dtypes == ["float32", "float32"]
 
 
 def test_the_speed_is_a_share_of_the_bare_loop_on_the_tokens_that_the_rows_need(tmp_path, monkeypatch):
@@ -280,12 +252,6 @@ def test_a_loop_that_is_cut_leaves_what_its_steps_have_shown(tmp_path, monkeypat
     found = steps_of(tmp_path, monkeypatch, cut_after=cut_after)
     assert list(found) == lines and all(own.holds for own in found.values())
     assert all("after 2 of 3 steps" in own.notes for own in found.values())
-
-
-def test_a_step_without_the_metrics_of_a_sync_fails_its_own_line_alone(tmp_path, monkeypatch):
-    monkeypatch.setitem(globals(), "STEP", {k: v for k, v in STEP.items() if not k.startswith("time/sync")})
-    found = steps_of(tmp_path, monkeypatch, **{"sync/bytes": math.nan})
-    assert [name for name, own in found.items() if not own.holds] == ["sync"]
 
 
 def test_values_come_as_soon_as_each_is_there():

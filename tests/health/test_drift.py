@@ -9,10 +9,9 @@ import random
 import numpy as np
 import pytest
 
-from grpo_dist.config import HealthConfig
 from grpo_dist.driver import run
 from grpo_dist.health.bounds import HealthState
-from grpo_dist.health.drift import DRIFTING, DRIFTS, TrackedMetric, count_drifting, new_drifts, track
+from grpo_dist.health.drift import DRIFTING, count_drifting, new_drifts, track
 from grpo_dist.runs.checkpoint import CheckpointState
 from grpo_dist.runs.resume import load_progress
 from tests.support import fakes
@@ -151,13 +150,6 @@ def test_noisy_or_rare_rewards_do_not_warn_until_they_collapse(seed):
     assert len(warned_at(REWARD, third + flat(0.0))) == 1
 
 
-def test_a_model_that_was_degenerate_from_the_start_causes_no_warning():
-    """Random weights: nothing ends, all text is degenerate, and no reward is above 0."""
-    garbage = flat(0.75) + flat(1.0, 40)
-    _, said, counts = tracked({REWARD: flat(0.0, 60), CUT: flat(1.0, 60), GARBAGE: garbage})
-    assert not said and not any(counts)
-
-
 def test_a_healthy_run_causes_no_warning():
     """It learns, its entropy halves, and its completions grow tenfold without truncation."""
     steps = [k / 200 for k in range(200)]
@@ -169,15 +161,6 @@ def test_a_healthy_run_causes_no_warning():
         "rollout/length_tokens": [200 + 1800 * k for k in steps],
     })  # fmt: skip
     assert not said and counts == [0] * 200
-
-
-def test_fewer_than_20_steps_cause_no_warning():
-    known, said, _ = tracked({ENTROPY: [5.0, *flat(0.0, 18)], CUT: flat(0.0, 9) + flat(1.0, 10)})
-    assert not said
-    assert (known[ENTROPY].reference, known[ENTROPY].reference_step) == (1.0, 5)
-    assert (known[CUT].reference, known[CUT].reference_step) == (0.0, 5)
-    known, _, _ = tracked({ENTROPY: flat(5.0, 4)})
-    assert known[ENTROPY] == TrackedMetric(4, 5.0, 5.0)
 
 
 @pytest.mark.parametrize("lacking", [math.nan, math.inf, None])
@@ -204,19 +187,6 @@ def test_a_drift_warns_when_it_begins_and_again_only_after_it_ended():
     _, said, counts = tracked({CUT: cut})
     assert list(said) == [27, 66]
     assert [step for step, count in enumerate(counts, 1) if count] == [*range(27, 48), *range(66, 81)]
-
-
-def test_several_drifts_are_counted_and_each_warning_names_its_bound():
-    values = {
-        REWARD: flat(0.75) + flat(0.0, 22), ENTROPY: flat(2.0) + flat(0.0, 22),
-        CUT: flat(0.25) + flat(1.0, 22), GARBAGE: flat(0.0) + flat(1.0, 22),
-    }  # fmt: skip
-    _, said, counts = tracked(values)
-    assert counts[-1] == 4 and sum(map(len, said.values())) == 4
-    for drift in DRIFTS:
-        assert drift.key in HealthConfig.model_fields
-        (message,) = [m for messages in said.values() for m in messages if m.startswith(f"{drift.metric} ")]
-        assert message.endswith(f"at step 5. This is only a warning; to act on it, set `health.{drift.key}`")
 
 
 # --- in the loop

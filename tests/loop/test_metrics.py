@@ -102,12 +102,6 @@ def test_groups_with_a_signal_are_counted_as_one_by_one(rewards, signals):
     assert count_signals(groups) == sum(has_signal(g.rewards) for g in groups) == signals
 
 
-def test_a_run_without_environments_has_no_metrics_of_episodes():
-    metrics = rollout_metrics([group_of([1, 0], [3, 2])], version=0)
-    assert not any(name.startswith(("episode/", "time/")) for name in metrics)
-    assert metrics["rollout/tokens"] == 5.0 and metrics["rollout/length_tokens"] == 2.5
-
-
 def test_the_cost_of_a_step_by_hand():
     """Of two groups of the batch one teaches; the third was discarded."""
     groups = [group_of([0, 1], [2, 4]), group_of([1, 1], [3, 3])]

@@ -82,10 +82,6 @@ def test_what_visits_every_sample_of_a_step_leaves_the_loops_thread_free(monkeyp
     assert len(threads) == 5 and all(threading.get_ident() not in own for own in threads.values())
 
 
-def test_without_staleness_there_is_nothing_to_stage_ahead():
-    assert train(fakes.config(steps=2), Slow()) == ["stage", "updated"] * 2
-
-
 @pytest.mark.parametrize(
     ("changes", "refresh"),
     [
@@ -120,12 +116,6 @@ def test_a_sample_without_a_reward_has_score_norms_for_the_reward_that_a_shuffle
         for own in (group.rewards, lost)
     ]
     assert read[0].any(dim=1).all() and torch.equal(*read)
-
-
-def test_other_estimators_read_nothing_of_the_policy():
-    world = Slow()
-    train(fakes.config(steps=2), world)
-    assert not [e for e in world.events if e.startswith("score norms")]
 
 
 def test_a_steered_kl_weight_in_the_loss_does_not_delay_staging():

@@ -130,11 +130,6 @@ def test_validation_loss_is_the_mean_over_tokens_before_during_and_after():
     assert job.measured == [4, 2] * 4
 
 
-def test_without_held_out_demonstrations_nothing_is_measured():
-    job = Job().run(config(), demonstrations(4))
-    assert job.measured == [] and 0 not in job.logged
-
-
 def test_a_stopped_training_saves_and_resumes_with_the_batches_and_measurements_of_an_unbroken_one():
     settings, train, held_out = config(steps=6), demonstrations(10), demonstrations(3)
     whole = Job().run(settings, train, held_out)
@@ -150,11 +145,6 @@ def test_a_stopped_training_saves_and_resumes_with_the_batches_and_measurements_
         s: m["validation/loss"] for s, m in (stopped.logged | rest.logged).items() if "validation/loss" in m
     }
     assert set(both) == {0, 2, 4, 6}
-
-
-def test_it_saves_where_due_and_at_the_end():
-    job = Job().run(config(steps=5, checkpoint={"every": 2}), demonstrations(4))
-    assert list(job.saved) == [2, 4, 5]
 
 
 def test_a_refused_update_is_reported_and_its_rows_are_kept():

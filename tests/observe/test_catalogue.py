@@ -153,16 +153,6 @@ def test_the_catalogue_has_nothing_that_is_not_logged(of_a_run):
     assert [m.name for m in METRICS if m not in found] == []
 
 
-def test_the_more_specific_of_two_entries_describes_a_metric():
-    assert described("reward/mean").name == "reward/mean"
-    assert described("reward/brevity").name == "reward/<name>"
-    assert described("reward/brevity_unscored").name == "reward/<name>_unscored"
-    assert described("eval/aime24/pass@8_stderr").name == "eval/<set>/<measure>_stderr"
-    assert described("first_update/ref/kl").name == "first_update/<metric>"
-    assert described("time/rollout_sample_busy_s").name == "time/<role>_<stage>_busy_s"
-    assert described("loss/unheard_of") is None
-
-
 def test_every_entry_has_a_unit_a_reducer_and_a_meaning():
     assert len({m.name for m in METRICS}) == len(METRICS)
     for metric in METRICS:

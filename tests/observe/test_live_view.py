@@ -10,7 +10,7 @@ from rich.console import Console as RichConsole
 
 from grpo_dist.observe import console as console_module
 from grpo_dist.observe.console import Console, print_before_after
-from grpo_dist.observe.live_view import LiveView, clock_text, sparkline
+from grpo_dist.observe.live_view import LiveView
 from grpo_dist.runtime.metering import Span, Usage
 
 
@@ -56,11 +56,6 @@ def test_before_the_first_step_the_view_shows_what_the_run_waits_for(view, clock
     assert "left" not in text and "reward" not in text
 
 
-def test_the_view_is_drawn_between_the_spans_and_the_metrics_of_a_step(view):
-    view.took([Span("sample", 0, 1)], {})
-    assert "sample 1.0 s" in shown(view) and "reward" not in shown(view)
-
-
 @pytest.mark.slow
 def test_the_view_is_drawn_while_its_state_changes(view, clock):
     """The terminal's thread draws it; a change during drawing would end that thread."""
@@ -87,33 +82,6 @@ def test_the_view_is_drawn_while_its_state_changes(view, clock):
     assert failures == []
 
 
-def test_progress_and_time_left_follow_the_pace_of_the_latest_steps(view, clock):
-    step(view, 11, clock, seconds=1000.0)  # the first step, a warm-up, does not count
-    for number in range(12, 21):
-        step(view, number, clock, seconds=4.0)
-    assert view.left_s() == pytest.approx(30 * 4.0)
-    clock.now += 1.0
-    assert view.left_s() == pytest.approx(30 * 4.0 - 1.0)
-    assert "20/50 steps" in shown(view) and "1:59 left" in shown(view)
-
-
-def test_stages_are_means_of_the_latest_steps_and_bars_their_shares(view, clock):
-    for number in (11, 12):
-        step(view, number, clock, seconds=4.0)
-    line = next(line for line in shown(view).splitlines() if line.startswith("step"))
-    assert "sample 3.0 s " + 18 * "█" in line and "update 1.0 s " + 6 * "█" in line
-
-
-def test_the_reward_is_shown_as_a_line_and_a_number(view, clock):
-    for number, reward in enumerate((0.0, math.nan, 0.5, 1.0), start=11):
-        step(view, number, clock, reward=reward)
-    assert "▁ ▅█ 1.000" in shown(view) or "▁ ▄█ 1.000" in shown(view)
-    view.step(15, {"reward/mean": math.nan, "reward/unscored": 12.0})
-    assert "12 samples not scored" in shown(view)
-    step(view, 16, clock, reward=1.0)
-    assert "not scored" not in shown(view)
-
-
 def test_actors_are_shown_with_readiness_load_and_replacements(view, clock):
     states = {"rollout-0": True, "rollout-1": True, "policy-0": True}
     view.follow(lambda: states)
@@ -124,35 +92,6 @@ def test_actors_are_shown_with_readiness_load_and_replacements(view, clock):
     assert rollout == "actors ● rollout 2/2 ███▊ 38% busy 2.0 GiB 2 replaced" and policy == "● policy 1/1"
     states["rollout-1"] = False  # immediately, not with the next step
     assert " 1/2 " in shown(view) and "2 replaced  being replaced: rollout-1" in shown(view)
-
-
-def test_labels_are_complete_in_a_narrow_terminal(view, clock):
-    view.follow(lambda: {"rollout-0": False, "policy-0": True})
-    step(view, 11, clock)
-    lines = shown(view, 50).splitlines()
-    assert max(map(len, lines)) <= 50
-    assert [line[:7].strip() for line in lines[1:]] == ["now", "step", "reward", "actors", ""]
-
-
-def test_a_thousand_actors_take_one_line(view):
-    view.follow(lambda: {f"rollout-{i}": i >= 5 for i in range(1024)})
-    text = shown(view, 160)
-    assert "rollout  1019/1024" in text and "rollout-2 and 2 more" in text and len(text.splitlines()) < 6
-
-
-@pytest.mark.parametrize(
-    ("values", "drawn"),
-    [([0, 1, 2], "▁▅█"), ([3, 3], "▁▁"), ([], ""), ([math.nan, 1, math.inf, 2], " ▁ █")],
-)
-def test_sparkline(values, drawn):
-    assert sparkline(values) == drawn
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(2.06, "2.1 s"), (64, "1:04"), (3723, "1:02:03"), (0, "0.0 s")]
-)
-def test_clock_text(seconds, text):
-    assert clock_text(seconds) == text
 
 
 def test_without_a_terminal_only_lines_are_printed(monkeypatch, capsys):
@@ -195,16 +134,6 @@ def test_a_set_of_one_problem_has_no_error_and_is_printed(capsys):
     assert "one: pass@1 1.000 ± –" in out and "nan" not in out
     cells = [cell.strip() for line in out.splitlines() if "│ one" in line for cell in line.split("│")]
     assert cells == ["", "one", "pass@1", "0.0% ± –", "100.0% ± –", "+100.0%", ""]
-
-
-def test_an_error_of_zero_is_an_interval(capsys):
-    """8 of 8 right: Wilson's interval begins at 8 / (8 + 1.96^2) = 0.676; 0 of 8 ends at 0.324."""
-    none = {"eval/s/pass@1": 0.0, "eval/s/pass@1_stderr": 0.0, "eval/s/problems": 8.0}
-    Console("demo", 3, 0).log(1, none)
-    print_before_after(none, none | {"eval/s/pass@1": 1.0}, "runs/a")
-    out = capsys.readouterr().out
-    assert "s: pass@1 0.000 (0.000 to 0.324)" in out
-    assert "0.0% (0.0% to 32.4%)" in out and "100.0% (67.6% to 100.0%)" in out
 
 
 def test_a_terminal_shows_the_view_below_its_lines_and_is_restored(monkeypatch):

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,14 +19,12 @@ import pytest
 from grpo_dist.batch.token_values import TokenValues
 from grpo_dist.errors import UserError
 from grpo_dist.observe import EVENTS, Tracker, sinks
-from grpo_dist.observe.completions import COLUMNS, Table, said_besides, step_of, table_of, transcript
+from grpo_dist.observe.completions import COLUMNS, Table, step_of, table_of
 from grpo_dist.observe.console import print_before_after
 from grpo_dist.observe.sinks import AsyncSink, close_all
-from grpo_dist.observe.tracker import _openers
 from grpo_dist.observe.trackers import ShownConfig, check_trackers, online_mode
 from grpo_dist.runtime.stage_log import drop_unread_output, print_line
 from tests.support import fakes, services
-from tests.support.made_episodes import episodes
 from tests.support.made_groups import group
 from tests.support.patience import HANG_S, longer
 
@@ -122,19 +119,6 @@ def test_a_hanging_tracker_delays_neither_the_loop_nor_the_end(monkeypatch):
     assert closed and other.steps == [1]
 
 
-def test_a_queue_holds_few_tables_because_they_are_large():
-    kept = Kept(gate=threading.Event())
-    sink, warnings = beside(kept)
-    table = table_of("step_000001", [group(0, np.random.default_rng(0))], None)
-    for step in range(20):
-        sink.log(step, {})
-        sink.table(step, table)
-    kept.gate.set()
-    close_all([sink], failed=False)
-    assert kept.tables == list(range(8)) and len(kept.steps) == 20 + 8
-    assert warnings[0] == "kept: too slow or hanging; records that do not fit its queue are dropped"
-
-
 def test_a_run_whose_trackers_all_fail_has_its_record(tmp_path, monkeypatch, capsys):
     def broken(*arguments, **options):
         raise OSError("nobody is there")
@@ -189,12 +173,6 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_longer(tmp_path, monkeyp
     assert [row["step"] for row in rows] == [1, 2, 3]
     (event,) = (json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines())
     assert "terminal output failed and is off" in event["message"]
-
-
-def test_a_line_is_printed_nowhere_without_stdout(monkeypatch):
-    monkeypatch.setattr("sys.stdout", None)
-    print_line("for nobody")
-    assert not drop_unread_output()
 
 
 def test_a_record_that_cannot_be_written_ends_the_run(tmp_path):
@@ -276,24 +254,6 @@ def test_tensorboard_has_every_scalar_the_configuration_and_hyperparameters(tmp_
     assert "_hparams_/experiment" in seen.summary_metadata
 
 
-def test_tensorboard_shows_only_the_last_of_several_runs_from_the_start(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)
-    config = fakes.config(tracking={"console": False})
-    for steps, reward in ((4, 0.5), (2, 0.75)):
-        with Tracker(config, tmp_path) as tracker:
-            for step in range(steps + 1):
-                tracker.log(step, {"reward/mean": reward})
-        # Files are read in the order of their names: the second, and a counter of this process as text.
-        began = int(time.time())
-        while int(time.time()) == began:
-            time.sleep(0.05)
-    seen = EventAccumulator(str(tmp_path / "tensorboard"))
-    seen.Reload()
-    assert [(e.step, e.value) for e in seen.Scalars("reward/mean")] == [(0, 0.75), (1, 0.75), (2, 0.75)]
-
-
 @pytest.mark.slow
 def test_wandb_has_metrics_tables_and_the_configuration(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -351,22 +311,6 @@ def test_a_server_of_wandb_that_never_answers_leaves_an_offline_run(tmp_path):
     assert "wandb: Failed to authenticate" in later and "`wandb sync`" in done.stderr
     rows = services.history(services.offline_run(tmp_path / "wandb"))
     assert [row["reward/mean"] for row in rows] == [1.0, 2.0, 3.0]
-
-
-def test_an_episode_is_a_transcript_of_turns_calls_and_observations():
-    first, guess, spoken, _ = episodes().rollouts
-    called = "```calculator\n347*58\n```\n[calculator: ok, 0.0123 s] 20126\n\\boxed{20126}"
-    assert transcript(first) == called and transcript(guess) == guess.text
-    assert transcript(spoken) == "higher or lower?\n[environment] lower\n\\boxed{7}"
-    assert said_besides("1\n2\nlower", ["1", "2"]) == "lower" == said_besides("lower", ["9"])
-    rows = table_of("step_000001", [episodes()], None).rows
-    assert rows[0][COLUMNS.index("completion")] == called
-
-
-def test_two_sinks_of_one_class_are_two_sinks(tmp_path):
-    both = [{"function": "my_sinks:Lines", "kwargs": {"file": name}} for name in ("a", "b")]
-    config = fakes.config(tracking={"sinks": both, "tensorboard": False})
-    assert list(_openers(config, tmp_path, 0, "id")) == ["my_sinks:Lines", "tracking.sinks.1 my_sinks:Lines"]
 
 
 class FakeRun(list):

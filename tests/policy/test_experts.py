@@ -22,10 +22,8 @@ from grpo_dist.policy.lora import (
 from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm
 from grpo_dist.policy.packing import packed, padded
 from grpo_dist.policy.weight_buckets import ParameterSpec
-from grpo_dist.tools.plan.memory import lora_parameters
 from grpo_dist.tools.plan.models import from_config_json, published
 from tests.support import made_groups
-from tests.support.fakes import config
 from tests.support.models import EXPERT_SHAPES, expert_model
 
 KINDS = sorted(EXPERT_SHAPES)
@@ -57,13 +55,6 @@ def test_the_sync_sends_the_names_and_values_of_the_checkpoint(tmp_path, kind):
     assert all(torch.equal(sent[name], saved[name]) for name in saved)
 
 
-def test_a_dense_model_is_sent_as_it_is(tiny_model):
-    model = load(tiny_model)
-    form = CheckpointFormat(model, held(model))
-    for name, parameter in model.named_parameters():
-        assert form.tensors(name, parameter)[name] is parameter
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_are_known_without_weights(tmp_path, kind):
     model_dir = expert_model(tmp_path, kind)
@@ -89,10 +80,6 @@ def test_experts_that_the_checkpoint_stores_under_other_names_are_refused(tmp_pa
     fused = {name: torch.zeros(1) for name, _ in model.named_parameters()}
     save_file(fused, other / "model.safetensors", metadata={"format": "pt"})
     check_expert_names(model, other)  # as transformers holds them
-
-
-def test_a_dense_model_has_no_expert_names_to_check(tiny_model):
-    check_expert_names(empty_model(tiny_model, trust_remote_code=False), tiny_model)
 
 
 def joined_model():
@@ -212,18 +199,6 @@ def test_a_token_costs_the_weights_of_its_own_experts(tmp_path):
     """Twice the experts with the same number per token leave the cost of a token unchanged."""
     few, many = (load(expert_model(tmp_path, "qwen3_moe", num_experts=n)) for n in (4, 8))
     assert attention_cost(many) == pytest.approx(attention_cost(few), rel=0.02)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("adapted", [False, True])
-def test_a_plan_counts_the_weights_of_the_real_model(tmp_path, kind, adapted):
-    model = empty_model(expert_model(tmp_path, kind), trust_remote_code=False)
-    known = from_config_json(model.config.to_dict(), kind)
-    counted = known.parameters
-    if adapted:
-        add_adapters(model, LoRAConfig(rank=4), seed=0)
-        counted = lora_parameters(config(policy={"lora": {"rank": 4}}).policy, known)
-    assert counted == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_dist.config import ModelConfig, SFTConfig, TeacherConfig
 from grpo_dist.demo.model import made_model
-from grpo_dist.policy.gguf_model import gguf_config, gguf_model, is_gguf, loss_of
+from grpo_dist.policy.gguf_model import gguf_config, gguf_model, loss_of
 from grpo_dist.runs.prepare import resolve_model, sft_model
 from tests.support.models import CHAT_TEMPLATE, llama, write_gguf
 
@@ -105,13 +105,6 @@ def test_a_file_is_converted_once_wherever_it_lies(tmp_path):
     assert convert(write_gguf(tmp_path / "twice.gguf", llama(seed=1))) != first
 
 
-def test_the_configuration_is_read_without_the_weights(tmp_path):
-    file = write_gguf(tmp_path / "m.gguf", llama())
-    config = gguf_config(file, "model.path")
-    assert (config["model_type"], config["hidden_size"], config["num_key_value_heads"]) == ("llama", 64, 2)
-    assert config["tie_word_embeddings"] is True
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -151,15 +144,6 @@ def test_a_part_of_a_split_file_is_refused_with_how_to_join_the_parts(tmp_path, 
         read(file, f"model.path = {file}")
     assert f"model.path = {file}: this is part {number} of 3 of a split GGUF file" in str(error.value)
     assert "--merge big-Q4_K-00001-of-00003.gguf big-Q4_K.gguf`" in str(error.value)
-
-
-def test_a_file_in_one_part_is_read(tmp_path):
-    file = write_gguf(tmp_path / "small-00001-of-00001.gguf", llama())
-    assert gguf_config(file, "model.path")["hidden_size"] == 64
-
-
-def test_a_suffix_in_capitals_is_one():
-    assert is_gguf("/models/M.GGUF") and not is_gguf("/models/gguf")
 
 
 def test_a_missing_file_is_refused_by_its_key(tmp_path):

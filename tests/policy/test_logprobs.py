@@ -189,15 +189,6 @@ def test_the_score_norm_of_a_token_that_is_all_but_certain_keeps_its_digits():
     torch.testing.assert_close(found, torch.tensor([2 * math.exp(-40), 2.0]), rtol=1e-5, atol=0.0)
 
 
-def test_score_norms_make_no_more_logits_than_a_chunk():
-    hidden, weight = torch.randn(64, 3), torch.randn(500, 3)
-    with Largest() as seen:
-        logprobs.selected_score_norms(
-            hidden, weight, torch.randint(0, 500, (64,)), temperature=0.7, chunk_tokens=4
-        )
-    assert seen.elements == 4 * 500
-
-
 def test_the_weight_is_trained_through_both_uses_when_it_is_tied():
     """Embedding and head share a tensor: its gradient is the sum of both paths."""
     leaves, tokens, mask = problem(torch.float64)
@@ -294,12 +285,6 @@ def test_each_token_has_the_log_probs_entropy_and_gradients_of_its_own_temperatu
     leaves = (hidden, weight, bias)
     pairs = zip(gradients(values + entropies, leaves), gradients(own, leaves), strict=True)
     assert all(relative(a, b) < 1e-6 for a, b in pairs)
-
-
-def test_rows_of_one_temperature_are_computed_as_with_that_number():
-    _, tokens, mask = problem()
-    assert padded(tokens, mask, torch.full((B,), 0.7, dtype=torch.float64)).temperature == 0.7
-    assert padded(tokens, mask).temperature is None
 
 
 @pytest.mark.parametrize("temperature", [1.0, "each"])

@@ -26,7 +26,6 @@ from grpo_dist.policy.loss import Objective, batch_loss
 from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm, reads_packed_rows
 from grpo_dist.policy.packing import _stream_indices, packed, padded
 from grpo_dist.runtime.hardware import logprob_chunk_mib, micro_batch_tokens
-from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.types import Rows
 from tests.support import made_groups
 from tests.support.losses import train_batch
@@ -62,11 +61,6 @@ def test_the_worked_example():
     assert layout.sources.tolist() == [2, 3, 4, 2, 6] and layout.targets.tolist() == [4, 5, 2, 6, 2]
     rows = layout.unpack_rows(torch.arange(1.0, 6.0))
     assert rows.tolist() == [[0, 0, 0, 1, 2, 3], [0, 0, 0, 4, 5, 0]]
-
-
-def test_a_token_or_two_that_prompts_begin_with_are_not_shared():
-    layout = pack(rows_of([[7, 8], [7, 8]], [[[4], [5]], [[4]]]), BlockKernel())
-    assert layout.tokens.tolist() == [[7, 8, 4, 5, 7, 8, 4]]
 
 
 def test_what_prompts_begin_with_is_computed_once():
@@ -494,11 +488,3 @@ def test_groups_stay_together_if_loads_allow():
 def test_default_sizes_follow_from_the_device():
     assert (micro_batch_tokens(None, "cpu"), micro_batch_tokens(None, "cuda")) == (4096, 16384)
     assert logprob_chunk_mib("cpu", 0) == 32
-
-
-def test_a_gpu_of_80_gb_takes_larger_blocks_of_logits():
-    """For each block the backward pass of the head reads and writes the gradient of its weight."""
-    cards = [
-        parse_cluster(f"1x8x{name}").card.memory for name in ("L40S", "A100-40GB", "A100", "H100", "H200")
-    ]
-    assert [logprob_chunk_mib("cuda", memory) for memory in cards] == [256, 256, 1024, 1024, 1024]

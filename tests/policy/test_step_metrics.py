@@ -17,10 +17,6 @@ def test_an_update_without_tokens_takes_part_in_no_mean():
     assert found["mismatch/kl"] == pytest.approx(0.6) and found[GRAD_NORM] == 1.5
 
 
-def test_a_step_without_any_token_has_only_what_every_update_has():
-    assert step_metrics([NONE, NONE], [False, False], unmoved=1) == NONE
-
-
 def test_the_mismatch_is_of_the_updates_before_anything_moved():
     assert step_metrics([ONE, TWO], [True, True], unmoved=1)["mismatch/kl"] == 0.4
     assert "mismatch/kl" not in step_metrics([SHOWN, TWO], [True, True], unmoved=1)
@@ -32,11 +28,3 @@ def test_each_stream_is_averaged_over_the_updates_that_have_tokens_of_it(turned)
     found = step_metrics(updates[::-1] if turned else updates, [True, True], unmoved=2)
     assert found["demonstrations/nll"] == 3.0 and found[GRAD_NORM] == 2.0
     assert found["policy/entropy"] == 2.0 and found["mismatch/kl"] == 0.4
-
-
-def test_the_first_update_is_shown_as_it_is():
-    first = ONE | {"policy/ratio_mean": 1.0, "ref/kl": 0.0}
-    second = TWO | {"policy/ratio_mean": 1.1, "ref/kl": 0.2}
-    found = step_metrics([first, second], [True, True], unmoved=2)
-    assert found["first_update/policy/ratio_mean"] == 1.0 and found["first_update/policy/ratio_max"] == 1.5
-    assert (found["first_update/ref/kl"], found["ref/kl"]) == (0.0, 0.1)

@@ -73,13 +73,6 @@ def test_images_are_installed_by_the_tested_script(path):
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+", line) for line in pinned if line[0] != "#")
 
 
-def test_the_two_images_differ_only_in_base_and_engine():
-    gpu, cpu = (instructions(path) for path in DOCKERFILES)
-    own = [(word, rest) for word, rest in cpu if word != "ARG"]
-    differing = [(a[0], b[0]) for a, b in zip(gpu, own, strict=True) if a != b]
-    assert differing == [("FROM", "FROM"), ("RUN", "RUN")]
-
-
 def test_the_build_context_has_only_what_the_image_needs(tmp_path):
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
     kept = [line[1:] for line in lines if line.startswith("!")]

@@ -59,16 +59,6 @@ def test_all_tests_are_the_halves_with_the_slow_ones(made):
     assert call == "-m tests.support.halves --all -k loss"
 
 
-def test_evidence_runs_what_is_marked_as_such(made):
-    _, (marked,) = made("evidence", "0")
-    assert marked == "-m pytest -s -m evidence tests"
-
-
-def test_findings_need_no_environment_of_this_project(made, tmp_path):
-    _, (call,) = made("findings", "0", f"PYTHON={tmp_path / 'python'}", "ARGS=--latest")
-    assert call.endswith("findings/run.py --latest")
-
-
 @pytest.fixture
 def checkout(tmp_path):
     """A checkout with these two files alone."""

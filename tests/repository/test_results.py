@@ -85,24 +85,6 @@ def test_a_new_run_of_the_same_command_replaces_its_row(run_dir, tmp_path):
     assert read(results) == [first, other]
 
 
-def test_a_run_of_the_same_command_with_other_contents_of_the_file_is_another_row(run_dir, tmp_path):
-    results = tmp_path / "results.jsonl"
-    (first,) = record(run_dir, results)
-    write_config(run_dir, policy={"optimizer": {"lr": 2e-5}})
-    (second,) = record(run_dir, results)
-    assert first["settings"] != second["settings"]
-    assert sorted(read(results), key=str) == sorted([first, second], key=str)
-
-
-def test_a_row_without_settings_stays_beside_one_of_the_same_command(run_dir, tmp_path):
-    results = tmp_path / "results.jsonl"
-    (new,) = rows_of(run_dir)
-    old = {key: value for key, value in new.items() if key != "settings"}
-    results.write_text(json.dumps(old) + "\n" + json.dumps(old | {"settings": None, "set": "add4"}) + "\n")
-    record(run_dir, results)
-    assert len(read(results)) == 3 and old in read(results) and new in read(results)
-
-
 def test_settings_are_the_same_wherever_the_run_is_and_whoever_follows_it():
     changes = {
         "name": "x",

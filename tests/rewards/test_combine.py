@@ -14,20 +14,10 @@ def total(terms, **parts):
     return combine({name: np.array(values, np.float32) for name, values in parts.items()}, terms)
 
 
-def test_weights():
-    result = total([Term("a", 2.0), Term("b", -0.5)], a=[1, 0, 0.5], b=[1, 1, 0])
-    assert result.dtype == np.float32 and result.tolist() == [1.5, -0.5, 1.0]
-
-
 def test_a_closed_gate_counts_zero_and_an_unknown_one_nan():
     terms = [Term("math", 1.0), Term("short", 2.0, gate="math")]
     result = total(terms, math=[1, 0, NAN, 1], short=[-0.5, -0.5, -0.5, 0.25])
     np.testing.assert_array_equal(result, [0.0, 0.0, NAN, 1.5])
-
-
-def test_a_closed_gate_hides_an_unscored_part():
-    terms = [Term("math", 1.0), Term("short", 2.0, gate="math")]
-    np.testing.assert_array_equal(total(terms, math=[1, 0], short=[NAN, NAN]), [NAN, 0.0])
 
 
 def test_a_gate_at_its_threshold_is_closed():

@@ -20,12 +20,11 @@ from grpo_dist.rewards.judges import (
     yes_or_no,
 )
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import placed
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.types import Group, Prompt, Rollout, Thought, correctness
 from tests.support.made_completions import completion_group, spec
-from tests.support.patience import HANG_S, wait_until
-from tests.support.services import StandIn, after, chat, failing
+from tests.support.patience import HANG_S
+from tests.support.services import StandIn, chat, failing
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +59,6 @@ def test_only_answers_that_math_rejects_are_judged_and_each_once(pool):
     assert result.parts["judge"].tolist() == [1.0, 1.0, 0.0, 1.0, 0.0]
     assert result.outcomes[0] == "correct" and failures == {}
     assert len(stand_in.requests) == 2
-
-
-def test_always_asks_about_every_answer_without_grading(pool):
-    with StandIn(says_yes_to()) as stand_in:
-        result, _ = scores(pool, stand_in, ["\\boxed{8}", "it is 8"], "8", only_when="always")
-    assert result.parts["judge"].tolist() == [0.0, 0.0]
-    assert result.outcomes == ["wrong", "wrong"] and len(stand_in.requests) == 2
 
 
 @pytest.mark.parametrize("only_when", ["wrong", "always"])
@@ -237,18 +229,6 @@ def test_a_failed_reply_is_nan_with_a_reason(pool, reply, words):
     assert len(stand_in.requests) == 1  # none of these is tried again
 
 
-def test_concurrent_requests_are_limited(pool):
-    def reply(body, number):
-        wait_until(lambda: stand_in.most_at_once >= 3, "fewer requests at once than may be")
-        return after(0.05, "No")
-
-    with StandIn(reply) as stand_in:
-        texts = [f"\\boxed{{{i}}}" for i in range(12)]
-        result, _ = scores(pool, stand_in, texts, "99", only_when="always", max_concurrency=3)
-    assert result.rewards.tolist() == [0.0] * 12
-    assert stand_in.most_at_once == 3
-
-
 def test_verdicts_outlive_a_run_and_failures_do_not(pool, tmp_path):
     replies = {"7": "Yes", "6": "Maybe"}
 
@@ -337,17 +317,6 @@ def test_a_judge_that_does_not_reply_yes_or_no_is_rejected_before_the_run(reply)
         message = refused(base_url=stand_in.base_url)
     assert f"neither Yes nor No: {reply!r}" in message
     assert "raise kwargs.max_tokens = 8, turn its thinking off" in message
-
-
-def test_the_cache_path_does_not_depend_on_the_working_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    functions = (
-        RewardConfig(function="math"),
-        RewardConfig(function="judge", kwargs={"cache_path": "v", "model": "m"}),
-    )
-    there = placed(RewardsConfig(functions=functions))
-    assert there.functions[0] == functions[0]
-    assert there.functions[1].kwargs == {"cache_path": str(tmp_path / "v"), "model": "m"}
 
 
 def test_a_missing_key_and_an_unusable_cache_are_rejected(tmp_path, monkeypatch):

@@ -158,11 +158,6 @@ def test_a_group_without_a_number_each_is_not_scored(pool, name, reason):
     assert scorer.failures == {"own": {reason: 3}}
 
 
-def test_a_truth_value_is_a_score(pool):
-    scores, _ = scored(pool, "right", ["4", "5"])
-    assert scores.rewards.tolist() == [1.0, 0.0] and scores.failures == ()
-
-
 def test_none_is_a_reason_of_its_sample_and_no_failure(pool):
     scores, scorer = scored(pool, "longest", ["ab", "", "abc"])
     assert scorer.failures == {} and [len(own) for own in scores.failures] == [0, 1, 0]
@@ -176,12 +171,6 @@ def test_exceptions_of_one_line_are_counted_as_one_with_the_first_text(pool):
     assert count == 2 and len(scorer.news()) == 1
     assert re.fullmatch(r"KeyError: .*a\\x1b\[2J.*b.* \(/.*/own_rewards\.py:\d+ in quotes\)", reason)
     assert "c" in scores.failures[1][0] and reason.isprintable() and scores.failures[2] == ()
-
-
-def test_a_long_text_of_an_exception_keeps_its_line(pool):
-    _, scorer = scored(pool, "quotes", ["long" * 1000])
-    (reason,) = scorer.failures["own"]
-    assert reason.endswith(" in quotes)") and len(reason) < 900
 
 
 def test_a_function_of_a_group_that_hangs_is_killed(code):
@@ -244,12 +233,6 @@ def test_steps_that_cannot_be_scored_are_nan_and_keep_their_ends(pool):
     question, short = sorted(scorer.failures["own"])
     assert re.fullmatch(r"ValueError: a question \(/.*/own_rewards\.py:\d+ in picky_steps\)", question)
     assert short == "ValueError: own_rewards:picky_steps returned 1 numbers; expected 2"
-
-
-def test_asynchronous_step_rewards_of_a_group_are_awaited_together(pool):
-    texts = [f"{i}\n\nb" for i in range(6)]
-    scores, scorer = scored(pool, "steps_together", texts, StepSettings("\n\n", "min"), {"count": 6})
-    assert scores.rewards.tolist() == [1.0] * 6, scorer.failures
 
 
 @pytest.mark.slow

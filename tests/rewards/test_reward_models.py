@@ -72,20 +72,6 @@ def test_a_process_model_scores_each_step(tmp_path, reduce, expected):
     assert scores.rewards == pytest.approx(expected)
 
 
-def test_the_mark_is_the_separator_unless_another_is_set(tmp_path):
-    path = by_hand(tmp_path, "classifier", labels=2)
-    assert score(path, "classifier").rewards == pytest.approx([sigmoid(3.0)] * 4)
-    assert score(path, "classifier", step_mark="a2").rewards == pytest.approx([sigmoid(-1.0)] * 4)
-    lines = score(path, "classifier", ["1\n2\n\n3"], step_separator="\n", step_mark="")
-    assert lines.step_rewards[0] == pytest.approx(sigmoid(np.array([0.5, -1.0, 2.0])))
-    assert lines.step_ends[0].tolist() == [1, 4, 6]
-
-
-def test_an_empty_completion_is_one_step(tmp_path):
-    scores = score(by_hand(tmp_path, "classifier"), "classifier", [""])
-    assert scores.step_rewards[0] == pytest.approx([3.0]) and scores.step_ends[0].tolist() == [0]
-
-
 def test_a_pair_too_long_for_the_model_is_not_scored(tmp_path, caplog):
     """64 positions: <|user|>1+1<|assistant|> takes 5, the end of the turn 1, and so 58 characters fit."""
     scores = score(by_hand(tmp_path / "o", "outcome"), "outcome", ["3" * 58, "3" * 59])

@@ -130,19 +130,6 @@ def test_failures_are_counted_and_reported_once(pool: GraderPool) -> None:
     assert count == 6 and news == [(f"reward picky: {reason}",), (), ()]
 
 
-def test_the_number_of_distinct_messages_is_limited(pool: GraderPool) -> None:
-    scorer = Scorer([spec("noisy", "my_rewards:noisy")], pool)
-    scorer.score(completion_group([str(i) for i in range(50)], "6"))
-    assert len(scorer.failures["noisy"]) == 21
-    assert sum(scorer.failures["noisy"].values()) == 50
-    assert len(scorer.news()) == 20
-
-
-def test_no_completions_give_no_scores(pool: GraderPool) -> None:
-    scores = Scorer([spec("math", "math")], pool).score(completion_group([], "4"))
-    assert scores.rewards.shape == (0,) and scores.parts["math"].shape == (0,) and scores.outcomes == []
-
-
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -248,14 +235,6 @@ def test_an_estimator_sees_the_rewards_of_its_sources_alone() -> None:
     assert (shared[0], own[0]) == ("maxrl", "grpo")
     assert list(graded_problems(config.rewards, "maxrl")) and not list(graded_problems(shared[1], "maxrl"))
     assert [one.function for one in own[1].functions] == ["math", "cosine_length"]
-
-
-def test_whether_a_reward_is_graded_may_depend_on_its_settings() -> None:
-    assert not made("judge").is_graded and not made("remote").is_graded and made("environment").is_graded
-    assert not made("unit_tests").is_graded and made("unit_tests", {"reward": "share"}).is_graded
-    assert made("generative").is_graded  # a number from 0 to 10
-    assert not made("generative", {"verdicts": {"yes": 1, "no": 0}}).is_graded
-    assert made("generative", {"verdicts": {"yes": 1, "maybe": 0.5, "no": 0}}).is_graded
 
 
 def test_maxrl_refuses_graded_rewards_before_a_run() -> None:

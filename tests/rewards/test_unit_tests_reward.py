@@ -106,18 +106,6 @@ def test_the_code_of_the_data_runs_in_front_and_by_itself(pool):
     assert reason.startswith("column setup: error ") and "NameError: name 'missing' is not defined" in reason
 
 
-@pytest.mark.slow
-def test_the_code_of_the_data_may_be_a_header_whose_body_is_the_solution(pool):
-    setup = 'def double(x):\n    """Return twice x."""\n'
-    bodies = [block("    return 2 * x"), block("\n    return x"), block("def double(x): return x + x")]
-    kwargs = {"sandbox": LIMITS, "setup_column": "setup"}
-    scorer = Scorer([spec("code", "unit_tests", kwargs=kwargs)], pool)
-    columns = {"tests": ["assert double(2) == 4"], "setup": setup}
-    rewards = scorer.score(completion_group(bodies, "", columns=columns)).rewards
-    scorer.close()
-    assert rewards.tolist() == [1, 0, 1]
-
-
 READERS = {
     "input": "data = input()",
     "sys.stdin": "import sys\ndata = sys.stdin.readline().strip()",

@@ -160,21 +160,6 @@ def test_a_non_finite_loss_is_refused_before_it_reaches_the_weights(tmp_path, mo
     assert not list(tmp_path.glob("sft-*"))
 
 
-def test_epochs_replace_steps():
-    messages = said(settings(data=[{"path": "demo:add3", "examples": 10}], epochs=2.5, steps=500))
-    assert any("supervised: 7 steps of 4 on 10 demonstrations" in message for message in messages)
-
-
-def test_the_callers_thread_settings_are_restored(tmp_path, monkeypatch):
-    monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    run_sft(settings(steps=1), lambda _: None)
-    after = torch.get_num_threads()
-    torch.set_num_threads(before)
-    assert after == 2
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -346,14 +331,6 @@ def test_sources_are_mixed_with_their_own_counts_and_noise(tmp_path):
 def right(prompt, completion):
     a, b = prompt.removeprefix("<|user|>").removesuffix("=<|assistant|>").split("+")
     return completion.endswith(f"\\boxed{{{int(a) + int(b)}}}<|end|>")
-
-
-@pytest.mark.slow
-def test_another_mixture_is_another_model(tmp_path):
-    path = pairs_file(tmp_path / "sft.jsonl", {"prompt": "1+1=", "completion": "2"})
-    alone = run_sft(settings(data=[path], steps=1), lambda _: None)
-    assert run_sft(settings(data=path, steps=1), lambda _: None) == alone
-    assert run_sft(settings(data=[path, "demo:add3"], steps=1), lambda _: None) != alone
 
 
 def test_an_empty_file_is_refused(tmp_path):

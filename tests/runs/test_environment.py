@@ -4,14 +4,11 @@ import json
 import subprocess
 import sys
 
-import torch
-
 from grpo_dist import __version__
 from grpo_dist.runs.run_directory import (
     ENVIRONMENT,
     _changed,
     _commit,
-    environment,
     installed,
     write_environment,
 )
@@ -75,16 +72,3 @@ def test_changed_files_of_the_commit_are_named(tmp_path):
         (tmp_path / name).write_text("2\n")
     assert _commit(package).endswith("-dirty")
     assert _changed(package) == ["a note é.md", "grpo_dist/__init__.py"]
-
-
-def test_unreadable_gpus_do_not_prevent_a_start(monkeypatch):
-    def no_nvml():
-        raise OSError("NVML Shared Library Not Found")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("grpo_dist.runs.run_directory._gpus_by_nvml", no_nvml)
-    assert environment()["gpus"] == ["unknown: NVML Shared Library Not Found"]
-
-
-def test_a_missing_package_has_no_version():
-    assert installed("no-such-package-anywhere") is None

@@ -17,7 +17,6 @@ from grpo_dist.runs import training_cluster
 from grpo_dist.runs.prepare import RunInputs
 from grpo_dist.runs.training_cluster import Verbs
 from grpo_dist.runtime.seeds import request_seeds
-from grpo_dist.runtime.stage_log import open_stages
 from tests.support import fakes
 from tests.support.fakes import Probed
 from tests.support.patience import HANG_S
@@ -201,15 +200,6 @@ def test_prompts_of_the_callers_own_leave_the_pools_as_they_are(started):
         own = [dataclasses.replace(p, uid=f"own {p.uid}") for p in PROMPTS[:4]]
         cluster.update(cluster.score(cluster.sample(own)))
         assert cluster.step == 1
-
-
-def test_an_open_cluster_is_not_opened_again(started):
-    """The first one's workers would be out of reach, and hold their GPUs."""
-    with started(world := fakes.World(jitter=False), fakes.config()) as cluster:
-        with pytest.raises(UserError, match="the cluster is open already"):
-            cluster.open()
-        assert cluster.step == 0
-    assert world.actors.ended
 
 
 def test_verbs_in_the_wrong_order_are_refused_with_what_to_do(started):
@@ -533,23 +523,6 @@ def test_a_sync_after_several_updates_refreshes_the_reference_where_that_was_due
     assert list(world.at) == refreshed
 
 
-def test_evaluation_and_export_are_stages(started, tmp_path):
-    seen = []
-
-    class Slow(fakes.World):
-        async def sample(self, prompt, **settings):
-            seen.extend(open_stages())
-            return await super().sample(prompt, **settings)
-
-        async def export(self, directory, *, tokenizer_dir):
-            seen.extend(open_stages())
-
-    with started(Slow(jitter=False), fakes.config()) as cluster:
-        cluster.evaluate()
-        cluster.export(tmp_path / "model")
-    assert {text.split()[0] for text in seen} == {"evaluation", "export"}
-
-
 def test_an_export_replaces_an_earlier_one_and_nothing_else(started, tmp_path):
     class Exporting(fakes.World):
         async def export(self, directory, *, tokenizer_dir):
@@ -606,10 +579,3 @@ def test_workers_end_when_the_loop_fails_or_its_start_does(started):
     with pytest.raises(UserError, match="no room"):
         cluster.open()
     assert world.actors.ended and not [t for t in threading.enumerate() if t.name == "grpo-dist cluster"]
-
-
-def test_settings_that_only_train_follows_are_refused():
-    with pytest.raises(UserError, match=r"`dynamic_sampling\.enabled` is followed by train\(\) alone"):
-        grpo_dist.cluster(fakes.config(dynamic_sampling={"enabled": True}))
-    with pytest.raises(UserError, match=r"`health\.action: rollback` is followed by train\(\) alone"):
-        grpo_dist.cluster(fakes.config(health={"action": "rollback"}))

@@ -77,17 +77,6 @@ def test_deepspeed_and_vllm_do_not_hide_it(old_driver, monkeypatch):
     assert os.environ[BY_NVML] == "1"
 
 
-def test_gpus_that_cuda_starts_on_are_counted(old_driver, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert usable_gpus() == 2
-
-
-def test_without_gpus_nothing_is_said(old_driver, monkeypatch):
-    """None in the machine, none visible, or a CPU build of torch."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert usable_gpus() == 0
-
-
 def test_a_run_and_a_check_refuse_such_a_driver(old_driver, monkeypatch):
     import ray
 

@@ -7,7 +7,6 @@ import torch
 
 from grpo_dist.runtime import memory as host_copies
 from grpo_dist.runtime.memory import HostCopies, release_cache
-from grpo_dist.runtime.metering import Stopwatch
 
 CPU = torch.device("cpu")
 
@@ -125,23 +124,6 @@ def test_no_other_tensor_is_taken_for_one_that_was_copied():
         copies.offload([made])
         copies.reload()
         assert made.tolist() == [value] * 5
-
-
-def test_the_seconds_of_each_part_are_told():
-    value, watch = torch.ones(4), Stopwatch()
-    HostCopies(CPU).offload([value], watch)
-    release_cache(watch)
-    parts = ("look", "pin", "copies", "collect", "free")
-    assert list(watch.phases()) == [f"time/offload_{part}_s" for part in parts]
-
-
-def test_offloading_twice_changes_nothing():
-    value = torch.ones(4)
-    copies = HostCopies(CPU)
-    copies.offload([value])
-    copies.offload([value])
-    copies.reload()
-    assert value.tolist() == [1, 1, 1, 1]
 
 
 def test_the_allocators_cache_is_emptied_after_garbage_is_collected(monkeypatch):

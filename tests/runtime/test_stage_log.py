@@ -1,7 +1,6 @@
 """Console lines about stages between the ends of steps."""
 
 import asyncio
-import io
 import os
 import re
 import subprocess
@@ -9,13 +8,10 @@ import sys
 import threading
 
 import pytest
-from rich.console import Console as RichConsole
 
 from grpo_dist.cli import main
 from grpo_dist.errors import Preempted
 from grpo_dist.observe import Tracker
-from grpo_dist.observe import console as console_module
-from grpo_dist.observe.live_view import LiveView
 from grpo_dist.runs import session
 from grpo_dist.runtime import stage_log
 from grpo_dist.runtime.stage_log import (
@@ -23,11 +19,8 @@ from grpo_dist.runtime.stage_log import (
     StageLog,
     join_names,
     log_ready,
-    note,
     open_stages,
-    seconds_text,
     stage,
-    stages_logged,
 )
 from tests.support import fakes
 from tests.support.documents import ROOT
@@ -62,22 +55,6 @@ def test_a_stage_has_a_line_when_it_begins_and_when_it_ends_with_the_time(said):
         said.now += 1.5
     assert re.fullmatch(r"\d\d:\d\d:\d\d     2\.0 s  export: the model is written", said[0])
     assert re.fullmatch(r"\d\d:\d\d:\d\d     3\.5 s  export: done in 1\.5 s", said[1])
-
-
-def test_when_all_is_up_a_line_shows_what_each_stage_of_the_start_took(said):
-    with stage("libraries"):
-        said.now += 2.5
-    with stage("checks"):
-        said.now += 0.1
-    with stage("engines") as took:
-        took("model 1.0 s, compilation 30.0 s")
-        said.now += 31.0
-    log_ready()
-    assert said.texts()[-1] == (
-        "ready in 33.6 s: libraries 2.5 s, engines 31.0 s (model 1.0 s, compilation 30.0 s)"
-    )
-    log_ready()  # after a restart: what was told of is not told again
-    assert said.texts()[-1] == "ready in 33.6 s"
 
 
 def test_while_stages_last_a_line_shows_what_each_waits_for(said):
@@ -119,43 +96,6 @@ def test_a_line_is_printed_at_least_every_20_seconds_until_the_last_stage_ends()
     assert stage_log._EVERY_S < 20 and "engines: done" in found[-1]
 
 
-def test_a_view_may_read_the_stages_while_a_line_is_printed(monkeypatch):
-    """A live view holds the terminal's lock while it reads stages, and printing a line takes that lock."""
-    waited = []
-
-    def say(line):
-        asking = threading.Thread(target=open_stages, daemon=True)
-        asking.start()
-        asking.join(HANG_S)
-        waited.append(asking.is_alive())
-
-    log = StageLog(say, every_s=0.0)
-    monkeypatch.setattr(stage_log, "_current", log)
-    with stage("engines"):
-        log.beat()
-    assert waited == [False, False, False]
-
-
-def test_a_quiet_stage_has_lines_only_when_it_takes_long(said):
-    with stage("ledger", quiet=True):
-        said.now += 14
-        said.log.beat()
-    assert said.texts() == []
-    with stage("ledger", quiet=True):
-        said.now += 15
-        said.log.beat()
-    assert said.texts() == ["waiting: ledger 15.0 s", "ledger: done in 15.0 s"]
-
-
-def test_writing_the_last_tables_and_closing_the_trackers_are_stages(said, tmp_path, monkeypatch):
-    off = {"console": False, "tensorboard": False}
-    seen = []
-    with Tracker(fakes.config(tracking=off), tmp_path) as tracker:
-        for name, target in (("close", tracker._writer), ("_close", tracker)):
-            monkeypatch.setattr(target, name, lambda **_: seen.extend(open_stages()))
-    assert [text.split()[0] for text in seen] == ["tables", "trackers"]
-
-
 def test_a_stage_that_fails_is_reported_and_raises(said):
     with pytest.raises(RuntimeError, match="no room"), stage("Ray"):
         raise RuntimeError("no room")
@@ -167,33 +107,6 @@ def test_a_failing_progress_callback_does_not_end_the_stage(said):
         said.now += 15
         said.log.beat()
     assert said.texts()[1] == "waiting: engines 15.0 s"
-
-
-def test_the_progress_of_a_stage_follows_its_name(said):
-    with stage("evaluation"):
-        note("64 of 256 prompts are done")
-        said.now += 15
-        said.log.beat()
-    assert said.texts()[1] == "waiting: evaluation 15.0 s (64 of 256 prompts are done)"
-
-
-def test_without_a_log_stages_print_nothing():
-    with stage("engines"):
-        note("nothing")
-        assert open_stages() == []
-
-
-def test_a_log_within_another_changes_nothing(capsys):
-    found = []
-    with stages_logged(found.append):
-        with stages_logged(lambda line: found.append("inner")), stage("Ray"):
-            pass
-        with stage("engines"):
-            pass
-    assert len(found) == 4 and "inner" not in found and stage_log._current is None
-    with stages_logged(), stage("Ray"):
-        pass
-    assert "Ray: begins" in capsys.readouterr().out
 
 
 def test_the_loop_prints_stages_of_its_first_step_and_what_is_long_in_later_ones(said):
@@ -260,51 +173,6 @@ def test_a_run_that_is_asked_to_end_has_saved_its_checkpoint(said, tmp_path):
         said.now += 5.0  # of what ends after it
         raise Preempted("ended as asked")
     assert said.texts()[-1] == "checkpoint: done in 16.0 s" and open_stages() == []
-
-
-def test_a_live_view_shows_running_stages(said):
-    view = LiveView("demo", 3, 0, clock=lambda: said.now)
-    out = io.StringIO()
-    with stage("engines", waits_for=lambda: join_names(["rollout-0"])):
-        said.now += 12.3
-        RichConsole(file=out, width=120).print(view)
-    assert re.search(r"now +engines 12\.3 s \(rollout-0\)", out.getvalue())
-
-
-def test_with_a_live_view_lines_are_printed_only_when_stages_end(said, monkeypatch):
-    out = io.StringIO()
-    out.isatty = lambda: True
-    terminal = RichConsole(file=out, force_interactive=True, width=100, soft_wrap=True, highlight=False)
-    monkeypatch.setattr(console_module, "Terminal", lambda **_: terminal)
-    own = console_module.Console("demo", 3, 0)
-    with stage("engines"):
-        said.now += 30.0
-        said.log.beat()
-    own.close(failed=False)
-    assert said.texts() == ["engines: done in 30.0 s"]
-    with stage("export"):
-        pass
-    assert said.texts()[1] == "export: begins"
-
-
-def test_many_waiting_actors_are_counted_instead_of_named():
-    names = [f"rollout-{i}" for i in range(8)]
-    assert join_names(names) == "rollout-0, rollout-1, rollout-2 and 5 more" and join_names([]) == ""
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(2.06, "2.1 s"), (59.96, "60.0 s"), (64, "1:04 min"), (3723, "1:02:03 h")]
-)
-def test_durations_are_formatted_by_size(seconds, text):
-    assert seconds_text(seconds) == text
-
-
-def test_a_run_without_a_console_prints_no_stages(capsys):
-    for console, words in ((True, "Ray: begins"), (False, "")):
-        with stages_logged(enabled=console), stage("Ray"):
-            pass
-        out = capsys.readouterr().out
-        assert words in out if words else out == ""
 
 
 def test_the_start_of_a_role_names_the_actors_that_are_still_starting(said):

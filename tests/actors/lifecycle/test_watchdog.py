@@ -148,18 +148,6 @@ def test_a_report_takes_at_most_ten_seconds(stuck, monkeypatch):
     assert sum(LIMITS_S.values()) <= 10
 
 
-@pytest.mark.slow
-def test_each_actor_is_reported_with_its_node_process_and_stack(stuck):
-    made, pids = stuck
-    text = report_of(stuck, *made)
-    begins = {f"{name} (node {ray.util.get_node_ip_address()}, pid " for name in made}
-    told = {line.partition(" ")[0]: line for line in text.splitlines() if line.startswith(tuple(begins))}
-    assert told.keys() == made.keys(), text
-    assert all(f"pid {pids[name]}): " in line for name, line in told.items() if name in pids)
-    assert told["dead"].endswith(": dead") and told["idle"].endswith(": in no call, it waits for work")
-    assert "stopped, as by SIGSTOP (state T (stopped))" in told["stopped"]
-
-
 @pytest.mark.parametrize(("name", "last"), LAST.items())
 def test_stacks_omit_the_frames_of_ray_and_end_with_the_most_recent_call(stuck, name, last):
     text = report_of(stuck, name)
@@ -171,15 +159,6 @@ def test_stacks_omit_the_frames_of_ray_and_end_with_the_most_recent_call(stuck, 
     if name == "waits":
         assert "in no call, it waits for work\n3 call(s) wait in\n" in text
         assert "wait_for_nobody" in in_test[0]
-
-
-def test_actors_at_the_same_place_share_one_entry(stuck):
-    made, pids = stuck
-    twice = {"policy-0": made["c"], "policy-1": made["c"]}
-    text = asyncio.run(where_stuck(twice))
-    there = f"(node {ray.util.get_node_ip_address()}, pid {pids['c']})"
-    assert text.startswith(f"policy-0 {there}, policy-1 {there}: in\n")
-    assert text.count("hold_the_interpreter") == 1
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ import asyncio
 from collections import Counter
 from itertools import groupby
 
-import pytest
-
 from actors import cluster
 from actors.factory import TrainingActors
 from actors.placement import reservation
@@ -77,12 +75,6 @@ def test_workers_get_bundles_of_the_size_they_asked_for():
     assert assigned(other_cpus, "abba") == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("shapes", [(8, 8, 1), (4, 2, 4), (2, 2, 2)])
-def test_on_one_node_the_order_stays(shapes):
-    wanted = bundles(placement(shape(*shapes, where="separate"), Resources(64, 16), training=True))
-    assert assigned(wanted, ["a"] * len(wanted)) == list(range(len(wanted)))
-
-
 def test_ranks_that_share_sequences_are_on_one_node_where_one_has_room():
     """Nodes with room for 6, of which 4 share a sequence: in the order of nodes the second group would be on
     both. Only the third has to be.
@@ -94,22 +86,6 @@ def test_ranks_that_share_sequences_are_on_one_node_where_one_has_room():
         "policy": [("a", 4), ("b", 4)],
         "rollout": [("a", 2), ("b", 2)],
     }
-
-
-def test_sizes_of_sequence_groups_count_bundles():
-    def adjacent(ranks, engines, tensor_parallel, sequence_parallel, where):
-        policy = {"num_workers": ranks, "sequence_parallel": sequence_parallel}
-        rollout = {"num_workers": engines, "tensor_parallel_size": tensor_parallel}
-        asked = config(
-            policy=policy, rollout=rollout, cluster={"placement": where}, model={"path": "demo:tiny"}
-        )
-        demands = placement(asked, Resources(64, 16, shared=True), training=True)
-        return [(b.workers, b.adjacent) for b in bundles(demands) if b.role == "policy"]
-
-    assert adjacent(8, 8, 1, 4, "separate") == [(1, 4)] * 8
-    assert adjacent(8, 4, 2, 4, "colocated") == [(2, 2)] * 4
-    assert adjacent(8, 2, 4, 2, "colocated") == [(4, 1)] * 2
-    assert adjacent(8, 2, 4, 1, "colocated") == [(4, 1)] * 2
 
 
 def test_ranks_with_bundles_of_two_sizes_stay_next_to_each_other():

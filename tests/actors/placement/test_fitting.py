@@ -1,9 +1,6 @@
 """What fits on the nodes of a cluster, which smaller run would, and the message when it does not."""
 
 import asyncio
-import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -14,7 +11,6 @@ from actors.placement.fitting import Bundle, Node, bundles, fits, grown, nearest
 from actors.placement.reservation import Reservation
 from grpo_dist.config import AutoscalingConfig
 from grpo_dist.errors import UserError
-from tests.support.patience import HANG_S
 from tests.support.plans import config, shape
 
 GPU = Bundle("policy", gpus=1, cpus=1)
@@ -35,11 +31,6 @@ def test_ranks_come_first_and_engines_are_whole():
         Bundle("policy", 1, 1), Bundle("policy", 1, 1), Bundle("rollout", 4, 1), Bundle("rollout", 4, 1),
         Bundle("rewards", 0, 1),
     ]  # fmt: skip
-
-
-def test_engines_on_the_ranks_gpus_take_none():
-    demands = placement(shape(8, 4, 2), Resources(64, 8, shared=True), training=True)
-    assert demands["rollout"].shared and {b.role for b in bundles(demands)} == {"policy", "rewards"}
 
 
 def test_ranks_that_share_gpus_with_one_engine_are_on_one_node():
@@ -141,20 +132,6 @@ def test_sampling_stops_running_ahead_only_where_nothing_else_fits():
     assert nearest(shape(4, 4, where="separate", max_staleness=1), [node("a", 8, 1)], training=True) is None
 
 
-def test_without_gpus_fewer_threads_are_near():
-    """By default a run takes all CPUs that the cluster has but one, which the driver of a job has."""
-    asked, nodes = shape(1, 1, where="separate"), [node("a", 0, 0, cpus=16, free_cpus=9)]
-    wanted = bundles(placement(asked, Resources(16, 0, 16, shared=True), training=True))
-    assert fits(wanted, [node("a", 0, 0, cpus=16, free_cpus=15)])
-    assert not fits(wanted, nodes)
-    told = str(refusal(asked, wanted, nodes))
-    assert told.endswith("There is room for rollout.threads=4 policy.threads=4")
-    uneven = [node("a", 0, 0, cpus=16), node("b", 0, 0, cpus=4)]  # 16 threads of each would reserve nothing
-    assert nearest(asked, uneven, training=True) == {"rollout.threads": 8, "policy.threads": 8}
-    taken = [node("a", 0, 0, cpus=16, free_cpus=1)]
-    assert nearest(asked, taken, training=True) is None
-
-
 def test_gpus_that_suffice_in_total_but_not_per_node_are_reported_at_once():
     """Four engines of 4 GPUs and two ranks are 18 GPUs, and three nodes of 6 take one engine each."""
     wanted = bundles(placement(shape(2, 4, 4, where="separate"), Resources(99, 18, 33), training=True))
@@ -202,14 +179,6 @@ def test_a_cluster_of_the_runs_own_does_not_grow(monkeypatch):
             starts(settings)
 
 
-def test_an_evaluation_needs_only_engines():
-    asked = shape(4, 4, where="separate")
-    assert nearest(asked, [node("a", 8, 2)], training=False) == {"rollout.num_workers": 2}
-    wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=False))
-    told = str(refusal(asked, wanted, [node("a", 8, 2)]))
-    assert told.endswith("There is room for rollout.num_workers=2")
-
-
 def test_a_run_that_lost_a_node_waits_for_another_and_a_new_run_does_not(monkeypatch):
     a, b = node("a", 8, 8), node("b", 8, 8)
     there = iter([[a], [a], [a, b]])
@@ -220,16 +189,6 @@ def test_a_run_that_lost_a_node_waits_for_another_and_a_new_run_does_not(monkeyp
         asyncio.run(ours._placed(training=True))
     ours._generation = 1
     assert asyncio.run(ours._placed(training=True))["policy"].workers == 8
-
-
-@pytest.mark.slow
-def test_the_address_of_a_job_server_is_refused_with_an_explanation(here):
-    """As it is set to submit; Ray itself raises ValueError. In a process that has not joined a cluster."""
-    command = [sys.executable, "-m", "grpo_dist.cli", "train", "config.yaml"]
-    environment = os.environ | {"RAY_ADDRESS": "http://127.0.0.1:1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 2, done.stderr
-    assert "error: RAY_ADDRESS = http://127.0.0.1:1: no Ray cluster answers there" in done.stderr
 
 
 def test_the_message_names_what_is_needed_what_is_free_and_what_would_fit():

@@ -11,9 +11,7 @@ import pytest
 import ray
 
 from actors import connection
-from actors.factory import set_devices
 from actors.placement import own_gpus
-from actors.placement.demands import Devices
 from actors.placement.own_gpus import EMPTIED, NOT_SET, SHARED, VISIBLE, check_gpus
 from actors.workers.policy import PolicyWorker
 from actors.workers.reference import ReferenceWorker
@@ -76,19 +74,6 @@ def test_a_worker_that_sees_others_names_the_variable_and_the_remedy(actor, give
     with pytest.raises(UserError, match=words) as refused:
         check_gpus()
     assert "restart Ray" in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_outside_of_ray_nothing_is_compared(monkeypatch):
-    """As in `make gpu-check`, which starts an engine in its own process."""
-    monkeypatch.delenv(SHARED, raising=False)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    check_gpus()
-
-
-def test_an_actor_on_gpus_of_others_is_told_which_it_is_to_see():
-    options = {"runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
-    environment = set_devices(options, Devices("a" * 56, ("2", "3")))["runtime_env"]["env_vars"]
-    assert environment == {"OMP_NUM_THREADS": "1", VISIBLE: "2,3", SHARED: "2,3"}
 
 
 def start_of(kind):

@@ -1,7 +1,6 @@
 """Assignment of devices to workers, computed without a cluster."""
 
 import asyncio
-import re
 from contextlib import nullcontext
 
 import pytest
@@ -14,12 +13,10 @@ from actors.placement.demands import (
     colocated_ranks,
     describe,
     is_colocated,
-    packed,
     placement,
     share_out,
 )
 from actors.placement.fitting import Node, bundles
-from grpo_dist.config.files import changed
 from grpo_dist.config.rewards import OutcomeModelConfig
 from grpo_dist.errors import UserError
 from tests.support.plans import config, shape
@@ -39,21 +36,6 @@ def test_auto_separates_where_the_gpus_suffice(ranks, engines, tensor_parallel, 
     assert demands["policy"].gpus == 1 and not demands["policy"].shared
     threads, cpus = demands["rollout"].threads, 0 if colocated else 1
     assert demands["rollout"] == Demand(engines, tensor_parallel, threads, colocated, cpus)
-
-
-def test_one_gpu_is_enough_for_a_run():
-    demands = placement(config(), Resources(8, 1), training=True)
-    assert demands["rollout"].shared
-    assert (
-        describe(demands, Resources(8, 1))
-        == "1 GPU(s), 8 CPU(s): rollout 1 x 1 GPU(s) of the policy's, rewards 1 x 1 CPU thread(s), "
-        "policy 1 x 1 GPU(s)"
-    )
-
-
-def test_colocated_can_be_asked_for_where_the_gpus_would_suffice():
-    assert placement(shape(4, 4, where="colocated"), NODE, training=True)["rollout"].shared
-    assert not placement(shape(4, 4, where="colocated"), NODE, training=False)["rollout"].shared
 
 
 @pytest.mark.parametrize(
@@ -117,13 +99,6 @@ def test_apart_they_take_gpus_of_their_own():
         placement(config(**MODELS), Resources(2, 0), training=True)
 
 
-def test_shares_are_packed_with_the_largest_first():
-    assert packed((0.25, 2, 0.5, 0.75, 0.5)) == [(1,), (0, 3), (2, 4)]
-    assert packed((1 / 3,) * 4) == [(0, 1, 2), (3,)]  # three times 0.333... is a GPU
-    assert packed((0.5,) * 4, (0, 1, 0, 1)) == [(0, 2), (1, 3)]  # both models on both GPUs
-    assert packed((0.1,) * 11) == [tuple(range(10)), (10,)]
-
-
 def test_as_many_copies_as_fill_a_gpu_fit_it_as_ray_counts():
     """Ray rounds each share to 1e-4; a share that it can count is taken as it is."""
     for copies in (3, 6, 7, 9, 11, 13, 10_000):
@@ -157,20 +132,6 @@ def test_reward_models_share_gpus_or_have_several():
     ]
     with pytest.raises(UserError, match=r"8 GPUs are needed \(.*reward_models 5 on 4 \+.* but it has 7"):
         placement(shape(2, 2, where="separate", rewards={"models": SHARES}), Resources(64, 7), training=True)
-
-
-def test_a_split_reward_model_takes_no_turns():
-    """By themselves they stay apart; on request that is refused."""
-    models = {"rewards": {"models": [{"name": "large", "path": "y", "tensor_parallel_size": 2}]}}
-    with pytest.raises(UserError, match=r"colocated: `rewards\.models` large: .* set it to 1, or"):
-        placement(shape(4, 4, where="colocated", **models), NODE, training=True)
-    with pytest.raises(UserError, match="10 GPUs are needed"):
-        placement(shape(4, 4, **models), NODE, training=True)
-
-
-def test_on_cpus_shares_count_for_nothing():
-    demands = placement(shape(1, 1, rewards={"models": SHARES}), Resources(8, 0), training=True)
-    assert demands["reward_models"] == Demand(5, 0, 1)
 
 
 @pytest.mark.parametrize(("refresh_every", "has"), [(0, False), (5, True)])
@@ -277,26 +238,6 @@ def test_the_refusal_names_only_what_fits(wanted, gpus, said):
     assert said in str(refusal.value)
 
 
-def test_the_overrides_that_are_named_fit():
-    for wanted in (shape(2, 1, max_staleness=1, **KL), shape(8, 4, max_staleness=2), shape(4, 2, 2)):
-        for gpus in (1, 2, 3):
-            with pytest.raises(UserError) as refusal:
-                placement(wanted, Resources(64, gpus), training=True)
-            found = re.search(r"; set ([^,]+),", str(refusal.value))
-            assert found, refusal.value
-            pairs = [pair.split("=") for pair in found[1].split()]
-            overrides = {key: int(value) if value.isdigit() else value for key, value in pairs}
-            fitting = placement(changed(wanted, overrides), Resources(64, gpus), training=True)
-            assert sum(d.total_gpus for d in fitting.values() if not d.shared) <= gpus
-
-
-def test_evaluations_own_engine_goes_where_there_is_no_gpu_for_it():
-    wanted = config(**EVALUATED, max_staleness=1)
-    for gpus, evaluation in ((2, ""), (1, " evaluation.num_workers=0")):
-        with pytest.raises(UserError, match=f"set max_staleness=0 cluster.placement=colocated{evaluation},"):
-            placement(wanted, Resources(64, gpus), training=True)
-
-
 def test_nccl_is_refused_between_two_processes_on_one_gpu():
     with pytest.raises(
         ValueError, match=r"`weight_sync\.backend` = nccl, .*cannot connect two processes on one GPU"
@@ -314,17 +255,6 @@ def test_without_gpus_the_placement_decides_shares_of_threads(where, staleness, 
     assert demands["rollout"] == Demand(1, 0, threads, shared=where == "colocated")
     alone = placement(shape(1, 1, where=where, max_staleness=staleness), LAPTOP, training=False)
     assert alone["rollout"].threads == 4
-
-
-def test_without_gpus_roles_that_take_turns_are_as_many_as_configured():
-    demands = placement(shape(2, 1, where="colocated", **KL, **MODELS), LAPTOP, training=True)
-    assert {role: d.workers for role, d in demands.items() if d.shared} == {
-        "rollout": 1,
-        "reward_models": 3,
-        "reference": 1,
-    }
-    with pytest.raises(UserError, match="`max_staleness` = 1 has sampling and training at the same time"):
-        placement(shape(1, 1, where="colocated", max_staleness=1), LAPTOP, training=True)
 
 
 def test_engines_get_neighbouring_gpus_of_one_node():
@@ -416,12 +346,6 @@ def test_evaluation_with_engines_of_its_own_takes_gpus_that_no_other_role_shares
     with pytest.raises(UserError, match=r"5 GPUs are needed|3 GPUs are needed") as refused:
         placement(wanted, Resources(64, 2), training=True)
     assert "`evaluation.num_workers`" in str(refused.value)
-
-
-def test_evaluation_without_gpus_has_threads_in_addition_to_those_of_the_others():
-    plain = config(**EVALUATED | {"evaluation": {}})
-    own, without = (placement(c, LAPTOP, training=True) for c in (config(**EVALUATED), plain))
-    assert own.pop("evaluation") == Demand(1, 0, 1) and own == without
 
 
 def test_reward_models_that_take_turns_with_the_policy_cannot_score_while_it_trains():

@@ -9,7 +9,7 @@ from actors.factory import Factory
 from actors.lifecycle.team import GuestSpec
 from actors.placement import elasticity
 from actors.placement.demands import Demand, Resources, placement, uncounted_threads
-from actors.placement.elasticity import cores_in_use, pick, wanted_in
+from actors.placement.elasticity import pick, wanted_in
 from actors.placement.reservation import Reservation
 from tests.support import fakes
 
@@ -35,14 +35,6 @@ def test_cores_that_ray_has_as_free_while_the_run_computes_on_them_are_no_room(m
     assert elasticity.rooms(1, 0, 7, in_use={"policy": 3}) == ["policy"] + ["a"] * 6
     assert elasticity.rooms(1, 0, 9, in_use={"policy": 4, "a": 1}) == ["a"] * 7
     assert elasticity.rooms(2, 0, 7, in_use={"policy": 9, "a": 5}) == ["a"]
-
-
-def test_cores_are_counted_on_the_node_of_the_actor_that_computes_on_them():
-    nodes = {"rollout": ["a", "b"], "policy": ["a", "a"], "evaluation": ["b"]}
-    threads = {"rollout": 4, "policy": 3, "evaluation": 1}
-    assert cores_in_use(nodes, threads, in_turns=False) == {"a": 4 + 2 * 3, "b": 4 + 1}
-    assert cores_in_use(nodes, threads, in_turns=True) == {"a": 2 * 3, "b": 4 + 1}
-    assert cores_in_use({}, {}, in_turns=True) == {}
 
 
 def elastic(**changes):

@@ -7,7 +7,6 @@ import torch
 from vllm import ir, platforms
 from vllm.config import CompilationMode
 
-from actors.transfer import vllm_plugin
 from actors.transfer.vllm_plugin import PROVIDER, register_norms
 
 ROWS, HEADS, SIZE = 5, 4, 32
@@ -51,19 +50,6 @@ def test_the_norm_of_a_sum_is_that_of_torch(layout):
     torch.testing.assert_close(kernel, torchs, rtol=1e-6, atol=1e-6)
 
 
-def test_contiguous_rows_use_the_kernels():
-    register_norms()
-    x, weight = torch.ones(2, SIZE), torch.ones(SIZE)
-    for operation, arguments in ((ir.ops.rms_norm, (x,)), (ir.ops.fused_add_rms_norm, (x, x))):
-        with operation.set_priority(OWN):
-            assert operation.dispatch(*arguments, weight, 1e-6).provider == PROVIDER
-            assert operation.dispatch(*arguments, None, 1e-6).provider == "native"
-            assert operation.dispatch(*arguments, weight.double(), 1e-6).provider == "native"
-            assert operation.dispatch(*arguments, weight, 1e-6, 8).provider == "native"
-            odd = (torch.ones(2, 20),) * len(arguments)
-            assert operation.dispatch(*odd, torch.ones(20), 1e-6).provider == "native"
-
-
 @pytest.mark.parametrize(
     ("mode", "norms"), [(CompilationMode.NONE, OWN), (CompilationMode.DYNAMO_TRACE_ONCE, ["native"])]
 )
@@ -73,11 +59,3 @@ def test_norms_are_vllms_kernels_where_nothing_compiles_them(mode, norms):
     preferred = platforms.current_platform.get_default_ir_op_priority(own)
     assert preferred.rms_norm == preferred.fused_add_rms_norm == norms
     assert preferred.gelu_and_mul_sparse == ["native"]
-
-
-def test_norms_of_gpus_are_left_as_they_are(monkeypatch):
-    gpu = SimpleNamespace(is_cpu=lambda: False)  # the attributes of its class cannot be set
-    monkeypatch.setattr(platforms, "current_platform", gpu)
-    monkeypatch.setattr(vllm_plugin, "PROVIDER", "another")
-    register_norms()
-    assert "another" not in ir.ops.rms_norm.impls

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from actors.workers import drafter as drafters
-from actors.workers.drafter import History, history_bytes
+from actors.workers.drafter import History
 
 
 def text(*tokens):
@@ -27,10 +27,6 @@ def test_among_equals_the_text_with_the_longest_common_beginning_is_continued():
     history.add(text(7, 6, 8, 0, 2, 3, 4, 5, 70))
     assert history.continuation(text(7, 7, 9, 1, 2, 3, 4, 5), 3) == [60]
     assert history.continuation(text(7, 6, 9, 1, 2, 3, 4, 5), 3) == [70]
-
-
-def test_a_sample_is_continued_from_its_own_text():
-    assert History(1000).continuation(text(1, 2, 3, 4, 50, 51, 1, 2, 3, 4), 2) == [50, 51]
 
 
 def test_nothing_is_guessed_after_an_n_gram_that_is_new():
@@ -122,14 +118,6 @@ def test_remembering_a_text_takes_no_python_for_each_token():
     assert calls_of(16_000) < 100  # texts are forgotten meanwhile
 
 
-def test_the_memory_of_a_history_is_that_of_its_arrays():
-    for capacity in (1000, 1024, 100_000):
-        history = History(capacity)
-        history.add(np.arange(capacity, dtype=np.int32))
-        arrays = [*history._texts, history._heads, history._back]
-        assert sum(array.nbytes for array in arrays) == history_bytes(capacity)
-
-
 class Batch:
     """Rows as vLLM's model runner has them, and a drafter of them."""
 
@@ -166,19 +154,6 @@ def test_a_row_that_has_ended_drafts_for_its_siblings(batch):
     batch.step([11])
     assert batch.step([12]) == [[13, 14, 15]]
     assert batch.step([13, 14, 15, 16]) == [[17, 18, 19]]
-
-
-def test_a_full_batch_gets_no_drafts(batch):
-    own = [1, 2, 3, 4, 50, 1, 2, 3]
-    batch.rows = [list(own), list(own), list(own)]
-    assert batch.step([4], [4], [4]) == [[], [], []]
-    batch.rows = batch.rows[:2]
-    assert all(batch.step([50], [50]))
-
-
-def test_a_prompt_that_is_not_finished_gets_no_draft(batch):
-    batch.rows = [[1, 2, 3, 4, 50, 1, 2, 3, 4], [1, 2, 3, 4, 50, 1, 2, 3]]
-    assert batch.step([], [4]) == [[], [50, 1, 2]]
 
 
 def test_drafts_that_are_never_right_become_rare(batch):

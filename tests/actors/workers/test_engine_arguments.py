@@ -8,10 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from actors.workers.engine_check import argument_problems, known_arguments
-from actors.workers.engine_settings import EngineSpec
 from grpo_dist.config.checks import contradictions
 from grpo_dist.config.engine_arguments import _CHANGES, _SET_BY, engine_problems
-from grpo_dist.errors import UserError
 from grpo_dist.runs.start_checks import setting_problems, vllm_problems
 from tests.support import fakes
 from tests.support.engine_arguments import arguments
@@ -183,11 +181,6 @@ def test_speculation_is_refused_where_a_sample_ends_at_a_text(sections):
         fakes.config(**drafting, **sections)
 
 
-def test_no_engine_is_made_with_refused_arguments(tmp_path):
-    with pytest.raises(UserError, match=r"rollout\.engine\.seed` = 3 is set by seed"):
-        EngineSpec.from_config(fakes.config(rollout={"engine": {"seed": 3}}), tmp_path)
-
-
 def test_names_and_types_are_those_of_the_engine():
     known = {"block_size": int | None, "swap": float, "policy": "a type only for checkers"}
     assert not list(argument_problems({"block_size": 64, "swap": 1, "policy": 3}, known))
@@ -207,14 +200,6 @@ def test_vllm_itself_validates_what_is_set(tiny_model):
     short = fakes.config(rollout={"engine": {"max_num_batched_tokens": 12}})
     (said,) = vllm_problems(short, "cpu", tiny_model)
     assert "max_num_batched_tokens (12) is smaller than max_model_len" in said
-
-
-@pytest.mark.slow
-def test_without_further_arguments_vllm_is_not_started(monkeypatch, tiny_model):
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("a process was started"))
-    assert not list(vllm_problems(fakes.config(), "cpu", tiny_model))
-    refused = fakes.config(rollout={"engine": {"seed": 3}})  # by the names alone, and said once
-    assert not list(vllm_problems(refused, "cpu", tiny_model))
 
 
 def test_a_failure_to_validate_with_the_engine_is_a_problem(monkeypatch):

@@ -89,20 +89,6 @@ def test_the_largest_batch_has_a_cuda_graph(sequences):
     assert most in sizes or sequences <= 512  # up to there vLLM adds it itself
 
 
-def test_sizes_of_cuda_graphs_are_the_users_where_set():
-    assert captured(1000, enforce_eager=True)[1] == []
-    name = "max_cudagraph_capture_size"
-    assert arguments("cuda", in_flight=1000)[name] == 1008
-    assert arguments("cuda", in_flight=1000, engine={name: 64})[name] == 64
-    few = arguments("cuda", in_flight=1000, engine={"max_num_batched_tokens": 1000})
-    assert few["max_num_seqs"] == few[name] == 1000
-    for own in (
-        {"cudagraph_capture_sizes": [1, 2]},
-        {"compilation_config": {"cudagraph_capture_sizes": [1]}},
-    ):
-        assert name not in arguments("cuda", in_flight=1000, engine=own)
-
-
 @pytest.fixture
 def own_environment(monkeypatch):
     for name in ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ALLREDUCE_USE_FLASHINFER"):
@@ -231,19 +217,6 @@ def test_a_tensor_parallel_engine_is_the_same_with_and_without_flashinfer(own_en
     assert not fuses_all_reduce(tensor_parallel_size=2) and not envs.VLLM_ALLREDUCE_USE_FLASHINFER
     assert fuses_all_reduce()  # on one GPU nothing is reduced
     assert "compilation_config" not in arguments("cpu", tensor_parallel_size=2)
-
-
-def test_the_users_own_passes_stay():
-    def asked(own):
-        settings = arguments("cuda", tensor_parallel_size=2, engine={"compilation_config": own})
-        return settings["compilation_config"]
-
-    own = {"cudagraph_capture_sizes": [1], "pass_config": {"eliminate_noops": False}}
-    assert asked(own) == own | {"pass_config": {"fuse_allreduce_rms": False, "eliminate_noops": False}}
-    fused = {"pass_config": {"fuse_allreduce_rms": True}}
-    assert asked(fused) == fused and asked(3) == 3
-    for wrong in (None, "x"):
-        assert asked({"pass_config": wrong}) == {"pass_config": {"fuse_allreduce_rms": False}}
 
 
 COMPILE_THREADS = """

@@ -6,16 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import Qwen2Config
-from vllm.config.quantization import resolve_quantization_config
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticChannelSym
 
 from actors.transfer import WEIGHT_TRANSFER
 from actors.workers import drafter, rollout
 from actors.workers.engine_settings import EngineSpec, kv_bytes_per_token
 from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import SpeculationConfig
-from grpo_dist.runtime.hardware import processor_digest
 from grpo_dist.types import Sampling
 from tests.support import fakes
 from tests.support.engine_arguments import GIB, QWEN, arguments, spec
@@ -48,15 +44,6 @@ def test_the_caches_take_a_quarter_of_the_free_memory_at_most_and_hold_one_seque
     assert arguments(**two)["kv_cache_memory_bytes"] == GIB // 8 + 32 * TOKEN
     assert arguments(**two | {"free": 1})["kv_cache_memory_bytes"] == (4096 + 32) * TOKEN
     assert arguments(kv_cache_gib=0.5)["kv_cache_memory_bytes"] == GIB // 2
-
-
-def test_kept_code_is_that_of_one_kind_of_processor(tmp_path):
-    """A home directory may be that of several machines, and inductor's keys do not name the processor."""
-    for name, flags in (("a", "avx2 avx512f"), ("b", "avx2"), ("c", "avx2")):
-        cores = f"processor: {name}\nmodel name: X\nflags: {flags}\n" * 2
-        (tmp_path / name).write_text(cores)
-    a, b, c = (processor_digest(tmp_path / name) for name in "abc")
-    assert a != b == c and len(a) == 16
 
 
 def test_without_a_gpu_prompts_are_prefilled_whole_in_small_blocks():
@@ -115,18 +102,6 @@ def test_the_warm_up_decodes_the_largest_batch_on_a_gpu(monkeypatch, device, seq
     asyncio.run(worker._warm_up())
     assert worker._engine.most == sequences
     assert worker._engine.seen == [(0.7, 0, 2, True)] * sequences + [(0.5, 20, 2, True)] * sequences
-
-
-def test_fp8_is_one_argument_that_vllm_knows():
-    """Linear layers and experts in fp8: a scale for each output of a weight, and for each token."""
-    asked = EngineArgs(**arguments("cuda", dtype="bfloat16", quantization="fp8")).quantization
-    found = resolve_quantization_config(asked, None)
-    assert found.linear.weight == found.moe.weight == kFp8StaticChannelSym and found.ignore == []
-    assert EngineArgs(**arguments("cuda", dtype="bfloat16")).quantization is None
-
-
-def test_further_engine_arguments_come_last():
-    assert arguments(engine={"block_size": 64, "seed": 3})["block_size"] == 64
 
 
 def test_speculation_is_a_drafter_that_vllm_loads_by_its_name():

@@ -59,20 +59,6 @@ def test_episodes_of_one_moment_begin_in_one_call_before_they_act():
     assert run(session()) == [("prepare", ["e:0", "e:1"]), ["e:0"]]
 
 
-def test_actions_of_one_moment_travel_in_one_call_and_slow_answers_are_fetched_alone():
-    async def session():
-        worker = FakeWorker()
-        line = EnvironmentLine(worker)
-        names = ["e:0", "e:1 slow", "e:2"]
-        answers = await asyncio.gather(*(line.act(act(name)) for name in names))
-        later = await line.act(act("e:0"))
-        return worker.calls, [answer.observation for answer in (*answers, later)]
-
-    calls, answers = run(session())
-    assert calls == [["e:0", "e:1 slow", "e:2"], "e:1 slow", ["e:0"]]
-    assert answers == ["e:0", "late e:1 slow", "e:2", "e:0"]
-
-
 def test_an_error_of_a_call_is_that_of_all_its_actions_and_of_no_later_ones():
     async def session():
         line = EnvironmentLine(FakeWorker())

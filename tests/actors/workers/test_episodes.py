@@ -5,11 +5,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.transfer.vllm_plugin import PROVIDER
 from tests.support.engines import world_of
 from tests.support.real_episodes import EpisodeWorld, equal, prompt, trainer_logprobs
 
@@ -61,11 +59,6 @@ def test_an_episode_is_one_row_that_marks_for_each_token_whether_it_was_sampled(
                 assert len(ids[~mask]) == len(f"\n{turn.observation}\n".encode())
 
 
-def test_an_engine_that_does_not_compile_computes_norms_in_vllms_kernels(world):
-    engine = world.rollouts.workers[0]
-    assert ray.get(engine.norms.remote()) == [([PROVIDER, "native"], [PROVIDER, "native"])]
-
-
 def test_episodes_follow_from_their_seeds_alone(world):
     together = world.run(world.sample_all(PROMPTS))
     alone = [world.run(world.sample(p)) for p in reversed(PROMPTS)][::-1]
@@ -74,11 +67,6 @@ def test_episodes_follow_from_their_seeds_alone(world):
     assert np.array_equal(one[0].completion_ids, together[0][2].completion_ids)
     others = world.run(world.sample_all(PROMPTS, seeds=(5, 6, 7, 8)))
     assert not any(equal(a, b) for a, b in zip(together, others, strict=True))
-
-
-def test_a_greedy_episode_does_not_depend_on_its_seed(world):
-    groups = [world.run(world.sample(PROMPTS[0], seeds=[seed], temperature=0.0)) for seed in (1, 2)]
-    assert equal(*groups)
 
 
 def test_a_stop_string_ends_an_action_with_the_token_that_completes_it(world):
@@ -114,16 +102,6 @@ def test_a_failed_environment_ends_its_episode_alone(world):
     assert {r.finish_reason for r in failed} == {"error"}
     assert {r.turns[-1].observation for r in failed} == {"the toy is broken"}
     assert {r.finish_reason for r in fine} == {"stop"}
-
-
-def test_finished_episodes_leave_nothing_with_their_worker(world):
-    async def left():
-        while running := await world.running():
-            await asyncio.sleep(0.02)
-        return running
-
-    world.run(world.sample_all(PROMPTS))
-    assert world.run(left()) == []
 
 
 def test_what_came_before_a_turn_is_found_in_the_cache(world):

@@ -13,13 +13,11 @@ from actors.workers.exchange import (
     ScoringActor,
     StoredGroups,
     StoredSamples,
-    as_arguments,
-    from_arguments,
     submit,
 )
 from grpo_dist.errors import SamplesFailed, SamplesLost
 from grpo_dist.runtime.load_balancer import Load
-from grpo_dist.types import PackedSamples, Sampling
+from grpo_dist.types import Sampling
 from tests.support.made_records import made_group, made_prompts, made_rollouts
 from tests.support.patience import HANG_S
 
@@ -197,15 +195,6 @@ def test_samples_whose_node_is_lost_are_lost_for_each_of_their_groups():
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     assert [type(error) for error in run(session)] == [SamplesLost] * 2
-
-
-def test_the_samples_of_a_reply_are_an_argument_once():
-    a, b = (StoredGroups(reference) for reference in "ab")
-    names, further = as_arguments([StoredSamples(b, 1), SAMPLES, StoredSamples(a, 0), StoredSamples(b, 0)])
-    assert names == [(0, 1), (SAMPLES, None), (1, 0), (0, 0)] and further == ["b", "a"]
-    two = PackedSamples.from_groups([SAMPLES[:1], SAMPLES])
-    found = [from_arguments(name, [two, two]) for name in names]
-    assert [[r.sample for r in group] for group in found] == [[0, 1], [0, 1], [0], [0]]
 
 
 def test_a_reward_worker_scores_many_groups_a_call_and_each_answers_for_itself():

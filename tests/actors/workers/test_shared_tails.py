@@ -89,23 +89,6 @@ def test_another_sample_serves_where_the_first_has_ended_or_lost_its_cache():
     assert scheduler.step() == [([("full", 0), ("b", 1)], 38)]
 
 
-def test_where_the_first_sample_ends_at_once_the_others_compute_their_prompts():
-    scheduler, tails = started()
-    scheduler.step()
-    scheduler.admitted[0].end()
-    del scheduler.tables["a"]
-    tails.release({"a"})
-    assert [own.request_id for own in scheduler.waiting] == ["b", "c"]
-    assert scheduler.step() == [([("full", 0)], 32)] * 2
-
-
-def test_a_prompt_whose_full_blocks_are_shared_anyway_holds_nobody():
-    scheduler, tails = started(prompt=list(range(33)))
-    assert len(scheduler.waiting) == 3
-    assert scheduler.step() == [([], 0)] * 3
-    assert tails.abandon() == []
-
-
 def test_held_samples_are_given_up_with_the_others_and_a_refused_one_holds_nobody():
     scheduler, tails = started()
     assert tails.abandon() == ["b", "c"]

@@ -9,11 +9,9 @@ import pytest
 from tokenizers import AddedToken
 
 from actors.workers.tool_calls import EngineCallParser, call_parser
-from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.environments.builtin import calculator
 from grpo_dist.environments.tools import TypedTool, read_chat
-from grpo_dist.runs.start_checks import call_format_problems
 
 _TOOLS = (TypedTool(calculator).schema,)
 
@@ -59,25 +57,6 @@ def test_half_of_a_surrogate_pair_in_a_call_is_replaced(
     half = text.replace("1+1", "\\ud800").replace("calculator", "\\udfff")
     (call,) = EngineCallParser(name, _tokenizer(*tokens))(half, _TOOLS)
     assert call.name == "\ufffd" and json.loads(call.arguments) == {"expression": "\ufffd"}
-
-
-def test_several_calls_of_one_action_keep_their_order() -> None:
-    parser = EngineCallParser("hermes", _tokenizer("<tool_call>", "</tool_call>"))
-    one, two = (f'<tool_call>{{"name": "{n}", "arguments": {{}}}}</tool_call>' for n in "ab")
-    assert [call.name for call in parser(one + two, _TOOLS)] == ["a", "b"]
-
-
-def test_code_blocks_need_no_parser() -> None:
-    assert call_parser("code", None) is None
-
-
-@pytest.mark.slow
-def test_a_format_that_vllm_lacks_is_refused_before_an_engine_starts() -> None:
-    for name in ("auto", "code", "hermes"):
-        assert list(call_format_problems(EnvironmentsConfig(call_format=name))) == []
-    assert list(call_format_problems(EnvironmentsConfig(call_format="kimi_k2"))) == []
-    (problem,) = call_format_problems(EnvironmentsConfig(call_format="hermse"))
-    assert "`environments.call_format` = hermse" in problem and "did you mean hermes?" in problem
 
 
 def test_unknown_formats_and_tokenizers_that_do_not_fit_are_refused() -> None:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +13,6 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from grpo_dist.environments.sandbox import host as host_module
-from grpo_dist.environments.sandbox import keeper
 from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
 from grpo_dist.environments.sandbox.isolation import Limits
 from grpo_dist.runtime.processes import descendants
@@ -350,28 +348,6 @@ def test_all_processes_end_with_the_owner_that_is_killed():
     owner.wait()
     owner.stdout.close()
     assert wait_until_gone(below) == []
-
-
-def test_a_time_that_has_passed_is_no_wait_without_a_limit():
-    assert keeper._milliseconds(0.25) == 251.0
-    assert keeper._milliseconds(-0.25) == 1.0  # poll(-249) would wait for ever
-
-
-@run
-async def test_an_idle_host_uses_no_cpu_time():
-    async with host() as it:
-        for episode in "abcd":
-            await it.ask(episode, "add", 1, timeout_s=LONG)
-        wait_until(lambda: len(descendants(it._child.pid)) == 8, "a process of the start is left")
-        pids = [it._child.pid, *descendants(it._child.pid)]
-        begin = [ticks(pid) for pid in pids]
-        time.sleep(1.0)
-        assert [ticks(pid) for pid in pids] == begin
-
-
-def ticks(pid: int) -> int:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
 
 
 def test_a_code_path_that_is_no_directory_is_refused_by_name():

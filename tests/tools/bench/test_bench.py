@@ -3,7 +3,6 @@ benchmark, whose figures must agree with each other. Speeds are not tested.
 """
 
 import asyncio
-import json
 import math
 import statistics
 from dataclasses import replace
@@ -15,18 +14,18 @@ from rich.console import Console
 
 from grpo_dist import driver
 from grpo_dist.cli import main
-from grpo_dist.config import Config, FixedLengths, LognormalLengths, NaturalLengths
+from grpo_dist.config import Config, LognormalLengths
 from grpo_dist.runtime.metering import Span, Usage
 from grpo_dist.tools.bench import limits
 from grpo_dist.tools.bench.figures import StageLimits, covered_s, figures, shares
-from grpo_dist.tools.bench.flops import Shape, card_peak
-from grpo_dist.tools.bench.lengths import ForcedLengths, length_of
-from grpo_dist.tools.bench.limits import devices_of, fastest, run_jobs, training_limit
+from grpo_dist.tools.bench.flops import Shape
+from grpo_dist.tools.bench.lengths import length_of
+from grpo_dist.tools.bench.limits import fastest, training_limit
 from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
 from grpo_dist.tools.bench.result import ActorMemory, BenchResult, DecodeStep
 from grpo_dist.tools.bench.run import _workload, make_benchmark_config, timed
-from grpo_dist.tools.bench.table import FIGURES, compare, print_result, ratios, written
+from grpo_dist.tools.bench.table import FIGURES, compare, print_result, ratios
 from tests.support.fakes import World, config, prompts
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,12 +41,6 @@ def test_log_normal_lengths_have_their_mean_and_stay_within_bounds():
     assert min(capped) >= 1 and max(capped) == 128
 
 
-def test_fixed_lengths_are_the_cap_unless_set():
-    assert length_of(7, FixedLengths(), cap=128) == 128
-    assert length_of(7, FixedLengths(tokens=5), cap=128) == 5
-    assert length_of(7, NaturalLengths(), cap=128) is None
-
-
 class Asked:
     """A rollouts handle that only records its requests."""
 
@@ -56,20 +49,6 @@ class Asked:
 
     async def sample(self, prompt, *, seeds, sampling):
         self.lengths |= dict(zip(seeds, sampling.lengths or [None] * len(seeds), strict=True))
-
-
-def test_the_length_of_a_request_does_not_depend_on_its_batch():
-    from grpo_dist.types import Sampling
-
-    sampling, prompt = Sampling(max_new_tokens=64), prompts(1)[0]
-    alone, together, natural = Asked(), Asked(), Asked()
-    lengths = LognormalLengths(mean=20.0)
-    for seed in (3, 1, 2):
-        asyncio.run(ForcedLengths(alone, lengths).sample(prompt, seeds=[seed], sampling=sampling))
-    asyncio.run(ForcedLengths(together, lengths).sample(prompt, seeds=[1, 2, 3], sampling=sampling))
-    asyncio.run(ForcedLengths(natural, NaturalLengths()).sample(prompt, seeds=[1], sampling=sampling))
-    assert alone.lengths == together.lengths and len(set(together.lengths.values())) > 1
-    assert natural.lengths == {1: None}
 
 
 def training_flops(shape, rows):
@@ -95,13 +74,6 @@ def test_frozen_weights_have_no_gradients_and_attention_has():
         for frozen in (False, True)
     )
     assert 4 / 6 < frozen["training/mfu"] / trained["training/mfu"] < 1
-
-
-def test_peaks_of_cards_are_found_by_the_name_torch_gives():
-    assert card_peak("NVIDIA A100-SXM4-80GB") == 312e12
-    assert card_peak("NVIDIA A10") == 125e12
-    assert card_peak("NVIDIA H200") == 989e12
-    assert card_peak("Some Card 9000") is None
 
 
 def test_covered_seconds_count_an_overlap_once():
@@ -158,21 +130,6 @@ def test_what_prompts_begin_with_is_needed_once():
     layers, logits = SHAPE.layers * SHAPE.layer_weights, SHAPE.hidden * SHAPE.vocabulary
     pairs = 2 * SHAPE.layers * SHAPE.heads * SHAPE.head_dim * sum(context)
     assert needed.flops(SHAPE) == pytest.approx(6 * (layers * len(context) + logits * 80 + pairs))
-
-
-def test_samples_that_share_nothing_need_all_their_tokens():
-    requests = (Request((1, 2, 3), 0, 4), Request((5, 6), 1, 7, 2))
-    needed = NeededWork.from_step(replace(step(0, {}), requests=requests))
-    assert needed == NeededWork(7 + 11, 28 + 66, 11)
-    assert needed.flops(SHAPE) == training_flops(SHAPE, [(7, 4), (11, 7)])
-
-
-def test_rows_that_share_nothing_are_not_longer_than_the_longest_sample():
-    """A token of 4 samples behind a prompt of 1,000 sees that prompt, so rows of 2,000 would be needed."""
-    requests = tuple(Request(tuple(range(1000)), seed, 500) for seed in range(4))
-    needed = NeededWork.from_step(replace(step(0, {}), requests=requests))
-    assert needed.row_tokens(10_000) == round(2 * needed.pairs / 3000 - 1) > 1800
-    assert needed.row_tokens(1500) == 1500
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -374,14 +331,6 @@ def test_a_result_reads_back_unchanged(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
 
 
-def test_a_result_of_a_benchmark_without_single_steps_is_read(tmp_path):
-    result().write(tmp_path / "bench.json")
-    plain = json.loads((tmp_path / "bench.json").read_text())
-    del plain["lengths"], plain["decode_steps"]
-    (tmp_path / "bench.json").write_text(json.dumps(plain))
-    assert BenchResult.read(tmp_path / "bench.json") == result()
-
-
 def test_comparison_gives_ratios_of_b_to_a(tmp_path):
     a = result()
     b = replace(
@@ -397,16 +346,6 @@ def test_comparison_gives_ratios_of_b_to_a(tmp_path):
     assert "50.0 %" in row and "100.0 %" in row and "2.000" in row
     assert "–" in next(line for line in text.splitlines() if "FLOPs utilisation" in line)
     assert "workload: steps is 1 in A and 3 in B" in text
-
-
-def test_a_figure_that_is_nan_in_one_result_has_no_ratio(tmp_path):
-    a = result()
-    key = next(iter(a.figures))
-    a.write(tmp_path / "a.json")
-    replace(a, figures=a.figures | {key: math.nan}).write(tmp_path / "b.json")
-    for names in ("ab", "ba"):
-        text = printed(compare, *(tmp_path / f"{name}.json" for name in names))
-        assert "–" in next(line for line in text.splitlines() if FIGURES[key].label in line)
 
 
 @pytest.mark.parametrize(
@@ -466,79 +405,10 @@ def test_the_terminal_shows_the_result(capsys, monkeypatch):
     assert "–" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "value, unit, text",
-    [
-        (0.934, "%", "93.4 %"),
-        (52136448, "B", "52.1 MB"),
-        (2834.2, "/s", "2,834 /s"),
-        (0.0123, "s", "12.3 ms"),
-    ],
-)
-def test_values_are_formatted_for_reading(value, unit, text):
-    assert written(value, unit) == text
-
-
-def test_processes_of_a_limit_divide_the_visible_gpus(monkeypatch):
-    assert devices_of(1, 2) == {}
-    monkeypatch.setattr("grpo_dist.tools.bench.limits.device_type", lambda: "cuda")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert devices_of(1, 2) == {"CUDA_VISIBLE_DEVICES": "2,3"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,GPU-a")
-    assert [devices_of(i, 1)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == ["4", "7", "GPU-a"]
-    for process, each in ((3, 1), (1, 2)):
-        with pytest.raises(RuntimeError, match="only GPUs 4,7,GPU-a are visible"):
-            devices_of(process, each)
-
-
 def test_a_repeat_takes_as_long_as_its_slowest_process_and_the_fastest_repeat_counts():
     one_process = [[[3.0, 2.0], [5.0, 6.0]]]  # [process][batch][repeat]
     assert fastest(one_process) == 2.0 + 5.0
     assert fastest([*one_process, [[1.0, 4.0], [7.0, 5.5]]]) == 3.0 + 6.0
-
-
-@pytest.mark.slow
-def test_a_limit_that_fails_says_why():
-    with pytest.raises(RuntimeError, match=r"(?s)limit sync: process 0: exit code 1.*TypeError"):
-        run_jobs("grpo_dist.tools.bench.limit_sync", [{"unknown": 1}], threads=1, gpus=1)
-
-
-@pytest.mark.parametrize(
-    "shape", sorted((ROOT / "configs/bench/shapes").glob("*.json")), ids=lambda p: p.stem
-)
-def test_shapes_have_the_size_in_their_name(shape):
-    made = Shape(
-        **{
-            ours: json.loads(shape.read_text())[theirs]
-            for ours, theirs in {
-                "hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
-                "kv_heads": "num_key_value_heads", "intermediate": "intermediate_size",
-                "vocabulary": "vocab_size",
-            }.items()
-        },
-        head_dim=64 if "1.5b" not in shape.stem else 128,
-    )  # fmt: skip
-    weights = made.layers * made.layer_weights + made.hidden * made.vocabulary
-    named = {"qwen2_13m": 13e6, "qwen2.5_0.5b": 0.494e9, "qwen2.5_1.5b": 1.54e9}[shape.stem]
-    assert weights == pytest.approx(named, rel=0.01)
-
-
-def test_a_random_model_has_the_requested_shape_and_is_created_once(tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from grpo_dist.demo.model import random_model
-
-    file = tmp_path / "shape.json"
-    shape = json.loads((ROOT / "configs/bench/shapes/qwen2_13m.json").read_text())
-    file.write_text(json.dumps(shape | {"num_hidden_layers": 1, "dtype": "bfloat16"}))
-    directory = random_model(file, seed=0)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
-    assert model.config.num_hidden_layers == 1 and str(model.dtype) == "torch.bfloat16"
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    assert len(tokenizer) == 107 and tokenizer.eos_token_id == model.config.eos_token_id
-    assert tokenizer.decode(tokenizer("12+34=\n <think>")["input_ids"]) == "12+34=\n <think>"
-    assert random_model(file, seed=0) == directory != random_model(file, seed=1)
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,6 @@ def test_a_valid_run_passes_and_nothing_is_started(here, capsys):
     assert not (here / "runs").exists()
 
 
-@pytest.mark.slow
-def test_the_resolved_configuration_is_printed_on_request(here, capsys):
-    assert main(["check", "config.yaml", "--config", "steps=7"]) == 0
-    told = capsys.readouterr().out
-    assert told.index("steps: 7\n") < told.index("ok  versions: ")
-
-
 def test_all_problems_are_reported_at_once(here, capsys, monkeypatch):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
     assert main(["check", "config.yaml", "data.train.0.path=missing.jsonl", "rollout.num_workers=99"]) == 2
@@ -103,13 +96,6 @@ def test_golds_that_are_no_mathematics_are_named_by_file_and_row(here):
     write("train.jsonl", [*GOOD, {"problem": "Which way?", "answer": "north-west!!"}])
     words = "1 of 21 gold answers are not parsable mathematics and are matched as text, e.g. train.jsonl:21: "
     assert words + "'north-west!!'" in results()["prompts"].detail
-
-
-@pytest.mark.slow
-def test_a_reward_is_tried_without_a_model(here):
-    found = results("model.path=/no/such/model")
-    assert list(wrong(found)) == ["model"]
-    assert "a right and a wrong answer get math 1 and 0" in found["reward"].detail
 
 
 @pytest.mark.slow
@@ -218,30 +204,6 @@ def test_a_reward_whose_right_answers_are_not_known_is_not_reported_as_wrong(her
     assert found["reward"].detail.startswith("no right answer to `unit_tests` is known before a run")
     found = results(data, f"rewards.functions=[{code}, {{function: math, weight: -1.0}}]")
     assert "the right one must get more in all" in wrong(found)["reward"]
-
-
-@pytest.mark.slow
-def test_weights_that_invert_a_reward_are_found(here):
-    turned = "rewards.functions=[{function: math, weight: -1.0}, {function: format, weight: 0.5}]"
-    assert "the right one must get more in all" in wrong(results(turned))["reward"]
-    assert not wrong(results("rewards.functions=[{function: format}]"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["<answer>{}</answer>", "#### {}"])
-def test_a_reward_may_expect_answers_of_another_form(here, form):
-    (here / "mine.py").write_text(
-        f"def mine(completion, answer):\n    return float({form!r}.format(answer) in completion)\n"
-    )
-    own = "rewards.functions=[{function: 'mine:mine'}]", f"code_paths=[{here}]"
-    found = results(*own)
-    assert form.format("1") in found["reward"].detail and not wrong(found)
-
-
-@pytest.mark.slow
-def test_a_thought_opened_by_the_prompt_is_closed_before_the_trial_answer(here):
-    found = results("data.prefill=<T>", "rewards.thought_tags=['<T>', '</T>']")
-    assert "</T>\\nThe answer is" in found["reward"].detail and not wrong(found)
 
 
 @pytest.mark.slow
@@ -407,13 +369,6 @@ def test_a_reward_model_must_fit_too(here, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_machine_too_small_for_all_workers_is_reported(here, monkeypatch):
-    memory = namedtuple("Memory", ["total"])(2**20)
-    monkeypatch.setattr(devices.psutil, "virtual_memory", lambda: memory)
-    assert "all together" in wrong(results())["memory"]
-
-
-@pytest.mark.slow
 def test_checks_of_this_machine_are_labelled_if_the_run_goes_elsewhere(here, monkeypatch):
     own, other = results(), results(cluster="1x1xH100")
     for name in ("disk", "shared memory", "ports"):
@@ -424,20 +379,6 @@ def test_checks_of_this_machine_are_labelled_if_the_run_goes_elsewhere(here, mon
     there = results(cluster="1x1xH100")
     assert not {"disk", "shared memory"} & wrong(there).keys()  # a note: the run's nodes have other disks
     assert str(there["disk"]).startswith(f"??  disk: {ELSEWHERE}0.1 GiB free in")
-
-
-@pytest.mark.slow
-def test_a_custom_reward_may_accept_only_one_form_of_answer(here, monkeypatch):
-    """None for other forms is no problem: it finds no number in \\boxed{1}."""
-    (here / "own.py").write_text(
-        "def near(completion, answer):\n"
-        "    try:\n"
-        "        return float(float(completion.split()[-1]) == float(answer))\n"
-        "    except ValueError:\n"
-        "        return None\n"
-    )
-    found = results("rewards.functions=[{function: 'own:near'}]", "code_paths=[.]")["reward"]
-    assert not found.problem and "get own:near 1 and 0" in found.detail, found
 
 
 @pytest.mark.slow
@@ -461,8 +402,3 @@ def test_a_damaged_model_file_is_one_problem(here, file, text):
     assert set(wrong(found)) == {"prompts" if "tokenizer" in file else "model"}
     assert str(model.name) in next(iter(wrong(found).values()))
     assert not found["trackers"].problem  # later checks still ran
-
-
-@pytest.mark.slow
-def test_an_unreadable_cluster_is_one_problem(here):
-    assert list(wrong(results(cluster="8xH100"))) == ["settings"]

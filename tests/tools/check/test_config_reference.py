@@ -37,13 +37,6 @@ def test_every_key_has_a_meaning(root):
     assert not [key.path for key in found if "\n" in meaning(key)]
 
 
-def test_a_key_without_a_description_has_no_meaning():
-    class Bare(BaseModel):
-        number: int = 0
-
-    assert [meaning(key) for key in keys(Bare)] == [""]
-
-
 def test_the_page_has_a_row_for_every_key_that_a_dumped_configuration_has():
     """The keys come from a configuration with an entry in every list and optional section."""
     filled = {

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from grpo_dist.config import RewardsConfig
 from grpo_dist.evaluation.sampling import Draw, EvalSet, add_missing, evaluate
-from grpo_dist.observe.samples import write_groups
 from grpo_dist.runs.training_cluster import Notes
 from grpo_dist.tools.evaluate.result import (
     EvaluationResult,
@@ -24,12 +23,9 @@ from grpo_dist.tools.evaluate.result import (
 )
 from grpo_dist.tools.evaluate.store import Identity
 from grpo_dist.tools.evaluate.verdicts import Verdict, VerdictMaker
-from grpo_dist.tools.report.command import write_report
-from grpo_dist.tools.report.source import ReportLimits
 from grpo_dist.types import Group, Prompt, Rollout, Sampling
 from tests.support import fakes
 from tests.support.made_episodes import episodes, ids_of
-from tests.support.reports import pieces
 
 IDENTITY = Identity("sft", "f", {"evaluation": {"samples_per_prompt": 4}}, "d")
 
@@ -138,25 +134,3 @@ def test_the_table_of_episodes_is_complete_at_every_width(width):
     for cell in ("episodes", "1.8", "0.50", "50.0 [", "50%", "stop 75%, turns 25%"):
         assert cell in text, cell
     assert "failed calls" not in printed(plain())
-
-
-def test_the_report_of_an_evaluation_shows_its_episodes(tmp_path: Path):
-    """The directory that `grpo-dist eval` leaves, as `Store` writes it."""
-    (tmp_path / "evaluation.json").write_text(json.dumps(asdict(IDENTITY)))
-    write_groups(tmp_path / "samples/products/part_00000.parquet", [episodes()])
-    second = replace(episodes(), prompt=replace(episodes().prompt, uid="r"))
-    write_groups(tmp_path / "samples/products/part_00001.parquet", [second])
-    write_groups(tmp_path / "samples/sums/part_00000.parquet", [plain()])
-    target = write_report([str(tmp_path)], str(tmp_path / "out.html"), ReportLimits(), lambda _: None)
-    manifest, found = pieces(target)
-    (own,) = manifest["runs"]
-    assert not own["about"]["notices"]
-    assert [(entry["kind"], entry["rows"]) for entry in own["samples"]] == [
-        ("products", 4), ("products", 4), ("sums", 4)
-    ]  # fmt: skip
-    rows = found["0/rows/products/part_00000/0"]
-    assert (rows["turns"], rows["calls"]) == ([2, 1, 2, 2], [1, 0, 0, 1])
-    first = found["0/texts/products/part_00000/0"]["turns"][0]
-    assert [turn["text"] for turn in first][1] == "\\boxed{20126}"
-    assert own["has_tokens"] and "0/tokens/products/part_00000/0" in found
-    assert own["about"]["config"]["evaluation.samples_per_prompt"] == "4"

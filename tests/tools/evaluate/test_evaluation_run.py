@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 import actors.cluster
@@ -19,13 +18,10 @@ from grpo_dist.config.files import load_config
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.runs import run_directory as dated_config
 from grpo_dist.runs.prepare import PromptSections
-from grpo_dist.runtime.concurrency import progressing
 from grpo_dist.runtime.files import alone
-from grpo_dist.runtime.stage_log import open_stages, stages_logged
 from grpo_dist.tools.evaluate import run, store
 from grpo_dist.tools.evaluate.run import evaluate_model
 from grpo_dist.tools.evaluate.target import configuration
-from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.tools.recipe import stages
 from grpo_dist.types import Group
 from tests.support import fakes
@@ -147,31 +143,6 @@ def test_results_are_those_of_the_samples_overall_and_by_level(here, capsys):
     assert "avg@32" in out and "= pass@1" in out and "level 1" in out and "results: out" in out
 
 
-def test_reading_problems_and_writing_the_result_are_stages(here, monkeypatch):
-    seen = []
-
-    def spied(name):
-        own = getattr(run, name)
-        monkeypatch.setattr(run, name, lambda *a, **k: (seen.extend(open_stages()), own(*a, **k))[1])
-
-    for name in ("resolve_model", "prepare_eval", "_judged"):
-        spied(name)
-    lines = []
-    with stages_logged(lines.append):
-        evaluate()
-    assert [text.split()[0] for text in seen] == ["model", "problems", "result"]
-    begun = [line.split("  ")[-1] for line in lines if "done in" not in line]
-    assert begun[0] == "libraries: are loaded"
-    assert begun[1].startswith("model: ") and "problems: are read and tokenized" in begun
-
-
-def test_samples_are_stored_as_in_training(here):
-    evaluate()
-    parts = [pq.read_table(f"out/samples/data/part_{i:05d}.parquet") for i in range(5)]
-    assert sum(part.num_rows for part in parts) == 320
-    assert {"completion", "logprobs", "reward", "outcome"} <= set(parts[0].column_names)
-
-
 def test_repeating_an_evaluation_or_changing_k_starts_no_engine(here, capsys):
     _, result, _ = evaluate()
     assert evaluate()[1] == result and len(here.worlds) == 1
@@ -274,13 +245,6 @@ def test_another_model_or_setting_gets_its_own_directory_and_is_refused_in_a_use
     assert len(list(Path("runs/evaluations").iterdir())) == 2
 
 
-def test_fresh_keeps_a_backup_and_samples_again(here, capsys):
-    _, result, _ = evaluate()
-    assert evaluate("--fresh")[1] == result and len(here.worlds) == 2
-    assert Path("out.old-1/result.json").read_text() == result
-    assert "out: moved the earlier evaluation to out.old-1" in capsys.readouterr().out
-
-
 def test_several_sets_have_their_own_rows_and_a_mean(here):
     write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
     _, result, _ = evaluate(data=("data.jsonl", "other.jsonl"))
@@ -334,22 +298,6 @@ def test_a_set_that_could_not_be_scored_has_no_numbers_and_takes_none_from_the_o
     assert "all problems" in out and "data" in out and "nan" not in out.lower()
 
 
-def test_results_are_reported_by_a_requested_column(here, capsys):
-    write("data.jsonl", [{**p, "topic": "abc"[i % 3]} for i, p in enumerate(PROBLEMS)])
-    _, result, _ = evaluate("--by", "topic")
-    values = [(m["by"], m["value"]) for m in json.loads(result)["measured"]]
-    assert values == [(None, None), ("topic", "a"), ("topic", "b"), ("topic", "c")]
-    assert evaluate("--by", "tpoic")[0] == 2
-    assert "--by tpoic: no data set has such a column" in capsys.readouterr().err
-
-
-def test_a_column_that_some_rows_lack_is_not_used_for_reporting(here):
-    write("data.jsonl", [*PROBLEMS[:9], {"problem": "x", "answer": "1", "source": "other"}])
-    _, result, _ = evaluate()
-    values = [(m["by"], m["value"], m["problems"]) for m in json.loads(result)["measured"]]
-    assert values == [(None, None, 10), ("source", "made", 9), ("source", "other", 1)]
-
-
 def test_a_directory_with_other_contents_is_refused(here, capsys, tmp_path):
     (tmp_path / "busy").mkdir()
     (tmp_path / "busy/file").write_text("")
@@ -357,16 +305,6 @@ def test_a_directory_with_other_contents_is_refused(here, capsys, tmp_path):
     assert "busy: exists, but holds no evaluation" in capsys.readouterr().err
     assert main(["eval", "demo:tiny", "data.jsonl", *ARGUMENTS, "--output", "busy", "--fresh"]) == 2
     assert here.worlds == []
-
-
-def test_an_evaluation_is_in_the_home_directory_where_its_output_is(here, monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    arguments = ["eval", "demo:tiny", "data.jsonl", *ARGUMENTS]
-    assert main([*arguments, "output_dir=~/runs"]) == main([*arguments, "--output=~/own"]) == 0
-    (made,) = (tmp_path / "home/runs/evaluations").iterdir()
-    for directory in (made, tmp_path / "home/own"):
-        assert (directory / "result.json").is_file()
-    assert not Path("~").exists()
 
 
 def test_a_configuration_is_evaluated_on_its_own_sets_or_on_others(here, tmp_path):
@@ -445,31 +383,6 @@ def test_a_pipeline_stage_is_evaluated_the_same_way_and_keeps_its_result(here, t
     assert found["estimates"]["pass@1"]["value"] == measures["eval/own/pass@1"]
 
 
-def test_a_deadline_restarts_with_each_progress():
-    async def steps(count, seconds):
-        async with progressing(0.5, "evaluate: the next prompt") as still_going:
-            for _ in range(count):
-                await asyncio.sleep(seconds)
-                still_going()
-
-    run_virtually(lambda: steps(8, 0.1))
-    with pytest.raises(TimeoutError, match=r"stage evaluate: the next prompt: not finished within 0\.5 s"):
-        run_virtually(lambda: steps(1, 5.0))
-
-
-def test_without_a_math_grader_there_are_no_votes(here, monkeypatch):
-    async def score(self, prompt, rollouts):
-        rewards = np.array([[0.9, 0.2, np.nan][i % 3] for i in range(len(rollouts))], np.float32)
-        return Group(prompt, rollouts, rewards, {"mine": rewards}, ("",) * len(rollouts))
-
-    monkeypatch.setattr(Engine, "score", score)
-    _, result, problems = evaluate()
-    found = json.loads(result)["measured"][0]
-    assert set(found["estimates"]) == {"pass@1", "pass@4", "avg@32"}
-    assert found["estimates"]["avg@32"]["value"] == pytest.approx(0.5) and found["unscored"] == 100
-    assert json.loads(problems.splitlines()[0])["numbers"] is None
-
-
 def test_verdicts_of_different_graders_are_not_mixed(monkeypatch):
     before = store.sample_settings(fakes.config())
     monkeypatch.setattr(store, "installed", lambda name: "99.0" if name == "math-verify" else None)
@@ -488,13 +401,6 @@ def test_a_longest_sequence_decides_samples_where_it_shortens_completions(longes
     assert ("max_length" in store.sample_settings(limited)["model"]) == decides
 
 
-def test_a_schedule_of_lengths_is_stored_as_its_longest():
-    """The settings become JSON, which knows no schedule."""
-    plain = store.sample_settings(fakes.config(sampling={"max_new_tokens": 16}))
-    lengths = {"max_new_tokens": {"schedule": [[0, 8], [2, 16]]}}
-    assert json.dumps(store.sample_settings(fakes.config(sampling=lengths))) == json.dumps(plain)
-
-
 def test_a_further_data_set_is_sampled_alone_and_the_result_has_the_sets_that_were_asked_for(here):
     write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
     _, first, rows = evaluate()
@@ -505,19 +411,6 @@ def test_a_further_data_set_is_sampled_alone_and_the_result_has_the_sets_that_we
     assert measured[:3] == json.loads(first)["measured"] and all_rows.startswith(rows)
     assert [m["set"] for m in measured[3:]] == ["other", "all problems", "mean of sets"]
     assert len(here.worlds) == 2
-
-
-def test_results_are_compared_on_the_sets_that_both_have(here, capsys):
-    write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
-    evaluate(directory="a")
-    evaluate("seed=3", data=("data.jsonl", "other.jsonl"), directory="b")
-    capsys.readouterr()
-    assert main(["eval", "--compare", "a", "b", "--output", "difference.json"]) == 0
-    assert "warning: only b was measured on other, which is not compared" in capsys.readouterr().out
-    assert {row["set"] for row in json.loads(Path("difference.json").read_text())["rows"]} == {"data"}
-    evaluate("seed=3", data=("other.jsonl",), directory="c")
-    assert main(["eval", "--compare", "a", "c"]) == 2
-    assert "measured on different problems" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"a":' * 100_000])
@@ -571,29 +464,6 @@ def test_prompts_keep_the_columns_that_an_environment_brings_also_by_a_breakdown
         {"secret": 42, "size": "large"},
     ]
     assert list(asked.by.values()) == [dict.fromkeys(by, size) for size in ("small", "large")]
-
-
-def test_prompts_of_a_file_have_no_columns_that_only_the_breakdown_needs(here):
-    source = {"path": "data.jsonl", "columns": ["source"]}
-    sections = PromptSections(
-        DataConfig(train=(source,), eval=(source,), chat_template="none"),
-        RewardsConfig(),
-        EnvironmentsConfig(),
-    )
-    (asked,) = run._read_sets(sections, character_tokenizer(), ("level",), print)
-    assert asked.prompts[0].columns == {"source": "made"}
-    assert asked.by[asked.prompts[0].uid] == {"level": "0"}
-
-
-def test_prompts_keep_the_columns_that_a_users_reward_names(here, tmp_path):
-    (tmp_path / "mine.py").write_text("def easy(completion, level):\n    return 1.0\n")
-    sections = PromptSections(
-        DataConfig(train=({"path": "data.jsonl"},), eval=({"path": "data.jsonl"},), chat_template="none"),
-        RewardsConfig(functions=({"function": "mine:easy"},), code_paths=(str(tmp_path),)),
-        EnvironmentsConfig(),
-    )
-    (asked,) = run._read_sets(sections, character_tokenizer(), (), print)
-    assert set(asked.prompts[0].columns) == {"level"}
 
 
 def test_a_reward_whose_column_the_set_lacks_is_refused_before_anything_is_sampled(here, capsys):

@@ -8,10 +8,7 @@ import pytest
 from rich.console import Console
 
 from grpo_dist.evaluation.estimates import Estimate
-from grpo_dist.runtime.tables import print_rows
-from grpo_dist.tools.evaluate.compare import ModelComparison, Paired, PairedDifference, print_comparison
 from grpo_dist.tools.evaluate.result import JudgedProblem, Measured, measure, print_measured
-from grpo_dist.tools.evaluate.score import print_agreements
 from grpo_dist.tools.evaluate.verdicts import Verdict
 from grpo_dist.types import Prompt
 
@@ -55,25 +52,3 @@ def test_samples_that_were_given_up_are_not_short_completions(terminal):
     assert all(math.isnan(m.length_tokens) for m in measure([judged("texts", (1.0, 0.0), (0, 0))]))
     print_measured(terminal, "m", measured)
     assert "nan" not in terminal.file.getvalue()
-
-
-def test_no_number_of_a_score_table_is_truncated(terminal):
-    counts = ((1, 1, 12000), (1, 0, 30), (0, 1, 50), (0, 0, 400))
-    same, numeric = (
-        np.concatenate([np.full(count, float(pair[i])) for *pair, count in counts]) for i in (0, 1)
-    )
-    print_agreements(terminal, {"my_rewards:same": same, "numeric": numeric})
-    print_rows(terminal, "rewards", ("reward", "scored", "mean"), [["a" * 45, "3000", "-10.125"]])
-    text = terminal.file.getvalue()
-    assert "…" not in text
-    for cell in ("my_rewards:same", "numeric", "12000", "99.36%", "-10.125"):
-        assert cell in text
-
-
-def test_no_number_of_a_comparison_is_truncated(terminal):
-    gain = PairedDifference(0.123, -0.05, 0.2, 0.000123, "sign flips, 100,000 drawn")
-    rows = [Paired("all problems", name, 1000, 0.5, 0.6, gain) for name in MEASURES]
-    print_comparison(terminal, ModelComparison("A", "B", rows, ["careful"]))
-    text = terminal.file.getvalue()
-    assert "…" not in text and "warning: careful" in text
-    assert text.count("+12.3 [-5.0, +20.0] │ 0.000123") == 6

@@ -41,11 +41,6 @@ def test_a_run_is_evaluated_with_its_own_settings_and_the_model_it_exported(run)
     assert [s.path for s in config.data.eval] == ["demo:add3"]
 
 
-def test_a_preset_behind_a_value_does_not_undo_it(run):
-    config = configuration(str(run), [], ["rewards.overlong_buffer.share=0.5", "+algorithm=dapo"])
-    assert config.algorithm.preset == "dapo" and config.rewards.overlong_buffer.share == 0.5
-
-
 def test_other_data_for_a_run_is_checked_whole(run):
     config = configuration(str(run), ["demo:add4", "x.jsonl"], ["data.eval.1.problem_column=question"])
     assert [(s.path, s.split, s.problem_column) for s in config.data.eval] == [
@@ -80,13 +75,6 @@ def test_benchmarks_are_found_in_the_directory_of_the_environment(tmp_path, monk
         configuration("demo:tiny", ["gsm8k"], [])
     other = configuration("demo:tiny", ["aime24"], [], data_dir=tmp_path)
     assert other.data.eval == (source,)
-
-
-def test_without_a_directory_benchmarks_come_from_the_hub_as_published(monkeypatch):
-    monkeypatch.delenv("GRPO_DATA", raising=False)
-    sources = configuration("demo:tiny", list(BENCHMARKS), []).data.eval
-    assert [s.name for s in sources] == list(BENCHMARKS)
-    assert all(s.path.count("/") == 1 for s in sources)
 
 
 def test_the_published_answers_of_gsm8k_are_read(tmp_path, shared_data):

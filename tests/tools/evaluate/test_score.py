@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,7 @@ import pytest
 
 from grpo_dist.cli import main
 from grpo_dist.observe.samples import write_groups
-from grpo_dist.runtime.stage_log import open_stages
-from grpo_dist.tools.evaluate import score as scoring
-from grpo_dist.tools.evaluate.score import agreement, configuration, disagreements, is_grader
+from grpo_dist.tools.evaluate.score import agreement, disagreements
 from tests.support.made_episodes import episodes
 
 NAN = float("nan")
@@ -81,16 +78,6 @@ def test_every_row_is_returned_with_the_verdict_of_the_math_grader(here, capsys)
 
 
 @pytest.mark.slow
-def test_scoring_is_a_stage_that_counts_its_rows(here, monkeypatch):
-    seen = []
-    monkeypatch.setattr(scoring, "note", lambda text: seen.append((text, *open_stages())))
-    assert main(["score", "c.jsonl"]) == 0
-    assert [(text, stage.split()[0]) for text, stage in seen] == [
-        (f"{n} of 5 problems", "scoring") for n in range(1, 6)
-    ]
-
-
-@pytest.mark.slow
 def test_earlier_scores_are_replaced_and_a_directory_is_not(here, capsys, monkeypatch):
     for _ in range(2):
         assert main(["score", "c.jsonl"]) == 0
@@ -130,17 +117,6 @@ def test_graders_are_compared_with_a_label_and_disagreements_are_marked(here, ca
     assert "c.jsonl:2: math 1, exact 0, right 1; answer '3'" in out and "c.jsonl:5: math" not in out
     assert "disagreements: 2, with `graders_disagree` in c.scored.jsonl" in out
     assert "80.00%" in out  # math against the label: both 2, only the label 1, neither 2
-
-
-@pytest.mark.slow
-def test_values_that_are_no_verdicts_are_not_compared(here, capsys):
-    own = "def length(completion):\n    return len(completion) / 10\n"
-    Path("mine.py").write_text(own)
-    arguments = ["--reward", "math", "--reward", "mine:length", "--label", "right", "code_paths=[.]"]
-    assert main(["score", "c.jsonl", *arguments]) == 0
-    out = capsys.readouterr().out
-    assert "not compared, as their values are not all 0 or 1: mine:length" in out
-    assert lines("c.scored.jsonl")[0]["score"]["parts"]["mine:length"] == pytest.approx(1.2)
 
 
 @pytest.mark.slow
@@ -225,16 +201,6 @@ def test_samples_of_one_prompt_are_scored_together_wherever_their_rows_are(here)
     assert parts == [(2, 30), (1, 31), (0, 30), (0, 10)]
 
 
-@pytest.mark.slow
-def test_an_episode_that_was_given_up_before_its_first_turn_is_unscored(here):
-    group = episodes()
-    lost = replace(group.rollouts[0], turns=(), finish_reason="error", text="")
-    write_groups(Path("t.parquet"), [replace(group, rollouts=(lost, *group.rollouts[1:]))])
-    assert main(["score", "t.parquet", "--reward", "math"]) == 0
-    rewards = [row["score"]["reward"] for row in lines("t.scored.jsonl")]
-    assert rewards == [None, *group.rewards.tolist()[1:]]
-
-
 def test_messages_about_a_table_name_the_row(here, capsys):
     """The rows of a prompt need not be adjacent."""
     rows = [("p", "sums", "1+1", "2", 0, "b", "stop"), ("q", "sums", "1+2", "3", 0, "x", "stop")]
@@ -283,12 +249,6 @@ def test_weights_gates_and_columns_are_those_of_a_configuration(here):
     assert [row["score"]["reward"] for row in lines("c.scored.jsonl")] == [1.1, 1.1, 0, 0, 0]
 
 
-def test_a_preset_behind_a_value_does_not_undo_it():
-    given = ["rewards.overlong_buffer.share=0.5", "+algorithm=dapo"]
-    buffer = configuration(Path("c.jsonl"), [], None, given).rewards.overlong_buffer
-    assert (buffer.share, buffer.penalty) == (0.5, 1.0)
-
-
 @pytest.mark.slow
 def test_unscored_rows_are_null_with_a_reason(here, capsys):
     Path("mine.py").write_text(
@@ -303,14 +263,6 @@ def test_unscored_rows_are_null_with_a_reason(here, capsys):
     assert "unscored: mine:picky: 2, e.g. c.jsonl:4, c.jsonl:5" in out
     assert "1 times: KeyError: 'no idea'" in out and "1 times: no result within 3 s" in out
     assert out.split("slowest: ")[1].startswith("c.jsonl:5 3")  # 3 s are 3,0.. ms
-
-
-@pytest.mark.slow
-def test_rewards_that_read_tokens_need_a_tokenizer(here, capsys):
-    assert "reward repetition counts tokens; set the model" in refusal(
-        capsys, "c.jsonl", "--reward", "repetition"
-    )
-    assert main(["score", "c.jsonl", "--reward", "repetition", "model.path=demo:tiny"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -392,11 +344,6 @@ def test_the_agreement_of_two_graders_by_hand():
     assert math.isnan(agreement(np.array([NAN]), np.array([1.0]))[2])
 
 
-def test_only_binary_rewards_count_as_graders():
-    assert is_grader(np.array([1.0, 0.0, NAN])) and is_grader(np.array([0.0]))
-    assert not is_grader(np.array([1.0, 0.5])) and not is_grader(np.array([NAN]))
-
-
 def test_a_disagreement_needs_one_right_and_one_wrong_verdict():
     graders = {
         "a": np.array([1, 1, NAN, 0, NAN]),
@@ -444,13 +391,3 @@ def test_each_row_gets_the_rewards_of_its_source(here, capsys):
     ]
     printed = capsys.readouterr().out
     assert "total of words" in printed and "total of another" in printed and "unscored:" not in printed
-
-
-@pytest.mark.slow
-def test_rows_without_the_source_that_decides_their_rewards_are_refused(here, capsys):
-    Path("config.yaml").write_text(OF_SOURCES)
-    assert "c.jsonl:1: no column `source`" in refusal(capsys, "c.jsonl", "config.yaml")
-    write("c.jsonl", [ROWS[0] | {"kind": "essays"}])
-    error = refusal(capsys, "c.jsonl", "config.yaml", "--source-column", "kind")
-    assert "rewards.by_source.essays.functions is empty, and reward models (judged) are not run" in error
-    assert main(["score", "c.jsonl", "config.yaml", "rewards.by_source={}"]) == 0

@@ -199,22 +199,6 @@ def test_the_card_has_the_rewards_of_each_source(tmp_path, rewards, row):
     assert f"| rewards | {row} |" in card, card
 
 
-def test_the_card_of_a_supervised_stage_names_its_demonstrations(tmp_path, hub):
-    (tmp_path / "stage.json").write_text(json.dumps({"kind": "sft"}))
-    sft = {"model": "Qwen/Qwen3-4B", "data": ["/secret/right.jsonl"]}
-    config = fakes.config(model={"path": "sft"}, sft=sft)
-    card = model_card(config, tmp_path, 3)
-    assert "steps of supervised training" in card and "| data | right.jsonl |" in card
-    assert "rewards" not in card and "base_model: Qwen/Qwen3-4B" in card
-
-
-def test_a_step_without_an_evaluation_shows_the_newest_before_it(run):
-    run_dir, _ = run
-    write_scores(run_dir, {0: (0.25, 0.03), 2: (0.5, 0.04)})
-    assert main(["export", str(run_dir), "--step", "3"]) == 0
-    assert "The newest evaluation is that of step 2." in card_of(run_dir / "export/step_000003")[1]
-
-
 def test_weights_are_written_in_another_type(run):
     run_dir, trained = run
     assert main(["export", str(run_dir), "--dtype", "bfloat16"]) == 0

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.cli import main
-from grpo_dist.config.files import changed, load_config
+from grpo_dist.config.files import changed
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult, DecodeStep
-from grpo_dist.tools.plan.accelerators import ACCELERATORS, Peaks, card_called, parse_cluster
+from grpo_dist.tools.plan.accelerators import Peaks, card_called, parse_cluster
 from grpo_dist.tools.plan.calibration import calibrate
 from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import Sizes
@@ -29,12 +29,11 @@ from grpo_dist.tools.plan.options import (
     planned,
 )
 from grpo_dist.tools.plan.rates import Rates, Reached, UpdateWork
-from grpo_dist.tools.plan.report import cost_per_million, delta_line, print_plan
+from grpo_dist.tools.plan.report import delta_line, print_plan
 from grpo_dist.tools.plan.search import bound, changes_of, longest_s, reason, search
 from grpo_dist.tools.plan.simulation import Scenario, simulate
 from grpo_dist.tools.plan.workload import Workload, workload_of
 from tests.support.fakes import config
-from tests.support.good_inputs import PRESET_NEEDS
 from tests.support.plans import model_of
 from tests.support.tiers import slow_after
 
@@ -51,11 +50,6 @@ def test_a_cluster_is_parsed_into_nodes_and_cards():
     assert cluster.card.flops == 989e12 and cluster.price == 32 * 3.0
     assert parse_cluster("1x1xA100", price=2.5).price == 2.5
     assert parse_cluster("1x0xCPU").card is None
-
-
-def test_cards_have_what_a_plan_needs():
-    for card in ACCELERATORS.values():
-        assert 20e9 < card.memory < 300e9 and card.network <= card.link < card.hbm < card.flops
 
 
 @pytest.mark.parametrize(
@@ -417,15 +411,6 @@ def test_options_that_cannot_be_tried_give_the_reason():
     assert all(0 <= t.fitting <= t.splits and (t.best is None) == (t.fitting == 0) for t in tried)
 
 
-def test_alternatives_that_train_the_same_keep_batch_and_staleness():
-    c = wide()
-    for option in options(c, setting(c, "1x4xH100")):
-        own = option.config
-        assert (own.batch.prompts_per_step, own.max_staleness) == (16, 0) and not option.problems
-        used = own.policy.num_workers + own.rollout.num_workers * own.rollout.tensor_parallel_size
-        assert used <= (8 if option.roles.sharing else 4)
-
-
 def test_what_prompts_begin_with_is_neither_prefilled_nor_trained_again():
     data = {"train": [{"path": "demo:add3"}], "max_prompt_tokens": 1024}
     long = wide(max_staleness=0, data=data)
@@ -437,16 +422,6 @@ def test_what_prompts_begin_with_is_neither_prefilled_nor_trained_again():
     assert b.stage_s["update"] < 0.9 * a.stage_s["update"]
     assert b.stage_s["sample"] < a.stage_s["sample"]
     assert b.tokens == a.tokens
-
-
-def test_cost_is_the_price_of_all_cards_times_the_time():
-    c = wide(max_staleness=1)
-    made = make_plan(c, "1x4xH100", Assumptions(prompt_tokens=100), price=2.0, splits=False)
-    run = made.simulated.simulated
-    hours = run.step_s / 3600
-    assert cost_per_million(run, made.setting.cluster) == pytest.approx(
-        4 * 2.0 * hours / (run.tokens / 1e6), rel=1e-9
-    )
 
 
 # Calibration
@@ -537,16 +512,6 @@ def test_times_scale_with_the_work():
     one_ahead = on_two_cores(cpu_config(max_staleness=1), result(c))
     # On half the cores.
     assert one_ahead.stage_s["update"] == pytest.approx(5.0 * 2**0.8, rel=0.05)
-
-
-def test_tokens_that_prompts_share_in_a_benchmark_do_not_make_its_trainer_faster():
-    """Four groups of 16 + 40 tokens, of which half were computed: it was half as fast as it seems."""
-    steps = [{"train/tokens": 4 * (2 * 16 + 40), "throughput/computed_tokens": n} for n in (112.0, 112.0)]
-    apart, shared = (
-        calibrate(result(cpu_config(), **changes), parse_cluster("1x0xCPU")).reached.training
-        for changes in ({}, {"steps": steps})
-    )
-    assert shared == pytest.approx(apart / 2)
 
 
 def test_a_reward_model_has_one_thread_where_there_are_no_gpus():
@@ -679,22 +644,6 @@ def printed(made):
     return console.export_text()
 
 
-def test_a_plan_of_a_steered_length_shows_that_it_is_an_upper_bound():
-    texts = []
-    for length in ("{kind: adaptive, start: 128, largest: 256}", "256"):
-        loaded = load_config(GPU, ["batch.prompts_per_step=16", f"sampling.max_new_tokens={length}"])
-        texts.append(printed(make_plan(loaded, "1x8xH100", splits=False)))
-    words = "upper bound: `sampling.max_new_tokens` begins with 128 tokens"
-    assert words in " ".join(texts[0].split()) and "upper bound" not in texts[1]
-
-
-def test_the_head_of_a_plan_says_what_deltas_are_assumed_to_send():
-    small = ["batch.prompts_per_step=16", "sampling.max_new_tokens=256", "policy.optimizer.lr=1e-5"]
-    loaded = load_config(GPU, [*small, "weight_sync.deltas=true"])
-    text = " ".join(printed(make_plan(loaded, "1x8xH100", splits=False)).split())
-    assert "assumed: `weight_sync.deltas` sends 16 % of the weights' bytes (bfloat16 at" in text
-
-
 @pytest.mark.slow
 def test_the_command_prints_a_plan_and_writes_its_timeline(tmp_path, capsys):
     trace = tmp_path / "plan.json"
@@ -713,38 +662,6 @@ def test_the_command_prints_a_plan_and_writes_its_timeline(tmp_path, capsys):
     assert tracks >= {"rollout-0", "policy", "reference-0"}
     updates = [e for e in events if e["name"] == "update"]
     assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(updates))
-
-
-ALGORITHMS = sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml"))
-
-
-@pytest.mark.parametrize(
-    "preset",
-    [pytest.param(p, marks=[] if p in PRESET_NEEDS or p == "grpo" else pytest.mark.slow) for p in ALGORITHMS],
-)
-def test_every_algorithm_can_be_planned(preset):
-    small = ["batch.prompts_per_step=8", "bench.lengths.kind=fixed", "bench.lengths.tokens=20"]
-    own = [f"+algorithm={preset}", *small, *PRESET_NEEDS.get(preset, [])]
-    made = make_plan(load_config(GPU, own), "1x9xH100", splits=False)
-    samples = made.simulated.simulated.samples
-    put_aside = made.configured.config.dynamic_sampling.enabled
-    assert not made.refused and (samples > 8 * 8 if put_aside else samples == 8 * 8)
-
-
-def test_one_gpu_is_shared(capsys):
-    one = ["policy.num_workers=1", "rollout.num_workers=1", "max_staleness=0", "policy.zero_stage=2"]
-    own = [*one, "algorithm.kl.coef=0", "batch.prompts_per_step=8", "sampling.max_new_tokens=128"]
-    assert main(["plan", GPU, "--cluster", "1x1xA100", *own]) == 0
-    said = capsys.readouterr().out
-    assert "of the policy's" in said and "changes of turns" in said and "best split" not in said
-
-
-def test_a_run_that_does_not_fit_is_planned_with_the_best_split():
-    c = wide(policy={"num_workers": 8}, rollout={"num_workers": 8}, max_staleness=1)
-    made = make_plan(c, "1x4xH100", Assumptions(prompt_tokens=100))
-    assert made.simulated is None and "16 GPUs are needed" in made.refused
-    text = printed(made)
-    assert "as configured: does not fit: " in text and "best split: 4 GPU(s)" in text
 
 
 def test_settings_that_every_policy_rank_refuses_are_refused_in_a_plan():

@@ -1,7 +1,6 @@
 """Sizes of models of any type in a plan, against transformers' own models."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -125,13 +124,6 @@ def test_types_that_are_known_here_are_counted_as_their_models_are(kind, monkeyp
     assert [getattr(counted, n) for n in names] == [getattr(measured, n) for n in names]
     assert counted.shape.idle_weights == measured.shape.idle_weights
     assert counted.shape.intermediate == pytest.approx(measured.shape.intermediate, abs=1)
-
-
-def test_a_model_is_measured_once(monkeypatch):
-    c = SHAPE | {"model_type": "olmo2"}
-    first = from_config_json(c, "one")
-    monkeypatch.setattr(models, "_measure", None)
-    assert from_config_json(c, "other") == replace(first, name="other")
 
 
 def test_a_row_longer_than_the_models_positions_is_not_planned(tmp_path):

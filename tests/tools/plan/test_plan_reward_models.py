@@ -198,30 +198,7 @@ def test_a_reward_model_that_is_the_bottleneck_scores_groups_one_after_the_other
     )
 
 
-def test_sources_with_weights_and_temperatures_of_their_own_are_planned_as_one():
-    """Prompts of a plan have no source, and the simulated run draws as many."""
-    first, second = ({"path": f"demo:add{n}", "name": f"add{n}"} for n in (3, 2))
-    weighed = [first | {"weight": 3}, second | {"weight": 1, "temperature": 0.5}]
-    seconds = [
-        make_plan(
-            judged(data={"train": train}), "1x4xH100", Assumptions(prompt_tokens=100), splits=False
-        ).simulated.simulated.step_s
-        for train in ([first, second], weighed)
-    ]
-    assert seconds[0] == seconds[1]
-
-
 # Messages
-
-
-def test_memory_and_times_are_shown():
-    text = printed(
-        make_plan(judged({"num_workers": 2}), "1x4xH100", Assumptions(prompt_tokens=100), splits=False)
-    )
-    assert "reward model judge x 2" in text and "weights 13.2" in text
-    assert "scoring by models" in text
-    assert "assumed: reward models read as many tokens as the policy writes" in text
-    assert "warning: reward model" not in text
 
 
 def test_what_is_not_planned_is_named_and_nothing_is_refused():
@@ -240,14 +217,3 @@ def test_scoring_longer_than_its_deadline_causes_a_warning():
     slow = replace(run, stage_s=run.stage_s | {"reward_model": 1900.0})
     (line,) = warnings(replace(made.simulated, simulated=slow), made.setting)
     assert line == "warning: 1,900 s exceeds `cluster.timeouts.sample_s` = 1800; raise it"
-
-
-def test_without_reward_models_the_plan_does_not_mention_them():
-    text = printed(make_plan(judged(), "1x4xH100", Assumptions(prompt_tokens=100), splits=False))
-    assert "scoring by models" not in text and "reward models" not in text and "reward-model" not in text
-
-
-def test_a_reward_model_of_another_architecture_is_not_planned(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "deberta-v2"}')
-    known, unknown = frozen_models(judged({"path": str(tmp_path)}))
-    assert not known and f"model {tmp_path}: `model_type` = deberta-v2" in unknown["judge"]

@@ -29,16 +29,6 @@ def tried(c, cluster):
         yield changes, option_or_reason(c, changes, setting)
 
 
-@pytest.mark.parametrize("placement", ["separate", "colocated"])
-def test_splits_leave_the_gpus_of_evaluation_to_it(placement):
-    data = {"train": [{"path": "demo:add3"}], "eval": [{"path": "demo:add3", "max_rows": 8}]}
-    c = wide(evaluation={"num_workers": 1, "every": 1}, data=data)
-    found = [(x, made) for x, made in tried(c, "1x8xH100") if x["cluster.placement"] == placement]
-    fitting = [made for _, made in found if isinstance(made, Option)]
-    assert fitting and max(option.roles.gpus for option in fitting) == 8
-    assert not [made for _, made in found if isinstance(made, str) and "GPUs are needed" in made]
-
-
 @pytest.mark.parametrize(
     "model, gpus",
     [
@@ -70,15 +60,6 @@ def test_the_bound_of_a_split_holds_where_dynamic_sampling_discards_groups(stale
     assert len(fitting) >= 3
     for option in fitting:
         assert planned(option, steps=2).simulated.tokens_per_s <= 1.05 * bound(option)
-
-
-@pytest.mark.slow
-def test_a_split_has_the_same_numbers_wherever_the_plan_prints_it():
-    made = make_plan(wide(), "1x2xH100", ASSUMED)
-    plans = [made.simulated, made.search.best, *(t.best for t in made.search.tried if t.best)]
-    same = [(one, other) for one in plans for other in plans if one.option.config == other.option.config]
-    assert len(same) > len(plans)  # the best split is among those that were tried
-    assert all(one.simulated.step_s == other.simulated.step_s for one, other in same)
 
 
 def test_a_plan_in_which_no_split_can_run_gives_the_reasons():

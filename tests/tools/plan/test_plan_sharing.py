@@ -138,11 +138,6 @@ def test_engines_that_join_get_the_weights_through_buffers_of_their_own():
     assert option(seven(rollout=rollout)).memory[SYNC].parts["buckets"] == 2 * BUFFERS
 
 
-def test_engines_may_take_fewer_gpus_than_the_ranks():
-    made = option(seven(rollout={"num_workers": 3, "tensor_parallel_size": 2}))
-    assert not made.problems and made.roles.gpus == 8 and made.roles.workers["rollout"] == 3
-
-
 def test_a_reference_that_is_larger_than_a_gpu_shows_that_it_is_whole():
     c = seven(model={"path": "Qwen/Qwen2.5-72B", "gradient_checkpointing": True})
     found = next(p for p in option(c).problems if p.startswith("reference: "))

@@ -281,25 +281,6 @@ def test_colocated_roles_change_turns_twice_a_step():
     assert run(Times(), sharing=("policy", "rollout")).step_s == pytest.approx(3.8 + 2 * 0.25)
 
 
-def test_groups_go_to_the_least_loaded_engine():
-    found = run(Times(), rollout={"num_workers": 4}, capacity=2)
-    assert {len(found.bars[f"rollout-{i}"]) for i in range(4)} == {6 - 1}  # one group per step, one at a time
-    assert found.step_s == pytest.approx(3.8)
-
-
-def test_groups_wait_for_an_engine_with_capacity():
-    # 4 groups of 2 on one engine that decodes one sequence at a time: two of them wait in the driver's queue.
-    found = run(Times(), capacity=1)
-    assert found.stage_s["sample"] == pytest.approx(8 * 1.0)
-
-
-def test_a_long_tail_keeps_the_engine_and_the_driver_waiting():
-    even = run(Times(score=0.0), measured=[50])
-    uneven = run(Times(score=0.0), measured=[1, 99])  # the same mean length
-    assert uneven.stage_s["sample"] == pytest.approx(9.9) and even.stage_s["sample"] == pytest.approx(5.0)
-    assert uneven.idle["policy"] > even.idle["policy"]
-
-
 def test_kept_samples_continue_under_new_weights_and_lose_nothing():
     times = Times(update=1.0, score=0.0)
     found = run(times, measured=[5, 50], max_staleness=2, weight_sync={"mode": "keep"}, steps=6)
@@ -323,11 +304,6 @@ def test_the_drivers_time_delays_many_groups():
     slow = Times(reached=Reached(sample_s=0.1, overhead_s=0.2))
     # Two samples of each of 4 groups, one group at a time on one thread; then the last is scored.
     assert run(slow).step_s == pytest.approx(1.0 + 4 * 2 * 0.1 + 0.5 + 2.0 + 0.3 + 0.2)
-
-
-def test_deadlines_of_the_configuration_do_not_end_a_simulation():
-    long = run(Times(step=40.0), cluster={"timeouts": {"sample_s": 60.0}})
-    assert long.longest_batch_s == pytest.approx(400)
 
 
 def test_a_thousand_gpus_take_a_few_events_for_each_sample(monkeypatch):

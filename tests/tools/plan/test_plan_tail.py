@@ -63,12 +63,6 @@ def test_asynchronous_sampling_reaches_the_larger_limit():
     assert limit > 0.95 * run.step_s
 
 
-def test_tail_batching_saves_waiting_where_prompts_have_lengths_of_their_own():
-    _, plain = two_engines("synchronous", slots=128, steps=8)
-    _, sorted_ = two_engines("tail batching", slots=128, steps=8)
-    assert sorted_.tokens_per_s > 1.2 * plain.tokens_per_s and sorted_.staleness == 0
-
-
 @pytest.mark.slow
 def test_the_command_prints_a_row_for_each_way_at_1024_gpus(capsys):
     wide = ["rollout.num_workers=768", "policy.num_workers=256", "batch.prompts_per_step=32"]

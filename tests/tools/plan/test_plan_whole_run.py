@@ -76,11 +76,6 @@ def test_evaluations_are_those_of_the_loop_and_of_the_exported_model(evaluation,
     assert evaluations(c.evaluation, c.checkpoint, c.steps) == count
 
 
-def test_without_evaluation_sets_no_evaluation_is_planned():
-    c = wide(evaluation={"before": True, "every": 1})
-    assert planned_evaluation(option(c), 1.0) is None
-
-
 def timed(sizes, *, capacity=100, cap=1000, goes_with=None, **changes):
     """Prompts of 20 tokens, completions of 10."""
     settings = config(rewards={"num_workers": 64}, sampling={"max_new_tokens": 1000}, **changes)
@@ -177,12 +172,6 @@ def test_a_checkpoint_waits_for_the_previous_one():
     assert found.total_s == pytest.approx(3 * found.held_s + 2 * found.late_s + found.last_s)
 
 
-def test_a_single_checkpoint_waits_for_none():
-    found = saved(checkpoint={"every": 0})
-    assert (found.count, found.late_s) == (1, 0.0)
-    assert found.total_s == pytest.approx(found.held_s + found.last_s)
-
-
 def test_a_foreground_checkpoint_blocks_the_loop_until_it_is_written():
     found = saved(checkpoint={"every": 50, "background": False})
     assert found.held_s == pytest.approx(14 * WEIGHTS / 1e9) and found.last_s == found.late_s == 0
@@ -224,28 +213,6 @@ def test_the_whole_run_is_in_hours_and_price():
     assert f"the whole run, with these: {hours:,.2f} h, ${made.setting.cluster.price * hours:,.2f}; " in text
     assert "left out: its start, the export at its end" in text
     assert "fresh engines for `evaluation.after`" in text and "warning" not in text
-
-
-def test_steps_tokens_and_price_a_token_are_those_without_evaluation():
-    plain = make_plan(wide(), "1x4xH100", Assumptions(prompt_tokens=100), splits=False)
-    judged = make_plan(
-        wide(evaluation={"every": 1}, **EVAL), "1x4xH100", Assumptions(prompt_tokens=100), splits=False
-    )
-    assert plain.simulated.simulated.step_s == pytest.approx(judged.simulated.simulated.step_s)
-    assert plain.whole.evaluation is None and "evaluation" not in printed(plain)
-    price = next(line for line in printed(plain).splitlines() if line.startswith("cost:"))
-    assert price.partition(",")[0] in printed(judged)
-
-
-def test_sets_of_unknown_size_are_left_out_with_a_warning():
-    data = {"train": [{"path": "demo:add3"}], "eval": [{"path": "some/set", "name": "hard"}]}
-    made = make_plan(
-        wide(data=data, evaluation={"every": 1}), "1x4xH100", Assumptions(prompt_tokens=100), splits=False
-    )
-    text = printed(made).replace("\n", " ")
-    assert "warning: evaluation of hard, 7 time(s), is left out" in text
-    assert "plan with data.eval.N.max_rows" in text and "evaluations (see the warning)" in text
-    assert "evaluation: " not in text
 
 
 def test_training_waits_for_evaluations_on_their_own_engines_only_where_they_are_late():

@@ -10,8 +10,6 @@ from omegaconf import OmegaConf
 from actors.connection import Fit
 from grpo_dist.cli import main
 from grpo_dist.errors import UserError
-from grpo_dist.runtime.stage_log import open_stages, stages_logged
-from grpo_dist.tools.recipe import check
 from grpo_dist.tools.recipe import run as recipe
 from grpo_dist.tools.recipe.config import load_pipeline
 from grpo_dist.tools.recipe.record import read_record
@@ -123,19 +121,6 @@ def test_stages_run_in_order_once_and_are_then_skipped(world):
 
 
 @pytest.mark.slow
-def test_each_check_is_a_stage_of_the_log_and_begins_before_a_model_is_fetched(world, monkeypatch):
-    seen, own = [], check._ancestor
-    monkeypatch.setattr(check, "_ancestor", lambda *a: (seen.append(open_stages()), own(*a))[1])
-    lines: list[str] = []
-    with stages_logged(lines.append):
-        run(check_only=True)
-    assert [text.split()[:3] for (text,) in seen] == [["check", "of", name] for name in NAMES]
-    told = [line.split("  ")[-1] for line in lines]
-    assert "check of cold: its model, data and settings" in told
-    assert sum(text.startswith("check of ") and ": done in " in text for text in told) == len(NAMES)
-
-
-@pytest.mark.slow
 def test_an_interrupted_stage_resumes_and_its_time_adds_up(world):
     world.fail_in = "reject"
     with pytest.raises(KeyboardInterrupt):
@@ -159,16 +144,6 @@ def test_a_killed_stage_resumes(world):
         Path("runs/p", later).rename(later)
     run()
     assert world.ran == [*NAMES, "reason", "reject", "again"]
-
-
-@pytest.mark.slow
-def test_settings_that_change_no_number_of_a_finished_stage_may_change(world):
-    run()
-    changed = {"health.kl_above": 3.0, "weight_sync.probe_every": 7, "profile.steps": [2]}
-    for stage in (1, 2, 3):
-        write(stages=apply_overrides(stage, **changed))
-        run()
-    assert world.ran == NAMES
 
 
 @pytest.mark.slow
@@ -362,14 +337,6 @@ def test_a_stage_whose_input_stage_is_gone_does_not_count_as_done(world):
 
 
 @pytest.mark.slow
-def test_a_complete_stage_without_its_result_is_refused(world):
-    run()
-    Path("runs/p/03_reject/sft.jsonl").unlink()
-    message = refused()
-    assert "stage `reject` is complete, but runs/p/03_reject/sft.jsonl is missing" in message
-
-
-@pytest.mark.slow
 def test_a_complete_stage_without_its_weights_is_refused(world):
     run()
     Path("runs/p/01_cold/model/model.safetensors").unlink()
@@ -547,31 +514,6 @@ def test_check_lists_the_stages_to_run_and_starts_nothing(world):
     assert world.ran == NAMES and not Path("runs/p/04_again.old-1").exists()
 
 
-@pytest.mark.slow
-def test_measures_of_the_initial_model_are_those_of_the_stage_that_made_it(world):
-    run()
-    assert world.before["cold"] == {}
-    assert world.before["reason"]["eval/add3/pass@1"] == 0.1
-    assert world.before["again"]["eval/add3/pass@1"] == 0.1
-
-
-@pytest.mark.slow
-def test_measures_taken_differently_are_not_compared(world):
-    write(stages=apply_overrides(1, **{"evaluation.temperature": 0.5}))
-    run()
-    assert world.before["reason"] == {}
-
-
-@pytest.mark.slow
-def test_the_table_has_every_stage(world):
-    done, _ = run()
-    table = list(recipe.table_rows(load_pipeline("p.yaml"), done))
-    assert table[0][:5] == ("cold", "sft", "add3 pass@1", "–", "10.0% ± 1.0%")
-    assert table[1][:5] == ("reason", "grpo", "add3 pass@1", "10.0% ± 1.0%", "20.0% ± 1.0%")
-    assert table[2][2] == "3 of 8 samples kept" and table[2][6] == "runs/p/03_reject"
-    assert table[3][6] == "runs/p/04_again/model"
-
-
 def test_the_command_line_refuses_with_one_message_and_code_2(world, capsys):
     assert main(["pipeline", "p.yaml", "--from", "nobody", "seed=1"]) == 2
     assert capsys.readouterr().err.startswith("error: --from nobody: no such stage")
@@ -581,13 +523,3 @@ def test_the_command_line_refuses_with_one_message_and_code_2(world, capsys):
         main(["pipeline", "p.yaml", "--form", "cold"])
     assert "unrecognized arguments: --form cold" in capsys.readouterr().err
     assert world.ran == []
-
-
-def test_sample_alone_is_a_pipeline_of_one_stage(world, capsys):
-    arguments = ["sample", "base.yaml", "name=mine", "rejection.samples_per_prompt=2"]
-    assert main(arguments) == 0
-    assert world.ran == ["sample"] and Path("runs/mine_samples/01_sample/sft.jsonl").is_file()
-    assert main(arguments) == 0 and world.ran == ["sample"]
-    assert main([*arguments, "--from", "sample"]) == 0 and world.ran == ["sample"] * 2
-    assert main([*arguments[:-1], "rejection.samples_per_prompt=3"]) == 2
-    assert "`rejection.samples_per_prompt` was 2 and is 3" in capsys.readouterr().err

@@ -103,13 +103,6 @@ def test_one_seed_is_for_all_stages_and_the_command_line_overrides_settings(writ
     assert load_pipeline(path, ["seed=6"])["reject"].config.seed == 6
 
 
-def test_a_preset_behind_a_value_of_a_stage_does_not_undo_it(write):
-    pipeline = load_pipeline(write(), ["reason.algorithm.loss.clip_high=0.4", "reason.+algorithm=dapo"])
-    own = pipeline["reason"].config
-    assert own.algorithm.preset == "dapo" and own.algorithm.loss.clip_high == 0.4 and own.steps == 2
-    assert pipeline["cold_start"].config.algorithm.preset is None
-
-
 def test_supervised_training_also_uses_the_seed_of_the_pipeline(write):
     own = {"model": "demo:tiny", "data": "demo:add3", "seed": 3}
     stages = [
@@ -125,11 +118,6 @@ def test_supervised_training_also_uses_the_seed_of_the_pipeline(write):
         (path.parents[1] / f"{name}.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(rest | sft)))
     a, b, c, d, e = (stage.config.sft for stage in load_pipeline(path).stages)
     assert (a.seed, b.seed, c, d.seed, e.seed) == (5, 3, None, 4, 5)
-
-
-def test_the_pipelines_own_keys_may_be_interpolated(write, monkeypatch):
-    monkeypatch.setenv("WHERE", "elsewhere")
-    assert str(load_pipeline(write(output_dir="${oc.env:WHERE}")).directory) == "elsewhere/p"
 
 
 def test_a_stage_is_looked_for_where_its_run_writes(write, monkeypatch, tmp_path):

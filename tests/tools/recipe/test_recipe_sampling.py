@@ -79,13 +79,6 @@ def test_an_interrupted_sampling_resumes_with_the_missing_chunks_and_gives_the_s
     assert third_chunk in again and len(again) == 10 - 3 * len(before)
 
 
-def test_no_engine_is_started_if_every_chunk_exists(tmp_path, clusters):
-    made, _ = clusters
-    first = sample(tmp_path)
-    (tmp_path / "sft.jsonl").unlink()
-    assert sample(tmp_path) == first and len(made) == 1
-
-
 def test_prompts_are_drawn_by_seed_and_samples_of_a_prompt_have_different_seeds(tmp_path, clusters):
     made, _ = clusters
     report, _ = sample(tmp_path, max_prompts=4)

@@ -20,10 +20,8 @@ import pytest
 
 from grpo_dist.cli import main
 from grpo_dist.demo.tokenizer import character_tokenizer
-from grpo_dist.errors import UserError
 from grpo_dist.tools.report import rollouts
 from grpo_dist.tools.report.answers import AnswerReader
-from grpo_dist.tools.report.arguments import steps_of
 from grpo_dist.tools.report.command import write_report
 from grpo_dist.tools.report.line_files import Encoded, LineFile
 from grpo_dist.tools.report.run_dir import open_runs, sample_files
@@ -149,24 +147,6 @@ def test_no_content_of_a_file_stops_a_report(tmp_path, name, text):
         assert manifest["runs"][0]["about"]["ledger"] == {"unscored": 1}
 
 
-def test_a_run_that_has_just_started_has_a_page(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text("")
-    manifest, found, _, _ = page_of([run], tmp_path)
-    assert manifest["runs"][0]["samples"] == [] and found == {}
-
-
-def test_tables_of_older_runs_may_lack_columns(tmp_path):
-    run = make_run(tmp_path / "run", steps=1)
-    path = run / "samples/step_000001.parquet"
-    table = pq.read_table(path)
-    pq.write_table(table.select(["uid", "sample", "completion", "reward"]), path)
-    _, found, _, _ = page_of([run], tmp_path)
-    rows = found["0/rows/samples/step_000001/0"]
-    assert rows["length"][0] is None and rows["advantage"][0] is None and rows["parts"] == {}
-
-
 def test_a_group_is_never_split_and_one_prompt_may_have_several(tmp_path):
     path = tmp_path / "samples/step_000001.parquet"
     path.parent.mkdir()
@@ -220,34 +200,6 @@ def test_token_values_stay_within_their_limit_with_recorded_steps_first(run, tmp
     assert not [name for name in found if "/tokens/" in name]
 
 
-@pytest.mark.slow
-def test_a_group_above_the_limit_of_token_values_leaves_it_to_other_steps(tmp_path):
-    lengths = {1: 100, 2: 1200, 3: 50}
-    run = make_run(tmp_path / "run", steps=3, groups=1, samples=2, evals=(),
-                   texts=lambda step, g, i: "7" * lengths[step])  # fmt: skip
-    manifest, found, _, _ = page_of([run], tmp_path, tokens=2000)
-    tokens = {name: sum(map(len, own["tokens"])) for name, own in found.items() if "/tokens/" in name}
-    assert tokens == {"0/tokens/samples/step_000003/0": 100, "0/tokens/samples/step_000001/0": 200}
-    (own,) = manifest["runs"]
-    assert [e["step"] for e in own["samples"] if e.get("tokens")] == [1, 3]
-    assert (
-        "no token values from a group with more than 2,000 tokens on, in 1 table(s), e.g. "
-        "samples/step_000002/0" in "\n".join(own["about"]["notices"])
-    )
-    _, found, _, _ = page_of([run], tmp_path, tokens=250)  # 150 are left, and step 1 would need 200
-    assert [name for name in found if "/tokens/" in name] == ["0/tokens/samples/step_000003/0"]
-
-
-@pytest.mark.slow
-def test_a_table_with_values_up_to_a_group_above_the_limit_has_a_notice(tmp_path):
-    run = make_run(tmp_path / "run", steps=1, groups=3, samples=2, evals=(),
-                   texts=lambda step, g, i: "7" * (1200 if g == 1 else 50))  # fmt: skip
-    manifest, found, _, _ = page_of([run], tmp_path, tokens=2000)
-    (values,) = (own["tokens"] for name, own in found.items() if "/tokens/" in name)
-    assert sum(map(len, values)) == 100
-    assert "more than 2,000 tokens on, in 1 table(s)" in "\n".join(manifest["runs"][0]["about"]["notices"])
-
-
 def test_a_wrong_tokenizer_is_detected(tmp_path):
     run = make_run(tmp_path / "run", steps=1)
     character_tokenizer(ascii_only=True).save_pretrained(run / "model")
@@ -266,18 +218,6 @@ def test_a_tokenizer_that_appears_during_serving_is_used(tmp_path):
         assert json.loads(gzip.decompress(source.piece("tokens/samples/step_000001/0")))["tokens"]
 
 
-def test_rows_of_a_table_that_is_no_longer_shown_are_freed(tmp_path):
-    run = make_run(tmp_path / "run", steps=2, evals=())
-    with AnswerReader() as answers:
-        source = Source(open_runs([str(run)])[0], ReportLimits(rollouts=16), answers)
-        for step in (2, 3, 4):
-            source.manifest()
-            source.piece(f"rows/samples/step_{step:06d}/0")
-            write_samples(run / f"samples/step_{step + 1:06d}.parquet", 1, 4, 4, np.random.default_rng(0))
-        source.manifest()
-        assert len(source._rows) == 0 and list(source.parts) == ["samples/step_000005/0"]
-
-
 def test_a_report_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", steps=1)
 
@@ -289,13 +229,6 @@ def test_a_report_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_report([str(run)], None, ReportLimits(), print)
     assert not list(run.glob("*report.html*")) and not list(run.glob(".report*"))
-
-
-def test_without_a_tokenizer_the_page_gives_the_reason_there_are_no_colours(tmp_path):
-    run = make_run(tmp_path / "run", steps=1, config={"model": {"path": "nobody/has-this"}})
-    manifest, _, _, _ = page_of([run], tmp_path)
-    assert not manifest["runs"][0]["has_tokens"]
-    assert "nobody/has-this" in manifest["runs"][0]["about"]["tokenizer"]
 
 
 @pytest.mark.parametrize("path", ["./qwen", "../qwen", "~/qwen", "qwen/", "models/a b"])
@@ -326,16 +259,6 @@ def test_extracted_answers_are_those_of_the_grader():
     assert found == ["2", "8", None, "Paris"]
 
 
-def test_the_search_for_answers_without_a_box_is_limited_and_reported(monkeypatch, tmp_path):
-    from grpo_dist.tools.report import answers as module
-
-    monkeypatch.setattr(module, "_SEARCHED", 0)
-    run = make_run(tmp_path / "run", steps=1, evals=(), texts=lambda s, g, i: "it is 6")
-    manifest, found, _, _ = page_of([run], tmp_path)
-    assert set(found["0/rows/samples/step_000001/0"]["found"]["values"]) == {None}
-    assert "16 completions without a box" in "\n".join(manifest["runs"][0]["about"]["notices"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "script"])
 def test_an_interrupt_ends_a_server_cleanly(tmp_path, before):
@@ -354,15 +277,6 @@ def test_an_interrupt_ends_a_server_cleanly(tmp_path, before):
         finally:
             process.kill()
     assert process.returncode == 0 and errors == ""
-
-
-def test_runs_are_labelled_by_the_shortest_distinct_path(tmp_path):
-    for name in ("x/demo", "y/demo"):
-        make_run_dir = tmp_path / name
-        make_run_dir.mkdir(parents=True)
-        (make_run_dir / "metrics.jsonl").write_text("")
-    labels = [run.label for run in open_runs([str(tmp_path / "x/demo"), str(tmp_path / "y/demo")])]
-    assert labels == ["x/demo", "y/demo"]
 
 
 @pytest.mark.parametrize(
@@ -407,19 +321,6 @@ def test_the_command_writes_into_the_run(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.rglob("*.partial"))
 
 
-@pytest.mark.slow
-def test_a_report_does_not_need_torch():
-    code = "import sys, grpo_dist.tools.report.command; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S).returncode == 0
-
-
-def test_steps_are_selected_by_range():
-    assert steps_of("1,10,50-52") == (1, 10, 50, 51, 52)
-    assert steps_of("") == ()
-    with pytest.raises(UserError, match="not a step"):
-        steps_of("9-3")
-
-
 def test_only_changed_lines_are_read_again(tmp_path):
     encoded = []
 
@@ -441,45 +342,6 @@ def test_only_changed_lines_are_read_again(tmp_path):
     write_lines(path, [{"step": 1}])  # rolled back
     file.look()
     assert [part.payload for part in file.parts] == [[1]]
-
-
-def test_the_newest_parts_of_a_long_file_are_kept(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    write_lines(path, [{"step": s} for s in range(10)])
-    file = LineFile(path, lambda lines: Encoded(len(lines), weight=len(lines)), per_part=2, most=5)
-    file.look()
-    assert [part.payload for part in file.parts] == [None, None, None, 2, 2] and file.left_out == 3
-
-
-def test_a_run_with_more_spans_than_are_shown_keeps_the_clock_of_every_step(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_dist.tools.report.source._SPANS", 100)
-    run = make_run(tmp_path / "run", steps=1)
-    lines = [
-        {"step": step, "spans": [["rollout-0", "sample", 10.0 * step, 10.0 * step + 4]]}
-        for step in range(1, 231)
-    ]
-    write_lines(run / "timeline.jsonl", lines)
-    manifest, found, _, _ = page_of([run], tmp_path)
-    (own,) = manifest["runs"]
-    assert [version is not None for version in own["spans"]] == [False, False, False, True, True]
-    assert [name for name in found if "/spans/" in name] == ["0/spans/3", "0/spans/4"]
-    assert [step for i in range(5) for step in found[f"0/clock/{i}"]["step"]] == list(range(1, 231))
-    assert "timeline.jsonl: only the newest 100 spans are shown" in own["about"]["notices"]
-    with AnswerReader() as answers:
-        source = Source(open_runs([str(run)])[0], ReportLimits(), answers)
-        source.manifest()
-        assert json.loads(gzip.decompress(source.piece("clock/0")))["end"][0] == 14.0
-        with pytest.raises(KeyError):
-            source.piece("spans/0")
-
-
-def test_the_run_of_an_sft_stage_is_no_evaluation(tmp_path):
-    run = make_run(tmp_path / "run", steps=1)
-    (run / "evaluation.json").write_text(json.dumps({"before": {}, "after": {"eval/add3/pass@1": 0.5}}))
-    manifest, _, _, _ = page_of([run], tmp_path)
-    (own,) = manifest["runs"]
-    assert own["about"]["config"]["policy.optimizer.lr"] == "0.0001"
-    assert [(e["kind"], e["step"]) for e in own["samples"]] == [("add3", 0), ("training", 1)]
 
 
 @pytest.mark.parametrize("label", ["training", "quarantine"])
@@ -547,16 +409,6 @@ def test_a_server_serves_only_the_files_of_the_page(served, path):
         ask(served[1] + path)
 
 
-def test_a_server_reports_a_run_that_it_cannot_read(served):
-    run, url = served
-    (run / "metrics.jsonl").unlink()
-    (run / "metrics.jsonl").mkdir()
-    assert b"<!DOCTYPE html>" in ask(url)[1]
-    with pytest.raises(urllib.error.HTTPError, match="500") as refused:
-        ask(url + "manifest")
-    assert refused.value.read().decode() == f"{run}/metrics.jsonl: Is a directory"
-
-
 def test_a_server_logs_its_own_errors_and_no_disconnected_client(served, monkeypatch, capsys):
     def raising(error):
         def answer(self, *_):
@@ -600,13 +452,6 @@ def test_a_server_on_all_interfaces_answers_to_any_host_name():
         server.shutdown()
         thread.join(timeout=HANG_S)
     assert json.loads(body) == {"live": True, "runs": []}
-
-
-def test_a_port_in_use_is_refused(served, capsys):
-    run, url = served
-    port = url.rstrip("/").rpartition(":")[2]
-    assert main(["report", str(run), "--serve", "--port", port]) == 2
-    assert "choose another port" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Episodes in the report: their turns, tool calls and given tokens, in its data and in a real browser."""
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.batch.token_values import TokenValues
@@ -96,15 +95,6 @@ def test_given_tokens_have_a_place_and_no_value_and_rows_follow_each_other(table
     assert found["log_ratio"][2][first:] == [None] * end_of("\\boxed{7}")  # not recorded of the second row
 
 
-def test_a_run_without_episodes_has_none(tmp_path):
-    run = make_run(tmp_path / "run", steps=1)
-    path = run / "samples/step_000001.parquet"
-    with AnswerReader() as answers:
-        rows = rollouts.rows(pq.read_table(path), answers)
-    assert set(rows["turns"]) == {None} and rows["called"]["values"] == [None] and set(rows["given"]) == {0}
-    assert set(rollouts.texts(pq.read_table(path))["turns"]) == {None}
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     run = make_run(tmp_path_factory.mktemp("runs") / "run", steps=3)
@@ -174,17 +164,4 @@ def test_an_episode_shows_who_wrote_what_and_shades_given_tokens(browser, run, t
     assert page.text(third + ".rewritten") == "row 2: the chat template rewrote what came before"
     assert page.text(third + ".environment div:last-child") == "lower"
     assert page.text(".card:nth-child(4) .call .badge") == "timeout"
-    assert page.console() == []
-
-
-@pytest.mark.slow
-def test_without_token_values_an_episode_shows_the_texts_of_its_turns(browser, run, tmp_path):
-    page = opened(browser, [run], tmp_path, "rollouts", tokens=0)
-    filtered(page, "#f-called", "ok", 1)
-    page.click("#table .tabulator-row")
-    page.until("document.querySelectorAll('.card').length === 4")
-    first = ".card:nth-child(1) "
-    assert page.texts(first + ".who") == ["turn 1 · policy", "tools", "turn 2 · policy"]
-    assert page.texts(first + ".environment > *")[2:] == []  # the result stands once
-    assert page.text(first + ".call .result") == "20126" and "347*58" in page.text(first + ".policy")
     assert page.console() == []

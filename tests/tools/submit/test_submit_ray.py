@@ -184,18 +184,6 @@ def test_a_dry_run_shows_the_request_and_no_secret(project, capsys, monkeypatch)
     assert not (project / "runs/tiny").exists()
 
 
-@pytest.mark.slow
-def test_a_dry_run_names_the_cluster_that_would_be_asked(project, capsys, monkeypatch):
-    def address(*arguments):
-        said = command(capsys, "submit", config_in(project), "--to", "ray", "--dry-run", *arguments)[1]
-        return yaml.safe_load(said.partition("\n# config.yaml\n")[0])["address"]
-
-    assert address() == "(none given)"
-    monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
-    assert address() == "http://head:8265"
-    assert address("--address", "http://other:8265") == "http://other:8265"
-
-
 def test_logs_of_a_server_that_no_longer_knows_the_job_are_refused_in_one_message():
     from aiohttp import ClientError
 
@@ -240,16 +228,6 @@ def test_a_job_submitted_by_hand_uploads_all_code_and_no_outputs():
         assert stays(root / left)
 
 
-def test_the_top_alone_is_excluded_where_it_is_marked(project):
-    for place in ("data", "lib/data"):
-        (project / place).mkdir(parents=True)
-        (project / place / "words.py").write_text("")
-    (project / "carried").mkdir()
-    config = load_config(config_in(project), ["code_paths=[.]"])
-    carried = code.gather(config, project / "carried", ray_jobs.runtime_env()["excludes"])
-    assert "lib/data/words.py" in carried.files and "data/words.py" not in carried.files
-
-
 def test_the_engines_find_the_plug_in_where_only_the_code_is(project):
     import tomllib
 
@@ -270,30 +248,6 @@ def test_an_upload_that_is_too_large_is_refused_before_it_starts(project, capsys
     )
     assert status == 2
     assert "MiB would travel with the job" in said and "rewards/big.txt (101.0 MiB)" in said
-
-
-def test_code_of_environments_travels_as_that_of_rewards(project, tmp_path):
-    (project / "games").mkdir()
-    (project / "games/guess.py").write_text("")
-    paths = ["code_paths=[rewards]", "code_paths=[games,rewards]"]
-    carried = code.gather(load_config(config_in(project), paths), tmp_path / "carried", ())
-    assert "games/guess.py" in carried.files
-    for wrong, words in (("..", "outside of the current directory"), ("nowhere", "no such directory in ")):
-        config = load_config(config_in(project), [f"code_paths=[{wrong}]"])
-        with pytest.raises(UserError, match=f"`code_paths`: {wrong}.*{words}"):
-            code.gather(config, tmp_path / f"{len(wrong)}", ())
-
-
-def test_an_upload_that_is_too_large_is_not_copied_first(project, capsys, monkeypatch):
-    copied, real = [], code.shutil.copy2
-    monkeypatch.setattr(code.shutil, "copy2", lambda file, to: copied.append(file) or real(file, to))
-    for name in "abc":
-        (project / f"rewards/{name}.txt").touch()
-        os.truncate(project / f"rewards/{name}.txt", 60 * 2**20)
-    arguments = ("--to", "ray", "--dry-run", "code_paths=[rewards]")
-    status, said = command(capsys, "submit", config_in(project), *arguments)
-    assert status == 2 and said.count("(60.0 MiB)") == 3
-    assert len([file for file in copied if file.startswith("rewards/") and file.endswith(".txt")]) == 1
 
 
 def test_neither_keys_nor_targets_of_outside_links_are_uploaded(project, capsys):
@@ -341,13 +295,6 @@ def test_a_code_directory_that_links_outside_is_refused(project, capsys, tmp_pat
 def test_by_hand_keys_are_not_uploaded_either():
     excludes = ray_jobs.runtime_env()["excludes"]
     assert [name for name in code.KEYS if name not in excludes and not name.startswith(".")] == []
-
-
-@pytest.mark.slow
-def test_dangling_links_are_not_uploaded(project, capsys):
-    (project / "rewards/old.py").symlink_to("nowhere.py")
-    arguments = ("--to", "ray", "--dry-run", "code_paths=[rewards]")
-    assert command(capsys, "submit", config_in(project), *arguments)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -403,20 +350,6 @@ def test_a_run_that_is_complete_is_not_submitted_again(project, capsys):
     (project / "runs/tiny/DONE").write_text("2\n")
     status, said = command(capsys, "submit", config_in(project), "--to", "ray", "--dry-run")
     assert status == 2 and "the run is complete (2 steps)" in said
-
-
-def test_asking_about_a_run_that_was_not_submitted_names_it(project, capsys):
-    for what in ("status", "logs", "stop"):
-        status, said = command(capsys, what, "runs/other")
-        assert status == 2 and "runs/other: nothing was submitted" in said
-
-
-def test_the_record_is_kept_locally_if_the_storage_is_elsewhere(project, capsys, monkeypatch):
-    from grpo_dist.tools.submit.job import SubmissionRecord, read_record
-
-    SubmissionRecord("ray", "far-1", "/nowhere/runs/far", where="http://127.0.0.1:1").write()
-    record = read_record(Path("/nowhere/runs/far"))
-    assert record is not None and (record.job, record.where) == ("far-1", "http://127.0.0.1:1")
 
 
 def test_a_job_is_recorded_even_if_its_directory_cannot_be_written(project, monkeypatch):

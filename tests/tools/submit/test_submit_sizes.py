@@ -24,19 +24,6 @@ def test_a_job_that_requests_more_gpus_than_the_run_uses_gets_a_warning(tmp_path
     assert "give --gpus-per-node 2" in said
 
 
-def test_over_several_nodes_the_warning_names_what_uses_the_rest(tmp_path, capsys):
-    sizes = ("--gpus-per-node", "8", "cluster.placement=separate", "policy.num_workers=2")
-    status, said = dry_run(capsys, tmp_path, "slurm", *sizes, "--nodes", "2", "rollout.num_workers=8")
-    assert status == 0 and "the run uses 10: 6 would be idle; raise `rollout.num_workers`" in said, said
-
-
-@pytest.mark.parametrize("gpus", ["0", "2"])
-def test_a_job_that_uses_all_requested_gpus_gets_no_warning(tmp_path, capsys, gpus):
-    placed = () if gpus == "0" else ("cluster.placement=separate",)
-    status, said = dry_run(capsys, tmp_path, "slurm", "--gpus-per-node", gpus, *placed)
-    assert status == 0 and "warning" not in said
-
-
 def test_a_submission_prints_the_warning_with_the_job(tmp_path, capsys, monkeypatch):
     submitted = SubmissionRecord("slurm", "1", str(tmp_path))
     monkeypatch.setattr(SlurmTarget, "submit", lambda target, job: submitted)
@@ -62,8 +49,3 @@ def test_a_submission_prints_the_warning_with_the_job(tmp_path, capsys, monkeypa
 def test_impossible_sizes_are_refused(tmp_path, capsys, to, arguments, words):
     status, said = dry_run(capsys, tmp_path, to, *arguments)
     assert status == 2 and words in said
-
-
-def test_status_accepts_a_run_directory_with_any_name(tmp_path, capsys):
-    status, said = command(capsys, "status", tmp_path / "\udcff")
-    assert status == 2 and "nothing was submitted for this run directory" in said
