@@ -1,19 +1,23 @@
 """Encodes many texts: words that occur again are encoded once.
 
 A byte-level tokenizer cuts a text into words before it looks for tokens, and no word goes on behind a single
-space between two other characters. So the tokens of a text are those of its parts between such spaces:
+space or line break between two other characters. So the tokens of a text are those of its parts between
+these:
 
-    "Find the number" -> "Find", " the", " number"
+    "Find the number\nof" -> "Find", " the", " number\n", "of"
+
+Where it cuts out every digit, so do we: "x2y" -> "x", "2", "y".
+
+Words are found and counted by numpy and Arrow, their tokens put together by numpy: no object for a text.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,7 @@ import numpy as np
 from grpo_dist.chat.template import encode_all, is_of_library, writes_date
 
 _REMEMBERED = 2**18  # words
+_FEW = 500  # texts, for which it is not worth to import Arrow
 # Patterns after which text is cut into words: GPT-2's is the library's own, these are of Llama 3, Qwen 2 and
 # 3.5, and of gpt-oss. None of their branches has a space behind another character, but for white space.
 _PATTERNS = (
@@ -34,11 +39,11 @@ _PATTERNS = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-# White space, of which versions of Unicode have U+180E or not.
-_SPACES = r"\s\u180e"
-_SPACED = re.compile(rf"[{_SPACES}] | [{_SPACES}]")
-_SPACED_ASCII = [pair for c in map(chr, range(128)) if c.isspace() for pair in (f"{c} ", f" {c}")]
-_BETWEEN = re.compile(rf"(?<=[^{_SPACES}]) (?=[^{_SPACES}])")
+_OF_ONE_DIGIT = _PATTERNS[1:3]
+# Bytes that are certainly of no white space, as the first of a character and as the last: that of Unicode
+# begins with C2, E1, E2 or E3, and ends with a byte up to AF.
+_LASTS = np.array([0x21 <= byte < 0x7F or byte > 0xAF for byte in range(256)])
+_BEGINS = np.array([0x21 <= byte < 0x7F or 0xC3 <= byte < 0xE1 or byte > 0xE3 for byte in range(256)])
 
 
 class BatchEncoder:
@@ -46,36 +51,81 @@ class BatchEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._backend = tokenizer, _backend(tokenizer)
-        self._is_cut = self._backend is not None and cuts_at_spaces(self._backend.to_str())
-        self._begins: dict[str, bytes] = {}  # ids of the first word of a text
-        self._words: dict[str, bytes] = {}  # of each further word, which has a space in front
+        settings = {} if self._backend is None else json.loads(self._backend.to_str())
+        self._is_cut = bool(settings) and cuts_at_spaces(settings)
+        self._cuts_digits = self._is_cut and cuts_out_digits(settings)
+        self._words: dict[bytes, int] = {}  # numbers of those that are remembered
+        self._ids, self._ends = np.empty(0, np.int32), np.zeros(1, np.int64)  # of these, behind a 0
 
-    def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """Return the ids of each text, int32."""
-        if self._backend is None:
-            return list(map(as_bytes, encode_all(texts, self._tokenizer)))
-        if not self._is_cut:
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of all texts end to end, int32, and the end of each, int64 [texts]."""
+        if not self._is_cut or len(texts) < _FEW or not any(texts):
             return self._encode(texts)
-        # Line breaks around the texts show a space at the begin or the end of one.
-        cut = _BETWEEN.split if _has_spaced("\n".join(["", *texts, ""])) else _split
-        parts = [cut(text) for text in texts]
-        begins = self._known(self._begins, "", {words[0] for words in parts})
-        words = self._known(self._words, " ", set(chain.from_iterable(words[1:] for words in parts)))
-        return [begins[first] + b"".join(map(words.__getitem__, further)) for first, *further in parts]
+        import pyarrow as pa  # heavy: few texts do not need it
 
-    def _known(self, known: dict[str, bytes], front: str, needed: set[str]) -> dict[str, bytes]:
-        """Return a dictionary that has the ids of all ``needed`` words, with ``front`` before each."""
-        unknown = list(needed - known.keys())
-        if len(known) + len(unknown) > _REMEMBERED:
-            known.clear()
-            unknown = list(needed)
-        known.update(zip(unknown, self._encode([front + word for word in unknown]), strict=True))
-        return known
+        sizes = list(map(len, texts))
+        content = "".join(texts).encode()
+        if len(content) > sum(sizes):
+            sizes = [len(text.encode()) for text in texts]
+        text_ends = np.cumsum(sizes)
+        cuts = find_words(np.frombuffer(content, np.uint8), text_ends, digits=self._cuts_digits)
+        offsets = pa.py_buffer(np.append(cuts, len(content)))
+        words = pa.Array.from_buffers(pa.large_binary(), len(cuts), [None, offsets, pa.py_buffer(content)])
+        coded = words.dictionary_encode()
+        codes = np.frombuffer(coded.indices.buffers()[1], np.int32, len(cuts))
+        numbers = self._numbers(coded.dictionary.to_pylist())[codes]
+        begins, sizes_of_words = self._ends[numbers], self._ends[numbers + 1] - self._ends[numbers]
+        ends = np.cumsum(sizes_of_words)
+        places = np.repeat(begins - ends + sizes_of_words, sizes_of_words)
+        places += np.arange(len(places))
+        return self._ids[places], np.append(0, ends)[np.searchsorted(cuts, text_ends)]
 
-    def _encode(self, texts: Sequence[str]) -> list[bytes]:
-        assert self._backend is not None
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [as_bytes(encoding.ids) for encoding in encodings]
+    def _numbers(self, words: list[bytes]) -> np.ndarray:
+        """Return the numbers of ``words``, int64, and remember their ids."""
+        unknown = [word for word in words if word not in self._words]
+        if len(self._words) + len(unknown) > _REMEMBERED:
+            self._words.clear()
+            self._ids, self._ends, unknown = self._ids[:0], self._ends[:1], words
+        ids, ends = self._encode(list(map(bytes.decode, unknown)))
+        self._words.update(zip(unknown, count(len(self._words)), strict=False))
+        self._ends = np.concatenate([self._ends, ends + len(self._ids)])
+        self._ids = np.concatenate([self._ids, ids])
+        return np.fromiter(map(self._words.__getitem__, words), np.int64, len(words))
+
+    def _encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        if self._backend is None:
+            ids = encode_all(texts, self._tokenizer)
+        else:
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+            ids = [encoding.ids for encoding in encodings]
+        ends = np.cumsum(list(map(len, ids)), dtype=np.int64)
+        return np.fromiter(chain.from_iterable(ids), np.int32, ends[-1] if len(ends) else 0), ends
+
+
+def find_words(content: np.ndarray, ends: np.ndarray, *, digits: bool) -> np.ndarray:
+    """Return where words begin, int64: texts, and what follows a single space or line break in one.
+
+    Args:
+        content: UTF-8 of texts end to end, uint8.
+        ends: of each text, int64.
+        digits: whether each digit is a word, unless white space is before it.
+    """
+    size = len(content)
+    begins_text, begins_word = np.zeros(size + 1, bool), np.zeros(size + 1, bool)
+    begins_text[0], begins_text[ends] = True, True
+    begins_word |= begins_text
+    for byte, further in ((b" ", 0), (b"\n", 1)):  # a space belongs to the word behind it
+        places = np.flatnonzero(content[1:-1] == byte[0]) + 1
+        is_single = _LASTS[content[places - 1]] & _BEGINS[content[places + 1]]
+        is_single &= ~(begins_text[places] | begins_text[places + 1])
+        if further:  # some patterns read a line break and a slash behind it as one
+            is_single &= content[places + 1] != ord("/")
+        begins_word[places[is_single] + further] = True
+    if digits:
+        is_digit = (content >= ord("0")) & (content <= ord("9"))
+        begins_word[1:] |= is_digit
+        begins_word[1:size] |= is_digit[1:] & _LASTS[content[:-1]]
+    return np.flatnonzero(begins_word[:size])
 
 
 def as_bytes(ids: Sequence[int]) -> bytes:
@@ -95,13 +145,14 @@ def tokenizer_state(tokenizer: Any, day: date | None) -> list[Any] | None:
     return [text, versions, str(day or date.today()) if writes_date(tokenizer) else ""]
 
 
-def cuts_at_spaces(tokenizer: str) -> bool:
-    """Return whether the text of a `tokenizer.json` says that it cuts a text at each single space."""
-    settings = json.loads(tokenizer)
+def cuts_at_spaces(settings: Mapping[str, Any]) -> bool:
+    """Return whether ``settings``, a `tokenizer.json`, say that it cuts a text at each single space and line
+    break.
+    """
     model, normalizer = settings["model"], settings["normalizer"]
     if model.get("type") != "BPE" or model.get("dropout") or (normalizer or {}).get("type", "NFC") != "NFC":
         return False
-    if any(t["lstrip"] or t["rstrip"] or " " in t["content"] for t in settings["added_tokens"]):
+    if any(t["lstrip"] or t["rstrip"] or set(" \n") & set(t["content"]) for t in settings["added_tokens"]):
         return False
     steps = settings["pre_tokenizer"] or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
@@ -110,6 +161,17 @@ def cuts_at_spaces(tokenizer: str) -> bool:
         return False
     is_cut = [_cuts(step) for step in steps]
     return None not in is_cut and True in is_cut
+
+
+def cuts_out_digits(settings: Mapping[str, Any]) -> bool:
+    """Return whether a `tokenizer.json` for which `cuts_at_spaces` holds makes a word of each digit."""
+    if any(set("0123456789") & set(token["content"]) for token in settings["added_tokens"]):
+        return False
+    step = settings["pre_tokenizer"]
+    first = step["pretokenizers"][0] if step["type"] == "Sequence" else step
+    if first["type"] == "Digits":
+        return bool(first["individual_digits"])
+    return first["type"] == "Split" and first["pattern"].get("Regex") in _OF_ONE_DIGIT
 
 
 def _cuts(step: dict[str, Any]) -> bool | None:
@@ -137,14 +199,3 @@ def _backend(tokenizer: Any) -> Any:
         return None
     tokenizer("1", add_special_tokens=False)  # sets truncation, padding, and how special tokens are read
     return tokenizer.backend_tokenizer
-
-
-def _has_spaced(text: str) -> bool:
-    """Return whether a space in ``text`` is beside white space."""
-    if text.isascii():  # a tenth of the time
-        return any(pair in text for pair in _SPACED_ASCII)
-    return bool(_SPACED.search(text))
-
-
-def _split(text: str) -> list[str]:
-    return text.split(" ")

@@ -154,6 +154,10 @@ class Texts(Slices[str]):
     def _read(self, begin: int, end: int) -> str:
         return str(self._bytes[begin:end], "utf-8", "surrogatepass")
 
+    def _list(self, places: slice) -> list[str]:
+        content = self._bytes
+        return [str(content[begin:end], "utf-8", "surrogatepass") for begin, end in self._bounds(places)]
+
 
 class Column:
     """Collects the bytes of values end to end. Memory of what is collected is not copied at the end."""
@@ -170,11 +174,14 @@ class Column:
             self._flush()
 
     def extend(self, values: Sequence[bytes]) -> None:
+        self.extend_packed(b"".join(values), np.cumsum(list(map(len, values)), dtype=np.int64))
+
+    def extend_packed(self, values: bytes | memoryview, ends: np.ndarray) -> None:
+        """Append ``values``, which stand end to end; ``ends``: int64, of each, in bytes."""
         self._flush()
-        ends = self._size + np.cumsum(np.fromiter(map(len, values), np.int64, len(values)))
-        self._ends.frombytes(ends.tobytes())
-        self._size += sum(map(len, values))
-        self._data += b"".join(values)
+        self._ends.frombytes((ends + self._size).tobytes())
+        self._data += values
+        self._size = len(self._data)
 
     def append_text(self, text: str) -> None:
         self.append(text.encode("utf-8", "surrogatepass"))

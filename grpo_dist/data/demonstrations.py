@@ -664,7 +664,8 @@ class _Tokeniser:
         """Yield each row, its prompt and completion, int32, and which tokens are learned: a byte for each,
         or nothing where all are. Raises ValueError for a row that is too long.
         """
-        all_ids = iter(self._encoder.encode([text for row in rows for text in row.texts]))
+        ids, ends = self._encoder.encode([text for row in rows for text in row.texts])
+        all_ids = (part.tobytes() for part in np.split(ids, ends[:-1]))
         for row in rows:
             prompt, *segments = islice(all_ids, len(row.texts))
             if row.record.get("chat_template") == "none":

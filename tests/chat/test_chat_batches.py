@@ -3,13 +3,12 @@
 import json
 import random
 
-import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_dist.chat import batches
-from grpo_dist.chat.batches import BatchEncoder, cuts_at_spaces
+from grpo_dist.chat.batches import BatchEncoder, cuts_at_spaces, cuts_out_digits
 from grpo_dist.chat.template import encode_all
 from grpo_dist.demo.tokenizer import character_tokenizer
 
@@ -26,6 +25,11 @@ WORDS = [
     "<|end|>",
     "a\nb",
     "\\pi",
+    "!",
+    "/x",
+    "3.14x20",
+    "1\u0301",
+    "\u06621",
 ]
 SPACES = [" "] * 8 + ["  ", "\n", " \n", "\n ", "\t", "\u00a0", "\u180e ", " \u2003", "\x1c "]
 
@@ -83,24 +87,40 @@ WHOLE = {
 }
 
 
+def encoded(encoder, some):
+    ids, ends = encoder.encode(some)
+    return [ids[begin:end].tolist() for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
 @pytest.mark.parametrize("name", [*CUT, *WHOLE])
 def test_each_text_has_the_ids_that_it_has_alone(name, monkeypatch):
     monkeypatch.setattr("grpo_dist.chat.batches._REMEMBERED", 40)  # words are forgotten meanwhile
+    monkeypatch.setattr("grpo_dist.chat.batches._FEW", 0)
     made = tokenizer(*(CUT | WHOLE)[name])
-    assert cuts_at_spaces(made.backend_tokenizer.to_str()) == (name in CUT)
+    assert cuts_at_spaces(json.loads(made.backend_tokenizer.to_str())) == (name in CUT)
     encoder = BatchEncoder(made)
     for some in (texts(400), ["the x^2", "x^2 the 12345"], texts(50)):
-        got = [np.frombuffer(ids, np.int32).tolist() for ids in encoder.encode(some)]
-        assert got == encode_all(some, made) and encoder.encode([]) == []
+        assert encoded(encoder, some) == encode_all(some, made)
+    assert encoded(encoder, ["", ""]) == [[], []] and len(encoder.encode([])[1]) == 0
 
 
 def test_a_token_that_takes_the_space_before_it_is_not_cut_off():
     made = tokenizer(byte_level)
     settings = json.loads(made.backend_tokenizer.to_str())
-    for change in ({"lstrip": True}, {"rstrip": True}, {"content": "<a b>"}):
+    for change in ({"lstrip": True}, {"rstrip": True}, {"content": "<a b>"}, {"content": "<\n>"}):
         changed = settings | {"added_tokens": [settings["added_tokens"][0] | change]}
-        assert not cuts_at_spaces(json.dumps(changed))
-    assert cuts_at_spaces(json.dumps(settings))
+        assert not cuts_at_spaces(changed)
+    assert cuts_at_spaces(settings)
+
+
+def test_digits_are_cut_out_where_the_tokenizer_has_each_alone():
+    cut = {
+        name for name in CUT if cuts_out_digits(json.loads(tokenizer(*CUT[name]).backend_tokenizer.to_str()))
+    }
+    assert cut == {"smollm2", "pattern 1", "pattern 2"}
+    made = tokenizer(*CUT["smollm2"])
+    made.add_tokens(["<extra_1>"])
+    assert not cuts_out_digits(json.loads(made.backend_tokenizer.to_str()))
 
 
 def test_a_tokenizer_with_code_of_its_own_is_called_itself():
@@ -109,6 +129,6 @@ def test_a_tokenizer_with_code_of_its_own_is_called_itself():
             return super().__call__([one.upper() for one in text], **arguments)
 
     made = Shouting(tokenizer_object=tokenizer(byte_level).backend_tokenizer)
-    assert BatchEncoder(made).encode(["the"]) == [np.array(encode_all(["the"], made)[0], np.int32).tobytes()]
+    assert encoded(BatchEncoder(made), ["the"]) == encode_all(["the"], made)
     demo = character_tokenizer()
-    assert BatchEncoder(demo).encode(["1+1"]) == [np.array(encode_all(["1+1"], demo)[0], np.int32).tobytes()]
+    assert encoded(BatchEncoder(demo), ["1+1"]) == encode_all(["1+1"], demo)
