@@ -25,16 +25,40 @@ def character_tokenizer(*, ascii_only: bool = False) -> Any:
     With ``ascii_only`` it has 107, and other characters are lost. A chat renders as
     ``<|user|>2+2=<|assistant|>4<|end|>``.
     """
-    from tokenizers import AddedToken, pre_tokenizers  # heavy: only when the tokenizer is built
-    from transformers import Qwen2Tokenizer
+    from transformers import Qwen2Tokenizer  # heavy: only when the tokenizer is built
 
-    # The 256 characters that represent bytes in byte-level BPE, in a fixed order.
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    kept = [letter for letter in letters if not ascii_only or letter.isascii() or letter in "ĠĊ"]
     tokenizer = Qwen2Tokenizer(
-        {token: i for i, token in enumerate([*_SPECIALS, *kept])}, [], eos_token=END, pad_token=PAD,
-        unk_token=UNKNOWN, chat_template=_TEMPLATE, clean_up_tokenization_spaces=False,
+        _letters(ascii_only), [], eos_token=END, pad_token=PAD, unk_token=UNKNOWN, chat_template=_TEMPLATE,
+        clean_up_tokenization_spaces=False,
     )  # fmt: skip
-    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in _SPECIALS])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in _MARKS])
+    tokenizer.add_tokens(_added())
     return tokenizer
+
+
+def character_decoder() -> Any:
+    """Build a `tokenizers.Tokenizer` that decodes as `character_tokenizer`; imports no transformers."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    decoder = Tokenizer(models.BPE(_letters(ascii_only=False), []))
+    decoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    decoder.decoder = decoders.ByteLevel()
+    decoder.add_tokens(_added())
+    return decoder
+
+
+def _letters(ascii_only: bool) -> dict[str, int]:
+    """Return ids of the special tokens and of the characters that stand for bytes in byte-level BPE."""
+    from tokenizers import pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # in a fixed order
+    kept = [letter for letter in letters if not ascii_only or letter.isascii() or letter in "ĠĊ"]
+    return {token: i for i, token in enumerate([*_SPECIALS, *kept])}
+
+
+def _added() -> list[Any]:
+    from tokenizers import AddedToken
+
+    return [
+        *(AddedToken(text, special=True, normalized=False) for text in _SPECIALS),
+        *(AddedToken(text, special=False, normalized=False) for text in _MARKS),
+    ]

@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name
 from grpo_dist.config.files import load_config
 from grpo_dist.tools.recipe.config import load_pipeline
 from tests.support.patience import HANG_S
+from tests.support.reports import make_run
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -67,12 +68,13 @@ def test_a_reward_worker_imports_nothing_heavy():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_report_imports_neither_torch_nor_transformers():
+def test_a_report_needs_neither_torch_nor_transformers_nor_pandas(tmp_path):
+    run = make_run(tmp_path / "run", steps=1, recorded=(1,))
     done = python(
-        "import sys, grpo_dist.tools.report.command\n"
-        "print({'torch', 'ray', 'transformers'} & set(sys.modules))"
+        f"import sys\nfrom grpo_dist.cli import main\nprint(main(['report', '{run}']))\n"
+        "print({'torch', 'ray', 'transformers', 'pandas', 'sympy'} & set(sys.modules))"
     )
-    assert done.stdout.strip() == "set()", done.stderr
+    assert done.stdout.splitlines()[-2:] == ["0", "set()"], done.stderr
 
 
 def test_a_plan_needs_neither_torch_nor_a_library_of_models():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from grpo_dist.rewards.match import final_answer
-from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes
 from grpo_dist.rewards.thought import final_text
+
+if TYPE_CHECKING:
+    from grpo_dist.rewards.pool import GraderPool
 
 _LONGEST_COMPLETION = 200_000  # characters searched for boxes, as in the grader
 _SEARCHED = 2000  # completions without a box to parse as the grader does; each takes milliseconds
@@ -62,5 +65,7 @@ class AnswerReader:
         if not completions:
             return []
         if self._pool is None:
+            from grpo_dist.rewards.pool import GraderPool  # slow to import
+
             self._pool = GraderPool(1)
         return self._pool.extract(completions)

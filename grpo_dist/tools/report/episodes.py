@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,28 +13,54 @@ import pyarrow.compute as pc
 
 COLUMNS = ("turns", "sampled", "further_rows")
 NO_CALL = "none"
-
-
-_OF_TOKENS = ("advantages", "trainer_logprobs", "ref_logprobs")
+VALUES = ("logprobs", "advantages", "trainer_logprobs", "ref_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRow:
-    """One training row of a sample, with what is recorded of each token; None: nothing.
+class Tokens:
+    """Tokens of samples with what is recorded of each, all rows of a sample one after another.
 
-    ``sampled``: bool [C]; None: the policy sampled all of its tokens.
+    Args:
+        ids: int [N].
+        sampled: bool [N]; False: given, not sampled by the policy.
+        values: float [N] by the column's name; NaN where nothing is recorded.
+        recorded: bool [R] by the column's name, of each of the R rows.
+        row_begins: int [R + 1], the first token of each row, and N.
+        sample_rows: int [S + 1], the first row of each sample, and R.
     """
 
-    ids: np.ndarray  # int [C]
-    sampled: np.ndarray | None = None
-    logprobs: np.ndarray | None = None  # float [C], and so are the others
-    advantages: np.ndarray | None = None
-    trainer_logprobs: np.ndarray | None = None
-    ref_logprobs: np.ndarray | None = None
+    ids: np.ndarray
+    sampled: np.ndarray
+    values: Mapping[str, np.ndarray]
+    recorded: Mapping[str, np.ndarray]
+    row_begins: np.ndarray
+    sample_rows: np.ndarray
 
     @property
-    def is_sampled(self) -> np.ndarray:
-        return np.ones(len(self.ids), bool) if self.sampled is None else self.sampled
+    def sample_begins(self) -> np.ndarray:
+        """The first token of each sample, and N: int [S + 1]."""
+        return self.row_begins[self.sample_rows]
+
+    def row_starts(self) -> list[list[int]]:
+        """Return where each row begins, counted from the first token of its sample."""
+        begins, rows = self.row_begins.tolist(), self.sample_rows.tolist()
+        return [[begin - begins[a] for begin in begins[a:b]] for a, b in pairwise(rows)]
+
+    def given_ranges(self) -> list[list[int]]:
+        """Return begin and end of each stretch of given tokens of each sample, in one list."""
+        ranges: list[list[int]] = [[] for _ in self.sample_rows[1:]]
+        begins = self.sample_begins
+        for i in np.unique(np.searchsorted(begins, np.flatnonzero(~self.sampled), "right") - 1).tolist():
+            is_given = ~self.sampled[begins[i] : begins[i + 1]]
+            ranges[i] = np.flatnonzero(np.diff(is_given, prepend=False, append=False)).tolist()
+        return ranges
+
+    def last_actions(self) -> Iterator[np.ndarray]:
+        """Yield the token ids of each sample's last action, whose text the sample's `completion` is."""
+        for row in (self.sample_rows[1:] - 1).tolist():
+            begin, end = self.row_begins[row : row + 2]
+            positions = np.flatnonzero(~self.sampled[begin:end])
+            yield self.ids[begin + positions[-1] + 1 : end] if len(positions) else self.ids[begin:end]
 
 
 def turns_of(table: pa.Table) -> list[list[dict[str, Any]] | None]:
@@ -54,12 +80,28 @@ def call_count(turns: Sequence[Mapping[str, Any]] | None) -> int | None:
     return None if turns is None else sum(len(turn["calls"] or ()) for turn in turns)
 
 
-def token_rows(table: pa.Table) -> list[list[TokenRow]]:
-    """Return the training rows of each sample, the first one first."""
-    names = ("completion_ids", "sampled", "logprobs", *_OF_TOKENS)
-    first = [_row(*values) for values in zip(*(lists_of(table, name) for name in names), strict=True)]
-    further = [[_row(*map(row.get, names)) for row in rows or ()] for rows in _values(table, "further_rows")]
-    return [[row, *more] for row, more in zip(first, further, strict=True)]
+def read_tokens(table: pa.Table) -> Tokens:
+    """Read the training rows of all samples. Raises ValueError for values of more or fewer tokens."""
+    more = [rows or [] for rows in _values(table, "further_rows")]
+
+    def rows_of(name: str) -> list[Any]:
+        first = lists_of(table, name)
+        if not any(more):
+            return first
+        rest = ([row.get(name) for row in rows] for rows in more)
+        return [row for one, others in zip(first, rest, strict=True) for row in (one, *others)]
+
+    ids = [() if row is None else row for row in rows_of("completion_ids")]
+    row_begins = np.cumsum([0, *map(len, ids)])
+    columns = {name: rows_of(name) for name in ("sampled", *VALUES)}
+    return Tokens(
+        ids=_flat(ids, row_begins, np.int64, 0),
+        sampled=_flat(columns.pop("sampled"), row_begins, bool, True),
+        values={name: _flat(rows, row_begins, np.float64, np.nan) for name, rows in columns.items()},
+        recorded={name: np.array([row is not None for row in rows]) for name, rows in columns.items()},
+        row_begins=row_begins,
+        sample_rows=np.cumsum([0, *(1 + len(rows) for rows in more)]),
+    )
 
 
 def given_counts(table: pa.Table) -> list[int]:
@@ -84,39 +126,36 @@ def lengths_of(table: pa.Table) -> list[int | None]:
     ]
 
 
-def given_ranges(rows: Sequence[TokenRow]) -> list[int]:
-    """Return begin and end of each stretch of given tokens, counted over all ``rows``, in one list."""
-    is_given = ~np.concatenate([row.is_sampled for row in rows])
-    return np.flatnonzero(np.diff(is_given, prepend=False, append=False)).tolist()
-
-
-def last_action(rows: Sequence[TokenRow]) -> np.ndarray:
-    """Return the token ids of the last action, whose text the sample's `completion` is."""
-    positions = np.flatnonzero(~rows[-1].is_sampled)
-    return rows[-1].ids[int(positions[-1]) + 1 :] if len(positions) else rows[-1].ids
-
-
-def row_starts(rows: Sequence[TokenRow]) -> list[int]:
-    """Return the index of the first token of each row, counted over all ``rows``."""
-    return [0, *accumulate(len(row.ids) for row in rows[:-1])]
-
-
 def lists_of(table: pa.Table, name: str) -> list[np.ndarray | None]:
     """Read a list column as one array per row."""
     if name not in table.schema.names:
         return [None] * len(table)
     column = table[name].combine_chunks()
-    values, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
+    values, ends = to_numpy(column.values), to_numpy(column.offsets)
     is_valid = column.is_valid().to_pylist()
     return [values[a:b] if ok else None for a, b, ok in zip(ends[:-1], ends[1:], is_valid, strict=True)]
 
 
-def _row(ids: Any, sampled: Any, *values: Any) -> TokenRow:
-    return TokenRow(
-        np.array([] if ids is None else ids, np.int64),
-        None if sampled is None else np.array(sampled, bool),
-        *(None if row_values is None else np.array(row_values, np.float64) for row_values in values),
-    )
+def to_numpy(values: pa.Array) -> np.ndarray:
+    """Return numbers or booleans, NaN for null, without pandas, which `pa.Array.to_numpy` imports."""
+    if values.null_count:
+        return np.array([np.nan if value is None else value for value in values.to_pylist()])
+    if pa.types.is_boolean(values.type):
+        return np.from_dlpack(values.cast(pa.uint8())).view(bool)
+    return np.from_dlpack(values)
+
+
+def _flat(rows: Sequence[Any], begins: np.ndarray, dtype: Any, missing: float) -> np.ndarray:
+    """Join ``rows`` that begin at ``begins``, with ``missing`` for the tokens of a row that is None."""
+    flat = np.full(begins[-1], missing, dtype)
+    present = [np.array(row, dtype) if isinstance(row, list) else row for row in rows if row is not None]
+    if present:
+        lengths = np.diff(begins)
+        is_present = np.array([row is not None for row in rows])
+        if list(map(len, present)) != lengths[is_present].tolist():
+            raise ValueError("a sample's values are not as many as its tokens")
+        flat[np.repeat(is_present, lengths)] = np.concatenate(present)
+    return flat
 
 
 def _values(table: pa.Table, name: str) -> list[Any]:

@@ -52,21 +52,21 @@ class Cut:
 
 def cut(path: Path) -> Cut:
     """Cut a file into parts. Raises the errors of pyarrow for a file that is not a table of samples."""
-    starts = group_starts(pq.read_table(path, columns=["uid", "sample"]))
+    with pq.ParquetFile(path) as file:  # `read_table` would import pandas
+        starts, names = group_starts(file.read(["uid", "sample"])), file.schema_arrow.names
+        ends = [file.metadata.num_rows]
     cuts = [0]
     for start in starts:
         if start - cuts[-1] >= _ROWS:
             cuts.append(start)
-    footer = pq.read_metadata(path)
-    ends = [*cuts[1:], footer.num_rows]
-    stretches = tuple(Stretch(a, b) for a, b in zip(cuts, ends, strict=True) if b > a)
-    return Cut(stretches, "trainer_logprobs" in footer.schema.to_arrow_schema().names)
+    stretches = tuple(Stretch(a, b) for a, b in zip(cuts, cuts[1:] + ends, strict=True) if b > a)
+    return Cut(stretches, "trainer_logprobs" in names)
 
 
 def group_starts(table: pa.Table) -> list[int]:
     """Return the first row of each group: the prompt changes, or the sample number does not increase."""
-    uid = table["uid"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
-    sample = table["sample"].to_numpy()
+    uid = episodes.to_numpy(table["uid"].combine_chunks().dictionary_encode().indices)
+    sample = episodes.to_numpy(table["sample"].combine_chunks())
     new = np.ones(len(uid), dtype=bool)
     new[1:] = (uid[1:] != uid[:-1]) | (sample[1:] <= sample[:-1])
     return np.flatnonzero(new).tolist()
@@ -134,7 +134,8 @@ def texts(table: pa.Table, token_texts: Callable[[np.ndarray], list[str]] | None
     "prompt" has the text of each token that the model read, by ``token_texts``, and their number where some
     are left out; null without a tokenizer, and of an earlier table, which has no tokens of prompts.
     """
-    first = table.take(group_starts(table))
+    starts = np.array(group_starts(table), np.int64)  # `pa.array` would import pandas
+    first = table.take(pa.Array.from_buffers(pa.int64(), len(starts), [None, pa.py_buffer(starts)]))
     prompts = [
         None if ids is None or token_texts is None else _shown_prompt(ids, token_texts)
         for ids in episodes.lists_of(first, "prompt_ids")

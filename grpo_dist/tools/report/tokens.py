@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from grpo_dist.demo.tokenizer import character_tokenizer
+from grpo_dist.demo.tokenizer import character_decoder
 from grpo_dist.errors import expanded
 from grpo_dist.tools.report import episodes
 from grpo_dist.tools.report.rollouts import texts_of
@@ -44,18 +45,23 @@ class TokenTexts:
         self._skip = len(self._decode([]))
         self._known: dict[int, str] = {}
 
-    def of(self, ids: np.ndarray) -> list[str]:
-        """Return a text per token; the first token of a multi-token character has the character."""
-        texts = [self._one(int(token)) for token in ids]
-        begin = 0
-        while begin < len(texts):
-            end = begin
-            while end < len(texts) and _SPOILT in texts[end]:
-                end += 1
-            if end > begin:
-                whole = self._decode([int(token) for token in ids[begin:end]])[self._skip :]
-                texts[begin:end] = [whole, *[""] * (end - begin - 1)]
-            begin = end + 1
+    def of(self, ids: np.ndarray, row_begins: Sequence[int] | np.ndarray = ()) -> list[str]:
+        """Return a text per token; the first token of a multi-token character has the character.
+
+        No character goes across one of ``row_begins``, indices of ``ids`` in rising order.
+        """
+        unique, places = np.unique(ids, return_inverse=True)
+        known = [self._one(token) for token in unique.tolist()]
+        texts = [known[place] for place in places.tolist()]
+        spoilt = np.array([_SPOILT in text for text in known], bool)
+        if spoilt.any():
+            is_spoilt, is_first = spoilt[places], np.zeros(len(ids) + 1, bool)
+            is_first[np.asarray(row_begins, int)] = True
+            begins = is_spoilt & (is_first[:-1] | ~np.append(False, is_spoilt[:-1]))
+            ends = is_spoilt & (is_first[1:] | ~np.append(is_spoilt[1:], False))
+            for begin, last in zip(np.flatnonzero(begins), np.flatnonzero(ends), strict=True):
+                whole = self._decode(ids[begin : last + 1].tolist())[self._skip :]
+                texts[begin : last + 1] = [whole, *[""] * (last - begin)]
         return texts
 
     def gives_back(self, ids: np.ndarray, text: str) -> bool:
@@ -86,7 +92,7 @@ def find_tokenizer(run: Path, config: dict[str, Any]) -> tuple[TokenTexts | None
                 return None, f"{path} cannot be read ({error})"
     model = _section(config, "model").get("path")
     if model in ("sft", "demo:tiny", "demo:small", "demo:micro"):
-        return TokenTexts(character_tokenizer().backend_tokenizer), "the demo's tokenizer"
+        return TokenTexts(character_decoder()), "the demo's tokenizer"
     return None, f"no tokenizer.json in {run} nor, on this machine, of model.path = {model}"
 
 
@@ -115,10 +121,8 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 def fits(table: pa.Table, texts: TokenTexts) -> bool:
     """Return True when ``texts`` reproduces some sample: otherwise it is another tokenizer."""
     head = table.slice(0, _CHECKED)
-    pairs = zip(episodes.token_rows(head), texts_of(head, "completion"), strict=True)
-    return any(
-        text is not None and texts.gives_back(episodes.last_action(rows), text) for rows, text in pairs
-    )
+    pairs = zip(episodes.read_tokens(head).last_actions(), texts_of(head, "completion"), strict=True)
+    return any(text is not None and texts.gives_back(ids, text) for ids, text in pairs)
 
 
 def values(table: pa.Table, texts: TokenTexts) -> dict[str, Any]:
@@ -128,35 +132,25 @@ def values(table: pa.Table, texts: TokenTexts) -> dict[str, Any]:
     sample whose values are all equal. The rows of an episode follow each other: "rows" has the first token of
     each, "given" begin and end of each stretch that was put in, whose values are null.
     """
-    indices: dict[str, int] = {}
-    samples = episodes.token_rows(table)
-    tokens = [
-        [indices.setdefault(text, len(indices)) for row in rows for text in texts.of(row.ids)]
-        for rows in samples
-    ]
-    numbers: dict[str, Callable[[episodes.TokenRow], np.ndarray | None]] = {
-        "logprob": lambda row: row.logprobs,
-        "log_ratio": lambda row: _both(row.trainer_logprobs, row.logprobs, np.subtract),
-        "advantage": lambda row: row.advantages,
-        "kl": lambda row: _both(row.trainer_logprobs, row.ref_logprobs, _k3),
+    read, indices = episodes.read_tokens(table), dict[str, int]()
+    vocabulary = [indices.setdefault(text, len(indices)) for text in texts.of(read.ids, read.row_begins)]
+    functions: dict[str, tuple[Callable[..., np.ndarray], tuple[str, ...]]] = {
+        "logprob": (np.asarray, ("logprobs",)),
+        "log_ratio": (np.subtract, ("trainer_logprobs", "logprobs")),
+        "advantage": (np.asarray, ("advantages",)),
+        "kl": (_k3, ("trainer_logprobs", "ref_logprobs")),
     }
     coarse = {
-        name: [_coarse([(row, of(row)) for row in rows], SCALES[name]) for rows in samples]
-        for name, of in numbers.items()
+        name: _coarse(read, function(*(read.values[c] for c in columns)) * SCALES[name], columns)
+        for name, (function, columns) in functions.items()
     }
-    where = {
-        "given": [episodes.given_ranges(rows) for rows in samples],
-        "rows": [episodes.row_starts(rows) for rows in samples],
-    }
+    where = {"given": read.given_ranges(), "rows": read.row_starts()}
+    tokens = [vocabulary[a:b] for a, b in pairwise(read.sample_begins.tolist())]
     return {"vocabulary": list(indices), "tokens": tokens, "scales": SCALES, **where, **coarse}
 
 
 def count(table: pa.Table) -> int:
     return sum(length or 0 for length in episodes.lengths_of(table))
-
-
-def _both(a: np.ndarray | None, b: np.ndarray | None, function: Any) -> np.ndarray | None:
-    return None if a is None or b is None or len(a) != len(b) else function(a, b)
 
 
 def _k3(logprobs: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
@@ -165,15 +159,28 @@ def _k3(logprobs: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
 
 
 def _coarse(
-    rows: Sequence[tuple[episodes.TokenRow, np.ndarray | None]], scale: float
-) -> list[int | None] | int | None:
-    """Round the values of a sample's rows; one number where all sampled tokens have the same."""
-    if all(values is None for _, values in rows):
-        return None
-    sampled = np.concatenate([row.is_sampled for row, _ in rows])
-    filled = [np.full(len(row.ids), np.nan) if values is None else values for row, values in rows]
-    whole = np.where(sampled, np.round(np.concatenate(filled) * scale), np.nan)
-    trained = whole[sampled]
-    if len(trained) and np.isfinite(trained).all() and (trained == trained[0]).all():
-        return int(trained[0])
-    return [int(value) if ok else None for value, ok in zip(whole, np.isfinite(whole), strict=True)]
+    tokens: episodes.Tokens, values: np.ndarray, columns: Sequence[str]
+) -> list[list[int | None] | int | None]:
+    """Round each sample's ``values``, of ``columns``; one number where all sampled tokens have the same."""
+    whole = np.where(tokens.sampled, np.round(values), np.nan)
+    begins = tokens.sample_begins
+    sampled_before = np.append(0, np.cumsum(tokens.sampled))[begins]
+    low, high = np.full((2, len(begins) - 1), np.nan)
+    if (has_some := np.diff(sampled_before) > 0).any():
+        trained, firsts = whole[tokens.sampled], sampled_before[:-1][has_some]
+        low[has_some] = np.minimum.reduceat(trained, firsts)
+        high[has_some] = np.maximum.reduceat(trained, firsts)
+    is_recorded = np.logical_and.reduce([tokens.recorded[name] for name in columns])
+    recorded = np.logical_or.reduceat(is_recorded, tokens.sample_rows[:-1])
+    is_constant = np.isfinite(low) & (low == high)
+    coarse: list[list[int | None] | int | None] = [None] * len(recorded)
+    for i in np.flatnonzero(recorded & is_constant).tolist():
+        coarse[i] = int(low[i])
+    if len(differing := np.flatnonzero(recorded & ~is_constant)):
+        is_finite = np.isfinite(whole)
+        flat: list[int | None] = list(map(int, np.where(is_finite, whole, 0.0).tolist()))
+        for token in np.flatnonzero(~is_finite).tolist():
+            flat[token] = None
+        for i in differing.tolist():
+            coarse[i] = flat[begins[i] : begins[i + 1]]
+    return coarse

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.cli import main
-from grpo_dist.demo.tokenizer import character_tokenizer
+from grpo_dist.demo.tokenizer import character_decoder, character_tokenizer
 from grpo_dist.tools.report import rollouts
 from grpo_dist.tools.report.answers import AnswerReader
 from grpo_dist.tools.report.command import write_report
@@ -242,12 +242,12 @@ def test_a_local_path_of_the_model_is_not_looked_up_as_a_name_of_the_hub(tmp_pat
 
 @pytest.mark.parametrize("text", ["a  b", "Ωm漢字🎉!", "line\n\n\\boxed{ 1}"])
 def test_token_texts_concatenate_to_the_text(text):
-    from grpo_dist.demo.tokenizer import character_tokenizer
-
-    tokenizer = character_tokenizer()
-    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
-    texts = TokenTexts(tokenizer.backend_tokenizer).of(ids)
+    ids = np.array(character_tokenizer()(text, add_special_tokens=False)["input_ids"])
+    texts = TokenTexts(character_decoder()).of(ids)
     assert "".join(texts) == text and len(texts) == len(ids)
+    middle = len(ids) // 2
+    halves = [TokenTexts(character_decoder()).of(half) for half in (ids[:middle], ids[middle:])]
+    assert TokenTexts(character_decoder()).of(ids, [0, middle]) == [*halves[0], *halves[1]]
 
 
 @pytest.mark.slow
