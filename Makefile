@@ -6,6 +6,8 @@ EXTRA ?= $(or $(patsubst .venv/.ready-%,%,$(firstword $(wildcard .venv/.ready-*)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 READY := .venv/.ready-$(EXTRA)
+# Python keeps what it compiled: set-up compiles nothing, and the suite starts a thousand processes.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Packages of other environments, for tests alone: pinned, in an interpreter of their own.
 PACKAGES := .venv-packages/.ready
@@ -48,8 +50,7 @@ bench: $(READY)
 gpu-check: $(READY)
 	$(BIN)/python -m pytest --confcutdir=tests/gpu -q -m gpu tests/gpu/test_gpu.py $(ARGS)
 
-# Both halves of the suite at once, the same tests every time; test-all has the slow ones too: hours on two cores. Python keeps what it compiled: the suite starts a thousand processes.
-test test-all: export PYTHONDONTWRITEBYTECODE :=
+# Both halves of the suite at once, the same tests every time; test-all has the slow ones too: hours on two cores.
 test: $(READY) $(PACKAGES)
 	$(BIN)/python -m tests.support.halves $(ARGS)
 

