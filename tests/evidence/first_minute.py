@@ -1,11 +1,12 @@
 """Measures the first minute of each command against the imports that none of them can do without.
 
-    python -m tests.evidence.first_minute [--repeats 3] [--only check,plan,report,train]
+    python -m tests.evidence.first_minute [--repeats 3] [--only=--help,check,plan,report,train]
 
 Commands that start nothing: CPU seconds of the process and its children, alternately with a process that
-imports torch and two classes of transformers. `train`: seconds to "ready", when the first request goes to an
-engine whose first tokens are sampled; alternately with `vllm.LLM` on the same model with the same arguments,
-to its first token. Caches (the cold start's model, compiled code) are warm: one round goes before.
+imports torch and two classes of transformers. `train`: seconds, and CPU seconds of all its processes, to
+"ready", when the first request goes to an engine whose first tokens are sampled; alternately with `vllm.LLM`
+on the same model with the same arguments, to its first token. Caches (the cold start's model, compiled code)
+are warm: one round goes before.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import psutil
 
 from tests.support.reports import make_run
 
@@ -62,21 +65,19 @@ def cpu_seconds(command: list[str]) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def seconds_to_ready(command: list[str], environment: dict[str, str]) -> float:
-    """Start ``command``, return the seconds to its line "ready", and end it."""
+def seconds_to_ready(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
+    """Start ``command``, and end it at its line "ready". Return its seconds and CPU seconds."""
     begin = time.perf_counter()
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
+    process = psutil.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line.split("  ")[-1].startswith("ready"):
             seconds = time.perf_counter() - begin
-            print(f"{seconds:.1f} s: {line.strip()}", file=sys.stderr, flush=True)
+            cpu_seconds = sum(sum(p.cpu_times()[:4]) for p in [process, *process.children(recursive=True)])
+            print(f"{seconds:.1f} s, {cpu_seconds:.1f} of CPU: {line.strip()}", file=sys.stderr, flush=True)
             process.send_signal(signal.SIGTERM)
             process.stdout.read()
             process.wait()
-            return seconds
+            return seconds, cpu_seconds
     raise SystemExit(f"{' '.join(command)} ended without a line that it is ready")
 
 
@@ -95,7 +96,7 @@ def ratios(
     return base, found
 
 
-def show(name: str, seconds: list[float], base: list[float], aim: float | None) -> None:
+def show(name: str, seconds: Sequence[float], base: Sequence[float], aim: float | None) -> None:
     of = [a / b for a, b in zip(seconds, base, strict=True)]
     spread = f"{statistics.median(of):.2f} ({min(of):.2f} to {max(of):.2f})"
     print(f"| {name} | {statistics.median(seconds):.1f} | {spread} | {aim or ''} |", flush=True)
@@ -104,43 +105,47 @@ def show(name: str, seconds: list[float], base: list[float], aim: float | None) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", default="check,plan,report,train")
+    parser.add_argument("--only", default="--help,check,plan,report,train")
     parser.add_argument("--run", help="a run directory for `report`; default: a made one of the demo's size")
     asked = parser.parse_args()
-    only = ["--help", *asked.only.split(",")]
+    only = asked.only.split(",")
     cli = [sys.executable, "-m", "grpo_dist.cli"]
     with tempfile.TemporaryDirectory() as out:
         run = asked.run or make_run(
             Path(out, "run"), steps=90, groups=16, samples=16, recorded=range(0, 91, 10)
         )
         places = {"run": str(run), "out": out}
-        wanted = {n: own for n, own in COMMANDS.items() if n.split()[0] in only}
-        base, found = ratios(
-            asked.repeats,
-            lambda: cpu_seconds([sys.executable, "-c", IMPORTS]),
-            {
-                name: lambda words=words: cpu_seconds([*cli, *(word.format(**places) for word in words)])  # type: ignore[misc]
-                for name, (words, _) in wanted.items()
-            },
-        )
-        print("| command | CPU seconds | of the imports | goal |\n|---|---|---|---|")
-        show("the imports", base, base, None)
-        for name, (_, aim) in wanted.items():
-            show(name, found[name], base, aim)
-        if "train" in only:
-            settings = ["name=first_minute", f"output_dir={out}", "checkpoint.resume=never"]
-            model = model_directory()
-            alone = [sys.executable, "-c", LLM, model]
-            train = [*cli, "train", "configs/demo.yaml", *settings]
-            threads = {"OMP_NUM_THREADS": "1"}
+        if wanted := {n: own for n, own in COMMANDS.items() if n.split()[0] in only}:
             base, found = ratios(
                 asked.repeats,
-                lambda: seconds_to_ready(alone, threads),
-                {"train": lambda: seconds_to_ready(train, {})},
+                lambda: cpu_seconds([sys.executable, "-c", IMPORTS]),
+                {
+                    name: lambda words=words: cpu_seconds([*cli, *(word.format(**places) for word in words)])  # type: ignore[misc]
+                    for name, (words, _) in wanted.items()
+                },
             )
-            print("\n| start | seconds | of vllm.LLM | goal |\n|---|---|---|---|")
-            show("`vllm.LLM`, one token", base, base, None)
-            show("`train configs/demo.yaml`", found["train"], base, 2.0)
+            print("| command | CPU seconds | of the imports | goal |\n|---|---|---|---|")
+            show("the imports", base, base, None)
+            for name, (_, aim) in wanted.items():
+                show(name, found[name], base, aim)
+        if "train" in only:
+            settings = ["name=first_minute", f"output_dir={out}", "checkpoint.resume=never"]
+            alone = [sys.executable, "-c", LLM, model_directory()]
+            train = [*cli, "train", "configs/demo.yaml", *settings]
+            rounds = [
+                (seconds_to_ready(alone, {"OMP_NUM_THREADS": "1"}), seconds_to_ready(train, {}))
+                for _ in range(asked.repeats + 1)
+            ]
+            base_times, train_times = zip(*rounds[1:], strict=True)
+            for unit, of_base, of_train in zip(
+                ("seconds", "CPU seconds"),
+                zip(*base_times, strict=True),
+                zip(*train_times, strict=True),
+                strict=True,
+            ):
+                print(f"\n| start | {unit} | of vllm.LLM | goal |\n|---|---|---|---|")
+                show("`vllm.LLM`, one token", of_base, of_base, None)
+                show("`train configs/demo.yaml`", of_train, of_base, 2.0)
 
 
 def model_directory() -> str:
