@@ -165,7 +165,7 @@ def cuts_at_spaces(settings: Mapping[str, Any]) -> bool:
 
 def cuts_out_digits(settings: Mapping[str, Any]) -> bool:
     """Return whether a `tokenizer.json` for which `cuts_at_spaces` holds makes a word of each digit."""
-    if any(set("0123456789") & set(token["content"]) for token in settings["added_tokens"]):
+    if any(t["single_word"] or set("0123456789") & set(t["content"]) for t in settings["added_tokens"]):
         return False
     step = settings["pre_tokenizer"]
     first = step["pretokenizers"][0] if step["type"] == "Sequence" else step

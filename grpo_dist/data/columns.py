@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from io import BufferedIOBase
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
@@ -202,16 +203,18 @@ class Column:
         self._waiting.clear()
 
 
-def digest_parts(parts: Iterable[bytes]) -> str:
+def digest_parts(parts: Iterable[bytes | np.ndarray]) -> str:
     """Return the first 16 digits of the SHA-256 of ``parts``, one behind another."""
-    digest, waiting = hashlib.sha256(), list[bytes]()
-    for part in parts:
-        waiting.append(part)
-        if len(waiting) == _PART:
-            digest.update(b"".join(waiting))
-            waiting.clear()
-    digest.update(b"".join(waiting))
+    digest, rest = hashlib.sha256(), iter(parts)
+    while some := list(islice(rest, _PART)):
+        digest.update(b"".join(some))
     return digest.hexdigest()[:16]
+
+
+def hex_texts(values: np.ndarray) -> Iterator[str]:
+    """Yield the 16 hexadecimal digits of each of ``values``, uint64."""
+    digits = values.astype(">u8").tobytes().hex()
+    return (digits[begin : begin + 16] for begin in range(0, len(digits), 16))
 
 
 # Storage

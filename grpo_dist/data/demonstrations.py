@@ -36,7 +36,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from itertools import islice
+from itertools import islice, repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -57,6 +57,7 @@ from grpo_dist.data.columns import (
     TokenIds,
     files_digest,
     files_state,
+    hex_texts,
     load,
     save,
     store_key,
@@ -329,11 +330,11 @@ class DemonstrationTable(Assembled[Demonstration]):
     def column(self, name: str) -> Iterable[Any]:
         """Return an attribute of all demonstrations."""
         if name in ("uid", "row_uid"):
-            return map("{:016x}".format, (self._uids if name == "uid" else self._row_uids).tolist())
+            return hex_texts(self._uids if name == "uid" else self._row_uids)
         if name in ("token_ids", "source"):
             return self._prompts if name == "token_ids" else self._sources
         if name in ("columns", "teacher_ids"):
-            return ({} for _ in range(len(self)))
+            return repeat({}, len(self))
         return map(attrgetter(name), self)
 
     def select(self, numbers: np.ndarray) -> DemonstrationTable:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
+from itertools import repeat
 from typing import Any, Literal
 
 import numpy as np
@@ -399,7 +400,7 @@ class PromptTable(Assembled[Prompt]):
         if name == "token_ids":
             return self._encoded.token_ids
         if name == "teacher_ids":
-            return ({} for _ in range(len(self)))
+            return repeat({}, len(self))
         return self._rows.column({"text": "problem"}.get(name, name))
 
 
@@ -492,7 +493,7 @@ def build_prompts(
         ),
         dropped,
         counts,
-        Repeated(RowUids(rows.distinct), rows.codes),
+        RowUids(rows),
         encoded.warnings,
     )
 

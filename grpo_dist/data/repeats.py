@@ -71,12 +71,16 @@ class Repeated(Computed[T]):
         """Return the first place of each distinct value, int64 [distinct]."""
         return np.unique(self.codes, return_index=True)[1]
 
+    def where(self, is_wanted: Callable[[T], bool]) -> np.ndarray:
+        """Return the places of the values that are wanted, int64; asks once about each distinct one."""
+        return self._where(map(is_wanted, self.distinct))
+
     def places(self, name: str, is_wanted: Callable[[Any], bool]) -> np.ndarray:
-        """Return the places of the values whose attribute ``name`` is wanted, int64; asks once about each
-        distinct value.
-        """
-        wanted = np.fromiter(map(is_wanted, column(self.distinct, name)), bool, len(self.distinct))
-        return np.flatnonzero(wanted[self.codes])
+        """Return the places of the values whose attribute ``name`` is wanted, as `where`."""
+        return self._where(map(is_wanted, column(self.distinct, name)))
+
+    def _where(self, of_distinct: Iterable[bool]) -> np.ndarray:
+        return np.flatnonzero(np.fromiter(of_distinct, bool, len(self.distinct))[self.codes])
 
 
 class Chained(Computed[T]):
@@ -135,7 +139,7 @@ class Prompts(Repeated[Prompt]):
         prompt, number = self.distinct[self.codes[place]], self._numbers[place]
         return prompt if number == 1 else replace(prompt, uid=f"{prompt.uid}-{number}")
 
-    def digest(self, name: str, parts: Callable[[], Iterable[bytes]], *, with_uids: bool) -> str:
+    def digest(self, name: str, parts: Callable[[], Iterable[bytes | np.ndarray]], *, with_uids: bool) -> str:
         """Return the first 16 digits of the SHA-256 of a part of each prompt, with its uid in front, one
         behind another; where the prompts have a key it is stored.
 
@@ -144,11 +148,7 @@ class Prompts(Repeated[Prompt]):
         key = self.key and store_key(["digest", name, self.key])
         if key and (stored := load(key)) is not None:
             return str(stored[1])
-        if self.is_distinct:
-            of_places: Iterable[bytes] = parts()
-        else:
-            distinct = list(parts())
-            of_places = (distinct[at] for at in self.codes.tolist())
+        of_places = parts() if self.is_distinct else each_place(parts(), self.codes)
         if with_uids:
             of_places = chain.from_iterable(
                 (uid.encode(), part) for uid, part in zip(self.uids(), of_places, strict=True)
@@ -203,8 +203,7 @@ def column(values: Sequence[Any], name: str) -> Iterable[Any]:
 def sources_of(prompts: Sequence[Prompt]) -> list[str]:
     """Return the source of each prompt."""
     values = Prompts.join([prompts])
-    names = list(column(values.distinct, "source"))
-    return [names[at] for at in values.codes.tolist()]
+    return list(each_place(column(values.distinct, "source"), values.codes))
 
 
 def uids_of(prompts: Sequence[Prompt]) -> list[str]:
@@ -218,8 +217,12 @@ def each(values: Sequence[T], read: Callable[[T], V]) -> list[V]:
     """
     if not isinstance(values, Repeated):
         return [read(value) for value in values]
-    results = [read(value) for value in values.distinct]
-    return [results[at] for at in values.codes.tolist()]
+    return list(each_place(map(read, values.distinct), values.codes))
+
+
+def each_place(distinct: Iterable[V], codes: np.ndarray) -> Iterator[V]:
+    """Yield that of the ``distinct`` values which stands at each place, by ``codes``."""
+    return map(list(distinct).__getitem__, codes.tolist())
 
 
 def content(record: Any) -> bytes | None:

@@ -269,7 +269,8 @@ def find_unreadable(golds: Sequence[str], settings: RewardsConfig) -> tuple[list
     Examines all plain numbers and the first thousand other answers, in grader processes with the deadline of
     an answer, because some texts hang a parser.
     """
-    formulas = [i for i, gold in enumerate(golds) if not _NUMBER.fullmatch(gold)]
+    formula_golds = {gold for gold in set(golds) if not _NUMBER.fullmatch(gold)}
+    formulas = [i for i, gold in enumerate(golds) if gold in formula_golds]
     asked = formulas[:_LOOKED_AT]
     looked_at = len(golds) - len(formulas) + len(asked)
     if not asked:

@@ -7,10 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from datetime import date
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from grpo_dist.chat.batches import tokenizer_state
 from grpo_dist.chat.ends import ends_of
@@ -49,7 +51,7 @@ from grpo_dist.data.readers import (
     media_problem,
     source_name,
 )
-from grpo_dist.data.repeats import Chained, Prompts, Repeated, column, distinct_of
+from grpo_dist.data.repeats import Chained, Prompts, Repeated, column, distinct_of, each_place
 from grpo_dist.data.sources import find_hub_failure
 from grpo_dist.data.stream import check_weights
 from grpo_dist.data.tasks import source_tasks
@@ -81,8 +83,6 @@ from grpo_dist.runtime.hardware import quiet_libraries
 from grpo_dist.runtime.model_files import cached, fingerprint, is_checkpoint
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.types import Prompt, Thought
-
-_ANSWERS = 2**16  # of which many rows have the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,7 +497,11 @@ def _remarks(
 ) -> Iterator[str]:
     """Yield what to tell the user of the rows of a source."""
     name, dropped = source_name(source), built.dropped
-    several = rows.places("answer", lambda answer: len(alternatives(answer)) > 1)
+    table = rows.distinct
+    distinct = dict[str, int]()  # answers, with their numbers
+    codes = np.array([distinct.setdefault(answer, len(distinct)) for answer in table.answers], np.int32)
+    answers = Repeated(list(distinct), codes[rows.codes])
+    several = answers.where(lambda answer: len(alternatives(answer)) > 1)
     if len(several):
         row = rows[int(several[0])]
         yield (
@@ -518,14 +522,13 @@ def _remarks(
         yield f"{name}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}"
     if problem := media_problem(rows):
         yield f"warning: {name}: {problem}"
-    without = map(rows.__getitem__, rows.places("answer", lru_cache(_ANSWERS)(is_no_answer)).tolist())
+    without = map(rows.__getitem__, answers.where(is_no_answer).tolist())
     if no_answers := describe_no_answers((row.location, row.answer) for row in without):
         yield (
             f"warning: {name}: gold answers that are no answers: {no_answers}; a policy is rewarded for "
             "writing these words; remove the rows"
         )
-    answers = list(column(rows.distinct, "answer"))
-    golds = [answers[at] for at in rows.codes.tolist()]
+    golds = list(each_place(answers.distinct, answers.codes))
     unreadable, looked_at = find_unreadable(golds, sections.rewards)
     if unreadable:
         first = ", ".join(f"{rows.location(i)}: {rows[i].answer[:60]!r}" for i in unreadable[:3])
