@@ -62,13 +62,15 @@ from grpo_dist.data.columns import (
     save,
     store_key,
 )
-from grpo_dist.data.files import file_rows
+from grpo_dist.data.files import OtherValues, file_rows, text_columns
 from grpo_dist.data.made_problems import demonstrations
 from grpo_dist.data.order import shuffled
 from grpo_dist.data.prompts import PromptFormat, render_messages
 from grpo_dist.data.readers import (
+    LARGE,
     Names,
     hash_of,
+    hashes_of,
     is_conversation,
     join_location,
     read_messages,
@@ -215,6 +217,8 @@ class Stream:
 
 
 Sources = SFTConfig | Stream
+_dumped = json.encoder.encode_basestring_ascii  # text as `json.dumps` writes it
+_DUMPED = '{{"completion": {}, "prompt": {}}}'  # a row of these alone, the same
 _LIMITS = {SFTConfig.section: "sft.max_length", Stream.section: "model.max_length"}
 _KEYS_OF_A_ROW = "the row's messages and `template_kwargs`"
 _OPTIONAL: dict[str, type] = {
@@ -424,7 +428,60 @@ def load_source(
             say(f"{source.path}: {warning}")
         return DemonstrationTable.from_arrays(arrays, source.path, files)
     tokeniser, writer = _Tokeniser(tokenizer, settings, day), _Writer()
-    rows, known = _records(source, settings), dict[bytes, int]()  # numbers of distinct rows
+    try:
+        if paths != [path] or sum(size for size, _ in state) <= LARGE:
+            raise OtherValues
+        _read_plain(paths[0], source, tokeniser, writer)
+    except OtherValues:
+        tokeniser, writer = _Tokeniser(tokenizer, settings, day), _Writer()
+        _read_records(_records(source, settings), tokeniser, writer)
+    if not writer.count:
+        raise ValueError(f"{source.path}: no rows; expected objects with `prompt` and `completion`")
+    arrays, files = writer.arrays(), writer.file_names()
+    warnings = list(tokeniser.warnings(np.bincount(arrays["codes"])))
+    if key and len(arrays["codes"]) >= STORED_FROM and files_state(paths) == state:
+        save(key, arrays, [files, warnings])
+    for warning in warnings:
+        say(f"{source.path}: {warning}")
+    return DemonstrationTable.from_arrays(arrays, source.path, files)
+
+
+def _read_plain(path: Path, source: DemonstrationsConfig, tokeniser: _Tokeniser, writer: _Writer) -> None:
+    """Read rows as `_read_records` does, without an object for each. Raises OtherValues for a file with rows
+    that are more than a prompt and a completion, both text.
+    """
+    numbers, most = repeats.Numbers(), source.examples
+    for first, (prompts, completions) in text_columns(path, str(path), ("prompt", "completion"), alone=True):
+        if most is not None:
+            rest = most - len(writer.codes)
+            prompts, completions = prompts[:rest], completions[:rest]
+        if not all(prompts) or not all(completions):
+            raise OtherValues
+        dumped = map(_DUMPED.format, map(_dumped, completions), map(_dumped, prompts))
+        row_uids = hashes_of(map(str.encode, dumped))
+        new = numbers.extend(row_uids)
+        before, asked = writer.count, [prompts[row] for row in new]
+        answers = [completions[row] for row in new]
+        tokens = tokeniser.encode_plain(asked, answers) if new else None
+        if tokens is not None:
+            writer.extend_tokens(row_uids[new], *tokens)
+        else:
+            records = [{"prompt": a, "completion": b} for a, b in zip(asked, answers, strict=True)]
+            begun = [
+                tokeniser.begin(record, f"{path}:{first + row}", before + number)
+                for number, (record, row) in enumerate(zip(records, new, strict=True))
+            ]
+            for row_tokens in tokeniser.finish(begun):
+                writer.append_tokens(*row_tokens)
+        writer.extend_rows(numbers.codes[len(writer.codes) :], str(path), first)
+        if len(writer.codes) == most:
+            break
+
+
+def _read_records(
+    rows: Iterator[tuple[str, Mapping[str, Any]]], tokeniser: _Tokeniser, writer: _Writer
+) -> None:
+    known = dict[bytes, int]()  # numbers of distinct rows
     failure: ValueError | None = None
     while failure is None:
         begun: list[_Begun] = []
@@ -447,15 +504,6 @@ def load_source(
             break
     if failure is not None:
         raise failure
-    if not writer.count:
-        raise ValueError(f"{source.path}: no rows; expected objects with `prompt` and `completion`")
-    arrays, files = writer.arrays(), writer.file_names()
-    warnings = list(tokeniser.warnings(np.bincount(arrays["codes"])))
-    if key and len(arrays["codes"]) >= STORED_FROM and files_state(paths) == state:
-        save(key, arrays, [files, warnings])
-    for warning in warnings:
-        say(f"{source.path}: {warning}")
-    return DemonstrationTable.from_arrays(arrays, source.path, files)
 
 
 def _stored_name(
@@ -491,6 +539,22 @@ class _Writer:
         self.codes.append(number)
         self._files.append(file)
         self._lines.append(line)
+
+    def extend_rows(self, numbers: array[int], file: str, first: int) -> None:
+        """Append rows of ``file``, of which the first stands on line ``first``."""
+        self.codes.extend(numbers)
+        self._files.append(file, len(numbers))
+        self._lines.extend(range(first, first + len(numbers)))
+
+    def extend_tokens(self, row_uids: np.ndarray, prompts: TokenIds, completions: TokenIds) -> None:
+        """Append distinct rows of which all of the completion is learned."""
+        contents = zip(*(map(np.ndarray.tobytes, column) for column in (prompts, completions)), strict=True)
+        self._uids.frombytes(hashes_of(map(b"|".join, contents)).tobytes())
+        self._row_uids.frombytes(row_uids.tobytes())
+        for column, tokens in ((self._prompts, prompts), (self._completions, completions)):
+            values, ends = tokens.packed()
+            column.extend_packed(values.data, ends * values.itemsize)
+        self._learned.extend([b""] * len(row_uids))
 
     def append_tokens(
         self, record: Mapping[str, Any], prompt: bytes, completion: bytes, learned: bytes
@@ -660,6 +724,31 @@ class _Tokeniser:
             raise ValueError(f"{where}: {error}") from error
         texts, given = [prompt, *(s.text for s in segments)], [s.given for s in segments]
         return _Begun(record, where, number, texts, given, ends if "completion" in row else None)
+
+    def encode_plain(
+        self, prompts: Sequence[str], answers: Sequence[str]
+    ) -> tuple[TokenIds, TokenIds] | None:
+        """Return the tokens of rows with a prompt and a completion of text alone, as `begin` and `finish` do;
+        None where one of these may warn of a row, or refuse it.
+        """
+        if self._controls.any_in("\0".join(prompts)):
+            return None
+        prompt_format = PromptFormat(keys=_KEYS_OF_A_ROW, day=self._day)
+        texts = prompt_format.texts(prompts, self._tokenizer)
+        try:
+            ends = self._ends_of(True)
+            self._check_parts({"prompt": prompts[0], "completion": answers[0]}, {})
+        except ValueError:
+            return None
+        encoded = TokenIds.from_ends(*self._encoder.encode(texts))
+        ids, id_ends = self._encoder.encode(answers)
+        if len(texts) < len(prompts) or ends.learned is None or np.isin(ids, list(ends.ids)).any():
+            return None
+        ended = TokenIds.from_ends(
+            np.insert(ids, id_ends, ends.learned), id_ends + np.arange(1, len(id_ends) + 1)
+        )
+        is_long = encoded.lengths + ended.lengths > self._settings.max_length
+        return None if is_long.any() else (encoded, ended)
 
     def finish(self, rows: Sequence[_Begun]) -> Iterator[tuple[Mapping[str, Any], bytes, bytes, bytes]]:
         """Yield each row, its prompt and completion, int32, and which tokens are learned: a byte for each,

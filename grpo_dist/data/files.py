@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from grpo_dist.config.data import data_ending
 from grpo_dist.config.text import check_characters
@@ -64,36 +64,41 @@ class OtherValues(Exception):
     """A file is not one that `text_columns` reads; `file_rows` reads it, or says which row is wrong."""
 
 
-def text_columns(path: Path, name: str, columns: Sequence[str]) -> Iterator[tuple[int, list[list[str]]]]:
+def text_columns(
+    path: Path, name: str, columns: Sequence[str], *, alone: bool = False
+) -> Iterator[tuple[int, list[list[str]]]]:
     """Yield the number of the first row, and the texts of each of ``columns``, of one part of a data file
     after another, in a tenth of the time of `file_rows`. The rows are one on each line, from 1.
 
     Raises OtherValues for a file of another form than JSON Lines and Parquet, and for a part with a row that
-    is wrong, or in which one of ``columns`` is missing or no text.
+    is wrong, or in which one of ``columns`` is missing or no text; with ``alone`` for one with other columns.
     """
-
     ending, number = data_ending(name), 1
     if ending == ".parquet":
-        parts: Iterator[pa.Table | pa.RecordBatch] = _batches(path, name, columns)
+        parts: Iterator[pa.Table | pa.RecordBatch] = _batches(path, name, () if alone else columns)
     elif ending in (".jsonl", ".ndjson") and not name.endswith(".gz"):
-        parts = _parsed_lines(path, columns)
+        parts = _parsed_lines(path, columns, others="error" if alone else "ignore")
     else:
         raise OtherValues
     for part in parts:
         texts = [part[column] for column in columns if column in part.schema.names]
         if len(texts) < len(columns) or any(text.null_count or not _is_text(text.type) for text in texts):
             raise OtherValues
+        if alone and len(part.schema.names) > len(columns):
+            raise OtherValues
         yield number, [text.to_pylist() for text in texts]
         number += len(part)
 
 
-def _parsed_lines(path: Path, columns: Sequence[str]) -> Iterator[pa.Table]:
+def _parsed_lines(
+    path: Path, columns: Sequence[str], *, others: Literal["error", "ignore"]
+) -> Iterator[pa.Table]:
     """Yield parts of a file of JSON Lines with ``columns``, each of text."""
     import pyarrow as pa  # heavy, as above
     from pyarrow.json import ParseOptions, read_json
 
     schema = pa.schema([(column, pa.string()) for column in columns])
-    options = ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+    options = ParseOptions(explicit_schema=schema, unexpected_field_behavior=others)
     with path.open("rb") as file:
         while part := file.read(_PART_BYTES):
             lines = (part + file.readline()).removesuffix(b"\n")

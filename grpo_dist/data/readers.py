@@ -122,7 +122,7 @@ def _part(number: int, part: Any) -> str:
 
 PATTERN_S = 10.0  # processor time of answer_pattern on one row: a search may hang, as (a|aa)+$ does
 _LONGEST_JSON = 10_000  # characters of text in which nested columns are looked for, for messages
-_LARGE = 2**22  # bytes of a file for which Arrow, which takes a while to import, is worth it
+LARGE = 2**22  # bytes of a file for which Arrow, which takes a while to import, is worth it
 _NAMED = 30  # columns that a message lists
 _NOT_OF_ROWS = {"weight", "temperature", "algorithm"}  # keys of a source that its rows do not depend on
 
@@ -325,7 +325,7 @@ class _RowWriter:
         self._answers.extend(list(map(_encoded, answers)))
         self._further.extend([b""] * count)
         self._uids.frombytes(uids.tobytes())
-        self._hashes.frombytes(_hashes(map(_encoded, map(str.strip, problems))).tobytes())
+        self._hashes.frombytes(hashes_of(map(_encoded, map(str.strip, problems))).tobytes())
         self._lines.frombytes(lines.tobytes())
         self._sources.append(names[0], count)
         self._files.append(names[1], count)
@@ -349,14 +349,14 @@ def hash_of(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
-def _hash(text: str) -> int:
-    return hash_of(_encoded(text))
-
-
-def _hashes(contents: Iterable[bytes]) -> np.ndarray:
+def hashes_of(contents: Iterable[bytes]) -> np.ndarray:
     """Return `hash_of` of each content, uint64."""
     digests = [hashlib.blake2b(content, digest_size=8).digest() for content in contents]
     return np.frombuffer(b"".join(digests), ">u8").astype(np.uint64)
+
+
+def _hash(text: str) -> int:
+    return hash_of(_encoded(text))
 
 
 def _encoded(text: str) -> bytes:
@@ -472,7 +472,7 @@ def read(
         table = RowTable.from_store(arrays, names)
         return DataRows(table, arrays["index"], arrays["lines"], [(at, name) for at, name in places], key)
     rows_read = None
-    is_large = sum(size for size, _ in before) > _LARGE
+    is_large = sum(size for size, _ in before) > LARGE
     if is_large and not asked and files == [expanded(str(source.path))]:
         rows_read = _read_plain(source, files[0], key)
     if rows_read is None:
@@ -548,36 +548,29 @@ def _read_plain(source: DataSourceConfig, file: Path, key: str) -> DataRows | No
     if any("." in name for name in names) or source.subset is not None:
         return None
     name, writer = str(expanded(str(source.path))), _RowWriter()
-    numbers: dict[int, int] = {}  # of distinct rows, by uid
-    index, count = array("i"), 0
+    numbers = repeats.Numbers()
     try:
         for first, (problems, answers) in text_columns(file, name, names):
             if most is not None:
-                problems, answers = problems[: most - len(index)], answers[: most - len(index)]
+                rest = most - len(numbers.codes)
+                problems, answers = problems[:rest], answers[:rest]
             golds = list(map(str.strip, answers))
             has_messages = "\0[{" in "\0".join(["", *problems])
             has_several = '\0["' in "\0".join(["", *answers])
             if has_messages or has_several or not all(golds) or not all(map(str.strip, problems)):
                 return None
-            uids = _hashes(map(_encoded, map("{}\x1f{}".format, problems, golds)))
-            new = list[int]()  # rows of this part that no earlier one is
-            for row, uid in enumerate(uids.tolist()):
-                number = numbers.get(uid)
-                if number is None:
-                    number = count
-                    count += 1
-                    new.append(row)
-                    if number < repeats.REMEMBERED:
-                        numbers[uid] = number
-                index.append(number)
+            uids = hashes_of(map(_encoded, map("{}\x1f{}".format, problems, golds)))
+            new = numbers.extend(uids)
             texts, new_golds = ([values[row] for row in new] for values in (problems, golds))
             writer.extend_plain(texts, new_golds, uids[new], first + np.array(new, np.int64), (label, name))
-            if len(index) == most:
+            if len(numbers.codes) == most:
                 break
     except OtherValues:
         return None
-    numbered = np.arange(1, len(index) + 1, dtype=np.int64)
-    return DataRows(writer.table(), np.array(index, np.int32), numbered, [(0, name)], key) if index else None
+    if not numbers.codes:
+        return None
+    lines = np.arange(1, len(numbers.codes) + 1, dtype=np.int64)
+    return DataRows(writer.table(), np.array(numbers.codes, np.int32), lines, [(0, name)], key)
 
 
 class _WrongKind(ValueError):

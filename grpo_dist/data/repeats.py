@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import marshal
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -139,7 +140,7 @@ class Prompts(Repeated[Prompt]):
         prompt, number = self.distinct[self.codes[place]], self._numbers[place]
         return prompt if number == 1 else replace(prompt, uid=f"{prompt.uid}-{number}")
 
-    def digest(self, name: str, parts: Callable[[], Iterable[bytes | np.ndarray]], *, with_uids: bool) -> str:
+    def digest(self, name: str, parts: Callable[[], Iterable[bytes | memoryview]], *, with_uids: bool) -> str:
         """Return the first 16 digits of the SHA-256 of a part of each prompt, with its uid in front, one
         behind another; where the prompts have a key it is stored.
 
@@ -223,6 +224,31 @@ def each(values: Sequence[T], read: Callable[[T], V]) -> list[V]:
 def each_place(distinct: Iterable[V], codes: np.ndarray) -> Iterator[V]:
     """Yield that of the ``distinct`` values which stands at each place, by ``codes``."""
     return map(list(distinct).__getitem__, codes.tolist())
+
+
+class Numbers:
+    """Numbers rows by their hashes, of which the first `REMEMBERED` are compared with later ones.
+
+    ``codes``: int32 of each row. ``count``: of the numbers.
+    """
+
+    def __init__(self) -> None:
+        self.codes, self.count = array("i"), 0
+        self._numbers: dict[int, int] = {}
+
+    def extend(self, hashes: np.ndarray) -> list[int]:
+        """Number rows with these ``hashes``, uint64, and return the places of the new ones among them."""
+        new = []
+        for place, row_hash in enumerate(hashes.tolist()):
+            number = self._numbers.get(row_hash)
+            if number is None:
+                number = self.count
+                self.count += 1
+                new.append(place)
+                if number < REMEMBERED:
+                    self._numbers[row_hash] = number
+            self.codes.append(number)
+        return new
 
 
 def content(record: Any) -> bytes | None:

@@ -206,7 +206,7 @@ def test_a_large_file_is_read_as_one_row_after_another(tmp_path, monkeypatch, na
     monkeypatch.setattr("grpo_dist.data.readers.load", lambda key: None)
     monkeypatch.setattr("grpo_dist.data.readers.save", lambda *_: None)
     expected = outcome()
-    monkeypatch.setattr("grpo_dist.data.readers._LARGE", 0)
+    monkeypatch.setattr("grpo_dist.data.readers.LARGE", 0)
     monkeypatch.setattr("grpo_dist.data.files._PART_BYTES", 200)
     if name in ("plain", "parquet", "at most", "no end", "nothing"):
         monkeypatch.setattr("grpo_dist.data.readers._read_columns", None)
@@ -356,6 +356,53 @@ def test_demonstrations_that_repeat_are_those_of_each_row_also_when_they_are_rea
     assert f", e.g. rows.jsonl:{order.index(1) + 1};" in said[0]
     monkeypatch.setattr("grpo_dist.data.demonstrations._Tokeniser.begin", None)
     assert outcome([DEMONSTRATIONS[i] for i in order]) == (rows, said)
+
+
+MANY = [{"prompt": f"{i % 7}+\u00e9\n=", "completion": f"{i % 5} \U0001f600"} for i in range(50)]
+ODD = {
+    "plain": None,
+    "at most": None,
+    "parquet": None,
+    "a special token": {"prompt": "<|end|>1=", "completion": "2"},
+    "an end": {"prompt": "1=", "completion": "2<|end|>"},
+    "an end within": {"prompt": "1=", "completion": "2<|end|>3"},
+    "a system prompt": {"prompt": "1=", "completion": "2", "system": "Be brief."},
+    "another column": {"prompt": "1=", "completion": "2", "level": 1},
+    "nothing": {"prompt": "1=", "completion": "2", "system": None},
+    "no completion": {"prompt": "1=", "completion": ""},
+    "no prompt": {"completion": "1"},
+    "too long": {"prompt": "1=", "completion": "2" * 200},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_large_file_of_demonstrations_is_read_as_one_row_after_another(tmp_path, monkeypatch, name):
+    def outcome():
+        said = []
+        try:
+            table = load_demonstrations(settings, tokenizer, say=said.append)
+        except ValueError as error:
+            return str(error)
+        rows = [(row.uid, row.row_uid, row.source, row.text, str(row.sampled)) for row in table]
+        return rows, [[d.token_ids.tolist(), d.completion_ids.tolist()] for d in table], said
+
+    monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("grpo_dist.chat.batches._FEW", 0)
+    monkeypatch.setattr("grpo_dist.data.files._PART_BYTES", 400)
+    path = tmp_path / ("rows.parquet" if name == "parquet" else "rows.jsonl")
+    if name == "parquet":
+        pq.write_table(pa.Table.from_pylist(MANY), path)
+    else:
+        rows = [*MANY[:20], ODD[name], *MANY[20:]] if ODD[name] else MANY
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"path": str(path), "examples": 23 if name == "at most" else None}
+    settings = SFTConfig.model_validate({"model": "demo:tiny", "data": [source], "max_length": 100})
+    tokenizer = character_tokenizer()
+    expected = outcome()
+    monkeypatch.setattr("grpo_dist.data.demonstrations.LARGE", 0)
+    if name in ("plain", "at most", "parquet", "a special token", "an end", "an end within"):
+        monkeypatch.setattr("grpo_dist.data.demonstrations._read_records", None)
+    assert outcome() == expected
 
 
 def test_demonstrations_are_stored_with_what_ends_them(tmp_path, cache, monkeypatch):
