@@ -1,7 +1,5 @@
 """Whole runs with teachers and demonstrations, on real engines, teachers and ranks."""
 
-import shutil
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -101,18 +99,3 @@ def test_teachers_compute_for_samples_what_transformers_computes_for_the_same_to
         expected = np.concatenate(values).mean()
         assert found[0][f"teacher/kl/{name}"] == pytest.approx(expected, abs=2e-5), name
     assert abs(np.concatenate(gaps["shown"]).mean()) > 1e-4, "the answer changes what it says"
-
-
-@pytest.mark.slow
-def test_a_teacher_with_another_vocabulary_is_refused_before_anything_starts(tmp_path):
-    words = tmp_path / "words"
-    shutil.copytree(cached_model("tiny", seed=0), words)
-    tokenizer = AutoTokenizer.from_pretrained(words)
-    tokenizer.add_tokens(["seven"])
-    tokenizer.save_pretrained(words)
-    other = f"distillation.teachers=[{{name: words, model: {words}}}]"
-    done = run(tmp_path, other, "steps=1", check=False)
-    assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert f"distillation.teachers words: `model` = {words} has another tokenizer" in line
-    assert not (tmp_path / "runs").exists()

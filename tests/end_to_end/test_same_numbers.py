@@ -4,7 +4,6 @@ of the caller's own. Real engines, two ranks, reference and graders; temperature
 
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -100,11 +99,9 @@ def test_evaluation_on_an_engine_of_its_own_has_the_same_numbers_to_the_last_dig
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_exact_speculation_has_the_same_numbers_to_the_last_digit(usual, tmp_path, killed):
-    """Over three weight syncs; engines draft for all samples. A resumed run has an empty history."""
-    if killed:
-        run(tmp_path, *EVERY_STEP, *DRAFTING, check=False, kill_after="step_000002")
+def test_exact_speculation_has_the_same_numbers_to_the_last_digit(usual, tmp_path):
+    """Over three weight syncs and a kill; engines draft all samples. A resumed run has an empty history."""
+    run(tmp_path, *EVERY_STEP, *DRAFTING, check=False, kill_after="step_000002")
     run(tmp_path, *EVERY_STEP, *DRAFTING)
     assert_same(tmp_path, usual)
     assert trained(tmp_path) == trained(usual)
@@ -120,9 +117,8 @@ def test_exact_speculation_has_the_same_numbers_to_the_last_digit(usual, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_run_repeats_the_evaluations_that_did_not_finish(usual, tmp_path, number):
-    run(tmp_path, *EVERY_STEP, OWN, check=False, kill_after="step_000002", number=number)
+def test_a_killed_run_repeats_the_evaluations_that_did_not_finish(usual, tmp_path):
+    run(tmp_path, *EVERY_STEP, OWN, check=False, kill_after="step_000002")
     run(tmp_path, *EVERY_STEP, OWN)
     assert_same(tmp_path, usual)
     assert_no_snapshot_is_left(tmp_path)

@@ -311,23 +311,14 @@ def check_split(whole, dtype, how, split):
 
 
 @pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
-@settings(max_examples=examples(2, 12))
+@settings(max_examples=examples(2, 30))
 @given(data=st.data(), of=st.sampled_from(["completions", "episodes"]), dtype=st.sampled_from(DTYPES))
 def test_no_split_of_the_rows_changes_gradient_or_metrics(batches, of, dtype, policy_loss, data):
     """For every loss, with any aggregation, KL estimator and correction: relative error 1e-6 in float64, 1e-5
-    in float32. Two combinations each with its rows and dtype, the same every time; `make test-all` has all.
+    in float32. Two combinations of a loss, each with its rows and dtype, the same every time; `make test-all`
+    has 30.
     """
     how = data.draw(st.sampled_from([c for c in COMBINATIONS if c.algorithm.loss.name == policy_loss]))
-    check_split(batches[of], dtype, how, data.draw(splits(len(batches[of]))))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("of", ["completions", "episodes"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("how", COMBINATIONS, ids=lambda how: "-".join(named(how)))
-@settings(max_examples=3)
-@given(data=st.data())
-def test_no_split_of_the_rows_changes_gradient_or_metrics_of_any_combination(batches, of, dtype, how, data):
     check_split(batches[of], dtype, how, data.draw(splits(len(batches[of]))))
 
 
