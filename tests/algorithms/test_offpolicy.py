@@ -22,6 +22,7 @@ from grpo_dist.algorithms.ratios import segment_mean
 from grpo_dist.policy.loss import batch_loss
 from tests.support.losses import change, objective, train_batch
 from tests.support.numbers_by_hand import INF, NAN, close, mask_of, row
+from tests.support.tiers import one_each
 
 RATIOS = row(0.25, 1.0, 1.5, 4.0, 7.0)  # the last is masked
 UNMASKED = torch.tensor([[True, True, True, True, False]])
@@ -200,8 +201,7 @@ def test_a_nan_of_the_engine_has_the_same_loss_with_and_without_correction(kind)
     assert all(value.isfinite() for value in stats.values())
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-@pytest.mark.parametrize("kind", ["none", *KINDS])
+@pytest.mark.parametrize(("name", "kind"), one_each(POLICY_LOSSES, ["none", *KINDS]))
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_losses_and_gradients_in_float32_are_those_of_float64(name, kind, advantage):
     """Old log-probs lie up to 80 nats below and above the other two."""
