@@ -25,8 +25,7 @@ from grpo_dist.tools.plan.memory import attended
 from grpo_dist.tools.plan.workload import workload_of
 from tests.gpu import attention, device, engines, head, loop, transfers, updates
 from tests.gpu.check import JOBS
-from tests.gpu.loop import as_they_come, loop_config
-from tests.gpu.loop import steps_of as steps_of_loop
+from tests.gpu.loop import loop_config
 from tests.gpu.process import CheckTask, run_job
 from tests.gpu.sizes import (
     _REAL_UPDATES,
@@ -252,65 +251,6 @@ def test_a_loop_that_is_cut_leaves_what_its_steps_have_shown(tmp_path, monkeypat
     found = steps_of(tmp_path, monkeypatch, cut_after=cut_after)
     assert list(found) == lines and all(own.holds for own in found.values())
     assert all("after 2 of 3 steps" in own.notes for own in found.values())
-
-
-def test_values_come_as_soon_as_each_is_there():
-    seen = []
-
-    async def values():
-        try:
-            for i in range(1, 4):
-                seen.append(f"made {i}")
-                yield i
-        finally:
-            seen.append("closed")
-
-    for value in as_they_come(values()):
-        seen.append(f"got {value}")
-        if value == 2:
-            break
-    assert seen[:4] == ["made 1", "got 1", "made 2", "got 2"]
-    assert list(as_they_come(values())) == [1, 2, 3]
-
-
-class LoopOnFakes:
-    """In the place of the cluster and of the driver's loop: so many steps, then an error or none."""
-
-    def __init__(self, monkeypatch, error=None):
-        self.events, self._error = [], error
-        monkeypatch.setattr("actors.cluster.Cluster", lambda *_: self)
-        monkeypatch.setattr(
-            loop, "load_inputs", lambda *_, **__: SimpleNamespace(teacher_dirs={}, model_dir="", prompts=[])
-        )
-        monkeypatch.setattr(loop.driver, "run", self.run)
-
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *_):
-        self.events.append("ended")
-
-    async def start_training(self, model_dir):
-        return None
-
-    async def run(self, config, workers, prompts, eval_sets, recorder, checkpoints):
-        for step in range(1, 3):
-            recorder.log(step, {})
-            await asyncio.sleep(0)
-        if self._error:
-            raise self._error
-
-
-@pytest.mark.parametrize("error", [None, RuntimeError("lost")])
-def test_records_are_there_after_each_step_and_the_workers_end(tmp_path, monkeypatch, error):
-    monkeypatch.setattr(loop, "step_line", lambda *_: "")
-    fake, task = LoopOnFakes(monkeypatch, error), on_cpu(tmp_path)
-    config, seen = loop_config(task, dtype="float32"), []
-    with pytest.raises(RuntimeError, match="lost") if error else nullcontext():
-        for records in as_they_come(steps_of_loop(config, task)):
-            seen.append(len(records))
-            assert not fake.events
-    assert seen[-1] == 2 and fake.events == ["ended"]
 
 
 def test_engines_of_the_check_share_what_vllm_compiles(tmp_path, monkeypatch):

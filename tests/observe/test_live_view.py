@@ -1,7 +1,6 @@
 """The live view of a run in a terminal."""
 
 import io
-import math
 import sys
 import threading
 
@@ -19,12 +18,6 @@ class Clock:
 
     def __call__(self):
         return self.now
-
-
-def shown(view, width=120):
-    out = io.StringIO()
-    RichConsole(file=out, width=width, force_terminal=False).print(view)
-    return out.getvalue()
 
 
 def step(view, number, clock, *, seconds=4.0, reward=0.5, **metrics):
@@ -46,14 +39,6 @@ def clock():
 @pytest.fixture
 def view(clock):
     return LiveView("demo", 50, 10, clock=clock)
-
-
-def test_before_the_first_step_the_view_shows_what_the_run_waits_for(view, clock):
-    view.phase("sample")
-    clock.now += 3.5
-    text = shown(view)
-    assert "demo" in text and "10/50 steps" in text and "sample, 3.5 s" in text
-    assert "left" not in text and "reward" not in text
 
 
 @pytest.mark.slow
@@ -82,18 +67,6 @@ def test_the_view_is_drawn_while_its_state_changes(view, clock):
     assert failures == []
 
 
-def test_actors_are_shown_with_readiness_load_and_replacements(view, clock):
-    states = {"rollout-0": True, "rollout-1": True, "policy-0": True}
-    view.follow(lambda: states)
-    step(view, 11, clock, **{"restarts/rollout": 1.0})
-    step(view, 12, clock, **{"restarts/rollout": 1.0})
-    text = shown(view)
-    rollout, policy = (" ".join(line.split()) for line in text.splitlines()[-2:])
-    assert rollout == "actors ● rollout 2/2 ███▊ 38% busy 2.0 GiB 2 replaced" and policy == "● policy 1/1"
-    states["rollout-1"] = False  # immediately, not with the next step
-    assert " 1/2 " in shown(view) and "2 replaced  being replaced: rollout-1" in shown(view)
-
-
 def test_without_a_terminal_only_lines_are_printed(monkeypatch, capsys):
     console = Console("demo", 3, 0)
     metrics = {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 10.0, "reward/mean": 0.25}
@@ -105,16 +78,6 @@ def test_without_a_terminal_only_lines_are_printed(monkeypatch, capsys):
     assert "\x1b" not in text
 
 
-def test_a_log_with_forced_colours_is_no_terminal(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    out = io.StringIO()
-    monkeypatch.setattr("sys.stdout", out)
-    console = Console("demo", 3, 0)
-    console.log(1, {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 10.0})
-    console.close(failed=False)
-    assert "step    1" in out.getvalue() and "1/3 steps" not in out.getvalue()
-
-
 def test_names_in_brackets_are_not_read_as_markup(capsys):
     scores = {"eval/[bold]x/pass@1": 0.5, "eval/[bold]x/pass@1_stderr": 0.1}
     Console("demo", 3, 0).log(1, scores)
@@ -122,18 +85,6 @@ def test_names_in_brackets_are_not_read_as_markup(capsys):
     out = capsys.readouterr().out
     assert "eval after step 1  [bold]x: pass@1 0.500 ± 0.100" in out
     assert "│ [bold]x │" in out and "run directory: runs/a[red]\n" in out
-
-
-def test_a_set_of_one_problem_has_no_error_and_is_printed(capsys):
-    """`metrics.jsonl` has the error of one problem as null; in the process it is NaN."""
-    before = {"eval/one/pass@1": 0.0, "eval/one/pass@1_stderr": None}
-    after = {"eval/one/pass@1": 1.0, "eval/one/pass@1_stderr": math.nan}
-    Console("demo", 3, 0).log(1, after)
-    print_before_after(before, after, "runs/a")
-    out = capsys.readouterr().out
-    assert "one: pass@1 1.000 ± –" in out and "nan" not in out
-    cells = [cell.strip() for line in out.splitlines() if "│ one" in line for cell in line.split("│")]
-    assert cells == ["", "one", "pass@1", "0.0% ± –", "100.0% ± –", "+100.0%", ""]
 
 
 def test_a_terminal_shows_the_view_below_its_lines_and_is_restored(monkeypatch):

@@ -140,21 +140,6 @@ def test_a_run_whose_trackers_all_fail_has_its_record(tmp_path, monkeypatch, cap
     assert (tmp_path / "samples/eval_x_step_000003.parquet").exists()
 
 
-def test_a_failing_view_is_left_out(tmp_path, monkeypatch, capsys):
-    def broken(*arguments):
-        raise ArithmeticError("odd numbers")
-
-    on = {"console": True, "tensorboard": False}
-    for method in ("took", "step", "phase"):
-        with Tracker(fakes.config(tracking=on), tmp_path) as tracker:
-            monkeypatch.setattr(tracker._console.view, method, broken)
-            tracker.phase("sample")
-            tracker.spans(1, [], {})
-            tracker.log(1, {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 1.0})
-    told = [json.loads(line)["message"] for line in (tmp_path / EVENTS).read_text().splitlines()]
-    assert told == ["terminal output failed and is off from now on: odd numbers"] * 3
-
-
 def test_a_run_goes_on_when_nobody_reads_its_output_any_longer(tmp_path, monkeypatch):
     reads, writes = os.pipe()
     os.close(reads)

@@ -170,11 +170,6 @@ def test_a_good_piece_passes_and_every_problem_is_reported(code):
     assert len(list(user_code_problems(pieces, [code]))) == 2
 
 
-def test_names_of_the_runs_own_rewards_are_no_reason_to_refuse(code):
-    """A made input does not have them."""
-    assert not list(user_code_problems([piece(ADVANTAGE, "by_format")], [code]))
-
-
 def test_a_value_that_does_not_fit_is_not_shown(code):
     (problem,) = user_code_problems([piece(LOSS, "good", api_key="sk-very-secret-123")], [code])
     assert "algorithm.loss.kwargs.api_key" in problem and "sk-very" not in problem

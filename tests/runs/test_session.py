@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_dist.runs.session import _finish, next_commands
+from grpo_dist.runs.session import _finish
 from tests.support import fakes
 
 
@@ -37,12 +37,3 @@ def test_what_came_into_the_place_of_the_model_during_the_run_is_kept(tmp_path, 
     kept = tmp_path / "model.old-1"
     assert kept.is_symlink() if linked else (kept / "model-q4.gguf").read_text() == "kept"
     assert (tmp_path / "model").is_dir() and f"it is now {kept}" in ours.warnings[0]
-
-
-def test_a_finished_run_names_its_model_and_the_next_commands(tmp_path):
-    assert next_commands(tmp_path) == [f"next: grpo-dist report {tmp_path}"]
-    (tmp_path / "model").mkdir()
-    (tmp_path / "checkpoints/step_000004").mkdir(parents=True)
-    model, *commands = next_commands(tmp_path)
-    assert model == f"model: {tmp_path / 'model'}"
-    assert [line.split("grpo-dist ")[1].split()[0] for line in commands] == ["report", "eval", "export"]

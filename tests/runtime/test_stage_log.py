@@ -1,6 +1,5 @@
 """Console lines about stages between the ends of steps."""
 
-import asyncio
 import os
 import re
 import subprocess
@@ -102,13 +101,6 @@ def test_a_stage_that_fails_is_reported_and_raises(said):
     assert said.texts()[-1] == "Ray: failed after 0.0 s"
 
 
-def test_a_failing_progress_callback_does_not_end_the_stage(said):
-    with stage("engines", waits_for=lambda: 1 / 0):
-        said.now += 15
-        said.log.beat()
-    assert said.texts()[1] == "waiting: engines 15.0 s"
-
-
 def test_the_loop_prints_stages_of_its_first_step_and_what_is_long_in_later_ones(said):
     loop = LoopStages()
     loop.phase("evaluate")
@@ -173,49 +165,6 @@ def test_a_run_that_is_asked_to_end_has_saved_its_checkpoint(said, tmp_path):
         said.now += 5.0  # of what ends after it
         raise Preempted("ended as asked")
     assert said.texts()[-1] == "checkpoint: done in 16.0 s" and open_stages() == []
-
-
-def test_the_start_of_a_role_names_the_actors_that_are_still_starting(said):
-    from actors.lifecycle.probe import Health
-    from actors.lifecycle.team import ActorSpec, Team
-    from actors.startup import STAGES, wait_until_ready
-
-    class Actor:
-        def __init__(self, up):
-            self.up = up
-
-    async def start(actor):
-        await actor.up.wait()
-
-    async def health(actor):
-        return Health()
-
-    async def started(kind):
-        ups = [asyncio.Event(), asyncio.Event()]
-        makers = [lambda name, up=up: Actor(up) for up in ups]
-        handle = object.__new__(kind)
-        handle.team = Team("rollout", makers, ActorSpec(start_s=60), start=start, health=health)
-        handle.models, handle.role = [], "rollout"
-        handle.ready = handle.team.ready
-        coming = asyncio.create_task(wait_until_ready(handle))
-        for up in ups:
-            for _ in range(10):  # iterations of the event loop, in which earlier actors come up
-                await asyncio.sleep(0)
-            said.now += 15
-            said.log.beat()
-            up.set()
-        await coming
-
-    for kind in STAGES:
-        said.clear()
-        asyncio.run(started(kind))
-        name, what = STAGES[kind]
-        assert said.texts() == [
-            f"{name}: {what}",
-            f"waiting: {name} 15.0 s (rollout-0, rollout-1)",
-            f"waiting: {name} 30.0 s (rollout-1)",
-            f"{name}: done in 30.0 s",
-        ]
 
 
 # Runs each command up to the import of a library that takes seconds, and prints which that would be.

@@ -20,7 +20,7 @@ from grpo_dist.tools.bench import limits
 from grpo_dist.tools.bench.figures import StageLimits, covered_s, figures, shares
 from grpo_dist.tools.bench.flops import Shape
 from grpo_dist.tools.bench.lengths import length_of
-from grpo_dist.tools.bench.limits import fastest, training_limit
+from grpo_dist.tools.bench.limits import training_limit
 from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
 from grpo_dist.tools.bench.result import ActorMemory, BenchResult, DecodeStep
@@ -388,27 +388,6 @@ def test_bench_needs_a_configuration_or_two_results(tmp_path, capsys):
 def test_invalid_bench_settings_are_refused(bench, words):
     with pytest.raises(ValueError, match=words):
         config(bench=bench)  # sampling.max_new_tokens = 4
-
-
-def test_the_terminal_shows_the_result(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "140")
-    print_result(result())
-    text = capsys.readouterr().out
-    assert (
-        "66.7 %" in text
-        and "2.1 GB" in text
-        and "driver and Ray" in text
-        and "2.11x the sum of the limits" in text
-    )
-    without = {k: v for k, v in result().figures.items() if "limit" not in k}
-    print_result(result(figures=without, limit_settings={}))
-    assert "–" in capsys.readouterr().out
-
-
-def test_a_repeat_takes_as_long_as_its_slowest_process_and_the_fastest_repeat_counts():
-    one_process = [[[3.0, 2.0], [5.0, 6.0]]]  # [process][batch][repeat]
-    assert fastest(one_process) == 2.0 + 5.0
-    assert fastest([*one_process, [[1.0, 4.0], [7.0, 5.5]]]) == 3.0 + 6.0
 
 
 @pytest.mark.parametrize(

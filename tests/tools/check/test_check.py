@@ -172,16 +172,6 @@ def test_only_gpus_visible_to_this_process_count(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_memory_of_a_login_node_is_not_that_of_its_cluster(here, monkeypatch):
-    monkeypatch.setattr("actors.connection.fit", lambda config: Fit("as the cluster says", 8))
-    large = "model.path=Qwen/Qwen2.5-72B-Instruct"
-    found = results(large, "cluster.address=head:6379")["memory"]
-    assert found.skipped and not found.problem and "--cluster" in found.detail
-    assert "policy: " in results("cluster.address=head:6379", cluster="1x8xH100")["memory"].detail
-    assert results(large)["memory"].problem
-
-
-@pytest.mark.slow
 def test_a_reward_that_raises_and_one_that_prefers_wrong_answers_are_found(here):
     (here / "mine.py").write_text("def broken(completion, answer):\n    return 1 / 0\n")
     found = results("rewards.functions=[{function: math}, {function: 'mine:broken'}]", f"code_paths=[{here}]")

@@ -158,15 +158,6 @@ def test_other_data_for_a_run_is_read_with_its_nested_columns(run, tmp_path):
     assert (found.problem, found.answer, found.columns) == ("1+1", "2", {"extra_info.level": 3})
 
 
-def test_data_with_other_columns_or_without_a_pattern_are_read_unchanged(run, tmp_path):
-    (run / "config.yaml").write_text(OWN)
-    source = asked(run, tmp_path, {"problem": "1+1", "answer": "2"})
-    assert (source.problem_column, source.answer_pattern, source.columns) == ("problem", None, ())
-    source = asked(run, tmp_path, {"question": "1+1", "solution": "2", "level": 3})
-    assert (source.problem_column, source.answer_pattern) == ("question", None)
-    assert [r.answer for r in read(source)] == ["2"]
-
-
 def test_a_missing_column_is_refused_with_the_key_to_set(run, tmp_path):
     source = asked(run, tmp_path, {"task": "1+1", "answer": "2"})
     with pytest.raises(

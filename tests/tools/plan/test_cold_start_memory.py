@@ -12,8 +12,6 @@ from grpo_dist.tools.plan.placement import cold_start_problem
 from grpo_dist.tools.plan.report import print_plan
 from tests.support import fakes
 
-GIB = 2**30
-
 
 def config(**sft):
     return fakes.config(

@@ -16,14 +16,6 @@ from tests.support.plans import model_of
 from tests.tools.plan.test_plan import cpu_config, result
 
 
-def test_turns_on_processors_are_part_of_the_overhead_of_a_step():
-    measured = result(cpu_config())
-    turns = {"share/turns": 0.02, "loop/step_s": 10.0}
-    more = calibrate(result(cpu_config(), figures=measured.figures | turns), parse_cluster("1x0xCPU"))
-    assert more.reached.overhead_s == pytest.approx(0.05 + 0.2)
-    assert calibrate(measured, parse_cluster("1x0xCPU")).reached.overhead_s == pytest.approx(0.05)
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -1,6 +1,5 @@
 """`grpo-dist import`: recipes in the form that other trainers publish become valid configurations."""
 
-import re
 from operator import attrgetter
 from types import SimpleNamespace
 
@@ -8,7 +7,6 @@ import pytest
 
 from grpo_dist.cli import main
 from grpo_dist.config.files import load_config
-from grpo_dist.config.peers import trainers
 from grpo_dist.tools.recipe_import.expressions import Uncomputable, evaluate
 from grpo_dist.tools.recipe_import.shell import read_commands
 
@@ -670,12 +668,3 @@ def test_a_script_reads_files_of_its_own_folder_alone(tmp_path):
 def test_an_expression_without_a_value_is_refused(expression):
     with pytest.raises(Uncomputable):
         evaluate(expression, {"a": None})
-
-
-def test_expressions_of_the_tables():
-    """No placeholder of a table names a setting that it does not have."""
-    for trainer in trainers().values():
-        names = {name for name, row in trainer.rows.items()}
-        texts = [row.expression for row in trainer.rows.values()] + [*trainer.derived.values()]
-        used = {name for text in texts for name in re.findall(r"\{([A-Za-z_][\w.]*)\}", text)}
-        assert used - names - {"value"} == set(), trainer.name

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -162,14 +161,6 @@ def test_a_group_is_never_split_and_one_prompt_may_have_several(tmp_path):
     assert rollouts.group_starts(pa.concat_tables([twice, twice])) == [0, 3]
 
 
-def test_the_newest_rollouts_are_kept_and_the_page_counts_the_others(run, tmp_path):
-    manifest, found, _, _ = page_of([run], tmp_path, rollouts=30)
-    (own,) = manifest["runs"]
-    assert [e["step"] for e in own["samples"]] == [5, 6, 6]
-    assert own["about"]["left_out"] == {"rollouts": 0, "tables": 5}
-    assert "0/rows/samples/step_000004/0" not in found
-
-
 def test_a_file_has_the_newest_rollouts_that_fit(run, tmp_path, monkeypatch):
     whole, found, _, _ = page_of([run], tmp_path)
     last = whole["runs"][0]["samples"][-1]
@@ -206,16 +197,6 @@ def test_a_wrong_tokenizer_is_detected(tmp_path):
     manifest, found, _, _ = page_of([run], tmp_path)
     assert not [name for name in found if "/tokens/" in name]
     assert "do not match" in "\n".join(manifest["runs"][0]["about"]["notices"])
-
-
-def test_a_tokenizer_that_appears_during_serving_is_used(tmp_path):
-    run = make_run(tmp_path / "run", steps=1, config={"model": {"path": "nobody/has-this"}})
-    with AnswerReader() as answers:
-        source = Source(open_runs([str(run)])[0], ReportLimits(), answers)
-        assert not source.manifest()["has_tokens"]
-        character_tokenizer().save_pretrained(run / "model")
-        assert source.manifest()["has_tokens"]
-        assert json.loads(gzip.decompress(source.piece("tokens/samples/step_000001/0")))["tokens"]
 
 
 def test_a_report_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
@@ -407,36 +388,6 @@ def test_a_server_sends_only_changes(served):
 def test_a_server_serves_only_the_files_of_the_page(served, path):
     with pytest.raises(urllib.error.HTTPError, match="404"):
         ask(served[1] + path)
-
-
-def test_a_server_logs_its_own_errors_and_no_disconnected_client(served, monkeypatch, capsys):
-    def raising(error):
-        def answer(self, *_):
-            raise error
-
-        return answer
-
-    for error, told in ((BrokenPipeError("gone"), False), (RuntimeError("a defect"), True)):
-        monkeypatch.setattr("grpo_dist.tools.report.server._Handler._answer", raising(error))
-        with pytest.raises(ConnectionError):
-            ask(served[1])
-        assert (str(error) in capsys.readouterr().err) is told
-
-
-def test_a_server_listens_on_ipv6_too():
-    if not socket.has_ipv6:
-        pytest.skip("no IPv6 here")
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        pytest.skip("no IPv6 here")
-    with ReportServer("::1", 0, []) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        assert server.url.startswith("http://[::1]:")
-        assert json.loads(ask(server.url + "manifest")[1]) == {"live": True, "runs": []}
-        server.shutdown()
-        thread.join(timeout=HANG_S)
 
 
 def test_a_server_answers_only_to_its_own_host_name(served):

@@ -244,43 +244,6 @@ def test_two_runs_are_overlaid_and_can_be_hidden(browser, runs, tmp_path):
     assert page.console() == []
 
 
-def test_the_timeline_can_be_zoomed_and_selected_by_step(browser, runs, tmp_path):
-    page = opened(browser, runs[:1], tmp_path, "timeline")
-    page.until("document.querySelectorAll('#timeline-legend span').length === 2")
-    assert page.get("['from', 'to'].map((e) => document.getElementById(`timeline-${e}`).value)") == ["2", "6"]
-    drawing = "document.getElementById('timeline-drawing').toDataURL()"
-    empty = len(page.get("document.createElement('canvas').toDataURL()"))
-    page.until(f"{drawing}.length > {2 * empty}")
-    whole = page.get(drawing)
-    point(page, "WheelEvent('wheel'", 0.1, deltaY=-600)
-    assert page.get(drawing) != whole
-    page.click("#timeline-all")
-    assert page.get(drawing) == whole
-    page.set("#timeline-from", "3")
-    page.set("#timeline-to", "3")
-    page.until(f"{drawing} !== arguments[0]", whole)
-    point(page, "PointerEvent('pointermove'", 0.3)
-    assert page.text("#tip") == "driver: sample\nstep 3, 4 s, starting at 0.000 s"
-    point(page, "PointerEvent('pointermove'", 0.9)
-    assert page.text("#tip") == "driver: update\nstep 3, 5 s, starting at 4.000 s"
-    page.set("#timeline-to", "99")
-    page.set("#timeline-from", "50")
-    page.until(
-        "document.getElementById('timeline-said').textContent.startsWith('The timeline has no step from 50')"
-    )
-    assert page.console() == []
-
-
-def point(page, event, share, **options):
-    """Return a mouse event on the first worker's line at this share of the shown time."""
-    page.run(
-        "const c = document.getElementById('timeline-drawing'), box = c.getBoundingClientRect();"
-        "const clientX = box.left + 110 + arguments[0] * (box.width - 116), clientY = box.top + 12;"
-        f"c.dispatchEvent(new {event}, {{clientX, clientY, cancelable: true, ...arguments[1]}}))",
-        share, options,
-    )  # fmt: skip
-
-
 @contextmanager
 def served(run):
     with (

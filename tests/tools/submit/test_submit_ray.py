@@ -5,16 +5,13 @@ import json
 import os
 import subprocess
 import sys
-from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from grpo_dist import __version__
 from grpo_dist.config.files import load_config
-from grpo_dist.errors import UserError
 from grpo_dist.tools.submit import code, ray_jobs
 from grpo_dist.tools.submit.job import Job
 from tests.support.patience import HANG_S, wait_until
@@ -184,13 +181,6 @@ def test_a_dry_run_shows_the_request_and_no_secret(project, capsys, monkeypatch)
     assert not (project / "runs/tiny").exists()
 
 
-def test_logs_of_a_server_that_no_longer_knows_the_job_are_refused_in_one_message():
-    from aiohttp import ClientError
-
-    with pytest.raises(UserError, match="http://head:8265"), ray_jobs.server_errors("http://head:8265"):
-        raise ClientError("404")
-
-
 def test_the_code_is_uploaded_and_loads_as_the_same_configuration(project):
     path = config_in(project)
     config = load_config(path, ["code_paths=[rewards]", "cluster.address=10.0.0.1:6379"])
@@ -350,23 +340,6 @@ def test_a_run_that_is_complete_is_not_submitted_again(project, capsys):
     (project / "runs/tiny/DONE").write_text("2\n")
     status, said = command(capsys, "submit", config_in(project), "--to", "ray", "--dry-run")
     assert status == 2 and "the run is complete (2 steps)" in said
-
-
-def test_a_job_is_recorded_even_if_its_directory_cannot_be_written(project, monkeypatch):
-    from grpo_dist.tools.submit import job
-
-    run, real = project / "runs/tiny", job.write_text
-
-    def refused(path, text):
-        if path.is_relative_to(run):
-            raise PermissionError(13, "Permission denied", str(path))
-        real(path, text)
-
-    job.SubmissionRecord("ray", "tiny-1", str(run)).write()
-    monkeypatch.setattr(job, "datetime", SimpleNamespace(now=lambda zone: datetime(2100, 1, 1, tzinfo=zone)))
-    monkeypatch.setattr(job, "write_text", refused)
-    job.SubmissionRecord("ray", "tiny-2", str(run)).write()
-    assert job.read_record(run).job == "tiny-2"  # the later one
 
 
 @pytest.mark.slow
