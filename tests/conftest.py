@@ -137,7 +137,9 @@ def ray_cluster():
     import ray
 
     from actors.connection import start_private_ray
+    from actors.lifecycle import team
 
+    team.HEALTH_S = 0.5  # a dead actor is noticed sooner than in a run
     start_private_ray(include_dashboard=False)
     yield
     ray.shutdown()

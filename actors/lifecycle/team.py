@@ -46,6 +46,7 @@ from actors.lifecycle.calls import (
 )
 from actors.lifecycle.probe import ask_in_parallel, ready
 from grpo_dist.config import RestartsConfig
+from grpo_dist.config.cluster import HEALTH_S
 from grpo_dist.errors import SamplesLost, StateLost, WorkerLost, find_cause
 from grpo_dist.runtime.concurrency import Budget, deadline, gather
 from grpo_dist.runtime.load_balancer import LoadBalancer
@@ -378,10 +379,9 @@ class Team:
 
     async def _answers_on(self, index: int, worker: Any) -> None:
         """Probe ``worker`` for ever; raises when it does not answer."""
-        assert self._restarts is not None
         name = self._name(index)
         while True:
-            await asyncio.sleep(self._restarts.health_s)
+            await asyncio.sleep(HEALTH_S)
             async with deadline_of({name: worker}, self._hang_s, f"{name} answers its health check"):
                 await self._health(worker)
 
@@ -412,8 +412,7 @@ class Team:
         self.failed.set()
 
     async def _watch(self, index: int) -> None:
-        assert self._restarts is not None
-        every_s, limit_s = self._restarts.health_s, self._hang_s - self._restarts.health_s
+        every_s, limit_s = HEALTH_S, self._hang_s - HEALTH_S
         seen: tuple[Any, float] | None = None
         since = 0.0
         while self._failure is None:

@@ -15,17 +15,19 @@ _ADVANTAGE = {
 }  # fmt: skip
 # Keys that no longer exist, and decided nothing in a run.
 _GONE = (
-    "rewards.code_paths", "environments.code_paths", "cluster.restarts.window_s",
+    "rewards.code_paths", "environments.code_paths", "cluster.restarts.health_s",
+    "cluster.restarts.window_s",
     "distillation.teachers.*.threads", "environments.sandbox.backend", "evaluation.threads",
     "profile.memory", "profile.shapes", "profile.stacks", "tracking.mlflow", "bench.other_kwargs",
     "demonstrations.max_length", "distillation.teachers.*.micro_batch_tokens", "health.idle_steps_above",
     "policy.logprob_chunk_mib", "reference.threads", "rejection.chunk_prompts",
-    "rollout.speculation.history_tokens",
+    "rollout.speculation.history_tokens", "sft.threads",
 )  # fmt: skip
 # Keys that no longer exist, with the value that all runs have now: any other is refused, as it decided.
 _FIXED = {
     "environments.sandbox.output_kb": 64, "evaluation.max_prompts": None, "rejection.prefer": "shortest",
-    "rewards.prompt_opens_thought": None, "sft.betas": [0.9, 0.95], "sft.max_grad_norm": 1.0,
+    "rewards.overlong_buffer.share": 0.2, "rewards.prompt_opens_thought": None, "sft.betas": [0.9, 0.95],
+    "sft.max_grad_norm": 1.0,
 }  # fmt: skip
 # Section, its earlier key, and that of now.
 _RENAMED = (

@@ -67,6 +67,7 @@ EARLIER_KEYS = {
     "batch.min_samples": "nothing: a group needs half of `batch.samples_per_prompt`",
     "cluster.restarts.window_s": "nothing: restarts of the last hour count",
     "cluster.timeouts.room_s": "`cluster.timeouts.placement_timeout_s`",
+    "cluster.restarts.health_s": "nothing: an actor is asked every 3 s",
     "data.drop_solved": "`data.order: {drop_solved: 0.9}`",
     "data.length_window": "`data.order: {name: length, window: 8}`",
     "data.order_kwargs": "`data.order: {name: my_module:f, kwargs: {...}}`",
@@ -97,6 +98,8 @@ EARLIER_KEYS = {
     "reference.threads": "nothing: a worker has one thread",
     "rejection.chunk_prompts": "nothing: samples are saved after every 512 prompts",
     "rejection.prefer": "nothing: the shortest of the right samples are kept",
+    "rewards.overlong_buffer.share": "nothing for 0.2; else `rewards.functions: [{function: overlong_share, "
+    "weight: ..., kwargs: {share: ...}}]`",
     "rewards.prompt_opens_thought": "nothing: the rendered prompt shows it",
     "rewards.models.format": "the format as kind: `rewards.models: [{kind: qwen, ...}]`",
     "rollout.speculation.history_tokens": "nothing: 16 million",
@@ -104,6 +107,7 @@ EARLIER_KEYS = {
     "sft.examples": "`examples` of a source: `sft.data: [{path: ..., examples: 100}]`",
     "sft.max_grad_norm": "`policy.optimizer.max_grad_norm`; a cold start in one process has 1",
     "sft.noise": "`noise` of a source: `sft.data: [{path: ..., noise: 0.1}]`",
+    "sft.threads": "nothing: a cold start takes all CPUs, of a `demo:` model one",
 }  # fmt: skip
 # What is looked for where it is not, without indices, and what to write.
 _SERVED = "a model behind an address is `rewards.functions: [{function: remote, kwargs: {url: ...}}]`"

@@ -206,10 +206,7 @@ class OverlongBufferConfig(Section):
     """
 
     tokens: PositiveInt | None = Field(
-        None, description="length of the buffer before `sampling.max_new_tokens`; null: `share` of that"
-    )
-    share: float = Field(
-        0.2, gt=0, le=1, description="buffer as a share of `sampling.max_new_tokens`; the paper: 4096 / 20480"
+        None, description="length of the buffer before `sampling.max_new_tokens`; null: a fifth of that"
     )
     penalty: NonNegativeFloat = Field(
         0.0, description="subtracted from the reward at the end of the buffer; 0: off; the paper: 1"
@@ -227,10 +224,9 @@ class OverlongBufferConfig(Section):
         if not self.penalty:
             return ()
         if self.tokens is None:
-            function, kwargs = "overlong_share", {"share": self.share}
-        else:
-            function, kwargs = "overlong", {"buffer_tokens": self.tokens}
-        return (RewardConfig(name="overlong", function=function, kwargs=kwargs, weight=self.penalty),)
+            return (RewardConfig(name="overlong", function="overlong_share", weight=self.penalty),)
+        kwargs = {"buffer_tokens": self.tokens}
+        return (RewardConfig(name="overlong", function="overlong", kwargs=kwargs, weight=self.penalty),)
 
 
 class RewardTrialConfig(Section):

@@ -116,8 +116,6 @@ class SFTConfig(Section):
         100, description="steps between validation losses; 0: only before the first step and after the last"
     )
 
-    threads: Count = Field(0, description="CPU threads of a cold start; 0: all")
-
     def steps_for(self, demonstrations: int) -> int:
         """Return the optimiser steps on ``demonstrations`` training demonstrations."""
         if self.epochs is None:

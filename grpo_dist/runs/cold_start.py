@@ -63,7 +63,8 @@ def run_sft(
 
     def write(directory: Path) -> None:
         threads = torch.get_num_threads()
-        torch.set_num_threads(settings.threads or available_cpus())
+        # Threads of so small a model would mostly wait for each other.
+        torch.set_num_threads(1 if is_made(settings.model) else available_cpus())
         try:
             _train(settings, model_dir, tokenizer, directory, say, day)
         finally:
@@ -88,7 +89,7 @@ def identify_result(settings: SFTConfig, model_dir: Path, tokenizer: Any, day: d
     decides = {
         "version": _VERSION,
         "settings": settings.model_dump(
-            mode="json", exclude={"threads", "data", "validation_share", "validate_every"}
+            mode="json", exclude={"data", "validation_share", "validate_every"}
         ),
         # The name of a directory in the cache identifies its content.
         "model": model_dir.name if is_made(settings.model) else fingerprint(model_dir),

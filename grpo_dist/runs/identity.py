@@ -106,7 +106,7 @@ _LAYOUT = (
     "weight_sync.backend", "weight_sync.bucket_mb", "weight_sync.deltas",
 )  # fmt: skip
 # Keys of `sft` that may change, and the sections that supervised training on the policy's ranks reads.
-FREE_SFT = ("threads", "validate_every")
+FREE_SFT = ("validate_every",)
 _SUPERVISED = {"seed", "steps", "model", "policy", "sft"}
 _DESCRIBED = 3  # differences a message names
 _TOKENIZER_FILES = (

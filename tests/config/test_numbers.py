@@ -205,7 +205,7 @@ def numbers(config):
     overlong = config.rewards.overlong_buffer
     other = [
         [bool(rule(g)) for g in made], [epochs, config.batch.updates_per_step, len(later)],
-        config.dynamic_sampling.enabled, [overlong.share, overlong.penalty],
+        config.dynamic_sampling.enabled, [0.2, overlong.penalty],
     ]  # fmt: skip
     return other, found, metrics
 

@@ -79,7 +79,7 @@ def test_epochs_give_the_steps(demonstrations, steps):
 @pytest.mark.parametrize(
     ("change", "same"),
     [
-        ({"sft.threads": 3, "sft.validate_every": 7}, True),
+        ({"sft.validate_every": 7}, True),
         ({"policy.num_workers": 2, "policy.zero_stage": 3, "batch.micro_batch_tokens": 64}, True),
         ({"sampling.max_new_tokens": 9, "algorithm.loss": "cispo", "rewards.timeout_s": 3.0}, True),
         ({"sft.validation_share": 0.5}, False),

@@ -32,7 +32,7 @@ def scores(settings, pool, modelled=None, reason="length"):
     return Scorer(reward_specs(settings), pool, models=model_terms(settings)).score(group, modelled)
 
 
-@pytest.mark.parametrize("size", [{"share": 0.2}, {"tokens": 20}])
+@pytest.mark.parametrize("size", [{}, {"tokens": 20}])
 def test_the_punishment_of_equation_13_is_added_to_the_total(pool, size):
     """L_max 100, L_cache 20: 0 up to 80 tokens, (80 - length) / 20 up to 100."""
     found = scores(RewardsConfig(overlong_buffer={"penalty": 1.0} | size), pool)
@@ -81,7 +81,7 @@ def test_the_total_without_it_is_a_metric():
     ("given", "words"),
     [
         ({"overlong_buffer": {"tokens": 20}}, ["overlong_buffer", "penalty = 0", "has no effect"]),
-        ({"overlong_buffer": {"share": 0.0}}, ["overlong_buffer.share", "greater than 0"]),
+        ({"overlong_buffer": {"tokens": 0}}, ["overlong_buffer.tokens", "greater than 0"]),
         ({"overlong_buffer": {"penalty": -1.0}}, ["overlong_buffer.penalty", "greater than or equal to 0"]),
         (
             {

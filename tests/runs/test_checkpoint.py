@@ -310,7 +310,7 @@ def with_sft(path="sft", **sft):
 def test_settings_of_the_cold_start_are_part_of_the_identity_if_there_is_one(tmp_path):
     save(tmp_path, 1, config=with_sft())
     (found,) = list_checkpoints(tmp_path)
-    assert load_state(found, with_sft(threads=2)).step == 1
+    assert load_state(found, with_sft(validate_every=2)).step == 1
     with pytest.raises(ValueError, match="made with another configuration"):
         load_state(found, with_sft(steps=3))
     save(tmp_path / "none", 1, config=with_sft("demo:tiny"))

@@ -24,7 +24,6 @@ def settings(**changes) -> SFTConfig:
         "data": [{"path": "demo:add3", "examples": 12}],
         "steps": 3,
         "batch_size": 4,
-        "threads": 1,
     }
     return SFTConfig.model_validate(small | changes)
 

@@ -177,7 +177,7 @@ def test_a_flat_section_of_an_earlier_version_means_what_it_meant(was, now):
 SECTIONS = {
     "batch": {"order": "launched", "oversample": None, "min_samples": None},
     "distillation": {"kl_as": "advantage", "estimator": "k3+", "top_k": 0, "divergence": "reverse"},
-    "cluster": {"timeouts": {"room_s": 300.0}},
+    "cluster": {"timeouts": {"room_s": 300.0}, "restarts": {"health_s": 3.0}},
     "health": {
         "garbage_above": None, "length_above": None, "action": "skip", "max_rollbacks": 3,
         "idle_steps_above": 50,
@@ -188,7 +188,7 @@ SECTIONS = {
     "policy": {"logprob_chunk_mib": None},
     "reference": {"threads": 0},
     "rejection": {"chunk_prompts": 512, "prefer": "shortest"},
-    "rewards": {"prompt_opens_thought": None},
+    "rewards": {"prompt_opens_thought": None, "overlong_buffer": {"share": 0.2}},
     "profile": {"memory": False, "shapes": True, "stacks": False},
     "tracking": {"wandb": {"enabled": False, "project": "grpo-dist", "entity": None, "mode": "auto"}},
 }  # fmt: skip
@@ -223,7 +223,7 @@ SECTIONS = {
         ),
         ({"rollout": {"speculation": {"tokens": 4}}}, {"rollout": {"speculation": {"tokens": 4}}}),
         (
-            {"sft": {"noise": 0.4, "examples": 100}},
+            {"sft": {"noise": 0.4, "examples": 100, "threads": 1}},
             {"sft": {"model": "demo:tiny", "data": [{"path": "demo:add3", "noise": 0.4, "examples": 100}]}},
         ),
     ],

@@ -93,7 +93,7 @@ class EpisodeWorld(OnALoop):
         self.settings = EnvironmentsConfig(
             num_workers=workers, max_turn_tokens=max_turn_tokens, **environments
         )
-        self.restarts = restarts or RestartsConfig(backoff_s=0.05, health_s=0.5)
+        self.restarts = restarts or RestartsConfig(backoff_s=0.05)
         self.of_environments = of_environments or self.restarts
         self.version = 0
         self.run(self._start(model_dir, engines, trains, max_length))

@@ -20,7 +20,7 @@ from tests.support.simulated_actors import SimulatedSpec
 
 pytestmark = pytest.mark.machine
 
-QUICK = RestartsConfig(max_per_worker=1, backoff_s=0.05, health_s=0.5, hang_s=HANG_S)
+QUICK = RestartsConfig(max_per_worker=1, backoff_s=0.05, hang_s=HANG_S)
 ACTORS = ActorSpec(OPTIONS, restarts=QUICK, start_s=HANG_S, guests=GuestSpec(most=2, cpus=0, gpus=0))
 GROUPS = 30
 

@@ -48,7 +48,7 @@ def test_every_caller_of_the_policy_learns_of_a_lost_rank_while_other_ranks_wait
     """The other rank is in a collective that would block for half an hour."""
 
     async def lose():
-        restarts = RestartsConfig(health_s=1, hang_s=10)
+        restarts = RestartsConfig(hang_s=10)
         group = start(tiny_model, ranks=2, stage=2, worker=MortalRank, restarts=restarts)
         await group.ready()
         staged = group.stage([made_groups.batch()])

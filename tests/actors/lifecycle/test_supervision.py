@@ -37,7 +37,7 @@ from tests.support.simulated_actors import SimulatedSpec
 pytestmark = pytest.mark.machine
 
 OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
-QUICK = RestartsConfig(backoff_s=0.05, health_s=0.5, hang_s=HANG_S)  # nothing hangs
+QUICK = RestartsConfig(backoff_s=0.05, hang_s=HANG_S)  # nothing hangs
 HANGS = QUICK.model_copy(update={"hang_s": 10.0})  # what is only slow answers within it
 SAMPLING = Sampling(max_new_tokens=4)
 
@@ -258,7 +258,7 @@ def test_long_work_is_not_a_hang(ray_cluster):
         team = Team(
             "busy",
             [lambda name: actor.options(num_cpus=0).remote()],
-            ActorSpec(restarts=RestartsConfig(health_s=0.5, hang_s=10), start_s=HANG_S),
+            ActorSpec(restarts=RestartsConfig(hang_s=10), start_s=HANG_S),
         )
         await team.ready()
         first = await asyncio.gather(*(team.call("work", 3.5) for _ in range(3)))
@@ -333,5 +333,5 @@ def test_a_reference_is_restarted_unless_it_follows_the_policy(ray_cluster, monk
 
 
 def test_a_hang_deadline_below_the_interval_of_health_checks_is_refused():
-    with pytest.raises(ValueError, match="hang_s = 2 must be above health_s = 3"):
+    with pytest.raises(ValueError, match="greater than 3"):
         RestartsConfig(hang_s=2)

@@ -329,7 +329,7 @@ def test_a_deadline_reports_where_its_workers_are_and_keeps_the_message_of_an_in
 @pytest.mark.parametrize("budget", [1, 0])
 def test_the_stack_of_a_hung_actor_is_reported_before_it_is_replaced(ray_cluster, tmp_path, caplog, budget):
     """The log has it, or the error that ends the role."""
-    restarts = RestartsConfig(max_per_worker=budget, backoff_s=0.05, health_s=0.5, hang_s=10)
+    restarts = RestartsConfig(max_per_worker=budget, backoff_s=0.05, hang_s=10)
 
     async def session():
         make = one_at_a_time(Stuck).options(num_cpus=0).remote

@@ -51,6 +51,7 @@ def said(monkeypatch):
     found = []
     monkeypatch.setattr(environment, "say", found.append)
     monkeypatch.setattr(team, "kill", lambda workers: None)
+    monkeypatch.setattr(team, "HEALTH_S", 0.01)
     return found
 
 
@@ -79,7 +80,7 @@ def test_what_a_replacement_notes_is_reported_once_and_engines_get_it(said):
             assert set(told[-1].workers) == set(pool.workers)
         return told
 
-    told = with_pool(play, RestartsConfig(backoff_s=0.01, health_s=0.01))
+    told = with_pool(play, RestartsConfig(backoff_s=0.01))
     assert said == ["environments: strong", "environments: weak"]
     assert [addresses.failure for addresses in told] == ["", ""]
 
@@ -93,6 +94,6 @@ def test_all_addresses_behind_a_failure_of_the_role_carry_it(said):
             await asyncio.sleep(0.005)
         return *told, pool.addresses()
 
-    told = with_pool(play, RestartsConfig(max_per_worker=0, health_s=0.01))
+    told = with_pool(play, RestartsConfig(max_per_worker=0))
     assert len(told) == 2
     assert all(addresses.failure.startswith("environment-0 is lost") for addresses in told)

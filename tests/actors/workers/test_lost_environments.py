@@ -18,7 +18,7 @@ PROMPTS = [prompt("a", turns=4), prompt("bcd", turns=3)]
 
 @pytest.fixture(scope="module")
 def world(ray_cluster, tiny_model):
-    restarts = RestartsConfig(backoff_s=0.05, health_s=0.5, hang_s=HANG_S, max_per_worker=6)
+    restarts = RestartsConfig(backoff_s=0.05, hang_s=HANG_S, max_per_worker=6)
     stopped = restarts.model_copy(update={"hang_s": 10.0})  # what is only slow answers within it
     world = EpisodeWorld(tiny_model, engines=2, trains=False, restarts=restarts, of_environments=stopped)
     yield world
