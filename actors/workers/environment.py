@@ -8,7 +8,7 @@ another worker or on the replacement. Nothing else is sampled again.
 
 Episodes that finish an action in the same step of the engine ask their environments at the same moment, and
 end at the same moment. A call for each would keep the engine's process busier than the tools are: an
-`EnvironmentLine` makes few calls for many episodes.
+`EnvironmentCalls` makes few calls for many episodes.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def engine_name(engine: Any) -> str:
 _END_S = 0.05  # in which ends of episodes are collected for one call
 
 
-class EnvironmentLine:
+class EnvironmentCalls:
     """Used on one event loop. The loss of the worker is raised by every `act` of a call, an error of one
     action by its own `act` alone.
     """

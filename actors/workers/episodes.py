@@ -20,7 +20,7 @@ from ray.exceptions import ActorDiedError
 
 from actors.lifecycle.calls import LOST, reason
 from actors.workers.engine_settings import EngineSpec
-from actors.workers.environment import Act, ActingEpisode, EnvironmentAddresses, EnvironmentLine
+from actors.workers.environment import Act, ActingEpisode, EnvironmentAddresses, EnvironmentCalls
 from actors.workers.tool_calls import call_parser
 from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.config.environments import AGENT
@@ -59,8 +59,8 @@ class EpisodeSampler:
         self._generate, self._renderer, self._settings, self._meter = generate, renderer, settings, meter
         self._max_length = max_length
         self.workers = WorkersOfEpisodes()
-        # A line lives as long as an episode or a call of its own needs it: workers come and go.
-        self._lines: WeakValueDictionary[Any, EnvironmentLine] = WeakValueDictionary()
+        # Each lives as long as an episode or a call of its own needs it: workers come and go.
+        self._lines: WeakValueDictionary[Any, EnvironmentCalls] = WeakValueDictionary()
         self._name, self._numbers = ray.get_runtime_context().get_actor_id(), count()
         self._running: set[asyncio.Task[Rollout]] = set()
 
@@ -99,7 +99,7 @@ class EpisodeSampler:
             worker = await self.workers.take()
             name = f"{self._name}:{next(self._numbers)}"
             rows = None if is_agent else Dialogue(self._renderer, prompt)  # an agent has rows of its own
-            line = self._lines.setdefault(worker, EnvironmentLine(worker))
+            line = self._lines.setdefault(worker, EnvironmentCalls(worker))
             ends = _Ends(self, line, name, prompt, sampling, length)
             ends.begin()
             try:
@@ -143,7 +143,7 @@ class _Ends:
     def __init__(
         self,
         sampler: EpisodeSampler,
-        line: EnvironmentLine,
+        line: EnvironmentCalls,
         name: str,
         prompt: Prompt,
         sampling: Sampling,

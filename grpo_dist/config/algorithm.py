@@ -26,8 +26,8 @@ Kwargs = Annotated[dict[str, Any], Field(description="arguments of the function"
 Deviation = Annotated[
     Literal["group", "batch", "batch_raw", "none"],
     Field(
-        description="standard deviation that divides centred rewards. group: of the group; batch: of all "
-        "centred rewards of the batch; batch_raw: of all uncentred rewards of the batch (TRL, ROLL)"
+        description="standard deviation that divides centred rewards: of the group, of the batch's centred "
+        "rewards, or of its uncentred ones (batch_raw: TRL, ROLL)"
     ),
 ]
 Epsilon = Annotated[PositiveFloat, Field(description="added to the standard deviation that divides")]
@@ -403,8 +403,8 @@ class KLConfig(Section):
     gain: Fraction = Field(0.1, description="largest relative change of `coef` per step, as a share of 0.2")
     bias_correction: bool = Field(
         False,
-        description="multiply a token's KL by its ratio to the engine that sampled it "
-        "(DeepSeek-V3.2): unbiased also for older weights; k1 and k3 in the loss",
+        description="multiply a token's k1 or k3 in the loss by its ratio to the engine that sampled it: "
+        "unbiased also for older weights (DeepSeek-V3.2)",
     )
 
     @property
@@ -495,8 +495,8 @@ class WeightedCorrection(CorrectionConfig):
     kind: Literal["tis", "mis", "icepop"] = "tis"
     level: Literal["token", "sequence", "geometric", "segment"] = Field(
         "token",
-        description="the ratio of each token, the product over its sequence, their geometric mean, or that "
-        "over neighbouring sampled tokens (an action of an episode)",
+        description="the ratio of a token, the product over its sequence, their geometric mean, or that "
+        "over an action of an episode",
     )
     low: NonNegative = Field(0.0, description="lower bound of the weight; must be below `high`")
     high: PositiveFloat = Field(2.0, description="upper bound of the weight")
@@ -534,8 +534,8 @@ class AdaptiveEntropyConfig(Choice):
     kind: Literal["adaptive"] = "adaptive"
     coef: NonNegative = Field(0.0, description="first weight of the entropy bonus")
     target: PositiveFloat = Field(
-        description="entropy to hold, nats per token: below it the coefficient rises by `delta` with "
-        "each update; above, it falls and is not applied"
+        description="entropy to hold, nats per token: below it the coefficient rises with each update; "
+        "above, it falls and is not applied"
     )
     delta: PositiveFloat = Field(0.005, description="change of the coefficient with each update")
     low: NonNegative = Field(0.0, description="lower bound of the coefficient")
@@ -586,8 +586,7 @@ class AlgorithmConfig(Section):
 
     preset: str | None = Field(
         None,
-        description="name of the preset, set by `+algorithm=NAME`. A name alone sets nothing: run and"
-        " report add what differs",
+        description="name of the preset, set by `+algorithm=NAME`; alone it sets nothing",
     )
     reward_clip: PositiveFloat | None = Field(None, description="clip rewards to +- this; null: off")
     reward_norm: RewardNorm = Field(NoRewardNorm(), description="normalise rewards before the estimator")
@@ -606,15 +605,14 @@ class AlgorithmConfig(Section):
     loss: Loss = Field(PPOClipLoss(), description="loss of a token, and how it bounds the policy's change")
     aggregation: Annotated[AggregationConfig | UserAggregation, Tagged()] = Field(
         AggregationConfig(),
-        description="token-sum: not divided; seq-mean...: per sequence first, ...-norm by the "
-        "sampling.max_new_tokens of its step; prompt-mean...: per prompt first, over all "
-        "tokens of its samples",
+        description="how token losses are reduced; seq-mean...: per sequence first, ...-norm by "
+        "sampling.max_new_tokens; prompt-mean...: per prompt first",
     )
     kl: KLConfig = KLConfig()
     correction: Correction = Field(
         WeightedCorrection(),
-        description="correction for engine-trainer mismatch and samples of older weights; bypass: "
-        "ratios are to the engine's log-probs, without a forward pass of the trainer",
+        description="correction for engine-trainer mismatch and samples of older weights; bypass: ratios "
+        "are to the engine's log-probs",
     )
     entropy: Entropy = Field(EntropyConfig(), description="the entropy bonus")
     top_entropy_share: Share = Field(
@@ -622,8 +620,8 @@ class AlgorithmConfig(Section):
     )
     off_policy_mask_threshold: PositiveFloat | None = Field(
         None,
-        description="drop tokens with negative advantage of sequences whose mean log-prob fell by "
-        "more than this, nats (DeepSeek-V3.2); null: off",
+        description="drop tokens with negative advantage of sequences whose mean log-prob fell by more "
+        "than this, nats (DeepSeek-V3.2)",
     )
     mask_truncated: bool = Field(False, description="do not train on completions truncated at max_new_tokens")
     zero_variance_filter: bool = Field(
@@ -670,8 +668,8 @@ class SourceAlgorithmConfig(Section):
 
     advantage: Advantage | None = Field(
         None,
-        description="in place of `algorithm.advantage`; statistics of a step, also of `reward_norm`, are "
-        "then of the samples of this source",
+        description="in place of `algorithm.advantage`; statistics of a step are then of this source's "
+        "samples",
     )
     loss: Loss | None = Field(
         None, description="in place of `algorithm.loss`; not clip_cov and kl_cov, which choose tokens of all"

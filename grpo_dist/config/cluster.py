@@ -42,8 +42,8 @@ class RestartsConfig(Section):
     )
     hang_s: Annotated[float, Field(gt=HEALTH_S)] | None = Field(
         None,
-        description="an actor without answer or progress for this long is replaced; null: 60 on GPUs,"
-        " where a step may compile a kernel, 13 elsewhere",
+        description="an actor without answer or progress for this long is replaced; null: 60 on GPUs, 13 "
+        "elsewhere",
     )
 
     def hangs_after(self, *, on_gpu: bool) -> float:
@@ -68,13 +68,13 @@ class ClusterConfig(Section):
     num_cpus: PositiveInt | None = Field(None, description="CPUs of a private local cluster; null: all")
     placement: Literal["auto", "colocated", "separate"] = Field(
         "auto",
-        description="colocated: all roles share the policy's GPUs, one at a time, or the same cores; "
-        "separate: each has its own; auto: separate where the GPUs suffice, on CPUs where max_staleness > 0",
+        description="colocated: all roles share the policy's GPUs or the same cores; separate: each has "
+        "its own; auto: separate where the GPUs suffice, on CPUs where max_staleness > 0",
     )
     grows_to: AutoscalingConfig | None = Field(
         None,
-        description="size to which an autoscaler grows the cluster; the run waits for these nodes, "
-        "`timeouts.placement_timeout_s` at most; null: fixed size",
+        description="size to which an autoscaler grows the cluster, waited for "
+        "`timeouts.placement_timeout_s`; null: fixed size",
     )
     timeouts: TimeoutsConfig = TimeoutsConfig()
     restarts: RestartsConfig = RestartsConfig()

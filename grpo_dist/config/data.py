@@ -81,8 +81,8 @@ class ModelConfig(Section):
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
     adapter: str | None = Field(
         None,
-        description="directory or hub id of a LoRA adapter, as peft writes it, to start from: trained"
-        " on with `policy.lora`, else merged",
+        description="directory or hub id of peft's LoRA adapter to start from: trained on with "
+        "`policy.lora`, else merged",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the accelerator supports it, else float32"
@@ -92,26 +92,25 @@ class ModelConfig(Section):
     )
     kernels: Literal["auto", "torch", "liger"] = Field(
         "auto",
-        description="norms, rotary positions and gated activations of trainer, reference and "
-        "teachers; liger: Triton kernels of liger-kernel, on GPUs; auto: these for models"
-        " that they are tested with, unless `policy.compile`",
+        description="norms, rotary positions and gated activations; liger: Triton kernels, on GPUs; auto: "
+        "these for tested models, unless `policy.compile`",
     )
     packing: bool = Field(
         True,
-        description="rows are packed without padding and shared prompts computed once, unless the "
-        "model needs padded rows (linear attention, Mamba); false: padded rows",
+        description="rows without padding, shared prompts computed once, unless the model needs padded "
+        "rows (linear attention, Mamba)",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     trust_remote_code: bool = Field(False, description="run Python code that ships with the model")
     chat_template: Annotated[str, AfterValidator(_read_chat_template)] | None = Field(
         None,
-        description="chat template in place of the model's own: a file, or its text in Jinja; checkpoints "
-        "and exports have it; null: the model's",
+        description="chat template: a file, or its text in Jinja; checkpoints and exports have it; null: "
+        "the model's",
     )
     max_length: PositiveInt | None = Field(
         None,
-        description="longest prompt + completion, tokens, which may shorten completions behind long prompts; "
-        "null: data.max_prompt_tokens + the longest completion",
+        description="longest prompt + completion, tokens; null: data.max_prompt_tokens + the longest "
+        "completion",
     )
 
 
@@ -131,9 +130,8 @@ class DataSourceConfig(Section):
 
     path: str | None = Field(
         None,
-        description="data file, directory of these, data set of `save_to_disk`, hub id, "
-        "`demo:<name>`, `reasoning_gym:<task>`, or your own source `my_module:rows`; "
-        "null: the environment brings the problems",
+        description="data file, directory, data set of `save_to_disk`, hub id, `demo:<name>`, "
+        "`reasoning_gym:<task>`, or your own `my_module:rows`; null: the environment has the problems",
     )
     split: str = Field(
         "train",
@@ -147,8 +145,8 @@ class DataSourceConfig(Section):
     subset: str | None = Field(None, description="configuration name of a hub data set or data set directory")
     problem_column: str = Field(
         "problem",
-        description="column with the problem: text, or chat messages, whose system prompt and earlier"
-        " turns are kept; dots lead into nested columns: `messages.0.content`",
+        description="column with the problem: text or chat messages; dots lead into nested columns: "
+        "`messages.0.content`",
     )
     problem_template: str | None = Field(
         None,
@@ -170,8 +168,7 @@ class DataSourceConfig(Section):
     )
     answer_column: str = Field(
         "answer",
-        description="column with the answer, or text that ends with it; of several answers in a list "
-        "any is right, see multiple_answers",
+        description="column with the answer, or text that ends with it",
     )
     answer_pattern: str | None = Field(None, description="regular expression; its group 1 is the answer")
     multiple_answers: Literal["any", "all"] = Field(
@@ -184,8 +181,7 @@ class DataSourceConfig(Section):
     )
     weight: PositiveFloat | None = Field(
         None,
-        description="training: share of the prompts drawn from this source, relative to other "
-        "weights; null: by its number of prompts",
+        description="training: share of the prompts drawn from this source; null: by its number of prompts",
     )
     temperature: Temperature | None = Field(
         None, description="training: sampling temperature of this source; null: sampling.temperature"
@@ -193,8 +189,8 @@ class DataSourceConfig(Section):
     max_rows: PositiveInt | None = Field(None, description="rows to use, from the start; null: all")
     kwargs: dict[str, Any] = Field(
         {},
-        description="settings of a `reasoning_gym` task, e.g. {max_terms: 3, seed: 1}; size: `max_rows`; or "
-        "arguments of your own source",
+        description="settings of a `reasoning_gym` task, e.g. {max_terms: 3, seed: 1}, or arguments of "
+        "your own source",
     )
     environment: EnvironmentName | None = Field(
         None,
@@ -298,8 +294,8 @@ def _prompt_problems(template: str | None, few_shot: tuple[FewShotMessage, ...])
 DropSolved = Annotated[
     Annotated[float, Field(gt=0, le=1)] | None,
     Field(
-        description="share of right samples in a prompt's group from which all later epochs leave the prompt "
-        "out (ScaleRL: 0.9); null: none is"
+        description="share of right samples from which later epochs leave a prompt out (ScaleRL: 0.9); "
+        "null: never"
     ),
 ]
 
@@ -357,7 +353,7 @@ class DataConfig(Section):
     template: str | None = Field(
         None,
         description="text of the user's message with {problem} and other {columns} of the row; `{{x}}` is "
-        "the text {x}, other braces stay as they are; null: the problem",
+        "the text {x}; null: the problem",
     )
     instruction: str | None = Field(None, description="appended to every problem")
     few_shot: tuple[FewShotMessage, ...] = Field(
@@ -365,13 +361,13 @@ class DataConfig(Section):
     )
     prefill: str | None = Field(
         None,
-        description="text with which every answer begins, such as `<think>\\n`, and every message of an "
-        "episode: the policy continues it, and its tokens are never trained",
+        description="text with which every answer, and every message of an episode, begins, such as "
+        "`<think>\\n`; its tokens are never trained",
     )
     prefill_as: Literal["prompt", "completion"] = Field(
         "prompt",
-        description="what rewards, sample files and evaluations take the prefill for: prompt: they see what "
-        "follows it; completion: they see both",
+        description="whether rewards, sample files and evaluations see the prefill (completion) or what "
+        "follows it (prompt)",
     )
     chat_template: Literal["model", "none"] = Field(
         "model", description="model: the model's, or `model.chat_template`; none: the plain problem text"
@@ -379,8 +375,8 @@ class DataConfig(Section):
     template_kwargs: dict[str, Any] = Field({}, description="further arguments of the chat template")
     template_date: Annotated[str, AfterValidator(_check_date)] | None = Field(
         None,
-        description="date that a chat template with `strftime_now` writes, as 2026-07-31; null: the "
-        "day on which the run, evaluation or pipeline began",
+        description="date that a chat template with `strftime_now` writes, as 2026-07-31; null: the day of "
+        "the start",
     )
     max_prompt_tokens: PositiveInt = Field(512, description="longest prompt, including the chat template")
     overlong: Literal["refuse", "drop"] = Field("refuse", description="what to do with longer prompts")
@@ -390,8 +386,8 @@ class DataConfig(Section):
     ] = Field(EpochsOrderConfig(), description="order of the training prompts")
     pools: str | None = Field(
         None,
-        description="what divides prompts into pools, for `pool/...` metrics and the order pools: `source` "
-        "or a column; null: no such metrics, and `source` for that order",
+        description="what divides prompts into pools: `source` or a column; null: no `pool/...` metrics, "
+        "and `source` for the order pools",
     )
     deduplicate: bool = Field(
         False,
@@ -485,8 +481,8 @@ class CompletionOrder(Choice):
     name: Literal["completion"] = "completion"
     oversample: Annotated[float, Field(ge=1)] | None = Field(
         None,
-        description="groups in flight for each that a step takes; null: 1 + max_staleness / 2, at "
-        "most 1 + max_staleness",
+        description="groups in flight for each that a step takes, at most 1 + max_staleness; null: 1 + "
+        "max_staleness / 2",
     )
 
 
@@ -535,8 +531,8 @@ class DynamicSamplingConfig(Choice):
     enabled: Literal[True] = True
     metric: str | None = Field(
         None,
-        description="what must differ within a group: the name of a reward, or `accuracy`; null: what"
-        " algorithm.advantage uses, mostly the total reward",
+        description="what must differ within a group: the name of a reward, or `accuracy`; null: what the "
+        "estimator uses",
     )
     mean_low: float | None = Field(
         None,
@@ -547,8 +543,8 @@ class DynamicSamplingConfig(Choice):
     )
     max_extra_prompts: PositiveInt | None = Field(
         None,
-        description="most extra prompts per step, after which it trains on what it was to replace; null: "
-        "three times batch.prompts_per_step, less with small data",
+        description="most extra prompts per step; null: three times batch.prompts_per_step, less with "
+        "small data",
     )
     oversample: Annotated[float, Field(ge=1)] = Field(
         1.0,

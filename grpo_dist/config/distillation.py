@@ -20,7 +20,7 @@ class TeacherConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="label in metrics")
     model: str = Field(
         description="as `model.path`, with the policy's tokenizer; reference: the policy's initial weights, "
-        "or with `reference.refresh_every` the copy that follows it"
+        "or the refreshed copy"
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
     sources: tuple[str, ...] = Field(
@@ -28,8 +28,7 @@ class TeacherConfig(Section):
     )
     prompt: str | None = Field(
         None,
-        description="problem that it reads: text with {problem}, {answer} and {name of a column}, e.g. the "
-        "solution; null: the same as the policy",
+        description="problem that it reads: text with {problem}, {answer} and {columns}; null: the policy's",
     )
     num_workers: PositiveInt = Field(
         1, description="actors, each with a full model; colocated on GPUs: one on each of the policy's"
@@ -76,8 +75,8 @@ class TopKKL(Choice):
     k: PositiveInt = Field(16, description="tokens per position")
     divergence: Literal["reverse", "forward", "jensen_shannon"] = Field(
         "reverse",
-        description="reverse is KL(policy, teacher), forward KL(teacher, policy), and jensen_shannon half of "
-        "both to the mean of the two",
+        description="reverse is KL(policy, teacher), forward KL(teacher, policy), jensen_shannon half of "
+        "both to their mean",
     )
 
 

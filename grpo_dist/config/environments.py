@@ -80,9 +80,8 @@ class EnvironmentsConfig(Section):
     max_tool_tokens: PositiveInt = Field(256, description="longest tool result, tokens; longer ones are cut")
     call_format: str = Field(
         "auto",
-        description="how tool calls are written: `code` (a fenced code block, answered in place) or a"
-        " tool parser of vLLM, e.g. hermes, qwen3_xml, llama3_json; auto: by the chat "
-        "template",
+        description="how tool calls are written: `code` (a fenced block, answered in place) or a tool "
+        "parser of vLLM, e.g. hermes; auto: by the chat template",
     )
     mask_outcomes: tuple[BudgetOutcome, ...] = Field(
         (), description="do not train on episodes that ended so; their rewards still count in their group"

@@ -65,21 +65,17 @@ class RollbackAction(Choice):
 
 
 class HealthConfig(Section):
-    """Bounds of a step's metrics, and the action if a step exceeds one; null: no bound. A run also warns if
-    its reward, entropy, truncated share or degenerate share drifts from its own history.
-    """
+    """Bounds of a step's metrics, and the action if a step exceeds one; null: no bound."""
 
     action: Annotated[HealthAction | RollbackAction, Tagged()] = Field(
         HealthAction(),
-        description="what a step that exceeds a bound does; its batch is kept. skip: no update, and "
-        "the end after too many in a row; warn: trained on; stop: exit code 3; rollback: "
-        "resume from the last checkpoint without it",
+        description="for a step that exceeds a bound, whose batch is kept. skip: no update; warn: trained "
+        "on; stop: exit code 3; rollback: resume from the last checkpoint without it",
     )
     min_signal_groups: Count = Field(
         1,
         description="skip a step with fewer groups of unequal rewards; 0: never. Ignored where equal "
-        "rewards teach something (remax, gdpo, process, turn, reinforce_pp, your own "
-        "estimators, teachers, demonstrations)",
+        "rewards teach something, e.g. with teachers",
     )
     skipped_steps_above: PositiveInt | None = Field(
         10,
@@ -88,8 +84,7 @@ class HealthConfig(Section):
     )
     unscored_steps_above: Count | None = Field(
         0,
-        description="most consecutive steps without a scored sample; above it the run ends for every "
-        "action, with the reason",
+        description="most consecutive steps without a scored sample; above it the run ends for every action",
     )
     reward_below_share: Fraction | None = Field(
         None, description="mean reward as a share of the run's best (if that is above 0), e.g. 0.5"
@@ -196,8 +191,7 @@ class TrackingConfig(Section):
     )
     token_values_every: Count = Field(
         10,
-        description="steps between samples that also have each token's advantage and its log-probs "
-        "under policy and reference; 0: none",
+        description="steps between samples with each token's advantage and log-probs; 0: none",
     )
 
     def _contradictions(self) -> Iterator[str]:

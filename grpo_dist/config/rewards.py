@@ -18,8 +18,8 @@ StepSeparator = Annotated[str, Field(min_length=1, description="text between two
 StepMark = Annotated[
     str | None,
     Field(
-        description="text appended to each step, at whose last token its score is read; null: <extra_0> of "
-        "qwen, ки of math_shepherd, a line break of skywork, step_separator of a classifier"
+        description="text behind each step, at whose last token its score is read; null: <extra_0>, ки, a "
+        "line break, or step_separator of a classifier"
     ),
 ]
 VerdictTokens = Annotated[
@@ -93,12 +93,10 @@ class RewardModelConfig(GatedConfig, Choice):
     )
     gpu_share: float = Field(
         1.0, ge=1e-4, le=1,
-        description="share of a GPU that a copy takes, e.g. 0.25: copies of all models are on one GPU as "
-        "long as their shares add up to 1; colocated: they take turns, and no share is counted",
+        description="share of a GPU that a copy takes, e.g. 0.25, up to 1 on a GPU; not counted where "
+        "colocated",
     )  # fmt: skip
-    tensor_parallel_size: PositiveInt = Field(
-        1, description="GPUs of one node that a copy is split over, for a model that does not fit one GPU"
-    )
+    tensor_parallel_size: PositiveInt = Field(1, description="GPUs of one node that a copy is split over")
     micro_batch_tokens: PositiveInt = Field(16384, description="tokens in one forward pass, with padding")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the accelerator supports it, else float32"
@@ -251,8 +249,8 @@ class RewardsConfig(Section):
     models: tuple[RewardModel, ...] = Field((), description="reward models, each with its own workers")
     by_source: dict[str, SourceRewardsConfig] = Field(
         {},
-        description="rewards of single sources, by the name of the source, in place of the two keys above, "
-        "e.g. {code: {functions: [{function: my_rewards:tests_pass}]}}",
+        description="rewards of single sources by name, in place of the two keys above, e.g. {code: "
+        "{functions: [{function: my_rewards:tests_pass}]}}",
     )
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     num_workers: PositiveInt = Field(1, description="reward actors")
@@ -268,7 +266,7 @@ class RewardsConfig(Section):
     require_box: bool = Field(
         False,
         description="math: only an answer in `\\boxed{}` counts; not set: true where the prompts of every "
-        "training source ask for a box: instruction, system prompt, `template` or `problem_template`",
+        "training source ask for a box",
     )
     thought_tags: tuple[str, str] | None = Field(
         None,
@@ -277,7 +275,7 @@ class RewardsConfig(Section):
     trial: RewardTrialConfig | None = Field(
         None,
         description="a right and a wrong completion for the trial of the rewards; null: usual forms of an "
-        "answer, of which your own functions may know none",
+        "answer",
     )
     shuffle: bool = Field(False, description="control: shuffle each step's rewards among its samples")
 

@@ -66,8 +66,7 @@ class TemperatureSchedule(Scheduled):
 
     kind: Literal["schedule"] = "schedule"
     schedule: tuple[tuple[Count, Temperature], ...] = Field(
-        description="pairs of steps done and temperature, linear in between: [[0, 1.2], [100, 0.8]] is 1.0 "
-        "in step 51",
+        description="pairs of steps done and temperature, linear in between: [[0, 1.2], [100, 0.8]]",
     )
 
 
@@ -108,8 +107,7 @@ class SamplingConfig(Section):
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (),
-        description="texts that end a completion, or an action of an episode, as the end-of-sequence token "
-        'does, e.g. ["\\n"]; the token that completes one belongs to it',
+        description='texts that end a completion, or an action of an episode, and belong to it, e.g. ["\\n"]',
     )
 
     @property

@@ -65,8 +65,8 @@ class Sections(Section):
     steps: PositiveInt = Field(100, description="training steps of the whole run")
     epochs: PositiveFloat | None = Field(
         None,
-        description="passes over the rows of data.train, in place of `steps`, which are then epochs * rows / "
-        "batch.prompts_per_step, rounded down",
+        description="passes over data.train, in place of `steps`: epochs * rows / batch.prompts_per_step, "
+        "rounded down",
     )
     max_staleness: Count = Field(
         0, description="0: synchronous, on-policy; n: sampling runs up to n steps ahead"

@@ -17,8 +17,7 @@ class SpeculationConfig(Section):
     """
 
     tokens: Annotated[int, Field(ge=1, le=128)] = Field(
-        description="tokens drafted for a sample at once, at most, from earlier samples and its own text; "
-        "to draft none set `rollout.speculation` to null"
+        description="most tokens drafted for a sample at once, from earlier samples and its own text"
     )
     max_sequences: PositiveInt = Field(
         4, description="draft only while an engine decodes at most this number of sequences"
@@ -34,9 +33,8 @@ class RolloutConfig(Section):
     )
     max_workers: PositiveInt | None = Field(
         None,
-        description="engines beyond `num_workers` join up to this number while the cluster has room, "
-        "and leave with their node or when the file `engines` in the run's directory has "
-        "a lower number; null: none",
+        description="engines beyond `num_workers` join up to this number while the cluster has room; null: "
+        "none",
     )
     tensor_parallel_size: PositiveInt = Field(1, description="GPUs per engine")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
@@ -44,8 +42,8 @@ class RolloutConfig(Section):
     )
     kv_cache_gib: PositiveFloat | None = Field(
         None,
-        description="key-value cache of an engine without a GPU, GiB; null: for max_num_seqs "
-        "sequences of full length, at most a quarter of the free memory over all engines",
+        description="key-value cache of an engine without a GPU, GiB; null: for max_num_seqs full "
+        "sequences, at most a quarter of the free memory",
     )
     max_num_seqs: PositiveInt | None = Field(
         None,
@@ -53,13 +51,11 @@ class RolloutConfig(Section):
     )
     threads: Count = Field(
         0,
-        description="CPU threads of an engine, with a GPU only while it loads; 0: its share of the "
-        "available threads",
+        description="CPU threads of an engine; 0: its share of the available threads",
     )
     quantization: Literal["none", "fp8"] = Field(
         "none",
-        description="fp8: linear layers and experts in 8 bits, quantised again at every weight sync; "
-        "needs GPUs, bfloat16 and a correction; none: the trainer's weights",
+        description="fp8: linear layers and experts in 8 bits; needs GPUs, bfloat16 and a correction",
     )
     enforce_eager: bool = Field(
         False, description="skip compilation and CUDA graphs: faster start, slower decoding"
@@ -75,8 +71,8 @@ class RolloutConfig(Section):
     function_kwargs: dict[str, Any] = Field({}, description="arguments of `function`")
     engine: dict[str, Any] = Field(
         {},
-        description="further arguments of vLLM's engine, except those that other keys set and those that "
-        "change the model or distribution of its log-probs",
+        description="further arguments of vLLM's engine, except those that other keys set or that change "
+        "its log-probs",
     )
 
     @model_validator(mode="before")
@@ -146,8 +142,8 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "adamw_8bit"] = Field(
         "adamw",
-        description="adamw_8bit: moving averages in blocks of 8 bits, by bitsandbytes; a checkpoint of it is "
-        "of its ZeRO stage and number of ranks",
+        description="adamw_8bit: moving averages in 8 bits, by bitsandbytes; its checkpoint keeps ZeRO "
+        "stage and ranks",
     )
     lr: PositiveFloat = Field(1e-6, description="about ten times higher with policy.lora, e.g. 1e-5")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of AdamW's moving averages")
@@ -186,8 +182,7 @@ class LoRAConfig(Section):
     )
     sync: Literal["merged", "adapter"] = Field(
         "merged",
-        description="what a weight sync sends. merged: full weights; adapter: only the adapters, which each "
-        "engine merges into its initial checkpoint",
+        description="what a weight sync sends: full weights, or adapters, which each engine merges",
     )
 
     @property
@@ -257,24 +252,21 @@ class WeightSyncConfig(Section):
     )
     deltas: Literal["auto"] | bool = Field(
         False,
-        description="send the engines what has changed in the weights, bit by bit, and whole weights where "
-        "that leads nowhere. Each sending rank and engine process holds a copy in host memory. auto: "
-        "16-bit weights, engines on other hosts, and copies of at most a quarter of the free memory",
+        description="send only changed words of the weights; ranks and engines hold a copy in host memory. "
+        "auto: 16-bit weights, engines on other hosts, and copies of at most a quarter of the free memory",
     )
     mode: Literal["drain", "keep"] = Field(
         "drain",
-        description="drain: launched samples finish first, so max_staleness above 1 gains nothing; keep: "
-        "they pause, and continue with the new weights",
+        description="drain: launched samples finish first; keep: they pause, and continue with the new "
+        "weights",
     )
     probe_every: Count = Field(
         20,
-        description="steps between probes of all engines. A probe compares the log-probs of engine and "
-        "trainer on freshly sampled tokens. Every engine is also probed when the run starts or resumes, and "
-        "after its own restart; 0: only then",
+        description="steps between probes, which compare the log-probs of every engine and the trainer; 0: "
+        "only at a start, resume or restart",
     )
     probe_above: PositiveFloat | None = Field(
         None,
-        description="end the run with exit code 3 if the mean difference of a probe is above this, nats per "
-        "token, for every `health.action`; null: 1e-3 in float32, 0.15 in bfloat16, 1 with "
-        "engines in fp8",
+        description="end the run with exit code 3 if the mean difference of a probe is above this, nats "
+        "per token; null: 1e-3 in float32, 0.15 in bfloat16, 1 with fp8 engines",
     )

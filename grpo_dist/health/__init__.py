@@ -1,1 +1,1 @@
-"""Whether a run is healthy: bounds on metrics, slow drift, and what is done about either."""
+"""Whether a run is healthy: bounds on metrics, and what is done where one is passed."""

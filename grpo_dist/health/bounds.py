@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from grpo_dist.config import HealthConfig
-from grpo_dist.health.drift import TrackedMetric
 
 GRAD_NORM = "policy/grad_norm"
 IN_A_ROW = "health/skipped_in_a_row"
@@ -47,7 +46,6 @@ class HealthState:
         grad_norms: the latest of steps that trained, all above 0, oldest first.
         skipped: steps in a row, up to the last, with a skipped update.
         avoid: steps that the run was rolled back from; they are not trained on.
-        tracked: metrics that may drift, by name.
         idle: steps in a row that trained on no token.
         unscored: steps in a row in which no sample could be scored.
     """
@@ -56,16 +54,16 @@ class HealthState:
     grad_norms: tuple[float, ...] = ()
     skipped: int = 0
     avoid: tuple[int, ...] = ()
-    tracked: Mapping[str, TrackedMetric] = field(default_factory=dict)
     idle: int = 0
     unscored: int = 0
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> HealthState:
-        """Undo `dataclasses.asdict`. Of an older version's metrics (`followed`) nothing is kept: tracking
-        restarts. Neither are the gradient norms 0 that it remembered of steps without training.
+        """Undo `dataclasses.asdict`. What older versions remembered further is left out, and so are the
+        gradient norms 0 that they remembered of steps without training.
         """
-        state = TypeAdapter(cls).validate_python({k: v for k, v in values.items() if k != "followed"})
+        known = {field.name for field in fields(cls)}
+        state = TypeAdapter(cls).validate_python({k: v for k, v in values.items() if k in known})
         return replace(state, grad_norms=tuple(norm for norm in state.grad_norms if norm > 0))
 
 

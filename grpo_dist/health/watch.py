@@ -1,9 +1,8 @@
 """Decides whether a step is trained on, and compares its metrics with the bounds of `health`.
 
 A batch is judged before it is trained on. With `health.action` skip, each update is held to its bounds before
-the weights move (`bounds`); otherwise at the end of the step. Slow drift needs no bound: the watch warns of
-it (`drift`). What it remembers of earlier steps is a `HealthState`; checkpoints keep it, so that a resumed
-run decides and warns the same.
+the weights move (`bounds`); otherwise at the end of the step. What it remembers of earlier steps is a
+`HealthState`; checkpoints keep it, so that a resumed run decides and warns the same.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from grpo_dist.health.bounds import (
     make_update_bounds,
     passed,
 )
-from grpo_dist.health.drift import DRIFTING, count_drifting, new_drifts, track
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.types import Group, count_signals
 
@@ -52,7 +50,6 @@ class HealthWatch:
         self._skips = config.health.action.kind == "skip"
         other_losses = config.distillation.teachers or config.demonstrations is not None
         self._needs_scores = not (config.is_supervised or other_losses)
-        self._tracks = not config.is_supervised  # learning demonstrations by heart costs nearly all entropy
         self.state = state
 
     def judge_batch(
@@ -141,8 +138,7 @@ class HealthWatch:
             *make_run_bounds(settings),
         ]
         alarms = passed(bounds, {**metrics, **counts})
-        tracked = track(state.tracked, step, metrics) if self._tracks else state.tracked
-        counts |= {"health/alarms": float(len(alarms)), DRIFTING: float(count_drifting(tracked))}
+        counts["health/alarms"] = float(len(alarms))
         norm, reward = metrics.get(GRAD_NORM, math.nan), metrics.get("reward/mean", math.nan)
         rewards = [r for r in (reward, state.best_reward) if r is not None and not math.isnan(r)]
         # A step without a trained token has norm 0, which says nothing of the next gradient.
@@ -152,7 +148,6 @@ class HealthWatch:
             best_reward=max(rewards, default=None),
             grad_norms=(*state.grad_norms, *norms)[-_REMEMBERED:],
             skipped=skipped,
-            tracked=tracked,
             idle=idle,
         )
         return alarms, counts
@@ -162,11 +157,9 @@ class HealthWatch:
     ) -> None:
         """Warn of ``alarms``, or raise Unhealthy or Rollback, by `health.action`.
 
-        Warns of drift in any case. With action skip, the watch has warned already of what was skipped; only
-        too many skipped steps in a row stop the run.
+        With action skip, the watch has warned already of what was skipped; only too many skipped steps in a
+        row stop the run.
         """
-        for message in new_drifts(self.state.tracked, step):
-            self._recorder.warn(f"step {step}: {message}")
         self._stop_if_unscored(step, groups)
         self._stop_if_idle(step, metrics)
         if self._skips:

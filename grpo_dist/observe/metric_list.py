@@ -45,8 +45,7 @@ METRICS = (
     Metric("outcome/correct", "samples", "count", "answers that math grader or judge calls right", "rises"),
     Metric("outcome/wrong", "samples", "count", "answers that math grader or judge calls wrong", "falls"),
     Metric("outcome/no_answer", "samples", "count", "completions without an answer that the grader can read",
-           "falls within the first steps; if not: the prompt does not ask for the format, or completions are "
-           "truncated"),
+           "falls within the first steps; if not: the prompt does not ask for the format"),
     Metric("outcome/timeout", "samples", "count", "answers not judged within `rewards.timeout_s`",
            "near 0; such samples are not trained on"),
     Metric("outcome/error", "samples", "count", "answers on which a grader process died", "near 0"),
@@ -71,7 +70,7 @@ METRICS = (
            "below `dynamic_sampling.max_extra_prompts`"),
     Metric("group/samples_per_trained", "factor", "samples drawn over samples of groups with a signal",
            "what the step sampled for each sample that it learns from",
-           "near 1; high: `data.order`, other data, or `dynamic_sampling` draws much for little"),
+           "near 1; high: other data or `data.order`"),
     Metric("group/tokens_per_trained", "factor", "tokens drawn over tokens of groups with a signal",
            "the same, in sampled tokens", "as `group/samples_per_trained`"),
     Metric("group/carried_over", "groups", "count",
@@ -81,9 +80,8 @@ METRICS = (
            "with `batch.order` completion: steps between a group's launch and its training",
            "at most `max_staleness`"),
     Metric("rollout/length_bias", "share", "all samples trained so far",
-           "with `batch.order` completion: their mean length, against that of the launches that are trained "
-           "whole; -0.1: 10 % shorter",
-           "near 0 after a few steps; below: long answers are still in flight"),
+           "with `batch.order` completion: mean length against that of all launched; -0.1: 10 % shorter",
+           "near 0 after a few steps"),
     Metric("rollout/length_tokens", "tokens", "mean over samples",
            "length of a completion; of an episode the tokens behind its prompt, sampled and given",
            "slow change; growth up to the limit without more reward: add a length reward"),
@@ -100,24 +98,20 @@ METRICS = (
     Metric("sampling/max_new_tokens", "tokens", "of the step", "longest completion its samples could have",
            "as `sampling.max_new_tokens`"),
     Metric("sampling/kept_tokens_mean", "tokens", "mean over tokens",
-           "with `sampling.top_p`, `top_k` or `min_p`: how many tokens each was sampled from, without those "
-           "that were sampled from all",
-           "1 to 100 with top_p = 0.95; thousands: set `sampling.top_k`, for engine, network and memory"),
+           "with `sampling.top_p`, `top_k` or `min_p`: how many tokens each was sampled from",
+           "1 to 100 with top_p = 0.95; thousands: set `sampling.top_k`"),
     Metric("sampling/kept_all_share", "share", "of the sampled tokens",
            "tokens that nothing was left out for", "0; else `min_p` is too small to matter there"),
     Metric("rollout/nan_logprobs", "samples", "count",
-           "samples with a token whose log-prob the engine gave as NaN or infinite; they are not trained on",
-           "0; else the engine computes NaN: another dtype or attention backend (`rollout.engine`)"),
+           "samples with a log-prob of the engine that is NaN or infinite; they are not trained on",
+           "0; else another dtype or attention backend (`rollout.engine`)"),
     Metric("rollout/degenerate_share", "share", "mean over samples",
            "degenerate completions: they end in a loop or are unreadable",
            "0 for a model that was trained before (`health.degenerate_above`)"),
     Metric("rollout/acceptance_length", "tokens", "sum over engines, then the quotient",
-           "tokens that a pass of an engine gives a sample with a draft: 1 + "
-           "`throughput/rollout_accepted_tokens` / `throughput/rollout_drafts`, vLLM's mean acceptance "
-           "length; passes without a draft do not count, tokens behind a sample's end do; only with "
-           "`rollout.speculation`, and depends on the clock",
-           "above 2.2 with drafts of 4 tokens; where less than 30 % of these are right, an engine drafts "
-           "at every sixteenth step alone"),
+           "tokens that a pass gives a sample with a draft, vLLM's mean acceptance length: 1 + "
+           "`throughput/rollout_accepted_tokens` / `throughput/rollout_drafts`; depends on the clock",
+           "above 2.2 with drafts of 4 tokens"),
     Metric("rollout/tokens", "tokens", "sum over samples", "all tokens that were sampled in the step", ""),
     Metric("rollout/staleness_mean", "steps", "mean over tokens",
            "updates between the weights that produced a token and the trained policy",
@@ -130,7 +124,7 @@ METRICS = (
            "1 for chat templates that only append"),
     Metric("episode/rewritten", "share", _EPISODES,
            "episodes whose history the chat template rewrote, which have several rows",
-           "0 for chat templates that only append; else each row costs a forward pass over its history"),
+           "0 for chat templates that only append"),
     Metric("episode/given_share", "share", "of the tokens of all episodes",
            "tokens behind the prompt that the environment put in; they are read and not trained on",
            "near 1: lower `environments.max_tool_tokens`"),
@@ -140,9 +134,8 @@ METRICS = (
            "calls with another outcome than ok: malformed, unknown, an error, out of time or memory, died",
            "falls"),
     Metric("episode/end/<reason>", "share", _EPISODES,
-           "episodes that ended so: stop (an answer, or the environment was done), length, turns, "
-           "tool_limit, error (the environment failed; not scored)",
-           "`stop` near 1; many `turns` or `length`: raise the budget, or `environments.outcome_rewards`"),
+           "episodes that ended so: stop, length, turns, tool_limit, error (not scored)",
+           "`stop` near 1; many `turns` or `length`: raise the budget"),
     Metric("train/rows", "rows", "count",
            "rows that were trained on: a sample each, or several of an episode (`episode/rows`)",
            "the rest adds nothing to the gradient (`algorithm.skip_idle_rows`)"),
@@ -215,8 +208,7 @@ METRICS = (
     Metric("mismatch/logprob_diff_max", "nats", "maximum over trained tokens", "the largest of these",
            "float32 1e-4, bfloat16 around 1"),
     Metric("probe/logprob_diff_mean", "nats", "mean over the tokens of a probe; largest engine",
-           "absolute difference of a log-prob, engine to trainer at the same version, of tokens sampled for "
-           "the probe, every `weight_sync.probe_every` steps",
+           "absolute difference of a log-prob, engine to trainer, of tokens sampled for the probe",
            "float32 1e-6, bfloat16 below 0.07; the run stops above `weight_sync.probe_above`"),
     Metric("probe/logprob_diff_max", "nats", "maximum over the tokens of a probe and engines",
            "the largest of these", "float32 1e-4, bfloat16 around 1"),
@@ -251,10 +243,6 @@ METRICS = (
     Metric("health/bad_weights", "0 or 1", _STEP, "non-finite weights after the step",
            "0, else the run ends"),
     Metric("health/alarms", "bounds", "count", "bounds of `health` that the step violated", "0"),
-    Metric("health/drifting", "metrics", "count",
-           "of `reward/mean`, `policy/entropy`, `rollout/truncated_share` and `rollout/degenerate_share` "
-           "those whose moving average is far from the run's best, that of the first 5 steps, or the least",
-           "0; a warning at the start of a drift names the baseline"),
     Metric("restarts/<role>", "workers", "count", "workers of the role replaced since the last step", "0"),
     Metric("engines/serving", "engines", "count",
            "engines that serve; this and the next four only where `rollout.max_workers` lets engines join",
@@ -290,8 +278,7 @@ METRICS = (
     Metric("time/stage_s", "s", "of the driver",
            "preparing the part of the batch that was not prepared ahead", "near 0"),
     Metric("time/probe_s", "s", "of the driver",
-           "the sync probe, at steps that have one: waiting for its samples, log-probs of the policy",
-           "below 1 percent of the steps that it covers"),
+           "the sync probe, at steps that have one", "below 1 percent of the steps that it covers"),
     Metric("time/update_s", "s", "of the driver", "the update of the policy", ""),
     Metric("time/drain_s", "s", "of the driver",
            "waiting for launched samples to finish before a weight sync",
@@ -315,8 +302,7 @@ METRICS = (
     Metric("time/sync_take_s", "s", "of the driver", "part of the sync: engines load and check the weights",
            ""),
     Metric("time/turn_<change>_s", "s", "of the driver",
-           "where roles are colocated: engines, reference and reward_model sleep and wake, "
-           "policy offload and reload; all of the step",
+           "colocated: engines, reference and reward_model sleep and wake, policy offload and reload",
            "a few percent of the step"),
     Metric("time/sync_wait_s", "s", "of the sending rank", "waiting for engines to accept a bucket",
            "most of the travel: the engines are slower than the sender"),
@@ -334,10 +320,8 @@ METRICS = (
            "transfer ended at a damaged table of sizes; whole weights followed", "0"),
     Metric("time/<role>_<stage>_busy_s", "s", "mean over workers of the role",
            "seconds the workers were busy: rollout sample and sync, reward score, reward_model score, "
-           "environment act, reference logprobs, policy update and sync; sample includes the wait for "
-           "environments; the parts of `time/turn_policy_offload_s` in a rank: offload_look (what holds "
-           "zeros), offload_pin (new host memory), offload_copies, offload_collect (garbage), offload_free "
-           "(cached memory)",
+           "environment act, reference logprobs, policy update and sync, and the parts offload_... of "
+           "`time/turn_policy_offload_s`; sample includes the wait for environments",
            "near `time/step_s` for the role that limits the run; small: it waits for another role"),
     Metric("throughput/completion_tokens_per_s", "tokens/s", _STEP,
            "sampled tokens of a step over its seconds", "steady; higher is faster"),
@@ -347,17 +331,14 @@ METRICS = (
            "tokens that go through the trained model, padding too", ""),
     Metric("throughput/packing_efficiency", "share", "of those" + _UPDATES,
            "tokens that are needed: each completion, and what prompts begin with once",
-           "0.9; else raise `batch.micro_batch_tokens`; each rank and router replay repeat what is shared"),
+           "0.9; else raise `batch.micro_batch_tokens`"),
     Metric("throughput/<role>_<count>", "of the count", "sum over workers",
-           "since the last step: `rollout_tokens`, sampled; `rollout_preempted_tokens`, computed again for "
-           "want of cache; `rollout_turns`, of episodes; `rollout_drafts`, `rollout_drafted_tokens` and "
-           "`rollout_accepted_tokens` of `rollout.speculation`: drafts of one sample each that were "
-           "verified, their tokens, and the accepted ones",
+           "since the last step: `rollout_tokens`, sampled; `rollout_preempted_tokens`, computed again; "
+           "`rollout_turns`; verified `rollout_drafts`, `rollout_drafted_tokens`, `rollout_accepted_tokens`",
            "steady"),
     Metric("throughput/episode_cached_share", "share", "sum over turns from the second on",
            "prompt tokens of these turns that the engine found in its cache",
-           "above 0.9; less: long observations, a template that rewrites the history, or a cache too small "
-           "for all episodes (`rollout.kv_cache_gib`)"),
+           "above 0.9; less: long observations, rewritten histories, or too small a cache"),
     Metric("time/tool_wait_s", "s", "mean over turns", "an episode waits for its environment's answer",
            "engines sample other episodes meanwhile; near the time of a tool: `environments.num_workers` "
            "suffice"),

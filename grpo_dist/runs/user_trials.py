@@ -56,13 +56,6 @@ from grpo_dist.types import Group, Prompt, Rollout, Sampling
 
 TRIAL_S = 60.0  # deadline of one piece, with its imports
 _ROWS, _TOKENS, _CLOSE = 4, 6, 1e-4
-# Keys of the pieces' arguments in the configuration.
-_KWARGS = {
-    ADVANTAGE: "algorithm.advantage.kwargs", LOSS: "algorithm.loss.kwargs",
-    KL: "algorithm.kl.estimator.kwargs", AGGREGATION: "algorithm.aggregation.kwargs",
-    METRIC: "tracking.metrics.N.kwargs",
-    SINK: "tracking.sinks.N.kwargs", ORDER: "data.order.kwargs", ROLLOUT: "rollout.function_kwargs",
-}  # fmt: skip
 _INPUTS: dict[Kind, type[Any]] = {
     ADVANTAGE: AdvantageInputs, LOSS: PolicyLossInputs, KL: KLInputs, AGGREGATION: AggregationInputs,
     METRIC: MetricInputs, SINK: SinkInputs, ORDER: OrderInputs, ROLLOUT: RolloutInputs,
@@ -114,7 +107,9 @@ def _try(piece: UserComponent, code_paths: Sequence[str], tokenizer: Any) -> Non
     """Call ``piece`` on a made input. Raises whatever is wrong with it."""
     kind, name = piece.kind, piece.name
     function = load(kind, name, code_paths)
-    check_signature(function, _INPUTS[kind], piece.kwargs, f"{kind.title} {name}", _KWARGS[kind])
+    in_list = kind in (METRIC, SINK)
+    arguments = "rollout.function_kwargs" if kind is ROLLOUT else f"{piece.key}{'.N' * in_list}.kwargs"
+    check_signature(function, _INPUTS[kind], piece.kwargs, f"{kind.title} {name}", arguments)
     if kind in (ADVANTAGE, LOSS, KL, AGGREGATION):
         _TRIALS[kind](name, UserCode.from_pieces(code_paths, [piece]))
     elif kind is METRIC:

@@ -153,17 +153,6 @@ def test_a_refused_update_is_reported_and_its_rows_are_kept():
     assert any("step 2: 1 update(s) skipped" in warning for warning in job.warnings)
 
 
-def test_learning_demonstrations_by_heart_is_no_drift():
-    class Sure(Job):
-        async def update(self, batches, *, kl_coef, bounds):
-            return await super().update(batches, kl_coef=kl_coef, bounds=bounds) | {
-                "policy/entropy": 5.0 if len(self.updates) < 10 else 0.01
-            }
-
-    job = Sure().run(config(steps=80), demonstrations(4))
-    assert not job.warnings and job.logged[80]["health/drifting"] == 0.0
-
-
 def test_a_step_that_was_rolled_back_from_is_not_trained_on():
     progress = Progress(health=HealthState(avoid=(2,)))
     job = Job().run(config(steps=3), demonstrations(4), progress=progress)

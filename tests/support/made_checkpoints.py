@@ -8,20 +8,14 @@ import numpy as np
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.data.order import OrderState
 from grpo_dist.health.bounds import HealthState
-from grpo_dist.health.drift import TrackedMetric
 from grpo_dist.loop.progress import PipelineState, Progress
 from grpo_dist.runs.checkpoint import Checkpoints
 from grpo_dist.types import Group, Rollout
 from tests.support import fakes
 
 PROMPTS = fakes.prompts(4)
-TRACKED = {
-    "reward/mean": TrackedMetric(7, 0.25, 1 / 3, 0.05, 0.7, 2, 4),
-    "policy/entropy": TrackedMetric(1, 0.5, 0.5),
-}
-
 MOMENTS = Moments(12, 0.1, 1 / 3)
-HEALTH = HealthState(0.75, (1.5, 2.5), 1, (2, 7), TRACKED)
+HEALTH = HealthState(0.75, (1.5, 2.5), 1, (2, 7))
 ORDER = OrderState(17, (3, 9), {"p1": (0.5, 4.0)})
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from actors.workers import environment
-from actors.workers.environment import Act, ActingEpisode, EnvironmentLine, EnvironmentWorker
+from actors.workers.environment import Act, ActingEpisode, EnvironmentCalls, EnvironmentWorker
 from grpo_dist.config import EnvironmentsConfig, SandboxConfig
 from grpo_dist.environments import runner
 from grpo_dist.environments.base import Problem
@@ -48,7 +48,7 @@ def with_worker(play, worker=None):
 def line_to(worker):
     """Return a line whose calls to ``worker`` go without Ray."""
     names = ("act", "answer", "end")
-    return EnvironmentLine(SimpleNamespace(**{n: SimpleNamespace(remote=getattr(worker, n)) for n in names}))
+    return EnvironmentCalls(SimpleNamespace(**{n: SimpleNamespace(remote=getattr(worker, n)) for n in names}))
 
 
 def test_quick_answers_come_at_once_and_slow_ones_when_they_are_there():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from actors.workers.engine_settings import EngineSpec
-from actors.workers.environment import Act, ActingEpisode, EnvironmentLine, EnvironmentPool
+from actors.workers.environment import Act, ActingEpisode, EnvironmentCalls, EnvironmentPool
 from actors.workers.rollout import RolloutWorker, _generation
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import (
@@ -53,7 +53,7 @@ class FailingEngine(RolloutWorker):
 
     async def start(self, environments=None):
         self._tokenizer = SimpleNamespace(decode=lambda ids, **_: "text")
-        self._line = EnvironmentLine(environments.workers[0])
+        self._line = EnvironmentCalls(environments.workers[0])
         self._episodes = SimpleNamespace(sample=self._episode, workers=SimpleNamespace(use=lambda _: None))
         self._gone, self._broken, self._asked = set(), set(), []
 

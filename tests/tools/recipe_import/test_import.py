@@ -519,7 +519,7 @@ config = GRPOConfig(
     max_completion_length=longest - own.length, run_name=f"{own.model_name}-{longest}",
     max_steps=int(os.environ.get("STEPS", 12)), num_generations=4, vllm_sampling_params=sampling,
     output_dir=os.environ.get("OUT", "there"), **more)
-base = FastLanguageModel.from_pretrained(model_name=own.model_name)
+base = FastLanguageModel.from_pretrained(model_name=own.model_name, gpu_memory_utilization=0.6)
 trainer = GRPOTrainer(model=base, args=config, reward_funcs=[check_numbers, make_reward(0.5)])
 """
 

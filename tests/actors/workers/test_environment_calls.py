@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from actors.workers import environment
-from actors.workers.environment import Act, ActingEpisode, EnvironmentLine
+from actors.workers.environment import Act, ActingEpisode, EnvironmentCalls
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.episode import Action, Observed
 from grpo_dist.types import Task
@@ -50,7 +50,7 @@ def run(session):
 def test_episodes_of_one_moment_begin_in_one_call_before_they_act():
     async def session():
         worker = FakeWorker()
-        line = EnvironmentLine(worker)
+        line = EnvironmentCalls(worker)
         for name in ("e:0", "e:1"):
             line.begin(ActingEpisode(name, Task("toy"), Problem("p", "1")))
         await line.act(act("e:0"))
@@ -61,7 +61,7 @@ def test_episodes_of_one_moment_begin_in_one_call_before_they_act():
 
 def test_an_error_of_a_call_is_that_of_all_its_actions_and_of_no_later_ones():
     async def session():
-        line = EnvironmentLine(FakeWorker())
+        line = EnvironmentCalls(FakeWorker())
         found = await asyncio.gather(line.act(act("e:0")), line.act(act("e:1 lost")), return_exceptions=True)
         return found, await line.act(act("e:2"))
 
@@ -72,7 +72,7 @@ def test_an_error_of_a_call_is_that_of_all_its_actions_and_of_no_later_ones():
 
 def test_an_abandoned_episode_does_not_disturb_the_others_of_its_call():
     async def session():
-        line = EnvironmentLine(FakeWorker())
+        line = EnvironmentCalls(FakeWorker())
         first, second = (asyncio.create_task(line.act(act(name))) for name in ("e:0", "e:1"))
         await asyncio.sleep(0)
         first.cancel()
@@ -88,7 +88,7 @@ def test_ends_are_collected(monkeypatch):
 
     async def session():
         worker = FakeWorker()
-        line = EnvironmentLine(worker)
+        line = EnvironmentCalls(worker)
         for name in ("e:0", "e:1"):
             line.end(name)
         assert worker.calls == []

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -168,6 +169,12 @@ def test_a_piece_that_cannot_be_used_is_refused(code, kind, name, kwargs, messag
 def test_a_good_piece_passes_and_every_problem_is_reported(code):
     pieces = [piece(LOSS, "good", beta=2), piece(LOSS, "detached"), piece(KL, "nan_kl")]
     assert len(list(user_code_problems(pieces, [code]))) == 2
+
+
+def test_an_argument_of_a_source_s_own_loss_is_named_by_the_key_of_the_source(code):
+    own = replace(piece(LOSS, "good", gamma=1), key="data.train.1.algorithm.loss")
+    (problem,) = user_code_problems([own], [code])
+    assert "`data.train.1.algorithm.loss.kwargs.gamma`: " in problem
 
 
 def test_a_value_that_does_not_fit_is_not_shown(code):
