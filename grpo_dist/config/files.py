@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
 from functools import cache, reduce
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -35,7 +35,6 @@ from yaml import YAMLError
 
 from grpo_dist.config import Config
 from grpo_dist.config.base import Choice, is_bare, tagged_unions
-from grpo_dist.config.earlier import translate
 from grpo_dist.config.messages import explain
 from grpo_dist.config.presets import PRESETS
 from grpo_dist.config.secrets import masked, masked_setting, masked_text
@@ -70,23 +69,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     contradict.
     """
     return validated(apply_overrides(read_tree(Path(path)), overrides, Path(path)), path, Config)
-
-
-def read_recorded(path: Path) -> DictConfig:
-    """Read the settings that a run recorded in ``path``; what an earlier version wrote, as it is written now.
-
-    Raises ConfigError for a missing or malformed file.
-    """
-    plain = OmegaConf.to_container(read_tree(path), resolve=False)
-    try:
-        return OmegaConf.create(translate(cast(dict[str, Any], plain)))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: no settings that a run recorded: {error}") from error
-
-
-def load_recorded(path: Path) -> Config:
-    """Return the configuration that `read_recorded` reads. Raises ConfigError."""
-    return validated(read_recorded(path), path, Config)
 
 
 def is_override(text: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -59,12 +59,8 @@ class HealthState:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> HealthState:
-        """Undo `dataclasses.asdict`. What older versions remembered further is left out, and so are the
-        gradient norms 0 that they remembered of steps without training.
-        """
-        known = {field.name for field in fields(cls)}
-        state = TypeAdapter(cls).validate_python({k: v for k, v in values.items() if k in known})
-        return replace(state, grad_norms=tuple(norm for norm in state.grad_norms if norm > 0))
+        """Undo `dataclasses.asdict`."""
+        return TypeAdapter(cls).validate_python(values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,6 @@ from grpo_dist.config import (
 )
 from grpo_dist.config.base import choices
 from grpo_dist.config.differences import drop, flat, has_place
-from grpo_dist.config.earlier import translate
 from grpo_dist.config.environments import BUILTIN_ENVIRONMENTS
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.text import unescaped
@@ -304,8 +303,6 @@ def changes(was: str, config: Config) -> list[Change]:
     """
     written = (was, dump_config(config))
     before, after = (unescaped(yaml.safe_load(text)) for text in written)
-    if isinstance(before, dict):
-        before = translate(before)
     old, new = flat(before), flat(after)
     set_now = flat(config.model_dump(mode="json", exclude_defaults=True))
     keys = sorted(old.keys() | {key for key in new if key in set_now or has_place(key, old)})

@@ -11,7 +11,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, date, datetime
 from importlib import metadata
@@ -102,25 +102,6 @@ def read_template_date(run_dir: Path) -> str | None:
     """Return the date that the run in ``run_dir`` writes; None where it has none, or none is readable."""
     recorded = recorded_settings(run_dir).get("data.template_date")
     return str(recorded) if recorded else None
-
-
-def keep_require_box(config: C, run_dir: Path) -> C:
-    """Return ``config``; where the prompt asks for a box and the run in ``run_dir`` did not require one, as
-    runs did before there was `rewards.require_box`, with that.
-    """
-    recorded = recorded_settings(run_dir)
-    if not any(key.partition(".")[0] == "rewards" for key in recorded):
-        return config
-    return keep_recorded_box(config, {"require_box": recorded.get("rewards.require_box")})
-
-
-def keep_recorded_box(config: C, recorded: Mapping[str, Any]) -> C:
-    """Return ``config`` without `rewards.require_box` where ``recorded``, section `rewards` of an earlier
-    start, does not have it.
-    """
-    if not config.rewards.require_box or recorded.get("require_box"):
-        return config
-    return config.model_copy(update={"rewards": config.rewards.model_copy(update={"require_box": False})})
 
 
 def recorded_settings(run_dir: Path) -> dict[str, Any]:

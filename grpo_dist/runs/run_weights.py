@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_dist.config import Config, PolicyConfig
 from grpo_dist.config.differences import flat
-from grpo_dist.config.files import changed, load_recorded
+from grpo_dist.config.files import changed, load_config
 from grpo_dist.runs.checkpoint import (
     CHECKPOINTS,
     MANIFEST,
@@ -23,7 +23,7 @@ from grpo_dist.runs.checkpoint import (
     newest_whole,
     step_of,
 )
-from grpo_dist.runs.run_directory import keep_require_box, recorded_settings
+from grpo_dist.runs.run_directory import recorded_settings
 from grpo_dist.runtime.files import read_json
 from grpo_dist.runtime.model_files import cached, fingerprint, is_checkpoint, split_reference
 
@@ -64,10 +64,10 @@ def pinned(config: C, run_dir: Path | None = None) -> C:
 
 
 def restore_begun(config: Config, run_dir: Path, say: Callable[[str], None]) -> Config:
-    """Return ``config`` with what the run in ``run_dir`` began with: see `pinned` and `keep_require_box`.
+    """Return ``config`` with what the run in ``run_dir`` began with: see `pinned`.
     Raises ValueError.
     """
-    begun = keep_require_box(pinned(config, run_dir), run_dir)
+    begun = pinned(config, run_dir)
     for key, path in flat(begun.model_dump(mode="json")).items():
         if any(fnmatchcase(key, model) for model in _MODELS) and is_checkpoint(str(path)):
             run, step = split_reference(path)
@@ -75,8 +75,6 @@ def restore_begun(config: Config, run_dir: Path, say: Callable[[str], None]) -> 
                 f"note: {key} = {path}: this run reads that checkpoint again when it resumes; where {run} "
                 f"may delete it (`checkpoint.keep`), use an export: grpo-dist export {run} --step {step}"
             )
-    if begun.rewards.require_box != config.rewards.require_box:
-        say("`rewards.require_box` = false, as the run began; another `name` begins one that requires a box")
     return begun
 
 
@@ -112,7 +110,7 @@ def checkpoint_model(
     Raises ValueError where the checkpoint is missing or damaged.
     """
     checkpoint = find_checkpoint(path, say)
-    config = load_recorded(checkpoint / "config.yaml")
+    config = load_config(checkpoint / "config.yaml")
     decides = {"version": _VERSION, "checkpoint": fingerprint(checkpoint / MANIFEST)}
 
     def write(directory: Path) -> None:

@@ -57,7 +57,6 @@ from grpo_dist.runs.run_directory import (
     check_writable,
     choose_run_dir,
     explain_resume,
-    keep_require_box,
     read_template_date,
     set_template_date,
     write_environment,
@@ -145,7 +144,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
         run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
         existing = check_writable(run_dir)
         config = restore_begun(resolve_steps(config, print_line), run_dir, print_line)
-        identity = config if identity is None else keep_require_box(identity, run_dir)
+        identity = identity or config
         config = set_template_date(config, read_template_date(run_dir))
     with explain_resume(config.checkpoint, run_dir), exclusive_directory(run_dir, existing):
         inputs, point = _load_inputs(run_dir, config, identity)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import yaml
 from safetensors.torch import load_file
 
 from grpo_dist.config import LoRAConfig, ModelConfig
-from grpo_dist.config.files import dump_config, load_recorded
+from grpo_dist.config.files import dump_config
 from grpo_dist.errors import UserError
 from grpo_dist.runs.checkpoint import write_manifest
 from grpo_dist.runs.prepare import resolve_model
@@ -20,9 +19,6 @@ from grpo_dist.tools.plan.models import model_of
 from tests.support import fakes, made_groups
 from tests.support.made_weights import write_run
 from tests.support.real_ranks import start
-
-EARLIER = Path(__file__).parents[1] / "support/earlier_checkpoint/step_000002/config.yaml"
-BOX = {"train": [{"path": "demo:add3"}], "instruction": "Answer in \\boxed{}."}
 
 
 def quiet(message):
@@ -70,38 +66,19 @@ def test_an_evaluation_of_a_checkpoint_has_the_settings_of_its_run(run):
         configuration("runs/none@2", ["demo:add4"], [])
 
 
-def test_what_an_earlier_version_recorded_is_read_as_it_is_written_now(run):
-    """It asked for a box and required none, as no run did."""
-    earlier = yaml.safe_load(EARLIER.read_text())
-    earlier["batch"]["min_samples"], earlier["bench"] = None, earlier["bench"] | {"other_kwargs": {}}
-    earlier["data"]["instruction"] = "Answer in \\boxed{}."
-    (run / "config.yaml").write_text(yaml.safe_dump(earlier))
-    recorded = load_recorded(run / "config.yaml")
-    assert recorded.algorithm.loss.name == earlier["algorithm"]["policy_loss"]
-    assert recorded.data.order.name == earlier["data"]["order"]
-    evaluated = configuration("runs/mine@latest", ["demo:add4"], [])
-    assert not recorded.rewards.require_box and not evaluated.rewards.require_box
-    assert load_recorded(run / "config.yaml") == load_recorded_again(run, recorded)
-
-
-def load_recorded_again(run, config):
-    """Return ``config`` as it is read after it was recorded by this version."""
-    (run / "config.yaml").write_text(dump_config(config))
-    return load_recorded(run / "config.yaml")
-
-
 def test_a_resumed_run_begins_with_what_it_began_with_and_says_so(run, tmp_path):
-    config = fakes.config(model={"path": "runs/mine@latest"}, data=BOX)
+    config = fakes.config(model={"path": "runs/mine@latest"})
     new, said = tmp_path / "runs/new", []
     new.mkdir()
     old = {"model": {"path": "runs/mine@2"}, "rewards": {"timeout_s": 5.0}}
     (new / "config.yaml").write_text(yaml.safe_dump(old))
     begun = restore_begun(config, new, said.append)
-    assert begun.model.path == "runs/mine@2" and not begun.rewards.require_box
-    kept, box = said
+    assert begun.model.path == "runs/mine@2"
+    (kept,) = said
     assert "note: model.path = runs/mine@2: this run reads that checkpoint again when it resumes" in kept
-    assert "grpo-dist export runs/mine --step 2" in kept and "require_box" in box
-    assert restore_begun(config, tmp_path / "runs/other", said.append).rewards.require_box and len(said) == 3
+    assert "grpo-dist export runs/mine --step 2" in kept
+    restore_begun(config, tmp_path / "runs/other", said.append)
+    assert len(said) == 2
 
 
 def test_a_run_keeps_the_checkpoint_that_it_began_with(run, tmp_path):

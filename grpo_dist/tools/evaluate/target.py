@@ -22,7 +22,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_dist.config import Config, DataSourceConfig
-from grpo_dist.config.files import apply_overrides, read_recorded, read_tree, set_key, validated
+from grpo_dist.config.files import apply_overrides, read_tree, set_key, validated
 from grpo_dist.data.readers import PATTERN_S, column, first_record, has_column
 from grpo_dist.errors import UserError, expanded
 from grpo_dist.runtime.model_files import is_checkpoint, split_reference
@@ -113,7 +113,7 @@ def _run_settings(path: Path) -> DictConfig:
             f"{path}: a run directory without an exported model (no {model / 'config.json'}); name "
             f"{path}@latest or {path}@STEP for a checkpoint, or finish the run with checkpoint.export=true"
         )
-    tree = read_recorded(settings) if settings.is_file() else OmegaConf.create(_MODEL)
+    tree = read_tree(settings) if settings.is_file() else OmegaConf.create(_MODEL)
     set_key(tree, "model.path", str(model), str(path))
     set_key(tree, "model.revision", None, str(path))
     return tree
@@ -124,7 +124,7 @@ def _checkpoint_settings(target: str) -> DictConfig:
     run, _ = split_reference(target)
     if not (run / "config.yaml").is_file():
         raise UserError(f"{target}: no run in {run} (no config.yaml); expected RUN@latest or RUN@STEP")
-    tree = read_recorded(run / "config.yaml")
+    tree = read_tree(run / "config.yaml")
     set_key(tree, "model.path", target, target)
     set_key(tree, "model.revision", None, target)
     return tree

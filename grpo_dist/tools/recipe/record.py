@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from grpo_dist.config import Config
 from grpo_dist.config.differences import changes, flat, has_place
-from grpo_dist.config.earlier import translate
 from grpo_dist.config.input_paths import input_paths
 from grpo_dist.config.secrets import HIDDEN, masked
 from grpo_dist.config.supervised import OPTIMIZER, SupervisedConfig
@@ -72,8 +71,7 @@ def read_record(directory: Path) -> StageRecord | None:
     if not path.is_file():
         return None
     try:
-        record = StageRecord(**read_json(path))
-        return replace(record, settings=translate(record.settings))
+        return StageRecord(**read_json(path))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"{path}: not the record of a stage ({error}); move {directory} away to redo the stage"

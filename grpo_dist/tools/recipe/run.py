@@ -12,7 +12,7 @@ from pathlib import Path
 
 from grpo_dist.config.differences import listed
 from grpo_dist.errors import UserError, as_user_errors
-from grpo_dist.runs.run_directory import check_writable, keep_recorded_box, set_template_date
+from grpo_dist.runs.run_directory import check_writable, set_template_date
 from grpo_dist.runtime.files import alone, keep_backup
 from grpo_dist.runtime.tables import make_table, wide_console
 from grpo_dist.tools.recipe.check import check_stages
@@ -52,7 +52,7 @@ def run_pipeline(
     invalid settings of a remaining stage.
     """
     with as_user_errors():
-        pipeline = _restore_recorded(pipeline, _redone(pipeline, again_from))
+        pipeline = _with_template_date(pipeline)
     redone = _redone(pipeline, again_from)
     if check_only:
         done = _checked(pipeline, redone)
@@ -131,18 +131,11 @@ def _run(stage: ResolvedStage, done: Done, say: Callable[[str], None]) -> StageR
     return record
 
 
-def _restore_recorded(pipeline: ResolvedPipeline, redone: Sequence[ResolvedStage]) -> ResolvedPipeline:
-    """Return ``pipeline`` with the date that chat templates write in all its stages, that of its start, and
-    what recorded stages that are not ``redone`` took for an answer.
-    """
-    records = {stage.name: read_record(stage.directory) for stage in pipeline.stages}
-    day = next((record.template_date for record in records.values() if record and record.template_date), None)
-    stages = []
-    for stage in pipeline.stages:
-        config, symbolic, record = set_template_date(stage.config, day), stage.symbolic, records[stage.name]
-        if record is not None and stage not in redone and (rewards := record.settings.get("rewards")):
-            config, symbolic = (keep_recorded_box(each, rewards) for each in (config, symbolic))
-        stages.append(replace(stage, config=config, symbolic=symbolic))
+def _with_template_date(pipeline: ResolvedPipeline) -> ResolvedPipeline:
+    """Return ``pipeline`` with the date that chat templates write in all its stages, that of its start."""
+    records = (read_record(stage.directory) for stage in pipeline.stages)
+    day = next((record.template_date for record in records if record and record.template_date), None)
+    stages = (replace(stage, config=set_template_date(stage.config, day)) for stage in pipeline.stages)
     return replace(pipeline, stages=tuple(stages))
 
 
