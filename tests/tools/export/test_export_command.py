@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_dist.cli import main
 from grpo_dist.policy.full_weights import why_no_export
-from grpo_dist.runs.checkpoint import write_manifest
 from grpo_dist.runs.model_card import VLLM_RANKS, model_card
 from grpo_dist.tools.export import export as exporting
 from tests.support import fakes
@@ -71,19 +70,6 @@ def test_the_newest_checkpoint_becomes_a_directory_of_transformers(run, tiny_mod
     assert ours.chat_template == theirs.chat_template is not None
     assert (out / "generation_config.json").is_file() and why_no_export(out) == ""
     assert [path.name for path in out.parent.iterdir()] == ["step_000003"]  # nothing half-written
-
-
-def test_a_checkpoint_of_an_earlier_version_is_exported(run):
-    """With the order of prompts as versions before its tagged union recorded it."""
-    run_dir, _ = run
-    checkpoint = run_dir / "checkpoints/step_000003"
-    recorded = yaml.safe_load((checkpoint / "config.yaml").read_text())
-    earlier = {"order": "epochs", "length_window": None, "order_kwargs": {}, "drop_solved": None}
-    recorded["data"] |= earlier
-    (checkpoint / "config.yaml").write_text(yaml.safe_dump(recorded))
-    write_manifest(checkpoint)
-    assert main(["export", str(run_dir)]) == 0
-    assert (run_dir / "export/step_000003/model.safetensors").is_file()
 
 
 def test_the_card_names_model_data_settings_and_accuracy(run):
