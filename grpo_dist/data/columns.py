@@ -13,9 +13,9 @@ import os
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache, partial
-from io import BufferedIOBase
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 
 from grpo_dist.runtime.files import publish
+from grpo_dist.runtime.hardware import available_cpus
 from grpo_dist.runtime.model_files import cache_dir
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ _KEPT_DAYS = 30  # since a stored file was last read
 _KEPT_BYTES = 20 * 2**30  # of all stored files, those read last
 _PART = 4096  # values encoded, or hashed, at once
 _DIGEST_BYTES = 16
+_BLOCK_BYTES = 2**23  # hashed at once
 _ALIGNED = 64  # bytes, where an array begins in a stored file
 
 
@@ -244,11 +246,7 @@ def files_state(files: Sequence[Path]) -> list[tuple[int, int]]:
 
 def files_digest(files: Sequence[Path]) -> list[str]:
     """Return a hash of the content of each file."""
-    digests = []
-    for file in files:
-        with file.open("rb") as opened:
-            digests.append(_digest(opened).hex())
-    return digests
+    return [_digest(file).hex() for file in files]
 
 
 def load(key: str) -> tuple[dict[str, np.ndarray], Any] | None:
@@ -258,7 +256,7 @@ def load(key: str) -> tuple[dict[str, np.ndarray], Any] | None:
     place = _place(key)
     try:
         with place.open("rb") as opened:
-            if opened.read(_DIGEST_BYTES) != _digest(opened):
+            if opened.read(_DIGEST_BYTES) != _digest(place, _DIGEST_BYTES):
                 return None
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError:
@@ -294,10 +292,9 @@ def save(key: str, arrays: Mapping[str, np.ndarray], value: Any) -> None:
             for (_, _, _, offset), values in zip(tables, arrays.values(), strict=True):
                 opened.seek(begin + offset)
                 opened.write(np.ascontiguousarray(values).data)
-            opened.seek(_DIGEST_BYTES)
-            digest = _digest(opened)
+            opened.flush()
             opened.seek(0)
-            opened.write(digest)
+            opened.write(_digest(unfinished, _DIGEST_BYTES))
         publish(unfinished, place)
         _prune(place.parent)
     except OSError:
@@ -322,9 +319,18 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNED) * _ALIGNED
 
 
-def _digest(opened: BufferedIOBase) -> bytes:
-    """Return a hash of a file from its position on."""
-    return hashlib.file_digest(opened, partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)).digest()
+def _digest(file: Path, begin: int = 0) -> bytes:
+    """Return a hash of ``file`` from ``begin`` on: of the hashes of its blocks, which threads compute."""
+
+    def digest_block(at: int) -> bytes:
+        with file.open("rb") as opened:
+            opened.seek(at)
+            return hashlib.sha256(opened.read(_BLOCK_BYTES)).digest()
+
+    places = range(begin, file.stat().st_size, _BLOCK_BYTES)
+    with ThreadPoolExecutor(max(1, min(len(places), available_cpus()))) as threads:
+        digests = b"".join(threads.map(digest_block, places))
+    return hashlib.sha256(digests).digest()[:_DIGEST_BYTES]
 
 
 def _place(key: str) -> Path:

@@ -6,7 +6,7 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from itertools import repeat
@@ -29,9 +29,10 @@ from grpo_dist.chat.template import (
 )
 from grpo_dist.config import DataConfig, DataSourceConfig
 from grpo_dist.config.text import fill
-from grpo_dist.data.columns import Assembled, Column, Texts, TokenIds, store_key
-from grpo_dist.data.readers import DataRow, DataRows, RowTable, RowUids
-from grpo_dist.data.repeats import Prompts, Repeated, column, distinct_of, occurrences
+from grpo_dist.data import repeats
+from grpo_dist.data.columns import Assembled, Column, Texts, TokenIds, load, save, store_key
+from grpo_dist.data.readers import DataRow, DataRows, RowTable, RowUids, hashes_of
+from grpo_dist.data.repeats import Prompts, Repeated, column, occurrences
 from grpo_dist.data.tasks import SourceTasks
 from grpo_dist.environments.base import Message
 from grpo_dist.types import Prompt, Task, Thought
@@ -366,7 +367,7 @@ class UidCounts:
         prompts that have these uids.
         """
         known, counts = self._counts.get(source, (np.empty(0, np.uint64), np.empty(0, np.int64)))
-        union = np.union1d(known, hashes)
+        union = np.union1d(known, hashes) if len(known) else hashes
         total = np.zeros(len(union), np.int64)
         total[np.searchsorted(union, known)] += counts
         total[np.searchsorted(union, hashes)] += times
@@ -466,12 +467,15 @@ def build_prompts(
     table, index = rows.distinct, rows.codes[is_kept]
     # A row that occurs again gets a number as suffix, also where another row has the same uid.
     counts = uid_counts or UidCounts()
-    numbers = np.empty(len(index), np.int32)
+    numbers = np.ones(len(index), np.int32)
     for code, source in enumerate(table.sources.distinct):
         is_its = table.sources.codes[index] == code
-        hashes, codes = np.unique(table.uids[index[is_its]], return_inverse=True)
-        numbers[is_its] = occurrences(codes, counts.of(source, hashes))
-        counts = counts.plus(source, hashes, np.bincount(codes, minlength=len(hashes)), key)
+        uids = table.uids[index[is_its]]
+        hashes, times = repeats.sorted_counts(uids)
+        before = counts.of(source, hashes)
+        if before.any() or len(hashes) < len(uids):
+            numbers[is_its] = occurrences(np.searchsorted(hashes, uids), before)
+        counts = counts.plus(source, hashes, times, key)
     if dropped:  # a distinct prompt has a place
         used, index = np.unique(index, return_inverse=True)
         index = index.astype(np.int32)
@@ -705,27 +709,43 @@ def render_messages(
 
 
 def check_overlap(
-    train: Sequence[Prompt], held_out: Sequence[Prompt], whole: Container[str] = frozenset()
+    train: Sequence[Prompt], held_out: Sequence[Prompt], whole: Collection[str] = frozenset()
 ) -> str:
     """Report how many held-out problems are also in ``train``; "" for none. Ignores case and punctuation.
 
     ``whole``: sources whose template puts other columns beside the problem, which make it another one.
     """
 
-    def text_of(prompt: Prompt) -> str:
-        asked = [m["content"] for m in prompt.messages if m["role"] == "user"]
-        return str(asked[-1]) if asked and prompt.source in whole else prompt.text
-
-    held_texts = [text_of(prompt) for prompt in held_out]
-    held_keys = {_outline(text) for text in held_texts}
-    texts = map(text_of, distinct_of(train)) if whole else column(distinct_of(train), "text")
-    near = {text for text in texts if _outline(text) in held_keys}
-    trained = {reading for text in near for reading in _plain(text)}
-    shared = [text for text in held_texts if not trained.isdisjoint(_plain(text))]
-    if not shared:
+    rows, others = Prompts.join([held_out]), Prompts.join([train])
+    held, trained = _outlines(rows, whole), _outlines(others, whole)
+    near = np.flatnonzero(np.isin(trained, held)).tolist()
+    readings = {reading for n in near for reading in _plain(_asked_text(others.distinct[n], whole))}
+    is_shared = np.zeros(len(held), bool)
+    for number in np.flatnonzero(np.isin(held, trained)).tolist():
+        is_shared[number] = not readings.isdisjoint(_plain(_asked_text(rows.distinct[number], whole)))
+    shared = np.flatnonzero(is_shared[rows.codes])
+    if not len(shared):
         return ""
-    count = f"{len(shared)} of {len(held_out)}"
-    return f"{count} problems are also in the training set, e.g. {shared[0][:80]!r}"
+    example = _asked_text(rows[int(shared[0])], whole)
+    return f"{len(shared)} of {len(held_out)} problems are also in the training set, e.g. {example[:80]!r}"
+
+
+def _asked_text(prompt: Prompt, whole: Container[str]) -> str:
+    asked = [m["content"] for m in prompt.messages if m["role"] == "user"]
+    return str(asked[-1]) if asked and prompt.source in whole else prompt.text
+
+
+def _outlines(prompts: Prompts, whole: Collection[str]) -> np.ndarray:
+    """Return a hash of the outline of each distinct prompt, uint64; of prompts with a key they are stored."""
+    key = prompts.key and store_key(["outlines", sorted(whole), prompts.key])
+    if key and (stored := load(key)) is not None:
+        return stored[0]["outlines"]
+    distinct = prompts.distinct
+    texts = (_asked_text(prompt, whole) for prompt in distinct) if whole else column(distinct, "text")
+    hashes = hashes_of(map(_outline, texts))
+    if key:
+        save(key, {"outlines": hashes}, None)
+    return hashes
 
 
 def _outline(text: str) -> bytes:

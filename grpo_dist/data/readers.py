@@ -982,10 +982,11 @@ def find_duplicates(data: DataConfig, sources: Sequence[SourceRows]) -> Duplicat
     tables = [(source, DataRows.from_rows(rows)) for source, rows in sources]
     hashes = [_problem_hashes(rows.distinct, data.environment_of(source), source) for source, rows in tables]
     begins = np.cumsum([0, *map(len, hashes)])
-    _, first, inverse = np.unique(
-        np.concatenate([np.empty(0, np.uint64), *hashes]), return_index=True, return_inverse=True
-    )
-    first_of = first[inverse]  # of each distinct row of all sources, the first with its problem
+    joined = np.concatenate([np.empty(0, np.uint64), *hashes])
+    first_of = np.arange(len(joined))  # of each distinct row of all sources, the first with its problem
+    if len(repeats.sorted_counts(joined)[0]) < len(joined):
+        _, first, inverse = np.unique(joined, return_index=True, return_inverse=True)
+        first_of = first[inverse]
 
     def row(number: int) -> DataRow:
         source = int(np.searchsorted(begins, number, side="right")) - 1

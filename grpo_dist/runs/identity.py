@@ -16,7 +16,7 @@ from decimal import Decimal
 from enum import Enum
 from fnmatch import fnmatchcase
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import Any
 from uuid import UUID
@@ -108,6 +108,7 @@ _LAYOUT = (
 FREE_SFT = ("validate_every",)
 _SUPERVISED = {"seed", "steps", "model", "policy", "sft"}
 _DESCRIBED = 3  # differences a message names
+_UIDS = 4096  # hashed at once
 _TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json",
     "added_tokens.json", "tekken.json", "chat_template*", "additional_chat_templates/*",
@@ -224,9 +225,9 @@ class DataOrigin:
         if writes_date(tokenizer) and data.template_date is not None:
             reading["date that the chat template writes (`data.template_date`)"] = data.template_date
         uids = iter(row_uids)
-        rest = (f"\n{uid}".encode() for uid in uids)
-        digest = digest_parts(chain([next(uids, "").encode()], rest))
-        return cls(digest, reading)
+        parts = iter(lambda: "\n".join(islice(uids, _UIDS)).encode(), b"")
+        rest = (b"\n" + part for part in parts)
+        return cls(digest_parts(chain([next(parts, b"")], rest)), reading)
 
     def changes(self, reading: Mapping[str, str]) -> list[str]:
         """Describe what has changed since ``reading``."""

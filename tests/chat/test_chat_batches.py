@@ -95,7 +95,8 @@ def encoded(encoder, some):
 @pytest.mark.parametrize("name", [*CUT, *WHOLE])
 def test_each_text_has_the_ids_that_it_has_alone(name, monkeypatch):
     monkeypatch.setattr("grpo_dist.chat.batches._REMEMBERED", 40)  # words are forgotten meanwhile
-    monkeypatch.setattr("grpo_dist.chat.batches._FEW", 0)
+    monkeypatch.setattr("grpo_dist.chat.batches._FEW", 1)
+    monkeypatch.setattr("grpo_dist.chat.batches._AT_ONCE", 150)
     made = tokenizer(*(CUT | WHOLE)[name])
     assert cuts_at_spaces(json.loads(made.backend_tokenizer.to_str())) == (name in CUT)
     encoder = BatchEncoder(made)

@@ -387,7 +387,7 @@ def test_a_large_file_of_demonstrations_is_read_as_one_row_after_another(tmp_pat
         return rows, [[d.token_ids.tolist(), d.completion_ids.tolist()] for d in table], said
 
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("grpo_dist.chat.batches._FEW", 0)
+    monkeypatch.setattr("grpo_dist.chat.batches._FEW", 1)
     monkeypatch.setattr("grpo_dist.data.files._PART_BYTES", 400)
     path = tmp_path / ("rows.parquet" if name == "parquet" else "rows.jsonl")
     if name == "parquet":

@@ -69,8 +69,11 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 
 def _driver(config: Config) -> list[str]:
-    """Describe the driver's memory for the prompts of local files, where it is above that of the process."""
-    paths = [expanded(source.path) for source in config.data.train if source.path is not None]
+    """Describe the driver's memory for the rows of local files, where it is above that of the process."""
+    sources = [source.path for source in (*config.data.train, *config.data.eval)]
+    if config.demonstrations is not None:
+        sources += [source.path for source in config.demonstrations.data]
+    paths = [expanded(path) for path in sources if path is not None]
     files = [path for path in paths if os.path.isfile(path)]  # False for a name that is too long
     packed = [path.suffix in (".parquet", ".gz") for path in files]
     sizes = [
@@ -80,7 +83,7 @@ def _driver(config: Config) -> list[str]:
     if _PROMPTS * sum(sizes) < GIB:
         return []
     return [
-        f"driver: at most {_PROMPTS * sum(sizes) / GIB:,.1f} GiB for the prompts of data.train, less where "
+        f"driver: at most {_PROMPTS * sum(sizes) / GIB:,.1f} GiB for prompts and demonstrations, less where "
         f"rows repeat; assumed: {_PROMPTS} bytes for each byte of text"
     ]
 
