@@ -16,6 +16,7 @@ from grpo_dist.data.order import step_prompts
 from grpo_dist.data.prompts import PromptFormat, build_prompts, check_overlap
 from grpo_dist.data.readers import DataRow, read, source_name
 from grpo_dist.runtime.seeds import derived_seed, request_seed, request_seeds
+from tests.support.tiers import slow_after
 
 GOOD = {"problem": "1+1=", "answer": "2"}
 
@@ -418,7 +419,7 @@ def test_test_sets_do_not_overlap_their_training_sets(shared_data, tokenizer):
     assert check_overlap(train, test) == ""
 
 
-@pytest.mark.parametrize("pattern", [r"((a+)+)b", r"((?:a|aa)+)c", r"(a*a*a*a*a*a*a*)[bc]"])
+@pytest.mark.parametrize("pattern", slow_after([r"((a+)+)b", r"((?:a|aa)+)c", r"(a*a*a*a*a*a*a*)[bc]"], 1))
 def test_a_pattern_that_hangs_is_rejected_with_its_row(tmp_path, monkeypatch, pattern):
     monkeypatch.setattr("grpo_dist.data.readers.PATTERN_S", 1.0)
     path = tmp_path / "rows.jsonl"

@@ -72,6 +72,7 @@ def trained(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_the_warning_about_held_out_training_problems_is_in_events_and_report(trained):
     (warning,) = events(trained)
     assert "held_out: 4 of 4 problems are also in the training set" in warning

@@ -40,7 +40,7 @@ def checkout(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("section", slow_after([(s,) for s in SECTIONS], 2))
+@pytest.mark.parametrize("section", slow_after(SECTIONS, 1))
 def test_each_part_is_added_by_the_guide(section, checkout):
     own = [block for block in blocks(ROOT / GUIDE) if section_of(block) == section]
     for block in own:

@@ -25,6 +25,7 @@ from tests.support import fakes
 from tests.support.losses import credit
 from tests.support.made_groups import group_of
 from tests.support.patience import HANG_S
+from tests.support.tiers import slow_after
 
 SETTINGS = RewardsConfig.model_validate({
     "functions": [{"function": "math", "weight": 2}],
@@ -147,7 +148,7 @@ def test_functions_of_every_source_are_checked_found_and_placed(tmp_path):
     assert [s.name for s in reward_specs(settings.select_source("b"))] == ["judge"]
 
 
-@pytest.mark.parametrize("length", ["cosine_length", "relative_length"])
+@pytest.mark.parametrize("length", slow_after(["cosine_length", "relative_length"], 1))
 def test_a_length_reward_by_the_math_grader_is_refused_for_code(length):
     """It would punish passed code as wrong, and evaluations would count it so."""
     code = [{"function": "unit_tests"}, {"function": length}]

@@ -40,6 +40,7 @@ from grpo_dist.types import Sampling
 from tests.support import fakes
 from tests.support.made_checkpoints import HEALTH, MOMENTS, ORDER, PROMPTS, Disk, group, save, whole
 from tests.support.patience import HANG_S
+from tests.support.tiers import slow_after
 
 
 def test_a_saved_checkpoint_is_found(tmp_path):
@@ -494,8 +495,8 @@ def test_a_run_without_an_intact_checkpoint_is_refused_before_anything_starts(tm
 
 @pytest.mark.parametrize(
     ("section", "key", "value"),
-    [("policy", "num_workers", 2), ("policy", "zero_stage", 3), ("rollout", "num_workers", 3),
-     ("reference", "micro_batch_tokens", 512), ("policy", "offload", {"optimizer": "cpu"})],
+    slow_after([("policy", "num_workers", 2), ("policy", "zero_stage", 3), ("rollout", "num_workers", 3),
+     ("reference", "micro_batch_tokens", 512), ("policy", "offload", {"optimizer": "cpu"})], 2),
 )  # fmt: skip
 def test_the_layout_of_workers_may_change_on_resume_and_is_reported(tmp_path, section, key, value):
     save(tmp_path, 1)

@@ -14,6 +14,7 @@ from grpo_dist.tools.report.command import write_report
 from grpo_dist.tools.report.source import ReportLimits
 from tests.support.good_inputs import GOOD, write
 from tests.support.reports import pieces
+from tests.support.tiers import slow_after
 
 
 def refusal(capsys, *overrides, command="train"):
@@ -131,12 +132,18 @@ def of_topic(completion, topic):
 
 @pytest.mark.parametrize(
     ("function", "words"),
-    [
-        ("raises", ["KeyError: '1' (", "mine.py:3 in raises)"]),
-        ("text", ["mine:text returned the text '0.5'; expected a finite number"]),
-        ("of_topic", ["mine:of_topic reads column `topic`, but train.jsonl:1 has only answer, problem"]),
-        ("trl", ["mine:trl reads column `prompts`", "What other trainers call `prompts` is `problem` here"]),
-    ],
+    slow_after(
+        [
+            ("raises", ["KeyError: '1' (", "mine.py:3 in raises)"]),
+            ("text", ["mine:text returned the text '0.5'; expected a finite number"]),
+            ("of_topic", ["mine:of_topic reads column `topic`, but train.jsonl:1 has only answer, problem"]),
+            (
+                "trl",
+                ["mine:trl reads column `prompts`", "What other trainers call `prompts` is `problem` here"],
+            ),
+        ],
+        1,
+    ),
 )
 def test_rewards_are_tried_before_anything_is_started(here, capsys, function, words):
     (here / "mine.py").write_text(REWARDS)

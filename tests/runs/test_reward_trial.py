@@ -9,6 +9,7 @@ from grpo_dist.data.readers import DataRow
 from grpo_dist.runs.trials import CheckFailed, CheckSkipped, Start, check_reward
 from tests.support import fakes
 from tests.support.reward_code import code_directory
+from tests.support.tiers import slow_after
 
 CODE = """
 import math, numpy
@@ -65,12 +66,15 @@ def tried(code, function, trial=None, columns=None, **more):
 
 @pytest.mark.parametrize(
     ("function", "words"),
-    [
-        ("raises", r"ZeroDivisionError: division by zero \(.*/trial_rewards\.py:5 in raises\)"),
-        ("returns_text", "returned the text '0.5'; expected a finite number, or None"),
-        ("returns_a_list", "returned a list; expected a finite number, or None"),
-        ("too_long", "returned 7 numbers; expected 2"),
-    ],
+    slow_after(
+        [
+            ("raises", r"ZeroDivisionError: division by zero \(.*/trial_rewards\.py:5 in raises\)"),
+            ("returns_text", "returned the text '0.5'; expected a finite number, or None"),
+            ("returns_a_list", "returned a list; expected a finite number, or None"),
+            ("too_long", "returned 7 numbers; expected 2"),
+        ],
+        2,
+    ),
 )
 def test_a_reward_that_fails_on_every_form_of_an_answer_is_refused_with_the_reason(code, function, words):
     with pytest.raises(CheckFailed, match=words):
@@ -86,7 +90,7 @@ def test_none_and_nan_are_no_scores_which_is_a_warning_and_with_a_trial_a_proble
         tried(code, function, {"right": "1", "wrong": "2"})
 
 
-@pytest.mark.parametrize("function", ["equal", "inverted", "solution"])
+@pytest.mark.parametrize("function", slow_after(["equal", "inverted", "solution"], 1))
 def test_usual_answers_that_a_users_reward_does_not_know_are_a_warning(code, function):
     """An honest reward may ask for a form that nobody guesses."""
     said, (warning,) = tried(code, function)
@@ -149,15 +153,18 @@ SYSTEM = ({"role": "system", "content": "Use \\boxed{}."}, {"role": "user", "con
 
 @pytest.mark.parametrize(
     ("row", "rewards", "warned"),
-    [
-        ({}, {}, False),
-        ({"problem": "1 + 0 = ? Use \\boxed{}."}, {}, True),
-        ({"messages": SYSTEM}, {}, True),
-        ({"messages": SYSTEM}, {"require_box": True}, False),
-        ({"messages": SYSTEM}, {"require_box": False}, False),
-        ({"messages": SYSTEM}, {"functions": [{"function": "exact"}]}, False),
-        ({"messages": SYSTEM}, {"by_source": {"add3": {"functions": [{"function": "exact"}]}}}, False),
-    ],
+    slow_after(
+        [
+            ({}, {}, False),
+            ({"problem": "1 + 0 = ? Use \\boxed{}."}, {}, True),
+            ({"messages": SYSTEM}, {}, True),
+            ({"messages": SYSTEM}, {"require_box": True}, False),
+            ({"messages": SYSTEM}, {"require_box": False}, False),
+            ({"messages": SYSTEM}, {"functions": [{"function": "exact"}]}, False),
+            ({"messages": SYSTEM}, {"by_source": {"add3": {"functions": [{"function": "exact"}]}}}, False),
+        ],
+        2,
+    ),
 )
 def test_rows_that_ask_for_a_box_which_nothing_requires_are_a_warning(row, rewards, warned):
     """Of any training source, whose rows the derived default does not see."""

@@ -448,7 +448,8 @@ class Guessed(Environment):
 """
 
 
-@pytest.mark.parametrize("by", [pytest.param((), marks=pytest.mark.slow), ("size",)])
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [(), ("size",)])
 def test_prompts_keep_the_columns_that_an_environment_brings_also_by_a_breakdown(tmp_path, by):
     """`start` of the environment reads them again when it plays."""
     (tmp_path / "guessed.py").write_text(_GUESSED)

@@ -443,7 +443,7 @@ UNUSABLE = [  # one of each stage, then the others
 ]
 
 
-@pytest.mark.parametrize(("index", "changes", "words"), slow_after(UNUSABLE, 4))
+@pytest.mark.parametrize(("index", "changes", "words"), slow_after(UNUSABLE, 1))
 def test_an_unusable_later_stage_is_refused_before_the_first_one_starts(world, index, changes, words):
     write(stages=apply_overrides(index, **changes))
     message = refused()
@@ -455,11 +455,11 @@ def test_an_unusable_later_stage_is_refused_before_the_first_one_starts(world, i
 @pytest.mark.parametrize(
     ("index", "gpus", "changes", "words"),
     [
-        (1, 8, {"rollout.quantization": "fp8"}, None),
         (1, 8, {"policy.zero_stage": 0}, "`policy.zero_stage` = 0 with bfloat16"),
-        (0, 0, {"weight_sync.backend": "nccl"}, "nccl needs GPUs"),
         *slow_after(
             [
+                (1, 8, {"rollout.quantization": "fp8"}, None),
+                (0, 0, {"weight_sync.backend": "nccl"}, "nccl needs GPUs"),
                 *((i, 8, {"weight_sync.backend": "nccl"}, None) for i in (0, 1, 2)),
                 *((i, 8, {"model.attention": "flash_attention_2"}, None) for i in (0, 1)),
                 (0, 8, {"policy.zero_stage": 0}, "`policy.zero_stage` = 0 with bfloat16"),
