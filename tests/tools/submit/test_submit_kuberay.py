@@ -252,3 +252,49 @@ def test_the_template_itself_is_a_valid_manifest():
     jsonschema.validate(rayjob, RAYJOB)
     assert config["metadata"]["name"] == rayjob["metadata"]["name"]
     assert yaml.safe_load(config["data"]["config.yaml"])["output_dir"] == "/runs"
+
+
+# The published definition, e.g. helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml of a KubeRay release.
+CRD = os.environ.get("KUBERAY_CRD")
+
+
+@pytest.mark.skipif(not CRD, reason="KUBERAY_CRD names no file of the published definition")
+def test_both_manifests_satisfy_the_published_schema(kube, tmp_path, capsys):
+    definition = yaml.load(Path(str(CRD)).read_text(), yaml.CSafeLoader)
+    (v1,) = [v for v in definition["spec"]["versions"] if v["name"] == "v1"]
+    published = v1["schema"]["openAPIV3Schema"]
+    _, rendered = manifest(capsys, tmp_path, "--secret", "hub:HF_TOKEN", "--env", "A=b")
+    _, template = yaml.safe_load_all((ROOT / "launch/rayjob.yaml").read_text())
+    validator = jsonschema.Draft202012Validator(strict(published))  # `validate` would check that, too
+    for rayjob in (rendered, template):
+        validator.validate(rayjob)
+    assert not list(beyond(RAYJOB["properties"]["spec"], published["properties"]["spec"], "spec"))
+
+
+def strict(schema):
+    """Parse as the API server does: a missing key is an error, and some values are text or number."""
+    if isinstance(schema, list):
+        return [strict(inner) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(inner) for key, inner in schema.items()}
+    if schema.get("x-kubernetes-int-or-string"):
+        made = {"type": ["integer", "string"]}
+    if isinstance(schema.get("properties"), dict) and "type" in schema:
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def beyond(own, published, place):
+    """Yield keys and types that this schema allows and the published one does not."""
+    if "type" in own and published.get("type", own["type"]) != own["type"]:
+        yield f"{place}: {own['type']} is {published['type']}"
+    for name, inner in own.get("properties", {}).items():
+        if "properties" in published and name not in published["properties"]:
+            yield f"{place}.{name}"
+        else:
+            yield from beyond(inner, published.get("properties", {}).get(name, {}), f"{place}.{name}")
+    if "items" in own:
+        yield from beyond(own["items"], published.get("items", {}), f"{place}[]")
+    if missing := set(published.get("required", ())) - set(own.get("required", ())):
+        yield f"{place}: {missing} must be there"
