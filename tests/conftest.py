@@ -16,7 +16,8 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # Ray starts a worker for each core beforehand. Actors with variables of their own, as all here, use none.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
-# Imports make two million objects, which stay; a collection that looks at them takes one to two seconds.
+# Imports make two million objects, which stay. No collection looks at them before tests begin, and later only
+# once a test has unfrozen all there is, as each run of the loop does.
 gc.disable()
 
 import tests.support.shapes  # noqa: E402, F401  the hook below names its checker
@@ -69,15 +70,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_runtest_logfinish() -> None:
-    """The loop unfreezes all there is as it ends."""
-    if not gc.get_freeze_count():
-        gc.collect(1)  # what the test has left
-        gc.freeze()
-
-
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or libraries report leaks as the process ends
+
+
+@pytest.fixture
+def frozen_heap() -> None:
+    """For tests of code that collects garbage: a collection that looks at all there is takes seconds."""
+    gc.collect(1)
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

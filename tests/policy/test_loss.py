@@ -22,7 +22,7 @@ from grpo_dist.policy.loss import Objective, add_stats, batch_loss, finish_stats
 from tests.support import made_groups
 from tests.support.losses import change, choose, nothing_trained, objective, train_batch
 from tests.support.numbers_by_hand import Tiny
-from tests.support.tiers import examples
+from tests.support.tiers import examples, one_each
 
 
 def batch_of_one_row(**changes):
@@ -400,11 +400,11 @@ def test_for_any_shape_the_parts_of_a_batch_add_up_to_it(made, how, data):
     torch.testing.assert_close(parts, gradient, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("ranks", "budget"), [(1, 1), (2, 40), (3, 100), (20, 40)])
+@pytest.mark.parametrize(("mode", "split"), one_each(MODES, [(1, 1), (2, 40), (3, 100), (20, 40)]))
 @pytest.mark.parametrize("of", ["completions", "episodes"])
-def test_ranks_and_micro_batches_give_the_gradient_of_the_whole(batches, of, mode, ranks, budget):
+def test_ranks_and_micro_batches_give_the_gradient_of_the_whole(batches, of, mode, split):
     """Split as policy workers do: rows assigned to ranks, micro-batches by token budget; some ranks idle."""
+    ranks, budget = split
     whole = batches[of]
     how = objective(kl={"coef": 0.05}, correction="tis", aggregation=mode)
     model = Tiny(torch.float64)

@@ -1,10 +1,13 @@
 """What a rank holds on its device: found wherever it is, and moved in two steps."""
 
+import pytest
 import torch
 
 from grpo_dist.policy import rank_memory
 from grpo_dist.policy.rank_memory import RankMemory, tensors_in
 from grpo_dist.runtime.memory import HostCopies
+
+pytestmark = pytest.mark.usefixtures("frozen_heap")
 
 CPU = torch.device("cpu")
 

@@ -56,7 +56,5 @@ def test_every_loss_has_one_gradient_under_every_aggregation(name):
     for mode in MODES:
         whole = gradient(8, loss=name, aggregation=mode)
         assert whole.any()
-        for size in (1, 3):
-            torch.testing.assert_close(
-                gradient(size, loss=name, aggregation=mode), whole, rtol=1e-4, atol=1e-6
-            )
+        parts = gradient(3, loss=name, aggregation=mode)
+        torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)

@@ -8,6 +8,8 @@ import torch
 from grpo_dist.runtime import memory as host_copies
 from grpo_dist.runtime.memory import HostCopies, release_cache
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 CPU = torch.device("cpu")
 
 
