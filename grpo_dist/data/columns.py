@@ -205,7 +205,7 @@ class Column:
         self._waiting.clear()
 
 
-def digest_parts(parts: Iterable[bytes | memoryview]) -> str:
+def digest_parts(parts: Iterable[bytes]) -> str:
     """Return the first 16 digits of the SHA-256 of ``parts``, one behind another."""
     digest, rest = hashlib.sha256(), iter(parts)
     while some := list(islice(rest, _PART)):

@@ -140,7 +140,7 @@ class Prompts(Repeated[Prompt]):
         prompt, number = self.distinct[self.codes[place]], self._numbers[place]
         return prompt if number == 1 else replace(prompt, uid=f"{prompt.uid}-{number}")
 
-    def digest(self, name: str, parts: Callable[[], Iterable[bytes | memoryview]], *, with_uids: bool) -> str:
+    def digest(self, name: str, parts: Callable[[], Iterable[bytes]], *, with_uids: bool) -> str:
         """Return the first 16 digits of the SHA-256 of a part of each prompt, with its uid in front, one
         behind another; where the prompts have a key it is stored.
 

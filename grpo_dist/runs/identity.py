@@ -194,11 +194,11 @@ def data_digest(prompts: Sequence[Prompt]) -> str:
     """
     joined = Prompts.join([prompts])
 
-    def parts() -> Iterator[bytes | memoryview]:
+    def parts() -> Iterator[bytes]:
         columns = (column(joined.distinct, name) for name in ("token_ids", "teacher_ids"))
         for ids, teacher_ids in zip(*columns, strict=True):
             read = [name.encode() + each.tobytes() for name, each in sorted(teacher_ids.items())]
-            yield b"".join([ids.tobytes(), *read]) if read else ids.data
+            yield b"".join([ids.tobytes(), *read]) if read else ids.tobytes()
 
     return joined.digest("tokens", parts, with_uids=True)
 
