@@ -33,6 +33,7 @@ from grpo_dist.types import Prompt
 TEXT = """Let the triangle ABC with $x^2 + y^2 = z$ find number of positive divisors such that sum
 \\frac{1}{n} is maximal and a_k is prime for circle radius point line segment angle"""
 WORDS = TEXT.split()
+_MAX_PROMPT_TOKENS = 512
 
 
 def write(path: Path, rows: int, distinct: int, columns: Sequence[str]) -> None:
@@ -51,7 +52,7 @@ def measure(path: Path, model: Path, *, demonstrations: bool) -> None:
     tokenizer = load_tokenizer(model, False)
     tokenizer("1")
     source = DataSourceConfig(path=str(path))
-    data = DataConfig(train=(source,), max_prompt_tokens=512)
+    data = DataConfig(train=(source,), max_prompt_tokens=_MAX_PROMPT_TOKENS)
     sections = PromptSections(data, RewardsConfig(), EnvironmentsConfig())
     begin, memory = (time.time(), time.process_time()), resident()
 
@@ -84,7 +85,8 @@ def measure(path: Path, model: Path, *, demonstrations: bool) -> None:
 def check(path: Path, model: Path, environment: Mapping[str, str]) -> None:
     """Print what `grpo-dist check` takes with all that is stored."""
     config = {
-        "name": "many", "steps": 1, "model": {"path": str(model)}, "data": {"train": [{"path": str(path)}]},
+        "name": "many", "steps": 1, "model": {"path": str(model)},
+        "data": {"train": [{"path": str(path)}], "max_prompt_tokens": _MAX_PROMPT_TOKENS},  # as `measure`
         "evaluation": {"every": 0}, "output_dir": str(path.parent / "runs"),
     }  # fmt: skip
     file = path.with_name("many.yaml")

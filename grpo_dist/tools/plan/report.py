@@ -54,7 +54,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     if plan.configured:
         console.print(_memory(plan.configured, cluster))
         print_lines(console, _host(plan.configured, cluster))
-    print_lines(console, _driver(shown.option.config))
+    print_lines(console, driver_lines(shown.option.config))
     print_lines(console, _cold_start(plan.setting, (plan.configured or shown.option).config))
     if plan.simulated is None:
         console.print(_memory(shown.option, cluster, "best split"))
@@ -68,7 +68,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     print_lines(console, splits_lines(plan))
 
 
-def _driver(config: Config) -> list[str]:
+def driver_lines(config: Config) -> list[str]:
     """Describe the driver's memory for the rows of local files, where it is above that of the process."""
     sources = [source.path for source in (*config.data.train, *config.data.eval)]
     if config.demonstrations is not None:

@@ -29,7 +29,7 @@ from grpo_dist.tools.plan.options import (
     planned,
 )
 from grpo_dist.tools.plan.rates import Rates, Reached, UpdateWork
-from grpo_dist.tools.plan.report import delta_line, print_plan
+from grpo_dist.tools.plan.report import delta_line, driver_lines, print_plan
 from grpo_dist.tools.plan.search import bound, changes_of, longest_s, reason, search
 from grpo_dist.tools.plan.simulation import Scenario, simulate
 from grpo_dist.tools.plan.workload import Workload, workload_of
@@ -731,3 +731,17 @@ def test_the_reason_names_what_bounds_the_step():
     tail = replace(run, step_s=longest_s(made.option.scenario))
     assert reason(replace(made, simulated=tail)).startswith("the longest completions bound the step")
     assert Workload(1, c.bench.lengths, 5, measured=(9,)).length(3, "p") == 5
+
+
+def test_the_drivers_memory_is_that_of_all_rows_in_local_files(tmp_path):
+    for name, size in (("train.jsonl", 2**28), ("eval.jsonl", 2**27), ("answers.parquet", 2**25)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+    data = {"train": [{"path": str(tmp_path / "train.jsonl")}]}
+    (line,) = driver_lines(config(data=data))
+    assert "at most 1.0 GiB for prompts and demonstrations" in line
+    data["eval"] = [{"path": str(tmp_path / "eval.jsonl")}]
+    demonstrations = {"data": [{"path": str(tmp_path / "answers.parquet")}]}
+    (line,) = driver_lines(config(data=data, demonstrations=demonstrations))
+    assert "at most 2.0 GiB" in line  # 256 + 128 + 4 x 32 MiB, each byte as four
+    assert driver_lines(config()) == []
