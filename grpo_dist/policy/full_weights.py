@@ -27,14 +27,6 @@ from grpo_dist.runtime.files import clear, keep_backup, publish, read_json, writ
 _ADAPTER = "adapter"
 EXPORT_LIST = ".export.json"
 _SHARD = "5GB"  # of a file: the memory that reads it maps a whole one
-# In exports without a list. A model's own code may have other names, but so may a user's scripts.
-_FOLDERS = (_ADAPTER, "additional_chat_templates")
-_FILES = (
-    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "*.model", "*.tiktoken", "chat_template.*", "configuration_*.py", "modeling_*.py",
-    "tokenization_*.py", "tekken.json", "tokenizer.model.*", "*.spm", EXPORT_LIST,
-)  # fmt: skip
 
 
 def write_model(
@@ -125,7 +117,7 @@ def is_export_from(directory: Path, origin: Mapping[str, Any]) -> bool:
         is_same = read_json(directory / EXPORT_LIST)["origin"] == origin
     except (OSError, ValueError, TypeError, KeyError):
         return False
-    listed = _listed_files(directory) or ()
+    listed = _listed_files(directory)
     return is_same and why_no_export(directory) == "" and all(path.is_file() for path in listed)
 
 
@@ -155,37 +147,19 @@ def why_no_export(directory: Path) -> str:
     if directory.is_mount():
         return "it is a mount point"
     listed = _listed_files(directory)
-    return _why_not_by_name(directory) if listed is None else _why_not_listed(directory, listed)
+    for path in sorted(directory.rglob("*")):
+        if path.is_symlink() or not (path.is_dir() or path in listed):
+            return f"no export wrote its {path.relative_to(directory)}"
+    return ""
 
 
-def _listed_files(directory: Path) -> set[Path] | None:
-    """Return the files that the list of an export names; None where it has none that can be read."""
+def _listed_files(directory: Path) -> set[Path]:
+    """Return the files that the list of an export names, and that; none where it cannot be read."""
     try:
         listing = read_json(directory / EXPORT_LIST)
         return {directory / name for name in (EXPORT_LIST, *listing["files"])}
     except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _why_not_listed(directory: Path, listed: set[Path]) -> str:
-    for path in sorted(directory.rglob("*")):
-        if path.is_symlink() or not (path.is_dir() or path in listed):
-            return f"the export there did not write its {path.relative_to(directory)}"
-    return ""
-
-
-def _why_not_by_name(directory: Path) -> str:
-    """Judge an export of an earlier version, or a copy that lacks the list."""
-    entries = sorted(directory.iterdir())
-    for entry in entries:
-        fits = entry.name in _FOLDERS if entry.is_dir() else any(map(entry.match, _FILES))
-        if entry.is_symlink() or not fits:
-            return f"an export does not write its {entry.name}"
-    try:
-        config = read_json(directory / "config.json") if entries else {"model_type": ""}
-    except (OSError, ValueError):
-        config = None
-    return "" if isinstance(config, dict) and "model_type" in config else "its config.json is no model's"
+        return set()
 
 
 def save_pretrained(model: Any, directory: Path, weights: dict[str, Tensor] | None = None) -> None:

@@ -251,7 +251,7 @@ def test_a_complete_run_without_checkpoints_is_not_begun_again(here, capsys):
 @pytest.mark.parametrize(
     ("put", "reason"),
     [
-        (lambda model: (model.mkdir(), (model / "card.md").write_text("mine")), "does not write its card.md"),
+        (lambda model: (model.mkdir(), (model / "card.md").write_text("mine")), "its card.md"),
         (lambda model: model.symlink_to("/tmp"), "it is a link"),
         (lambda model: model.symlink_to("nothing"), "it is a link"),
     ],

@@ -541,21 +541,17 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(started, tmp_path):
         tmp_path / "link",
     )
     link.symlink_to(model)
-    (model / "model.safetensors").write_text("")
+    (model / ".export.json").write_text('{"files": ["config.json", "tokenizer.json"]}')
     (model / "adapter").mkdir()
     (file := tmp_path / "file").write_text("kept")
     refused = {
-        made("results", notes="kept"): "an export does not write its notes",
-        made("project", config_json='{"name": "app"}'): "its config.json is no model's",
-        made("thesis", config_json=known, tex="kept"): "an export does not write its tex",
-        made("list", config_json="[1]"): "its config.json is no model's",
+        made("results", notes="kept"): "no export wrote its notes",
+        made("thesis", config_json=known): "no export wrote its config.json",
         file: "it is a file",
         link: "it is a link",
     }
-    linked, folder = made("linked", config_json=known), made("folder", config_json=known)
-    (linked / "model.safetensors").symlink_to(file)
-    (folder / "vocab.json").mkdir()
-    refused |= {linked: "its model.safetensors", folder: "its vocab.json"}
+    (linked := made("linked")).joinpath("model.safetensors").symlink_to(file)
+    refused[linked] = "its model.safetensors"
     with started(world := Exporting(jitter=False), fakes.config()) as cluster:
         for other, reason in refused.items():
             with pytest.raises(UserError, match=rf"{other.name} is no earlier export \(.*{reason}"):
