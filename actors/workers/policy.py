@@ -140,7 +140,7 @@ class WeightSender(Metered):
 class RankUpdates:
     """The rows of one rank in each update of a step."""
 
-    batches: Sequence[TrainBatch]
+    batches: Sequence[TrainBatch]  # on the driver `SentRows`
     keep_logprobs: bool  # for `PolicyWorker.token_logprobs`
     later_epochs: Sequence[Sequence[EpochUpdate]] = ()  # of all ranks; (): the first epoch's again
 

@@ -22,7 +22,7 @@ from actors.lifecycle.team import ActorSpec, Team
 from actors.transfer.connections import new_secret
 from actors.workers.exchange import as_arguments
 from actors.workers.policy import Held, PolicyWorker, RankUpdates, Taken
-from grpo_dist.batch.sharding import shard
+from grpo_dist.batch.sharding import rows_of_ranks
 from grpo_dist.config import (
     Config,
     ModelConfig,
@@ -38,7 +38,7 @@ from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.hardware import DeviceType
 from grpo_dist.runtime.rendezvous import Rank
-from grpo_dist.types import EpochUpdate, Prompt, TeacherLogprobs, TrainBatch
+from grpo_dist.types import EpochUpdate, Prompt, SentRows, TeacherLogprobs, TrainBatch
 
 _SAVED_POLL_S = 0.2
 _SHARDED = "all ranks go back to a checkpoint together"
@@ -128,8 +128,11 @@ class PolicyGroup:
         of the whole batch.
         """
         replicas, square = self._settings.replicas, self._attention_cost
-        shards = zip(*(shard(batch, replicas, square=square) for batch in batches), strict=True)
-        staged = [ray.put(RankUpdates(rows, keep_logprobs, later_epochs)) for rows in shards]
+        dealt = [rows_of_ranks(batch, replicas, square=square) for batch in batches]
+        staged = []
+        for rank in range(replicas):
+            rows: Any = [SentRows(b, by_rank[rank]) for b, by_rank in zip(batches, dealt, strict=True)]
+            staged.append(ray.put(RankUpdates(rows, keep_logprobs, later_epochs)))
         return [rows for rows in staged for _ in range(self._settings.sequence_parallel)]
 
     async def update(

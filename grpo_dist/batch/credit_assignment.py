@@ -210,7 +210,7 @@ def _token_advantages(
         advantages = algorithm.process.outcome_coef * advantages + algorithm.process.coef * steps
     if settings.gamma < 1.0:
         advantages = advantages * _discounted(batch, settings.gamma, _samples_of_rows(groups))
-    if not estimator.whiten:  # which would undo any weight but 0
+    if not estimator.whiten and settings.reward_coef != 1.0:  # whitening would undo any weight but 0
         advantages = advantages * settings.reward_coef
     if settings.kl_coef:
         kl = _kl_to_go(batch, settings, _samples_of_rows(groups))

@@ -73,7 +73,10 @@ def make_batch(
     is_scored = np.isfinite(np.concatenate([g.rewards for g in groups]))[owner]
     trained = usable & (is_scored | (has_teacher & trains_taught))
     mask = _loss_mask(placed, trained | has_teacher, tokens.shape[1])
-    loss_mask, taught = mask & trained[:, None], mask & has_teacher[:, None]
+    loss_mask, taught, teacher = mask, None, None
+    if teachers is not None:
+        loss_mask, taught = mask & trained[:, None], mask & has_teacher[:, None]
+        teacher = _teacher_stream(teachers, placed, taught, has_teacher)
     advantage = np.where(loss_mask, np.concatenate(list(advantages))[owner, None], 0)
 
     of_tokens = partial(_of_tokens, placed, mask)
@@ -96,7 +99,7 @@ def make_batch(
             sequence_tokens=None if sequence_tokens is None else torch.from_numpy(sequence_tokens),
             prompt_tokens=torch.from_numpy(_prompt_tokens(loss_mask, group_ids)),
         ),
-        teacher=None if teachers is None else _teacher_stream(teachers, placed, taught, has_teacher),
+        teacher=teacher,
         denominators=_denominators(loss_mask, group_ids, sequence_tokens, taught),
     )
 
@@ -209,7 +212,8 @@ def _usable(
 
 def _loss_mask(placed: _Placed, trained: np.ndarray, width: int) -> np.ndarray:
     column, starts, ends = np.arange(width), placed.starts, placed.ends
-    mask: np.ndarray = (column >= starts[:, None]) & (column < np.where(trained, ends, 0)[:, None])
+    mask: np.ndarray = column >= starts[:, None]
+    mask &= column < np.where(trained, ends, 0)[:, None]
     for i, row in enumerate(placed.rows):
         if row.sampled is not None:
             mask[i, starts[i] : ends[i]] &= row.sampled

@@ -7,12 +7,13 @@ together.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from heapq import heapreplace
 from itertools import accumulate
 
-from grpo_dist.batch.shared_prefixes import Prefixes, prompt_groups
+import numpy as np
+
+from grpo_dist.batch.shared_prefixes import Prefixes, distinct_prefixes, prompt_groups
 from grpo_dist.types import TrainBatch
 
 # Attention sees every row with its own copy of the prompt. Its queries, keys, values and outputs are about a
@@ -28,21 +29,27 @@ def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBa
     Takes the better of two plans: rows one by one, longest first, each to the rank with the least so far,
     which evens out long tails; or whole runs of rows in order, which leaves groups together. Deterministic.
     With fewer rows than ranks, some ranks get none.
+    """
+    return [batch.select(rows) for rows in rows_of_ranks(batch, ranks, square=square)]
+
+
+def rows_of_ranks(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[list[int]]:
+    """Return the rows of each rank, in order.
 
     Args:
         square: extra cost of a token for each token before it (attention), as a share of its own cost.
     """
-    lengths, groups, prompts = batch.lengths.tolist(), prompt_groups(batch), batch.prompt_lengths.tolist()
+    lengths, prompts = batch.lengths.tolist(), batch.prompt_lengths.numpy()
     costs = [length + square * length**2 for length in lengths]
-    prefixes = list(zip(groups, prompts, strict=True))
+    (_, sizes), _, prefixes = distinct_prefixes(prompt_groups(batch), prompts)
 
     def load(rows: list[int]) -> float:
-        members = Counter(prefixes[row] for row in rows)
-        return sum(costs[row] for row in rows) - sum(size * (n - 1) for (_, size), n in members.items())
+        repeated = prompts[rows].sum() - sizes[np.unique(prefixes[rows])].sum() if rows else 0
+        return sum(map(costs.__getitem__, rows)) - int(repeated)
 
     plans = [_one_by_one(costs, ranks), _in_runs(costs, ranks)]
     best = min(plans, key=lambda plan: max(map(load, plan)))
-    return [batch.select(sorted(indices)) for indices in best]
+    return [sorted(rows) for rows in best]
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
@@ -103,7 +110,7 @@ def _filled(lengths: Sequence[int], prefixes: Prefixes, budget: int) -> list[lis
 def _one_by_one(costs: list[float], ranks: int) -> list[list[int]]:
     rows: list[list[int]] = [[] for _ in range(ranks)]
     least = [(0.0, 0, rank) for rank in range(ranks)]  # a heap of (cost so far, rows so far, rank)
-    for row in sorted(range(len(costs)), key=lambda r: (-costs[r], r)):
+    for row in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # of equal ones the first
         load, count, rank = least[0]
         rows[rank].append(row)
         heapreplace(least, (load + costs[row], count + 1, rank))

@@ -53,7 +53,7 @@ def shared_prefixes(rows: Rows) -> Prefixes:
 
 
 def _in_order_of_tokens(unordered: Prefixes, tokens: np.ndarray) -> Prefixes:
-    prefixes, first, inverse = _distinct(unordered.groups, unordered.prompts)
+    prefixes, first, inverse = distinct_prefixes(unordered.groups, unordered.prompts)
     prompts = [tokens[row, :size] for row, size in zip(first, prefixes[1], strict=True)]
     order, begun = _ordered(prompts)
     if not begun.any():
@@ -88,7 +88,7 @@ def needed_tokens(updates: Sequence[TrainBatch]) -> float:
 
 
 def _needed(rows: Rows) -> int:
-    (_, sizes), first, _ = _distinct(rows.group_ids.tolist(), rows.prompt_lengths.tolist())
+    (_, sizes), first, _ = distinct_prefixes(rows.group_ids.tolist(), rows.prompt_lengths.tolist())
     tokens = rows.tokens.cpu().numpy()
     prompts = [tokens[row, :size] for row, size in zip(first, sizes, strict=True)]
     completions = int(rows.lengths.sum() - rows.prompt_lengths.sum())
@@ -113,13 +113,16 @@ def _ordered(prompts: Sequence[np.ndarray]) -> tuple[list[int], np.ndarray]:
     return order, begun
 
 
-def _distinct(groups: Sequence[int], prompts: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def distinct_prefixes(
+    groups: Sequence[int] | np.ndarray, prompts: Sequence[int] | np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the distinct pairs of group and prompt length [2, N], the first row of each, and the pair of
     each row.
     """
     pairs = np.array([groups, prompts], np.int64)
-    distinct, first, inverse = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
-    return distinct, first, inverse.reshape(-1)
+    factor = int(pairs[1].max(initial=0)) + 1  # numpy sorts numbers ten times faster than pairs
+    keys, first, inverse = np.unique(pairs[0] * factor + pairs[1], return_index=True, return_inverse=True)
+    return np.array(divmod(keys, factor)), first, inverse.reshape(-1)
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:

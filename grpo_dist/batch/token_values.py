@@ -29,6 +29,7 @@ class TokenValues:
 
 
 _NOT_TRAINED = TokenValues(0.0)
+_ROWS = 256  # at a time: a step is hundreds of megabytes, these stay in a core's cache
 
 # By prompt uid and the sample's index in its group.
 ValuesOfSamples = Mapping[tuple[str, int], TokenValues]
@@ -52,24 +53,25 @@ def by_sample(
     """Return ``values`` with the ranks' ``logprobs``, both by row id, for the samples of ``groups``. A scored
     sample that no update has gets advantage 0.
     """
-    samples = [(group.prompt.uid, rollout) for group in groups for rollout in group.rollouts]
-    scored = np.isfinite(np.concatenate([group.rewards for group in groups])).tolist()
     by_key: dict[tuple[str, int], TokenValues] = {}
     first = 0  # id of the sample's first row
-    for (uid, rollout), is_scored in zip(samples, scored, strict=True):
-        end = first + 1 + len(rollout.further_rows)
-        if end == first + 1:
-            row_values = _with_given(rollout, values.get(first), logprobs.get(first))
-        else:
-            rows = zip(rollout.rows, range(first, end), strict=True)
-            row_values = _of_sample(
-                rollout, [_with_given(row, values.get(i), logprobs.get(i)) for row, i in rows]
-            )
-        if row_values is not None:
-            by_key[uid, rollout.sample] = row_values
-        elif is_scored:
-            by_key[uid, rollout.sample] = _NOT_TRAINED
-        first = end
+    for group in groups:
+        uid, scored = group.prompt.uid, np.isfinite(group.rewards).tolist()
+        for rollout, is_scored in zip(group.rollouts, scored, strict=True):
+            row_values, end = values.get(first), first + 1
+            if further := rollout.further_rows:
+                end += len(further)
+                rows = zip(rollout.rows, range(first, end), strict=True)
+                row_values = _of_sample(
+                    rollout, [_with_given(row, values.get(i), logprobs.get(i)) for row, i in rows]
+                )
+            elif logprobs or rollout.sampled is not None:
+                row_values = _with_given(rollout, row_values, logprobs.get(first))
+            if row_values is not None:
+                by_key[uid, rollout.sample] = row_values
+            elif is_scored:
+                by_key[uid, rollout.sample] = _NOT_TRAINED
+            first = end
     return by_key
 
 
@@ -107,17 +109,22 @@ def _of_rows(update: TrainBatch, tokens: bool) -> Iterator[tuple[int, TokenValue
     stream = update.policy
     reference = None if stream.ref_logprobs is None else stream.ref_logprobs.numpy()
     mask, advantages = stream.mask.numpy(), stream.advantages.numpy()
-    means = _constants(mask, advantages)
     row_ids = update.row_ids.tolist()
-    for i in np.flatnonzero(mask.any(axis=1)).tolist():  # row by row: a step is hundreds of megabytes
-        row, row_mask, mean = row_ids[i], mask[i], means[i]
-        if mean is not None and not tokens:
-            yield row, TokenValues(mean)
-            continue
-        trained = advantages[i][row_mask]
-        mean = float(trained.mean(dtype=np.float64)) if mean is None else mean
-        ref_logprobs = None if reference is None or not tokens else reference[i][row_mask]
-        yield row, TokenValues(mean, trained if tokens else None, ref_logprobs)
+    shared: dict[float, TokenValues] = {}  # a group has few distinct advantages, and they recur
+    for begin in range(0, len(mask), _ROWS):
+        part = slice(begin, begin + _ROWS)
+        means = _constants(mask[part], advantages[part])
+        for i in np.flatnonzero(mask[part].any(axis=1)).tolist():
+            row, row_mask, mean = row_ids[begin + i], mask[begin + i], means[i]
+            if mean is not None and not tokens:
+                if (values := shared.get(mean)) is None:
+                    values = shared[mean] = TokenValues(mean)
+                yield row, values
+                continue
+            trained = advantages[begin + i][row_mask]
+            mean = float(trained.mean(dtype=np.float64)) if mean is None else mean
+            ref_logprobs = None if reference is None or not tokens else reference[begin + i][row_mask]
+            yield row, TokenValues(mean, trained if tokens else None, ref_logprobs)
 
 
 def _constants(mask: np.ndarray, advantages: np.ndarray) -> list[float | None]:

@@ -196,10 +196,11 @@ def _mean_of_teachers(row: tuple[TeacherLogprobs, ...]) -> TeacherLogprobs:
 
 def learning_rows(batch: TrainBatch) -> np.ndarray:
     """Return which samples have an advantage other than 0 or a teacher in the loss, bool [B]."""
-    learns = batch.policy.advantages != 0
+    # numpy's `any` reads each row until its first such token, and copies nothing
+    learns = np.asarray(batch.policy.advantages.numpy().any(axis=1))
     if batch.teacher is not None:
-        learns |= batch.teacher.mask
-    return np.asarray(learns.numpy().any(axis=1))
+        learns |= batch.teacher.mask.numpy().any(axis=1)
+    return learns
 
 
 def longest_allowed(groups: Sequence[Group]) -> int | None:

@@ -7,7 +7,9 @@ A table holds everything that a Group does, sampling masks and routes where aske
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from grpo_dist.types import FurtherRow, Group, HeldRoutes, KeptTokens, Prompt, R
 
 _NAME = re.compile(r"(?:eval_.+_)?step_(?P<step>\d+)\.parquet")  # names of a run's tables of samples
 _PART = "reward/"
+_TOKENS_OF_PART = 1 << 20  # of a row group
 _REPEATED = [
     "uid", "source", "problem", "answer", "outcome", "finish_reason", "temperature", "max_new_tokens",
     "policy_versions.list.element",
@@ -64,14 +67,15 @@ def write_groups(
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     clear(partial)
+    columns = _FurtherColumns.from_groups(groups, values or {}, for_training)
+    tables = (_table(part, values or {}, columns) for part in _parts(groups))
+    first = next(tables)
     # A dictionary of log-probs or token ids would be as long as the data, and cost more than the rest.
-    pq.write_table(
-        _table(groups, values or {}, for_training),
-        partial,
-        compression="zstd",
-        compression_level=1,
-        use_dictionary=_REPEATED,
-    )
+    with pq.ParquetWriter(
+        partial, first.schema, compression="zstd", compression_level=1, use_dictionary=_REPEATED
+    ) as writer:
+        for table in chain([first], tables):
+            writer.write_table(table)
     publish(partial, path)
 
 
@@ -101,7 +105,51 @@ def read_groups(path: Path, prompts: Mapping[str, Prompt]) -> list[Group]:
     return [_group(prompts[uid], sorted(by_uid[uid], key=lambda r: r["sample"])) for uid in order]
 
 
-def _table(groups: list[Group], values: ValuesOfSamples, for_training: bool) -> pa.Table:
+@dataclass(frozen=True, slots=True)
+class _FurtherColumns:
+    """Which columns a table has besides those of every table."""
+
+    names: frozenset[str]
+    parts: tuple[str, ...]  # of the reward
+    token_values: Sequence[str]
+
+    @classmethod
+    def from_groups(
+        cls, groups: Sequence[Group], values: ValuesOfSamples, for_training: bool
+    ) -> _FurtherColumns:
+        rollouts = [r for g in groups for r in g.rollouts]
+        has = {
+            "failures": any(g.failures for g in groups),
+            "step_rewards": any(g.step_rewards is not None for g in groups),
+            "context_ids": any(r.context_ids is not None for r in rollouts),
+            "sampled": any(r.sampled is not None for r in rollouts),
+            "turns": any(r.turns for r in rollouts),
+            "further_rows": any(r.further_rows for r in rollouts),
+            "kept": for_training and any(r.kept for r in rollouts),
+            "routes": for_training and any(r.routes for r in rollouts),
+        }
+        return cls(
+            frozenset(name for name, is_present in has.items() if is_present),
+            tuple(dict.fromkeys(name for g in groups for name in g.reward_parts)),
+            _OF_TOKENS if has_tokens(values) else (),
+        )
+
+
+def _parts(groups: Sequence[Group]) -> Iterator[Sequence[Group]]:
+    """Split ``groups`` into those of each row group of a file, at least one: a whole step may be gigabytes,
+    and each part takes the memory of the one before.
+    """
+    begin = tokens = 0
+    for index, group in enumerate(groups):
+        tokens += sum(r.num_tokens for r in group.rollouts)
+        if tokens >= _TOKENS_OF_PART:
+            yield groups[begin : index + 1]
+            begin, tokens = index + 1, 0
+    if begin < len(groups) or not groups:
+        yield groups[begin:]
+
+
+def _table(groups: Sequence[Group], values: ValuesOfSamples, further: _FurtherColumns) -> pa.Table:
     rollouts = [r for g in groups for r in g.rollouts]
     owner = np.repeat(np.arange(len(groups)), [len(g.rollouts) for g in groups])
 
@@ -131,31 +179,31 @@ def _table(groups: list[Group], values: ValuesOfSamples, for_training: bool) -> 
             [None if i else g.prompt.token_ids for g in groups for i in range(len(g.rollouts))], _INTS
         ),
     }
-    if any(g.failures for g in groups):
+    if "failures" in further.names:
         reasons = [
             reasons_of_sample for g in groups for reasons_of_sample in g.failures or [()] * len(g.rollouts)
         ]
         columns["failures"] = pa.array(reasons, pa.list_(pa.string()))
-    if any(g.step_rewards is not None for g in groups):
+    if "step_rewards" in further.names:
         samples = [(g, i) for g in groups for i in range(len(g.rollouts))]
         columns["step_rewards"] = pa.array([_select(g.step_rewards, i) for g, i in samples], _FLOATS)
         columns["step_ends"] = pa.array([_select(g.step_ends, i) for g, i in samples], _INTS)
-    columns |= _episode_columns(rollouts, values)
-    if for_training and any(r.kept for r in rollouts):
+    columns |= _episode_columns(rollouts, values, further)
+    if "kept" in further.names:
         columns["kept"] = pa.array([[_kept(row) for row in r.rows] for r in rollouts], pa.list_(_KEPT))
-    if for_training and any(r.routes for r in rollouts):
+    if "routes" in further.names:
         columns["routes"] = pa.array([[_routes(row) for row in r.rows] for r in rollouts], pa.list_(_ROUTES))
     if values:
         entries = [values.get((r.prompt_uid, r.sample)) for r in rollouts]
         columns["advantage"] = pa.array([None if v is None else v.advantage for v in entries], pa.float32())
-        for name in _OF_TOKENS if has_tokens(values) else ():
+        for name in further.token_values:
             columns[name] = pa.array([None if v is None else getattr(v, name) for v in entries], _FLOATS)
-    for name in dict.fromkeys(name for g in groups for name in g.reward_parts):
+    for name in further.parts:
         columns[_PART + name] = _part(groups, name)
     return pa.table(columns)
 
 
-def _part(groups: list[Group], name: str) -> pa.Array:
+def _part(groups: Sequence[Group], name: str) -> pa.Array:
     """Return one part of the reward; null, and not NaN, where the group's source has none of that name."""
     if all(name in group.reward_parts for group in groups):
         return _joined([group.reward_parts[name] for group in groups], pa.float32())
@@ -163,19 +211,21 @@ def _part(groups: list[Group], name: str) -> pa.Array:
     return pa.array([value for values in lists for value in values], pa.float32())
 
 
-def _episode_columns(rollouts: list[Rollout], values: ValuesOfSamples) -> dict[str, pa.Array]:
+def _episode_columns(
+    rollouts: list[Rollout], values: ValuesOfSamples, further: _FurtherColumns
+) -> dict[str, pa.Array]:
     """Make the columns that only episodes have; none without episodes."""
     columns = {}
-    if any(r.context_ids is not None for r in rollouts):
+    if "context_ids" in further.names:
         columns["context_ids"] = pa.array([r.context_ids for r in rollouts], _INTS)
-    if any(r.sampled is not None for r in rollouts):
+    if "sampled" in further.names:
         columns["sampled"] = pa.array([r.sampled for r in rollouts], _BOOLS)
-    if any(r.turns for r in rollouts):
+    if "turns" in further.names:
         columns["turns"] = pa.array([[_turn(t) for t in r.turns] for r in rollouts], pa.list_(_TURN))
-    if any(r.further_rows for r in rollouts):
-        kinds = _ROW | (dict.fromkeys(_OF_TOKENS, _FLOATS) if has_tokens(values) else {})
-        further = [_further(r, values.get((r.prompt_uid, r.sample)), kinds) for r in rollouts]
-        columns["further_rows"] = pa.array(further, pa.list_(pa.struct(kinds.items())))
+    if "further_rows" in further.names:
+        kinds = _ROW | dict.fromkeys(further.token_values, _FLOATS)
+        rows = [_further(r, values.get((r.prompt_uid, r.sample)), kinds) for r in rollouts]
+        columns["further_rows"] = pa.array(rows, pa.list_(pa.struct(kinds.items())))
     return columns
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -211,6 +211,69 @@ class TrainBatch(Rows):
 
         selected = self.map_tensors(select_rows)
         return replace(selected, routes=select_own(self.routes), kept=select_own(self.kept))
+
+
+@dataclass(frozen=True, slots=True)
+class SentRows:
+    """Some rows of a batch on their way to another process, where they are what `TrainBatch.select` returns.
+    Only their tokens are sent and copied, no padding.
+    """
+
+    batch: TrainBatch
+    rows: Sequence[int]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rows = np.array(self.rows, np.int64)
+        lengths = self.batch.lengths.numpy()[rows]
+        return _receive_rows, (lengths, _pack(self.batch, rows, lengths.tolist()))
+
+
+class _PackedRecord(NamedTuple):
+    kind: type[TensorRecord]
+    values: list[Any]
+
+
+class _PackedTokens(NamedTuple):
+    values: np.ndarray  # of the rows end to end; token ids as int32
+    dtype: np.dtype
+
+
+def _pack(value: Any, rows: np.ndarray, lengths: list[int]) -> Any:
+    import torch
+
+    if isinstance(value, TensorRecord):
+        values = [_pack(getattr(value, f.name), rows, lengths) for f in fields(value)]  # type: ignore[arg-type]
+        return _PackedRecord(type(value), values)
+    if isinstance(value, tuple):
+        return tuple(value[row] for row in rows)
+    if not isinstance(value, torch.Tensor):
+        return value
+    array = value.numpy()
+    if array.ndim == 1:
+        return array[rows]
+    parts = [array[row, :size] for row, size in zip(rows.tolist(), lengths, strict=True)]
+    kind = np.int32 if array.dtype == np.int64 else array.dtype
+    return _PackedTokens(np.concatenate([array[:0, 0], *parts], dtype=kind, casting="same_kind"), array.dtype)
+
+
+def _receive_rows(lengths: np.ndarray, packed: _PackedRecord) -> TensorRecord:
+    """Pad packed rows with zeros."""
+    import torch
+
+    is_token = np.arange(lengths.max(initial=1)) < lengths[:, None]
+
+    def unpack(value: Any) -> Any:
+        if isinstance(value, _PackedRecord):
+            return value.kind(*map(unpack, value.values))
+        if isinstance(value, _PackedTokens):
+            padded = np.zeros((*is_token.shape, *value.values.shape[1:]), value.dtype)
+            padded[is_token] = value.values
+            return torch.from_numpy(padded)
+        # Ray's arrays are read-only and lie in memory that others share; a tensor is neither.
+        return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+
+    record: TensorRecord = unpack(packed)
+    return record
 
 
 @dataclass(frozen=True, slots=True)

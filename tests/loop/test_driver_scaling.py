@@ -6,8 +6,9 @@ import math
 import pickle
 import sys
 import threading
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -20,13 +21,15 @@ from hypothesis import strategies as st
 from grpo_dist import driver
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import TrackingConfig
-from grpo_dist.observe import Tracker
+from grpo_dist.observe import Tracker, samples
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.types import (
     Group,
+    HeldRoutes,
     PackedSamples,
     Prompt,
     Rollout,
+    SentRows,
     Task,
     Thought,
 )
@@ -168,11 +171,32 @@ def test_a_batch_arrives_unchanged_in_its_own_memory():
     assert sum(len(bytes(b)) for b in buffers) > 0.9 * len(sent)
 
 
+@pytest.mark.parametrize("rows", [[0, 2, 5], [], [3, 1]])
+@pytest.mark.parametrize(
+    "made",
+    [made_groups.episode_batch, lambda: made_groups.mixed_batch(top_k=2), made_groups.demonstrated_batch],
+)
+def test_the_rows_of_a_rank_are_sent_without_their_padding_and_arrive_as_selected(made, rows):
+    batch = made()
+    routes = tuple(HeldRoutes(np.full((1, 1, 1), row)) for row in range(len(batch)))
+    buffers = []
+    sent = pickle.dumps(
+        SentRows(replace(batch, routes=routes), rows), protocol=5, buffer_callback=buffers.append
+    )
+    arrived = pickle.loads(sent, buffers=[bytes(b) for b in buffers])
+    check_equal(replace(arrived, routes=None), batch.select(rows))
+    assert [r.experts.item() for r in arrived.routes] == rows
+    tokens = int(batch.lengths[rows].sum())
+    assert max(len(b.raw()) for b in buffers) <= max(4 * tokens * (2 if batch.teacher else 1), 8 * len(rows))
+    arrived.tokens.zero_()  # fails in read-only memory
+
+
 @settings(max_examples=20)
-@given(groups=any_groups())
-def test_a_table_of_samples_reads_back_unchanged(groups, tmp_path_factory):
+@given(groups=any_groups(), of_part=st.sampled_from([1, 20, 1 << 20]))
+def test_a_table_of_samples_reads_back_unchanged(groups, of_part, tmp_path_factory):
     path = tmp_path_factory.mktemp("table") / "t.parquet"
-    write_groups(path, groups)
+    with patch.object(samples, "_TOKENS_OF_PART", of_part):
+        write_groups(path, groups)
     back = read_groups(path, {g.prompt.uid: g.prompt for g in groups})
     assert all(same_group(a, b) for a, b in zip(back, groups, strict=True))
     schema = pq.read_schema(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +87,21 @@ def read_stretch(path: Path, stretch: Stretch, columns: Sequence[str] | None = N
             *(n for n in names if n.startswith(_PART)),
         ]
         present = [name for name in wanted if name in names]
-        # Earlier batches are read and dropped, as Parquet has no index of the rows in a row group.
-        size = 500
-        first = stretch.begin // size
-        batches = islice(file.iter_batches(size, columns=present), first, -(-stretch.end // size))
-        table = pa.Table.from_batches(list(batches))
-    return table.slice(stretch.begin - first * size, stretch.end - stretch.begin)
+        sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        ends = list(accumulate(sizes))
+        parts = [i for i, end in enumerate(ends) if end > stretch.begin and end - sizes[i] < stretch.end]
+        row = ends[parts[0]] - sizes[parts[0]]
+        batches: list[pa.RecordBatch] = []
+        skipped = 0  # rows of the first batch: Parquet has no index of the rows in a row group
+        for batch in file.iter_batches(500, row_groups=parts, columns=present):
+            if row >= stretch.end:
+                break
+            if row + len(batch) > stretch.begin:
+                skipped = skipped if batches else stretch.begin - row
+                batches.append(batch)
+            row += len(batch)
+        table = pa.Table.from_batches(batches)
+    return table.slice(skipped, stretch.end - stretch.begin)
 
 
 def rows(table: pa.Table, answers: AnswerReader) -> dict[str, Any]:
