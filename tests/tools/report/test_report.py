@@ -155,6 +155,17 @@ def test_a_group_is_never_split_and_one_prompt_may_have_several(tmp_path):
     table = rollouts.read_stretch(path, cut.stretches[1])
     assert table["sample"].to_pylist() == [0, 1, 2] * 33
     assert table["uid"][0].as_py() == "p1-667"
+    whole = pq.read_table(path)
+    for size in (400, 2001):  # in row groups, into which batches of rows do not fit
+        pq.write_table(whole, path, row_group_size=size)
+        read = [
+            rollouts.read_stretch(path, s, ["uid", "sample"])
+            for s in (*cut.stretches, rollouts.Stretch(399, 402))
+        ]
+        assert [t.to_pylist() for t in read] == [
+            whole.select(["uid", "sample"]).slice(a, b - a).to_pylist()
+            for a, b in ((0, 2001), (2001, 2100), (399, 402))
+        ]
     twice = pq.read_table(path).slice(0, 3)
     import pyarrow as pa
 
