@@ -260,7 +260,11 @@ class DemonstrationTable(Assembled[Demonstration]):
         learned: uint8 of each token of a completion; nothing: all are learned.
         uids, row_uids: uint64.
         sources, files, lines: of each row, the last two its location.
+
+    ``key``: a name of all that decides them, see `columns.store_key`; "": it is unknown.
     """
+
+    key = ""
 
     def __init__(
         self,
@@ -296,13 +300,13 @@ class DemonstrationTable(Assembled[Demonstration]):
 
     @classmethod
     def from_arrays(
-        cls, arrays: Mapping[str, np.ndarray], source: str, files: Sequence[str]
+        cls, arrays: Mapping[str, np.ndarray], source: str, files: Sequence[str], key: str
     ) -> DemonstrationTable:
         """Return the rows of a source. ``arrays``: of its distinct rows, and of each row `codes`, which it
         is, `lines` and `files`.
         """
         codes = arrays["codes"]
-        return cls(
+        table = cls(
             TokenIds.from_ends(arrays["prompts"], arrays["prompts_ends"]).select(codes),
             TokenIds.from_ends(arrays["completions"], arrays["completions_ends"]).select(codes),
             Texts.from_ends(arrays["learned"], arrays["learned_ends"]).select(codes),
@@ -312,6 +316,8 @@ class DemonstrationTable(Assembled[Demonstration]):
             Repeated([source], np.zeros(len(codes), np.int32)),
             Repeated(files, arrays["files"]),
         )
+        table.key = key
+        return table
 
     def __len__(self) -> int:
         return len(self._uids)
@@ -426,7 +432,7 @@ def load_source(
         arrays, (files, warnings) = stored
         for warning in warnings:
             say(f"{source.path}: {warning}")
-        return DemonstrationTable.from_arrays(arrays, source.path, files)
+        return DemonstrationTable.from_arrays(arrays, source.path, files, key)
     tokeniser, writer = _Tokeniser(tokenizer, settings, day), _Writer()
     try:
         if paths != [path] or sum(size for size, _ in state) <= LARGE:
@@ -439,11 +445,13 @@ def load_source(
         raise ValueError(f"{source.path}: no rows; expected objects with `prompt` and `completion`")
     arrays, files = writer.arrays(), writer.file_names()
     warnings = list(tokeniser.warnings(np.bincount(arrays["codes"])))
-    if key and len(arrays["codes"]) >= STORED_FROM and files_state(paths) == state:
+    if len(arrays["codes"]) < STORED_FROM or files_state(paths) != state:
+        key = ""
+    if key:
         save(key, arrays, [files, warnings])
     for warning in warnings:
         say(f"{source.path}: {warning}")
-    return DemonstrationTable.from_arrays(arrays, source.path, files)
+    return DemonstrationTable.from_arrays(arrays, source.path, files, key)
 
 
 def _read_plain(path: Path, source: DemonstrationsConfig, tokeniser: _Tokeniser, writer: _Writer) -> None:

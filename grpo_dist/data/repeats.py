@@ -125,7 +125,11 @@ class Prompts(Repeated[Prompt]):
     @classmethod
     def join(cls, parts: Iterable[Sequence[Prompt]]) -> Prompts:
         """Return the prompts of all ``parts`` in order."""
-        joined = [part if isinstance(part, Prompts) else cls(part) for part in parts if len(part)]
+        joined = [
+            part if isinstance(part, Prompts) else cls(part, key=getattr(part, "key", ""))
+            for part in parts
+            if len(part)
+        ]
         if len(joined) == 1:
             return joined[0]
         together, keys = Repeated.join(joined), [part.key for part in joined]
