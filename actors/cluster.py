@@ -120,7 +120,6 @@ class Cluster:
 
     async def _start_training(self, model_dir: Path) -> Workers:
         await self._reserve(training=True)
-        await self._build_kernels()
         policy = self._create_policy(model_dir)
         shared = await self._shared_devices(policy)
         samplers = self._create_samplers(model_dir, shared)
@@ -289,13 +288,23 @@ class Cluster:
         """
         models = [m for pool in self._handles if isinstance(pool, RewardPool) for m in pool.models]
         separate = [handle for handle in [*self._handles, *models] if handle not in sharing]
-        together = [wait_until_ready_colocated(colocation, sharing)] if colocation else []
+        together = [self._colocated_ready(colocation, sharing)] if colocation else []
         with as_user_errors():
-            await gather([*(wait_until_ready(handle) for handle in separate), *together])
+            await gather([*(self._handle_ready(handle) for handle in separate), *together])
+
+    async def _handle_ready(self, handle: Any) -> None:
+        if isinstance(handle, PolicyGroup):
+            await self._build_kernels()
+        await wait_until_ready(handle)
+
+    async def _colocated_ready(self, colocation: Colocation, handles: Sequence[Any]) -> None:
+        await self._build_kernels()
+        await wait_until_ready_colocated(colocation, handles)
 
     async def _build_kernels(self) -> None:
-        """Compile DeepSpeed's kernels on this machine, where that is the cluster, before ranks wait for them:
-        elsewhere the first rank of a node does. Raises UserError where one cannot be built.
+        """Compile DeepSpeed's kernels on this machine, where that is the cluster, before ranks wait for them,
+        while other actors load: elsewhere the first rank of a node does. Raises UserError where one cannot be
+        built.
         """
         if self._shared:
             return
@@ -364,7 +373,6 @@ class SupervisedCluster(Cluster):
 
     async def _start_training(self, model_dir: Path) -> Workers:
         await self._reserve(training=True)
-        await self._build_kernels()
         policy = self._create_policy(model_dir)
         await self._ready(None)
         limit_s = self._config.cluster.timeouts.sync_s

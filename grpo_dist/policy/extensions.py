@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from grpo_dist.config import PolicyConfig
 from grpo_dist.errors import UserError
 from grpo_dist.policy.deepspeed_config import offload_devices
 from grpo_dist.runtime.hardware import processor_digest
-from grpo_dist.runtime.processes import run_child
+from grpo_dist.runtime.processes import child_command, run_child
 
 _DEADLINE_S = 3600.0  # of one build by another process: a busy machine takes minutes for one file
 _REFUSED = "REFUSED: "  # before the message of a build that failed
@@ -39,6 +40,8 @@ _MISSING = {
     "ninja": "ninja (pip install ninja)", "CUDA_HOME": "the CUDA toolkit, and set CUDA_HOME",
     "nvcc": "the CUDA toolkit, and set CUDA_HOME",
 }  # fmt: skip
+
+_begun: list[subprocess.Popen[bytes]] = []  # builds in the background; Python warns of one that nobody holds
 
 
 class BuildLock:
@@ -173,6 +176,16 @@ def _why_not_built(kernel: str, error: Exception) -> str:
         "The compiler says:\n"
         f"{output[-_OUTPUT:]}"
     )
+
+
+def begin_kernels(policy: PolicyConfig, device: str) -> None:
+    """Begin to build what this machine lacks for the ranks of ``policy``, in a process that may outlive this
+    one. `build_kernels_here` waits for it, and reports what cannot be built.
+    """
+    if missing := unbuilt(list_kernels(policy, device)):
+        nothing = subprocess.DEVNULL
+        command = child_command("grpo_dist.policy.extensions", *missing)
+        _begun.append(subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing))
 
 
 async def build_kernels_here(builders: Sequence[str]) -> None:

@@ -65,6 +65,7 @@ from grpo_dist.runs.run_weights import restore_begun
 from grpo_dist.runs.start import load_inputs, resolve_steps
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.files import check_room, keep_backup, write_text
+from grpo_dist.runtime.hardware import DeviceType
 from grpo_dist.runtime.stage_log import log_ready, print_line, stage
 from grpo_dist.workers import Workers
 
@@ -179,14 +180,20 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
 def _load_inputs(run_dir: Path, config: Config, identity: Config) -> tuple[RunInputs, ResumePoint]:
     """Check all input, and find where the run resumes. Raises UserError for what cannot be used."""
     with stage("actors", "their code is loaded"):
-        from actors.connection import fit  # Ray takes seconds to import
+        from actors.connection import address_of, fit  # Ray takes seconds to import
 
     with as_user_errors():
         with stage("checks", f"checkpoints in {run_dir}, placement"):
             newest, state = find_resume_state(config, identity, run_dir, print_line)
             has = fit(config)
+        device: DeviceType = "cuda" if has.gpus else "cpu"
+        if address_of(config.cluster) == "local":
+            # torch's part for kernels imports setuptools.
+            from grpo_dist.policy.extensions import begin_kernels
+
+            begin_kernels(config.policy, device)  # a cold start computes in one thread
         load = load_supervised_inputs if config.is_supervised else load_inputs
-        inputs = load(config, print_line, device="cuda" if has.gpus else "cpu")
+        inputs = load(config, print_line, device=device)
         with stage("resume point", quiet=True):
             point = load_resume_point(newest, state, inputs.trained, inputs.origin)
     return inputs, point

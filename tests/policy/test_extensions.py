@@ -16,6 +16,7 @@ from grpo_dist.config import PolicyConfig
 from grpo_dist.errors import UserError
 from grpo_dist.policy.extensions import (
     BuildLock,
+    begin_kernels,
     build_in_own_directory,
     build_kernels_here,
     list_kernels,
@@ -130,6 +131,7 @@ def test_a_kernel_is_built_once_and_found_by_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     builders = ["ShareMemCommBuilder"]
     assert unbuilt(builders) == builders
+    begin_kernels(offloaded(), "cpu")  # the next waits for it
     asyncio.run(build_kernels_here(builders))
     assert unbuilt(builders) == []
     (library,) = tmp_path.rglob("deepspeed_shm_comm.so")
