@@ -13,14 +13,15 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import psutil
 import ray
 from ray._common.utils import get_default_ray_temp_dir
+from ray._private import node as ray_node
 from ray._private.services import canonicalize_bootstrap_address
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import RayError
@@ -39,11 +40,9 @@ logger = logging.getLogger("grpo_dist")
 T = TypeVar("T")
 
 _TRIES = 5
-# Ray's own processes read these when they start. In a private cluster nobody uses what they switch off: lines
-# of logs for a driver, the load of each process for a dashboard, workers without an actor.
+# Ray's own processes read these when they start. In a private cluster nobody uses what they switch off: the
+# load of each process for a dashboard, workers without an actor.
 _NOT_COLLECTED = {
-    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
-    "LOG_NAME_UPDATE_INTERVAL_S": "inf",
     "REPORTER_UPDATE_INTERVAL_MS": "86400000",
     # Workers for each core beforehand: every actor here has variables of its own, and takes none of them.
     "RAY_prestart_worker_first_driver": "0",
@@ -69,7 +68,20 @@ def start_private_ray(**options: Any) -> None:
     for name in _NOT_INHERITED:
         os.environ.pop(name, None)
     options = _short_paths() | options
-    started_in_time(lambda: ray.init(address="local", log_to_driver=False, **options))
+    with _without_monitors():
+        started_in_time(lambda: ray.init(address="local", log_to_driver=False, **options))
+
+
+@contextmanager
+def _without_monitors() -> Iterator[None]:
+    """Let Ray start neither the process that scales a cluster nor the one that sends logs to a driver."""
+    node = ray_node.Node
+    started = node.start_monitor, node.start_log_monitor
+    node.start_monitor = node.start_log_monitor = lambda _: None
+    try:
+        yield
+    finally:
+        node.start_monitor, node.start_log_monitor = started
 
 
 def _short_paths() -> dict[str, str]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -171,8 +172,7 @@ class PolicyWorker(WeightSender, Probeable):
         check_gpus()
         check_on_node(model_dir)
         build_in_own_directory()
-        # DeepSpeed's autotuner, unused here, would import mlflow if installed: two seconds of each start.
-        sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
+        _skip_unused_imports()
         build_kernels(list_kernels(policy, device_type()), self.begin)
         self.begin("model and DeepSpeed")
         self._trainer = Trainer(open_store(rank), policy, model=model, model_dir=model_dir, settings=settings)
@@ -251,6 +251,16 @@ class PolicyWorker(WeightSender, Probeable):
 
     def export(self, directory: str, tokenizer_dir: str) -> None:
         self._trainer.export(Path(directory), tokenizer_dir=tokenizer_dir)
+
+
+def _skip_unused_imports() -> None:
+    """Keep DeepSpeed from importing what takes seconds of each start and is unused: its autotuner mlflow; its
+    test whether the optimiser is its Muon, AdamW being the only one here, torch's compiler.
+    """
+    sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
+    muon = ModuleType("deepspeed.runtime.zero.muon.muon_optimizer")
+    muon.MuonWithAuxAdam = type("MuonWithAuxAdam", (), {})  # type: ignore[attr-defined]
+    sys.modules.setdefault(muon.__name__, muon)
 
 
 def _groups(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from ray._private import log_monitor
+from ray._private.node import Node
 from ray._private.utils import validate_socket_filepath
 from ray.exceptions import RpcError
 
@@ -66,25 +66,25 @@ def test_other_users_can_neither_enter_nor_rename_a_session(tmp_path):
     assert mode(shared / "session_1") == 0o700 and mode(shared) == 0o1777
 
 
-def test_ray_reads_no_logs_and_no_loads_of_processes_for_nobody_unless_it_is_told_to(monkeypatch):
-    seen = {}
-    names = (
-        "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD",
-        "LOG_NAME_UPDATE_INTERVAL_S",
-        "REPORTER_UPDATE_INTERVAL_MS",
-    )
-    monkeypatch.setattr(connection.ray, "init", lambda **_: seen.update({n: os.environ[n] for n in names}))
-    for name in names[:2]:
-        monkeypatch.setenv(name, "")  # so that it is removed again
-        monkeypatch.delenv(name)
-    monkeypatch.setenv(names[2], "5000")
+def test_ray_reads_no_logs_scales_nothing_and_measures_no_processes_for_nobody(monkeypatch):
+    started, seen, name = [], [], "REPORTER_UPDATE_INTERVAL_MS"
+    for method in ("start_monitor", "start_log_monitor"):
+        monkeypatch.setattr(Node, method, started.append)
+
+    def init(**_):
+        node = Node.__new__(Node)
+        node.start_monitor(), node.start_log_monitor()
+        seen.append(os.environ[name])
+
+    monkeypatch.setattr(connection.ray, "init", init)
+    monkeypatch.setenv(name, "")  # so that it is removed again
+    monkeypatch.delenv(name)
     connection.start_private_ray(include_dashboard=False)
-    monitor = log_monitor.LogMonitor.__new__(log_monitor.LogMonitor)
-    monitor.log_filenames = set()
-    monkeypatch.setattr(log_monitor, "LOG_NAME_UPDATE_INTERVAL_S", float(seen[names[1]]))
-    monkeypatch.setattr(log_monitor, "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD", int(seen[names[0]]))
-    assert not monitor.should_update_filenames(0.0)
-    assert seen[names[2]] == "5000", "the user's own"
+    monkeypatch.setenv(name, "5000")  # the user's own
+    connection.start_private_ray(include_dashboard=False)
+    assert started == [] and seen == ["86400000", "5000"]
+    Node.start_monitor(None)  # of another cluster
+    assert started == [None]
 
 
 def failing(monkeypatch, message, times):
