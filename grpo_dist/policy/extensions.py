@@ -18,6 +18,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.utils import cpp_extension
 
@@ -28,6 +29,7 @@ from grpo_dist.runtime.hardware import processor_digest
 from grpo_dist.runtime.processes import child_command, run_child
 
 _DEADLINE_S = 3600.0  # of one build by another process: a busy machine takes minutes for one file
+_LATER = 5  # niceness
 _REFUSED = "REFUSED: "  # before the message of a build that failed
 _OUTPUT = 4000  # characters of a compiler's output, from its end
 _NAMES = {
@@ -41,7 +43,7 @@ _MISSING = {
     "nvcc": "the CUDA toolkit, and set CUDA_HOME",
 }  # fmt: skip
 
-_begun: list[subprocess.Popen[bytes]] = []  # builds in the background; Python warns of one that nobody holds
+_begun: list[psutil.Popen] = []  # builds in the background; Python warns of one that nobody holds
 
 
 class BuildLock:
@@ -180,12 +182,14 @@ def _why_not_built(kernel: str, error: Exception) -> str:
 
 def begin_kernels(policy: PolicyConfig, device: str) -> None:
     """Begin to build what this machine lacks for the ranks of ``policy``, in a process that may outlive this
-    one. `build_kernels_here` waits for it, and reports what cannot be built.
+    one, at a low priority: two compilers would take half of a core from the thread of a cold start.
+    `build_kernels_here` waits for it, and reports what cannot be built.
     """
     if missing := unbuilt(list_kernels(policy, device)):
         nothing = subprocess.DEVNULL
         command = child_command("grpo_dist.policy.extensions", *missing)
-        _begun.append(subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing))
+        _begun.append(psutil.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing))
+        _begun[-1].nice(_LATER)
 
 
 async def build_kernels_here(builders: Sequence[str]) -> None:
