@@ -56,9 +56,14 @@ print("ready", flush=True)
 """
 
 
+def _environment() -> dict[str, str]:
+    """Return this process's variables without the one that has Python compile the project at every start."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def cpu_seconds(command: list[str]) -> float:
     """Run ``command``; return the CPU seconds of it and its children."""
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=ROOT, env=_environment(), stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{' '.join(command)} failed")
@@ -68,7 +73,9 @@ def cpu_seconds(command: list[str]) -> float:
 def seconds_to_ready(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
     """Start ``command``, and end it at its line "ready". Return its seconds and CPU seconds."""
     begin = time.perf_counter()
-    process = psutil.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+    process = psutil.Popen(
+        command, cwd=ROOT, env=_environment() | environment, stdout=subprocess.PIPE, text=True
+    )
     for line in process.stdout:
         if line.split("  ")[-1].startswith("ready"):
             seconds = time.perf_counter() - begin

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -94,12 +94,23 @@ class UpdateWork:
     @cached_property
     def pairs(self) -> float:
         """Pairs of a token and one that it attends to."""
-        return sum((p + n) * (p + n + 1) for p, lengths in self.rows for n in lengths) / 2
+        return sum(_group_pairs(prompt, lengths) for prompt, lengths in self.rows) / 2
 
     @cached_property
     def longest(self) -> tuple[int, int]:
         """Tokens of prompt and completion of the longest row."""
         return max(((prompt, max(lengths)) for prompt, lengths in self.rows), key=sum)
+
+
+@lru_cache(maxsize=1 << 14)
+def _group_pairs(prompt: int, lengths: tuple[int, ...]) -> int:
+    """Return twice the `UpdateWork.pairs` of a group, which every split that a plan compares trains on."""
+    return sum((prompt + n) * (prompt + n + 1) for n in lengths)
+
+
+@lru_cache(maxsize=1 << 14)
+def _group_work(prompt: int, lengths: tuple[int, ...]) -> UpdateWork:
+    return UpdateWork(((prompt, lengths),))
 
 
 @dataclass(frozen=True)
@@ -206,7 +217,8 @@ class Rates:
         """
         if not self.config.model.packing:
             return float(sum(p * len(n) + sum(n) for p, n in work.rows))
-        return work.own_tokens + work.shared * self._micro_batches(work) * self.config.policy.replicas
+        repeated = work.shared and work.shared * self._micro_batches(work) * self.config.policy.replicas
+        return work.own_tokens + repeated
 
     def update_s(self, updates: Sequence[UpdateWork]) -> float:
         """Return the seconds of all updates of a step, for each of `batch.epochs_per_batch`."""
@@ -252,7 +264,8 @@ class Rates:
         split model are not counted.
         """
         if not isinstance(model.settings, RewardModelConfig):
-            return replace(self, model=model.shape).reference_s(UpdateWork(((prompt, tuple(lengths)),)))
+            rates = self if model.shape is self.model else replace(self, model=model.shape)
+            return rates.reference_s(_group_work(prompt, tuple(lengths)))
         precision = self.peaks.float32 if model.settings.dtype == "float32" else 1.0
         flops = self.peaks.thread_flops or self.peaks.flops * precision * model.settings.gpus
         return model.padded_flops(prompt, lengths) / (flops * self.reached.training)

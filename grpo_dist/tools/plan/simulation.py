@@ -310,13 +310,13 @@ class FakeRollout(Rollout):
 
     __slots__ = ("num_tokens",)
     num_tokens: int
+    finish_reason = "stop"  # of the class: a plan makes a hundred thousand
+    further_rows, turns = (), ()
+    temperature = max_new_tokens = None
 
     def __init__(self, sample: int, num_tokens: int) -> None:
-        for name, value in (
-            ("sample", sample), ("num_tokens", num_tokens), ("finish_reason", "stop"), ("further_rows", ()),
-            ("turns", ()), ("temperature", None), ("max_new_tokens", None),
-        ):  # fmt: skip
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "sample", sample)
+        object.__setattr__(self, "num_tokens", num_tokens)
 
     @property
     def num_sampled(self) -> int:
@@ -385,19 +385,20 @@ class PlannedPipeline(Pipeline):
         prompts = [self._prompts[self._order.prompt(index)] for index in self._order_indices[batch]]
         groups: list[Group | None] = [None] * len(prompts)
         loop, left, most = asyncio.get_running_loop(), len(prompts), sampling.max_new_tokens
-        asked_s = loop.time()
+        asked_s = latest_s = loop.time()
         finished: asyncio.Future[None] = loop.create_future()
 
-        def score(index: int, rollouts: FakeRollouts) -> None:
-            groups[index], end = workers.rewards.reserve(prompts[index], rollouts)
+        def score(index: int, rollouts: FakeRollouts, received_s: float) -> None:
+            nonlocal left, latest_s
+            groups[index], end = workers.rewards.reserve(prompts[index], rollouts, received_s)
             if self._kl and workers.reference is not None:
-                end = max(end, workers.reference.reserve(prompts[index], rollouts))
-            loop.call_at(end, done)
+                end = max(end, workers.reference.reserve(prompts[index], rollouts, received_s))
+            left, latest_s = left - 1, max(latest_s, end)
+            if not left:
+                loop.call_at(latest_s, finish)
 
-        def done() -> None:
-            nonlocal left
-            left -= 1
-            if not left and not finished.done():
+        def finish() -> None:
+            if not finished.done():
                 finished.set_result(None)
 
         async with self._admitting:
@@ -585,12 +586,12 @@ class TimedRollouts:
         prompt: Prompt,
         lengths: tuple[int, ...],
         most: int,
-        on_end: Callable[[FakeRollouts], None],
+        on_end: Callable[[FakeRollouts, float], None],
         *,
         asked_s: float,
     ) -> None:
         """Have an engine begin a group that was asked for at ``asked_s``, as `sample`. ``most``: tokens of a
-        sample. Calls ``on_end`` once the driver has it.
+        sample. Calls ``on_end`` at its end, with the time at which the driver will have it.
         """
         prompt_tokens, shared = _prompt_tokens(prompt), self._workload.shared_tokens
         most += prompt_tokens
@@ -600,12 +601,9 @@ class TimedRollouts:
             self.load_balancer.release(index, 1, most)
 
         def sampled() -> None:
-            _, _, end = self._driver.reserve(len(lengths) * self._sample_s)
-            self._loop.call_at(end, received)
-
-        def received() -> None:
-            self.batch_s.append(self._loop.time() - asked_s)
-            on_end(FakeRollouts.from_lengths(lengths, self.version))
+            _, _, received_s = self._driver.reserve(len(lengths) * self._sample_s)
+            self.batch_s.append(received_s - asked_s)
+            on_end(FakeRollouts.from_lengths(lengths, self.version), received_s)
 
         self.engines[index].begin(prompt_tokens - shared, lengths, on_sample, sampled, cached=shared)
 
@@ -660,10 +658,10 @@ class TimedScorer:
         track = model.role.replace(" ", "-")
         self._workers = WorkerQueue(trace, track, scenario.workers_of(model))
 
-    def reserve(self, prompt: Prompt, rollouts: RolloutsRef) -> float:
-        """Return when a worker will have scored the group, on GPUs of its own."""
+    def reserve(self, prompt: Prompt, rollouts: RolloutsRef, at: float) -> float:
+        """Return when a worker will have scored the group that comes at ``at``, on GPUs of its own."""
         seconds = self._rates.scoring_s(self.model, _prompt_tokens(prompt), _lengths(rollouts))
-        return self._workers.reserve(self._stage, seconds)
+        return self._workers.reserve(self._stage, seconds, at)
 
     async def score(self, prompt: Prompt, rollouts: RolloutsRef) -> None:
         seconds = self._rates.scoring_s(self.model, _prompt_tokens(prompt), _lengths(rollouts))
@@ -695,9 +693,11 @@ class TimedRewards:
         await self._graders.serve("score", self._score_s(len(rollouts)))
         return self._graded(prompt, rollouts)
 
-    def reserve(self, prompt: Prompt, rollouts: RolloutsRef) -> tuple[Group, float]:
-        """Return the group, and when a grader will have scored it; without reward models."""
-        end = self._graders.reserve("score", self._score_s(len(rollouts)))
+    def reserve(self, prompt: Prompt, rollouts: RolloutsRef, at: float) -> tuple[Group, float]:
+        """Return the group that comes at ``at``, and when a grader will have scored it; without reward
+        models.
+        """
+        end = self._graders.reserve("score", self._score_s(len(rollouts)), at)
         return self._graded(prompt, rollouts), end
 
     def _graded(self, prompt: Prompt, rollouts: RolloutsRef) -> Group:
@@ -770,9 +770,9 @@ class WorkerQueue:
     async def serve(self, stage: str, seconds: float) -> None:
         await self._servers.until(self.reserve(stage, seconds))
 
-    def reserve(self, stage: str, seconds: float) -> float:
-        """Return when a worker will be done with ``stage`` of a call that comes now."""
-        index, begin, end = self._servers.reserve(seconds)
+    def reserve(self, stage: str, seconds: float, at: float | None = None) -> float:
+        """Return when a worker will be done with ``stage`` of a call, see `Servers.reserve`."""
+        index, begin, end = self._servers.reserve(seconds, at)
         self._bars.setdefault(f"{self._track}-{index}", []).append(Span(stage, begin, end))
         return end
 
@@ -786,10 +786,12 @@ class Servers:
         self._loop = asyncio.get_running_loop()
         self._free = [(0.0, index) for index in range(count)]  # a heap: since when
 
-    def reserve(self, seconds: float) -> tuple[int, float, float]:
-        """Return the server of a call that comes now and takes ``seconds``, and when it begins and ends."""
+    def reserve(self, seconds: float, at: float | None = None) -> tuple[int, float, float]:
+        """Return the server of a call that takes ``seconds``, and when it begins and ends. It comes at
+        ``at``, no earlier than the call before; None: now.
+        """
         since, index = self._free[0]
-        begin = max(since, self._loop.time())
+        begin = max(since, self._loop.time() if at is None else at)
         heapq.heapreplace(self._free, (begin + seconds, index))
         return index, begin, begin + seconds
 
