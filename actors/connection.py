@@ -3,6 +3,8 @@
 A private cluster, which a run starts for itself, is kept closed to other users of the machine: Ray writes its
 token with the permissions that new files of the user have, mostly readable by all, and makes its directories
 writable by all.
+
+Ray is imported where it is called: a check of a run on this machine does without it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 import secrets
 import socket
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,17 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import psutil
-import ray
-from ray._common.utils import get_default_ray_temp_dir
-from ray._private import node as ray_node
-from ray._private.services import canonicalize_bootstrap_address
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
-from ray.exceptions import RayError
 
 from actors.placement.demands import Resources, describe, placement
 from actors.placement.fitting import Node, bundles, too_large
-from actors.placement.own_gpus import EMPTIED, NOT_SET
-from actors.placement.reservation import expected
 from grpo_dist.config import ClusterConfig, Config
 from grpo_dist.errors import UserError
 from grpo_dist.policy.deepspeed_config import check_offload
@@ -47,8 +42,6 @@ _NOT_COLLECTED = {
     # Workers for each core beforehand: every actor here has variables of its own, and takes none of them.
     "RAY_prestart_worker_first_driver": "0",
 }
-# They change which GPUs an actor sees: see `own_gpus`.
-_NOT_INHERITED = (NOT_SET, EMPTIED)
 # A path of a socket has 107 bytes at most; those behind Ray's temporary directory are
 # /session_2026-11-28_13-46-32_123456_1234567/sockets/plasma_store, and of vLLM's engines and of Python's
 # multiprocessing fewer.
@@ -63,9 +56,13 @@ def start_private_ray(**options: Any) -> None:
     """Start a private Ray for this process, with ``options`` of `ray.init`. Variables by which its actors
     would see other GPUs than their own leave the environment, which Ray's processes inherit.
     """
+    import ray
+
+    from actors.placement.own_gpus import EMPTIED, NOT_SET
+
     for name, value in _NOT_COLLECTED.items():
         os.environ.setdefault(name, value)
-    for name in _NOT_INHERITED:
+    for name in (NOT_SET, EMPTIED):  # they change which GPUs an actor sees
         os.environ.pop(name, None)
     options = _short_paths() | options
     with _without_monitors():
@@ -75,13 +72,14 @@ def start_private_ray(**options: Any) -> None:
 @contextmanager
 def _without_monitors() -> Iterator[None]:
     """Let Ray start neither the process that scales a cluster nor the one that sends logs to a driver."""
-    node = ray_node.Node
-    started = node.start_monitor, node.start_log_monitor
-    node.start_monitor = node.start_log_monitor = lambda _: None
+    from ray._private.node import Node
+
+    started = Node.start_monitor, Node.start_log_monitor
+    Node.start_monitor = Node.start_log_monitor = lambda _: None
     try:
         yield
     finally:
-        node.start_monitor, node.start_log_monitor = started
+        Node.start_monitor, Node.start_log_monitor = started
 
 
 def _short_paths() -> dict[str, str]:
@@ -89,6 +87,8 @@ def _short_paths() -> dict[str, str]:
     long, as Slurm sets it. Objects that do not fit into memory are still written to TMPDIR. Raises UserError
     where no directory with a short name can be written.
     """
+    from ray._common.utils import get_default_ray_temp_dir
+
     wanted = Path(get_default_ray_temp_dir())
     if len(os.fsencode(wanted)) <= _LONGEST:
         return {}
@@ -208,6 +208,8 @@ def check_grows_no_more(cluster: ClusterConfig) -> None:
 
 def is_this_machine() -> bool:
     """Return whether the cluster is this machine alone, so that a check here holds for every node."""
+    import ray
+
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     return alive == {ray.get_runtime_context().get_node_id()}
 
@@ -223,6 +225,11 @@ def _check_answers(address: str) -> None:
         return  # Ray's client has deadlines
     if "://" in address:
         raise ValueError("expected HOST:PORT, auto or local")
+    from ray import __version__
+    from ray._private.services import canonicalize_bootstrap_address
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.exceptions import RayError
+
     bootstrap = canonicalize_bootstrap_address(address)
     assert bootstrap is not None  # not `local`
     host, _, port = bootstrap.rpartition(":")
@@ -238,7 +245,7 @@ def _check_answers(address: str) -> None:
     try:
         GcsClient(address=bootstrap)
     except RayError as error:
-        raise ConnectionError(f"{bootstrap} answers no request of Ray {ray.__version__}: {error}") from error
+        raise ConnectionError(f"{bootstrap} answers no request of Ray {__version__}: {error}") from error
 
 
 def connect(cluster: ClusterConfig) -> bool:
@@ -247,6 +254,8 @@ def connect(cluster: ClusterConfig) -> bool:
     Raises UserError where none answers within a minute, or where CUDA does not start on the GPUs of a private
     one.
     """
+    import ray
+
     if ray.is_initialized():
         return False
     address = address_of(cluster)
@@ -292,10 +301,15 @@ def fit(config: Config, *, training: bool = True) -> Fit:
 
     Raises UserError when it takes more than the cluster has.
     """
-    if address_of(config.cluster) == "local" and not ray.is_initialized():
+    is_connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    if address_of(config.cluster) == "local" and not is_connected:
         check_grows_no_more(config.cluster)
         nodes, here, has = None, True, local_resources(config.cluster)
     else:
+        import ray
+
+        from actors.placement.reservation import expected
+
         owns = connect(config.cluster)
         nodes = expected(config.cluster)
         here, has = is_this_machine() and config.cluster.grows_to is None, resources_of(nodes, shared=True)

@@ -180,7 +180,8 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
 def _load_inputs(run_dir: Path, config: Config, identity: Config) -> tuple[RunInputs, ResumePoint]:
     """Check all input, and find where the run resumes. Raises UserError for what cannot be used."""
     with stage("actors", "their code is loaded"):
-        from actors.connection import address_of, fit  # Ray takes seconds to import
+        import actors.cluster  # noqa: F401 (Ray takes seconds to import)
+        from actors.connection import address_of, fit
 
     with as_user_errors():
         with stage("checks", f"checkpoints in {run_dir}, placement"):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import ray
 from ray._private.node import Node
 from ray._private.utils import validate_socket_filepath
 from ray.exceptions import RpcError
@@ -76,7 +77,7 @@ def test_ray_reads_no_logs_scales_nothing_and_measures_no_processes_for_nobody(m
         node.start_monitor(), node.start_log_monitor()
         seen.append(os.environ[name])
 
-    monkeypatch.setattr(connection.ray, "init", init)
+    monkeypatch.setattr(ray, "init", init)
     monkeypatch.setenv(name, "")  # so that it is removed again
     monkeypatch.delenv(name)
     connection.start_private_ray(include_dashboard=False)
@@ -97,7 +98,7 @@ def failing(monkeypatch, message, times):
         if len(begun) <= times:
             raise Exception(message)
 
-    monkeypatch.setattr(connection.ray, "init", init)
+    monkeypatch.setattr(ray, "init", init)
     return begun
 
 
@@ -136,7 +137,7 @@ LONGEST_SESSION = "session_2026-11-28_13-46-32_123456_4194304"
 def test_paths_of_sockets_stay_within_the_limit_of_the_kernel(monkeypatch, variable, length):
     """Slurm sets TMPDIR to the job's own directory. Objects are still spilled to it."""
     options, directory = {}, "/" + "j" * (length - 1)
-    monkeypatch.setattr(connection.ray, "init", lambda **given: options.update(given))
+    monkeypatch.setattr(ray, "init", lambda **given: options.update(given))
     for name in ("RAY_TMPDIR", "VLLM_RPC_BASE_PATH", "RAY_object_spilling_directory"):
         monkeypatch.setenv(name, "")  # so that it is removed again
         monkeypatch.delenv(name)
@@ -160,8 +161,8 @@ def test_without_a_directory_of_a_short_name_tmpdir_is_named(monkeypatch, tmp_pa
 
 @pytest.fixture
 def not_connected(monkeypatch):
-    monkeypatch.setattr(connection.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(connection.ray, "init", lambda **_: pytest.fail("no Ray was found"))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("no Ray was found"))
     monkeypatch.setattr(connection, "_LISTENS_S", 0.0)
 
 
@@ -178,7 +179,7 @@ def test_a_server_that_is_no_ray_is_refused_within_the_deadline_of_its_client(no
     def silent(*, address):
         raise RpcError("Timed out while waiting for GCS to become available.")
 
-    monkeypatch.setattr(connection, "GcsClient", silent)
+    monkeypatch.setattr("ray._raylet.GcsClient", silent)
     monkeypatch.setattr(connection, "_LISTENS_S", 1.0)
     with socket.create_server(("", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

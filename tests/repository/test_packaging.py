@@ -77,6 +77,14 @@ def test_a_report_needs_neither_torch_nor_transformers_nor_pandas(tmp_path):
     assert done.stdout.splitlines()[-2:] == ["0", "set()"], done.stderr
 
 
+def test_whether_a_run_fits_this_machine_is_known_without_ray():
+    done = python(
+        "import sys\nfrom actors.connection import fit\nfrom grpo_dist.config.files import load_config\n"
+        "print(fit(load_config('configs/demo.yaml', [])).gpus >= 0, 'ray' in sys.modules)"
+    )
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
 def test_a_plan_needs_neither_torch_nor_a_library_of_models():
     """The loop that it simulates draws more groups under dynamic sampling, and a teacher scores them."""
     small = ["batch.prompts_per_step=8", "sampling.max_new_tokens=64", "dynamic_sampling.enabled=true"]

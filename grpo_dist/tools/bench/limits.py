@@ -215,7 +215,7 @@ def limit_threads(config: Config, cluster_gpus: int) -> dict[str, int]:
 
     Limits are measured on this machine alone: where it has not what they take, print that, and return {}.
     """
-    from actors.connection import local_resources  # imports Ray
+    from actors.connection import local_resources
     from actors.placement.demands import placement
 
     has = local_resources(config.cluster)

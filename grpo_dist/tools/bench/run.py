@@ -39,7 +39,7 @@ from grpo_dist.tools.bench.table import print_result
 def bench(config: Config) -> Path:
     """Measure ``config`` and return the directory of the result. Raises UserError for invalid input."""
     with stage("actors", "their code is loaded"):
-        from actors.connection import fit  # imports Ray
+        from actors.connection import fit
 
     config = set_template_date(make_benchmark_config(config))
     with as_user_errors():

@@ -29,7 +29,7 @@ from grpo_dist.tools.plan.placement import (
 )
 from grpo_dist.tools.plan.workload import workload_of
 
-if TYPE_CHECKING:  # Ray takes seconds to import
+if TYPE_CHECKING:
     from actors.connection import Fit
 
 _PLENTY = 10**6  # of CPUs and GPUs
@@ -47,7 +47,7 @@ class Place:
     @cached_property
     def fit(self) -> Fit | UserError:
         """The placement on the cluster that the run would join now, or why it does not fit."""
-        from actors.connection import fit  # Ray takes seconds to import
+        from actors.connection import fit
 
         try:
             return fit(self.config)
@@ -57,7 +57,7 @@ class Place:
     @cached_property
     def is_elsewhere(self) -> bool:
         """True where the configuration names a Ray cluster and this machine has no GPU: a login node, say."""
-        from actors.connection import address_of  # Ray, as above
+        from actors.connection import address_of
 
         return address_of(self.config.cluster) != "local" and device_type() == "cpu"
 

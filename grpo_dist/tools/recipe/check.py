@@ -46,7 +46,7 @@ from grpo_dist.tools.recipe.config import ResolvedPipeline, ResolvedStage
 def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
     """Check the stages ``todo``. Raises UserError, naming the stage, for the first problem."""
     with stage_log.stage("actors", "their code is loaded"):
-        from actors.connection import fit  # imports Ray
+        from actors.connection import fit
 
     with as_user_errors():
         check_writable(pipeline.directory)

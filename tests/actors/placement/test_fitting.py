@@ -4,6 +4,7 @@ import asyncio
 from functools import partial
 
 import pytest
+import ray
 
 from actors import cluster, connection
 from actors.placement.demands import Resources, placement
@@ -172,7 +173,7 @@ def _growing(config, to):
 
 def test_a_cluster_of_the_runs_own_does_not_grow(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(connection.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     asked = _growing(config(), AutoscalingConfig(nodes=2, gpus=8, cpus=64))
     for starts, settings in ((connection.fit, asked), (connection.connect, asked.cluster)):
         with pytest.raises(UserError, match=r"`cluster\.grows_to` is set, and the run has a cluster"):

@@ -103,7 +103,7 @@ def test_a_private_ray_starts_without_the_variables(monkeypatch):
     seen = []
     monkeypatch.setenv(NOT_SET, "1")
     monkeypatch.setenv(EMPTIED, "1")
-    monkeypatch.setattr(connection.ray, "init", lambda **_: seen.append({NOT_SET, EMPTIED} & set(os.environ)))
+    monkeypatch.setattr(ray, "init", lambda **_: seen.append({NOT_SET, EMPTIED} & set(os.environ)))
     connection.start_private_ray(include_dashboard=False)
     assert seen == [set()]
 
