@@ -40,7 +40,7 @@ extras=$EXTRA
 [ "$DEV" = no ] || extras+=,dev
 packages=(-c .venv/constraints.txt -e ".[$extras]")
 
-# Pass on pip's settings as those of uv, which reads none of them.
+# Pass on pip's settings as those of uv, which reads none of them. Fails where pip has one that uv has not.
 uv_settings() {
     "${pip[@]}" config list | .venv/bin/python -c '
 import ast, shlex, sys
@@ -49,22 +49,34 @@ NAMES = {
     "index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS",
     "trusted-host": "UV_INSECURE_HOST", "cert": "SSL_CERT_FILE", "proxy": "ALL_PROXY",
     "default-timeout": "UV_HTTP_TIMEOUT", "timeout": "UV_HTTP_TIMEOUT",
+    "constraint": "-c", "no-index": "--no-index",
 }
+OF_PIP = {"client-cert", "keyring-provider", "no-binary", "only-binary", "require-hashes"}
 SECTIONS = ["global", "install", ":env:"]  # the last one counts
 settings = {}
 for line in sys.stdin:
     name, _, value = line.partition("=")
     section, _, key = name.rpartition(".")
+    if section in SECTIONS and key in OF_PIP:
+        sys.exit(1)
     if section in SECTIONS and key in NAMES:
         settings[SECTIONS.index(section), key] = ast.literal_eval(value)
-for (_, key), value in sorted(settings.items()):
-    separator = "," if key == "find-links" else " "
-    print(f"export {NAMES[key]}={shlex.quote(separator.join(value.split()))}")
+for name, value in {NAMES[key]: value for (_, key), value in sorted(settings.items())}.items():
+    words = value.split()
+    if name == "--no-index":
+        words = [name] if value.lower() in ("1", "on", "t", "true", "y", "yes") else []
+    elif name == "-c":
+        words = [word for file in words for word in (name, file)]
+    else:
+        separator = "," if name == "UV_FIND_LINKS" else " "
+        print(f"export {name}={shlex.quote(separator.join(words))}")
+        continue
+    print(f"packages+=({shlex.join(words)})")
 '
 }
 
 install_with_uv() { (
-    directory=$(mktemp -d)
+    directory=$(mktemp -d) || return
     trap 'rm -rf "$directory"' EXIT
     "${pip[@]}" install --quiet --no-compile --target "$directory" uv > /dev/null 2>&1 || return
     settings=$(uv_settings) || return
@@ -74,7 +86,7 @@ install_with_uv() { (
     # The user of an image cannot keep what Python compiles; elsewhere it compiles what is used, a tenth of all.
     [ "$DEV" = yes ] || uv+=(--compile-bytecode)
     if [ "$EXTRA" = cpu ]; then
-        "${uv[@]}" 2> /dev/null || "${uv[@]}" --index "$TORCH_INDEX"
+        "${uv[@]}" 2> /dev/null || UV_INDEX="${UV_INDEX:-} $TORCH_INDEX" "${uv[@]}"
     else
         "${uv[@]}"
     fi

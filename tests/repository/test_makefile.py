@@ -114,28 +114,44 @@ exit "$CODE"
 """
 
 
-@pytest.mark.parametrize("code", ["0", "1"])
-def test_set_up_installs_by_uv_with_the_settings_of_pip_or_by_pip(checkout, code):
+@pytest.fixture
+def set_up(checkout):
+    """Run the set-up with these settings of pip and this exit code of uv; return the calls."""
     (checkout / "docker").mkdir()
     (checkout / "docker/constraints-cpu.txt").write_text("numpy==2.3.5\n")
     (checkout / ".venv/bin").mkdir()
     for path, text in ((".venv/bin/python", _PYTHON), ("uv", _UV)):
         (checkout / path).write_text(text)
         (checkout / path).chmod(0o755)
+
+    def run(code, settings):
+        log = checkout / "log"
+        environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "LOG": str(log), "CODE": code}
+        environment |= {"SETTINGS": settings, "UV": str(checkout / "uv")}
+        environment["TORCH_INDEX"] = "https://torch.test/cpu"
+        command = ["bash", checkout / "launch/setup.sh"]
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+        return log.read_text().splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize("code", ["0", "1"])
+def test_set_up_installs_by_uv_with_the_settings_of_pip_or_by_pip(checkout, set_up, code):
     settings = """global.cert='/ca.crt'
+global.constraint='/a.txt'
+global.no-index='true'
 global.extra-index-url='https://a.test/simple\\nhttps://b.test/simple'
 global.index-url='https://global.test/simple'
 install.index-url='https://install.test/simple'
 freeze.index-url='https://freeze.test/simple'
+:env:.constraint='/b.txt /c.txt'
 :env:.find-links='/wheels /more'
 """
-    log = checkout / "log"
-    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "LOG": str(log), "CODE": code}
-    environment |= {"SETTINGS": settings, "UV": str(checkout / "uv"), "TORCH_INDEX": "https://torch.test/cpu"}
-    subprocess.run(["bash", checkout / "launch/setup.sh"], env=environment, check=True, capture_output=True)
-    calls = log.read_text().splitlines()
+    calls = set_up(code, settings)
     first = calls[0]
-    assert first.startswith("uv pip install ") and "-c .venv/constraints.txt -e .[cpu,dev] " in first
+    assert first.startswith("uv pip install ")
+    assert "-c .venv/constraints.txt -e .[cpu,dev] -c /b.txt -c /c.txt --no-index " in first
     assert first.endswith(
         "index=https://install.test/simple more=https://a.test/simple https://b.test/simple "
         "wheels=/wheels,/more certificate=/ca.crt"
@@ -144,9 +160,14 @@ freeze.index-url='https://freeze.test/simple'
     if code == "0":
         assert len(calls) == 2 and not by_pip
     else:
-        assert "--index https://torch.test/cpu" in calls[1]
+        assert "more=https://a.test/simple https://b.test/simple https://torch.test/cpu " in calls[1]
         assert [call.split("install --quiet ")[1] for call in by_pip] == [
             "torch==2.13.0+cpu", "-c .venv/constraints.txt -e .[cpu,dev]"
         ]  # fmt: skip
     assert "uninstall" in calls[-1]
     assert (checkout / ".venv/constraints.txt").read_text() == "torch==2.13.0+cpu\nnumpy==2.3.5\n"
+
+
+def test_set_up_leaves_to_pip_what_uv_cannot_be_told(set_up):
+    calls = set_up("0", "install.only-binary=':all:'\n")
+    assert calls and not any(call.startswith("uv ") for call in calls)
