@@ -748,6 +748,8 @@ class _Tokeniser:
             self._check_parts({"prompt": prompts[0], "completion": answers[0]}, {})
         except ValueError:
             return None
+        if not self._parts.passed:  # the template decides by what a text says, so that each row is asked
+            return None
         encoded = TokenIds.from_ends(*self._encoder.encode(texts))
         ids, id_ends = self._encoder.encode(answers)
         if len(texts) < len(prompts) or ends.learned is None or np.isin(ids, list(ends.ids)).any():

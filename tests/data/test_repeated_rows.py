@@ -405,6 +405,18 @@ def test_a_large_file_of_demonstrations_is_read_as_one_row_after_another(tmp_pat
     assert outcome() == expected
 
 
+def test_a_large_file_is_refused_for_the_row_that_its_template_cuts_off(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_dist.data.demonstrations.LARGE", 0)
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "m['content'][:12]")
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": prompt, "completion": "2"} for prompt in ("1+1=", "one and one =")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = SFTConfig.model_validate({"model": "demo:tiny", "data": [{"path": str(path)}]})
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: .* does not show the end of the user message"):
+        load_demonstrations(settings, tokenizer)
+
+
 def test_demonstrations_are_stored_with_what_ends_them(tmp_path, cache, monkeypatch):
     monkeypatch.setattr("grpo_dist.data.demonstrations.STORED_FROM", 1)
     (tmp_path / "model").mkdir()
