@@ -1,5 +1,7 @@
 """Every prompt is in the ledger once, with its outcome, also across a kill."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -63,6 +65,15 @@ def test_a_resumed_run_rewrites_its_lines_and_a_torn_line_is_ignored(tmp_path):
     assert [line["trained"] for line in read(path)] == [["p0"], ["p0"], ["p1"]]
     assert audit(path, steps=3, prompts_per_step=4) is None
     assert StepLines(path, keep_through=0) and read(path) == []
+
+
+def test_a_repeated_line_does_not_balance(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    lines = [json.dumps({"step": step, "trained": ["a", "b"]}) + "\n" for step in (1, 2)]
+    path.write_text("".join(lines))
+    assert audit(path, steps=2, prompts_per_step=2) is None
+    path.write_text("".join([*lines, lines[-1]]))
+    assert "once each" in audit(path, steps=2, prompts_per_step=2)
 
 
 def test_a_prompt_that_is_trained_in_the_wrong_step_is_found(tmp_path):

@@ -12,6 +12,7 @@ from grpo_dist.config import PolicyConfig
 from grpo_dist.policy.full_weights import FullWeights, write_model
 from grpo_dist.policy.lora import base_weights
 from grpo_dist.policy.text_model import keep_wrapper, usable_model
+from grpo_dist.runtime import model_files
 from tests.support.models import BIAS, WRAPPED_SHAPES, biased_experts, wrapper
 from tests.support.tiers import slow_after
 
@@ -102,6 +103,17 @@ def test_what_was_trained_from_a_text_model_before_returns_into_the_wrapper(cach
     AutoTokenizer.from_pretrained(text_dir).save_pretrained(started)
     keep_wrapper(text_dir, started)
     changed = trained_export(started, out)
+    again = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.allclose(again(input_ids=TOKENS).logits, changed(input_ids=TOKENS).logits, atol=1e-5)
+
+
+def test_large_models_are_written_in_several_files(cache, monkeypatch):
+    monkeypatch.setattr(model_files, "_SHARD", 100_000)
+    source, out = cache / "m", cache / "out"
+    wrapper(source, "gemma3")
+    changed = trained_export(usable(source)[0], out)
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 3
     again = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
     with torch.no_grad():
         assert torch.allclose(again(input_ids=TOKENS).logits, changed(input_ids=TOKENS).logits, atol=1e-5)

@@ -38,6 +38,14 @@ def test_token_ends_by_hand():
     assert ends.dtype == np.int32 and ends.tolist() == [1, 4, 6]
 
 
+def test_two_steps_within_one_token_share_it():
+    assert token_ends([5, 10, 15], 3, [0, 3, 12, 15].__getitem__).tolist() == [1, 1, 2]
+
+
+def test_a_single_step_ends_with_the_completion():
+    assert token_ends([4], 6, lambda n: n).tolist() == [5]
+
+
 TEXTS = [
     "2+2\n\nis 4\n\n\\boxed{4}",
     "é\n\nnaïve ∑\n\n\n\n答案是 5\n\n🙂🙂\n\n<think>x</think>",

@@ -442,6 +442,14 @@ def test_any_unreadable_checkpoint_falls_back_to_the_previous_one(tmp_path, kind
     assert "\n" not in warning and warning.encode()
 
 
+def test_a_state_nested_too_deep_is_refused_in_one_message(tmp_path):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    (found / "state.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"state\.json cannot be read"):
+        load_state(found, fakes.config())
+
+
 def test_links_in_place_of_saved_files_are_not_followed(tmp_path):
     directory, other = tmp_path / "checkpoints", tmp_path / "other"
     save(directory, 1, config=fakes.config(checkpoint={"keep": 1}))

@@ -202,6 +202,15 @@ def test_prompts_of_the_callers_own_leave_the_pools_as_they_are(started):
         assert cluster.step == 1
 
 
+def test_an_open_cluster_is_not_opened_again(started):
+    """The first one's workers would be out of reach, and hold their GPUs."""
+    with started(world := fakes.World(jitter=False), fakes.config()) as cluster:
+        with pytest.raises(UserError, match="the cluster is open already"):
+            cluster.open()
+        assert cluster.step == 0
+    assert world.actors.ended
+
+
 def test_verbs_in_the_wrong_order_are_refused_with_what_to_do(started):
     world = fakes.World(jitter=False)
     with started(world, fakes.config(batch={"prompts_per_step": 4, "samples_per_prompt": 2})) as cluster:
@@ -575,3 +584,10 @@ def test_workers_end_when_the_loop_fails_or_its_start_does(started):
     with pytest.raises(UserError, match="no room"):
         cluster.open()
     assert world.actors.ended and not [t for t in threading.enumerate() if t.name == "grpo-dist cluster"]
+
+
+def test_settings_that_only_train_follows_are_refused():
+    with pytest.raises(UserError, match=r"`dynamic_sampling\.enabled` is followed by train\(\) alone"):
+        grpo_dist.cluster(fakes.config(dynamic_sampling={"enabled": True}))
+    with pytest.raises(UserError, match=r"`health\.action: rollback` is followed by train\(\) alone"):
+        grpo_dist.cluster(fakes.config(health={"action": "rollback"}))

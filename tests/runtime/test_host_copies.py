@@ -128,6 +128,15 @@ def test_no_other_tensor_is_taken_for_one_that_was_copied():
         assert made.tolist() == [value] * 5
 
 
+def test_offloading_twice_changes_nothing():
+    value = torch.ones(4)
+    copies = HostCopies(CPU)
+    copies.offload([value])
+    copies.offload([value])
+    copies.reload()
+    assert value.tolist() == [1, 1, 1, 1]
+
+
 def test_the_allocators_cache_is_emptied_after_garbage_is_collected(monkeypatch):
     """The engine maps its weights next: what torch keeps for itself is memory it cannot have."""
     calls = []

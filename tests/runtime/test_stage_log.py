@@ -95,6 +95,23 @@ def test_a_line_is_printed_at_least_every_20_seconds_until_the_last_stage_ends()
     assert stage_log._EVERY_S < 20 and "engines: done" in found[-1]
 
 
+def test_a_view_may_read_the_stages_while_a_line_is_printed(monkeypatch):
+    """A live view holds the terminal's lock while it reads stages, and printing a line takes that lock."""
+    waited = []
+
+    def say(line):
+        asking = threading.Thread(target=open_stages, daemon=True)
+        asking.start()
+        asking.join(HANG_S)
+        waited.append(asking.is_alive())
+
+    log = StageLog(say, every_s=0.0)
+    monkeypatch.setattr(stage_log, "_current", log)
+    with stage("engines"):
+        log.beat()
+    assert waited == [False, False, False]
+
+
 def test_a_stage_that_fails_is_reported_and_raises(said):
     with pytest.raises(RuntimeError, match="no room"), stage("Ray"):
         raise RuntimeError("no room")

@@ -3,16 +3,25 @@
 import asyncio
 import threading
 
+import numpy as np
 import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
+from actors.cluster import QUEUEING
 from actors.lifecycle.calls import one_at_a_time
+from actors.lifecycle.team import ActorSpec
 from actors.lifecycle.usage import ActorUsage
+from actors.workers.exchange import ScoringActor
+from actors.workers.reward import RewardPool
+from grpo_dist.config import RewardsConfig
 from grpo_dist.runtime.metering import Metered, Usage, metered
+from tests.support.made_records import made_group, made_prompts, made_rollouts
 from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.machine
+
+RNG = np.random.default_rng(0)
 
 
 class Slow(Metered):
@@ -53,6 +62,41 @@ def test_an_actor_with_queued_work_reports_usage_at_once(ray_cluster):
     assert ray.get(queued)[-1] == [0, 1, 2, 3]  # one at a time, in order
     assert asyncio.run(usage.read())["time/reference_work_busy_s"] > 0
     ray.kill(actor)
+
+
+class SlowScorer(ScoringActor, Slow):
+    """A reward worker whose groups wait for a slow judge."""
+
+    def __init__(self, settings, **of_the_run):
+        super().__init__(threads=2)
+
+    def score(self, prompt, rollouts, modelled):
+        self.work(0)
+        return made_group(prompt, rollouts), ()
+
+    def close(self):
+        """Release nothing."""
+
+
+@pytest.mark.slow
+def test_a_reward_worker_with_more_groups_than_threads_reports_usage_at_once(ray_cluster):
+    """The driver waited after each step until the groups of later batches were scored."""
+    settings, actors = RewardsConfig(num_workers=1, processes_per_worker=1), ActorSpec({"num_cpus": 0})
+    pool = RewardPool(settings, actors, max_new_tokens=8, worker=SlowScorer)
+    (actor,) = pool.workers
+    usage = ActorUsage({"reward": [Whole(actor)]}, queueing=QUEUEING, timeout_s=HANG_S)
+
+    async def session():
+        prompts = made_prompts(6)
+        queued = [asyncio.create_task(pool.score(p, made_rollouts(p.uid, 2, RNG))) for p in prompts]
+        await asyncio.sleep(0)  # two run at once
+        assert "memory/reward_gib" in await usage.read()
+        assert not any(group.done() for group in queued)
+        await actor.go.remote()
+        assert [group.prompt for group in await asyncio.gather(*queued)] == prompts
+        await pool.shutdown()
+
+    asyncio.run(session())
 
 
 class Method:

@@ -12,6 +12,7 @@ from actors.workers import drafter, rollout
 from actors.workers.engine_settings import EngineSpec, kv_bytes_per_token
 from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import SpeculationConfig
+from grpo_dist.runtime.hardware import processor_digest
 from grpo_dist.types import Sampling
 from tests.support import fakes
 from tests.support.engine_arguments import GIB, QWEN, arguments, spec
@@ -44,6 +45,15 @@ def test_the_caches_take_a_quarter_of_the_free_memory_at_most_and_hold_one_seque
     assert arguments(**two)["kv_cache_memory_bytes"] == GIB // 8 + 32 * TOKEN
     assert arguments(**two | {"free": 1})["kv_cache_memory_bytes"] == (4096 + 32) * TOKEN
     assert arguments(kv_cache_gib=0.5)["kv_cache_memory_bytes"] == GIB // 2
+
+
+def test_kept_code_is_that_of_one_kind_of_processor(tmp_path):
+    """A home directory may be that of several machines, and inductor's keys do not name the processor."""
+    for name, flags in (("a", "avx2 avx512f"), ("b", "avx2"), ("c", "avx2")):
+        cores = f"processor: {name}\nmodel name: X\nflags: {flags}\n" * 2
+        (tmp_path / name).write_text(cores)
+    a, b, c = (processor_digest(tmp_path / name) for name in "abc")
+    assert a != b == c and len(a) == 16
 
 
 def test_without_a_gpu_prompts_are_prefilled_whole_in_small_blocks():

@@ -321,6 +321,10 @@ def test_pending_requests_fail_when_the_engine_is_shut_down(monkeypatch):
     with_engine(monkeypatch, use)
 
 
+def test_a_drained_engine_finishes_its_requests_and_starts_none(monkeypatch):
+    assert with_engine(monkeypatch, lambda t, e: pause_in_flight(t, e, drain=True))
+
+
 def test_a_kept_request_pauses_and_resumes(monkeypatch):
     assert not with_engine(monkeypatch, lambda t, e: pause_in_flight(t, e, drain=False))
 

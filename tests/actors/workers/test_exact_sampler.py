@@ -84,3 +84,21 @@ def test_a_processor_that_changes_logits_is_refused_by_its_name():
     for processor in (bias, tokens, probability, Doubles()):
         with pytest.raises(NotImplementedError, match=f"logits processor {type(processor).__name__}"):
             check(metadata([processor]))
+
+
+def test_the_names_are_those_of_the_engine():
+    """A renamed class or attribute would be refused in every batch, or pass unseen."""
+    import inspect
+
+    from vllm.v1.sample.logits_processor import builtin as engine
+
+    from actors.workers.exact_sampler import _WITHOUT_SETTING
+
+    for name, attribute in _WITHOUT_SETTING.items():
+        assert f"self.{attribute}" in inspect.getsource(getattr(engine, name).__init__)
+    own = {
+        name
+        for name, kind in vars(engine).items()
+        if inspect.isclass(kind) and kind.__module__ == engine.__name__
+    }
+    assert own == set(_WITHOUT_SETTING)

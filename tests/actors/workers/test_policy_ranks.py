@@ -342,6 +342,18 @@ def test_bfloat16_gradients_of_zero1_are_added_up_and_reduced_in_float32(
     assert metrics["policy/grad_norm"] == pytest.approx(float(found.norm()), rel=1e-3)
 
 
+def test_more_ranks_than_rows_still_give_the_gradient(forked_ranks, tiny_model):
+    small = made_groups.batch(groups=1, samples=1)
+
+    async def both():
+        (one, _), _ = await gradients_of(tiny_model, small, ranks=1, stage=0)
+        (two, _), _ = await gradients_of(tiny_model, small, ranks=2, stage=3)
+        return one, two
+
+    one, two = asyncio.run(both())
+    assert relative(flat(two), flat(one)) < 1e-5
+
+
 @pytest.mark.parametrize("stage", slow_after([(3,), (2,), (0,)], 1))
 def test_checkpoint_restores_weights_optimiser_and_schedule(forked_ranks, tiny_model, tmp_path, stage):
     """update, save, update  ==  update, save, (another process) load, update; the entropy bonus continues."""

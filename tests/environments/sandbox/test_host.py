@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from grpo_dist.environments.sandbox import host as host_module
+from grpo_dist.environments.sandbox import keeper
 from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
 from grpo_dist.environments.sandbox.isolation import Limits
 from grpo_dist.runtime.processes import descendants
@@ -348,6 +349,11 @@ def test_all_processes_end_with_the_owner_that_is_killed():
     owner.wait()
     owner.stdout.close()
     assert wait_until_gone(below) == []
+
+
+def test_a_time_that_has_passed_is_no_wait_without_a_limit():
+    assert keeper._milliseconds(0.25) == 251.0
+    assert keeper._milliseconds(-0.25) == 1.0  # poll(-249) would wait for ever
 
 
 def test_a_code_path_that_is_no_directory_is_refused_by_name():

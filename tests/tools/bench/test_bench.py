@@ -20,7 +20,7 @@ from grpo_dist.tools.bench import limits
 from grpo_dist.tools.bench.figures import StageLimits, covered_s, figures, shares
 from grpo_dist.tools.bench.flops import Shape
 from grpo_dist.tools.bench.lengths import length_of
-from grpo_dist.tools.bench.limits import training_limit
+from grpo_dist.tools.bench.limits import fastest, training_limit
 from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
 from grpo_dist.tools.bench.result import ActorMemory, BenchResult, DecodeStep
@@ -130,6 +130,21 @@ def test_what_prompts_begin_with_is_needed_once():
     layers, logits = SHAPE.layers * SHAPE.layer_weights, SHAPE.hidden * SHAPE.vocabulary
     pairs = 2 * SHAPE.layers * SHAPE.heads * SHAPE.head_dim * sum(context)
     assert needed.flops(SHAPE) == pytest.approx(6 * (layers * len(context) + logits * 80 + pairs))
+
+
+def test_samples_that_share_nothing_need_all_their_tokens():
+    requests = (Request((1, 2, 3), 0, 4), Request((5, 6), 1, 7, 2))
+    needed = NeededWork.from_step(replace(step(0, {}), requests=requests))
+    assert needed == NeededWork(7 + 11, 28 + 66, 11)
+    assert needed.flops(SHAPE) == training_flops(SHAPE, [(7, 4), (11, 7)])
+
+
+def test_rows_that_share_nothing_are_not_longer_than_the_longest_sample():
+    """A token of 4 samples behind a prompt of 1,000 sees that prompt, so rows of 2,000 would be needed."""
+    requests = tuple(Request(tuple(range(1000)), seed, 500) for seed in range(4))
+    needed = NeededWork.from_step(replace(step(0, {}), requests=requests))
+    assert needed.row_tokens(10_000) == round(2 * needed.pairs / 3000 - 1) > 1800
+    assert needed.row_tokens(1500) == 1500
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -388,6 +403,12 @@ def test_bench_needs_a_configuration_or_two_results(tmp_path, capsys):
 def test_invalid_bench_settings_are_refused(bench, words):
     with pytest.raises(ValueError, match=words):
         config(bench=bench)  # sampling.max_new_tokens = 4
+
+
+def test_a_repeat_takes_as_long_as_its_slowest_process_and_the_fastest_repeat_counts():
+    one_process = [[[3.0, 2.0], [5.0, 6.0]]]  # [process][batch][repeat]
+    assert fastest(one_process) == 2.0 + 5.0
+    assert fastest([*one_process, [[1.0, 4.0], [7.0, 5.5]]]) == 3.0 + 6.0
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,11 @@ def test_sampled_averages_have_students_interval():
     assert found.p == 8 / 16 and found.test == SIGN_FLIPS
 
 
+def test_the_interval_of_a_zero_difference_has_a_width():
+    found = paired([1.0] * 30, [1.0] * 30)
+    assert (found.value, found.p) == (0.0, 1.0) and -0.1 < found.low < 0 < found.high < 0.1
+
+
 @pytest.mark.slow
 def test_intervals_of_differences_cover_the_truth_at_their_nominal_rate():
     # Quantiles of Beta(1/2, 1/2) are sin^2: the mean of min(x + 0.1, 1) - x.

@@ -18,10 +18,12 @@ from grpo_dist.config.files import load_config
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.runs import run_directory as dated_config
 from grpo_dist.runs.prepare import PromptSections
+from grpo_dist.runtime.concurrency import progressing
 from grpo_dist.runtime.files import alone
 from grpo_dist.tools.evaluate import run, store
 from grpo_dist.tools.evaluate.run import evaluate_model
 from grpo_dist.tools.evaluate.target import configuration
+from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.tools.recipe import stages
 from grpo_dist.types import Group
 from tests.support import fakes
@@ -381,6 +383,18 @@ def test_a_pipeline_stage_is_evaluated_the_same_way_and_keeps_its_result(here, t
     (directory,) = (tmp_path / "stage/evaluations").iterdir()
     found = json.loads((directory / "result.json").read_text())["measured"][0]
     assert found["estimates"]["pass@1"]["value"] == measures["eval/own/pass@1"]
+
+
+def test_a_deadline_restarts_with_each_progress():
+    async def steps(count, seconds):
+        async with progressing(0.5, "evaluate: the next prompt") as still_going:
+            for _ in range(count):
+                await asyncio.sleep(seconds)
+                still_going()
+
+    run_virtually(lambda: steps(8, 0.1))
+    with pytest.raises(TimeoutError, match=r"stage evaluate: the next prompt: not finished within 0\.5 s"):
+        run_virtually(lambda: steps(1, 5.0))
 
 
 def test_verdicts_of_different_graders_are_not_mixed(monkeypatch):

@@ -514,6 +514,16 @@ def test_times_scale_with_the_work():
     assert one_ahead.stage_s["update"] == pytest.approx(5.0 * 2**0.8, rel=0.05)
 
 
+def test_tokens_that_prompts_share_in_a_benchmark_do_not_make_its_trainer_faster():
+    """Four groups of 16 + 40 tokens, of which half were computed: it was half as fast as it seems."""
+    steps = [{"train/tokens": 4 * (2 * 16 + 40), "throughput/computed_tokens": n} for n in (112.0, 112.0)]
+    apart, shared = (
+        calibrate(result(cpu_config(), **changes), parse_cluster("1x0xCPU")).reached.training
+        for changes in ({}, {"steps": steps})
+    )
+    assert shared == pytest.approx(apart / 2)
+
+
 def test_a_reward_model_has_one_thread_where_there_are_no_gpus():
     measured = calibrate(result(cpu_config()), parse_cluster("1x0xCPU"))
     both = measured.peaks_of(measured.roles)  # the rank had two threads, 1.74 times as fast as one

@@ -313,6 +313,23 @@ def test_changed_files_are_changed_inputs(world):
 
 
 @pytest.mark.slow
+def test_a_stage_whose_input_stage_is_gone_does_not_count_as_done(world):
+    run()
+    Path("runs/p/01_cold").rename("elsewhere")
+    message = refused()
+    assert "stage `reason`" in message and "stage `cold` was redone or is no longer complete" in message
+    assert world.ran == NAMES
+
+
+@pytest.mark.slow
+def test_a_complete_stage_without_its_result_is_refused(world):
+    run()
+    Path("runs/p/03_reject/sft.jsonl").unlink()
+    message = refused()
+    assert "stage `reject` is complete, but runs/p/03_reject/sft.jsonl is missing" in message
+
+
+@pytest.mark.slow
 def test_a_complete_stage_without_its_weights_is_refused(world):
     run()
     Path("runs/p/01_cold/model/model.safetensors").unlink()

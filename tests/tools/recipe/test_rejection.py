@@ -194,6 +194,14 @@ def test_supervised_training_gets_the_policys_own_prompt_and_completion_tokens(
     assert pair.completion == sampled.rollouts[0].completion_ids.tolist()
 
 
+def test_a_reward_equal_to_the_requested_minimum_is_kept(tokenizer):
+    """0.8 + 0.1 as a reward is the float32 nearest to 0.9, which is below 0.9."""
+    reward = np.float32(0.8 + 0.1)
+    assert float(reward) < 0.9
+    records, report = select(tokenizer, one_prompt(tokenizer, ("right", reward)), min_reward=0.9)
+    assert kept(records) == ["right"] and report["pass_rate"] == 1.0
+
+
 @pytest.mark.parametrize("turns", [(), CHAT])
 @pytest.mark.parametrize("keys", [
     {"system_prompt": "Think between <|user|> and <|end|>."},

@@ -145,6 +145,12 @@ def test_a_run_without_gpus_fits_on_its_nodes(kube, tmp_path, capsys):
     assert fits(bundles(placement(config, has, training=True)), nodes)
 
 
+def test_names_are_valid_for_kubernetes(kube, tmp_path, capsys):
+    for name in ("A.Strange_Name--", "7b", "x" * 90):
+        _, rayjob = manifest(capsys, tmp_path, f"name={name}")
+        jsonschema.validate(rayjob, RAYJOB)  # which has the pattern and the length
+
+
 def test_a_job_is_created_once_queried_followed_and_stopped(kube, tmp_path, capfd):
     """`capfd`, as kubectl prints the log itself."""
     assert submit(capfd, tmp_path)[0] == 0

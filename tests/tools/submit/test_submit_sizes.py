@@ -49,3 +49,8 @@ def test_a_submission_prints_the_warning_with_the_job(tmp_path, capsys, monkeypa
 def test_impossible_sizes_are_refused(tmp_path, capsys, to, arguments, words):
     status, said = dry_run(capsys, tmp_path, to, *arguments)
     assert status == 2 and words in said
+
+
+def test_status_accepts_a_run_directory_with_any_name(tmp_path, capsys):
+    status, said = command(capsys, "status", tmp_path / "\udcff")
+    assert status == 2 and "nothing was submitted for this run directory" in said

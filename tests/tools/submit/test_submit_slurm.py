@@ -119,6 +119,12 @@ def test_a_head_that_does_not_start_is_retried(slurm, without_ray, tmp_path, sta
     assert "has not started (try 1 of 3): port in use" in job.said() and "DRIVER" in job.said()
 
 
+def test_a_setup_script_may_read_unset_variables(slurm, without_ray, tmp_path, start):
+    text = TEMPLATE.read_text().replace("prepare() { :; }", 'prepare() { MINE="a$NOT_SET_HERE"; }')
+    job = start(text, "my.yaml", nodes=1, DRIVER_S="0")
+    assert job.end() == 0, job.said()
+
+
 @pytest.mark.slow
 def test_missing_nodes_end_the_job_by_the_deadline_and_leave_no_process(slurm, tmp_path, start):
     job = start(TEMPLATE.read_text().replace('--within "$nodes_deadline_s"', "--within 4"), "my.yaml")
