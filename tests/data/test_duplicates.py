@@ -96,3 +96,7 @@ def test_placeholders_are_counted_and_the_first_row_is_named(placeholder):
     said = media_problem(image_rows("1 + 1", f"{placeholder}Find x.", f"In {placeholder}, find y."))
     assert said.startswith("2 of 3 problems have a placeholder")
     assert f"(the first is geo.jsonl:2, {placeholder})" in said
+
+
+def test_other_text_is_text():
+    assert media_problem(image_rows("Let <x> be the image of f.", "a<b>c", "image>1", "[IMGS]")) == ""

@@ -220,3 +220,28 @@ def test_a_shape_that_makes_no_model_is_refused_by_key_and_file(tmp_path, monkey
     with pytest.raises(ValueError) as refusal:
         random_model(file, seed=0)
     assert str(refusal.value).startswith(f"model.path = random:{file}: ") and len(str(refusal.value)) < 500
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_plain_sums_are_the_sums_after_examples_without_the_examples(split):
+    """The same problems in the same split, so that no test problem of the one is trained on as the other."""
+    plain, after_examples = problems("plain_sums2", split), problems("sums2", split)
+    assert all(re.fullmatch(r"\d\d \+ \d\d =", row["problem"]) for row in plain)
+    assert plain == [{**row, "problem": row["problem"].splitlines()[-1]} for row in after_examples]
+
+
+@pytest.mark.slow
+def test_building_a_model_keeps_the_random_state_of_the_caller(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    cached_model("tiny", seed=7)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["tiny", "small", "micro"])
+def test_attention_heads_have_a_size_that_engines_support(name):
+    """vLLM's CPU attention supports 32, 64, 80, 96, 112, 128 and larger, and crashes with others."""
+    config = json.loads((cached_model(name, seed=0) / "config.json").read_text())
+    assert config["hidden_size"] / config["num_attention_heads"] in (32, 64, 80, 96, 112, 128)
+    assert config["num_attention_heads"] % config["num_key_value_heads"] == 0

@@ -88,3 +88,13 @@ def test_an_overflow_by_the_weight_is_unscored():
     for weight in (1e30, 1e308):
         result = combine({"a": np.array([1e30, 0.0], np.float32)}, [Term("a", weight)])
         np.testing.assert_array_equal(result, [NAN, 0.0])
+
+
+def test_weights():
+    result = total([Term("a", 2.0), Term("b", -0.5)], a=[1, 0, 0.5], b=[1, 1, 0])
+    assert result.dtype == np.float32 and result.tolist() == [1.5, -0.5, 1.0]
+
+
+def test_a_closed_gate_hides_an_unscored_part():
+    terms = [Term("math", 1.0), Term("short", 2.0, gate="math")]
+    np.testing.assert_array_equal(total(terms, math=[1, 0], short=[NAN, NAN]), [NAN, 0.0])

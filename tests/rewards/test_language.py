@@ -126,3 +126,13 @@ def test_letters_of_other_scripts_count_wherever_they_hide(text):
 def test_markup_takes_linear_time(piece):
     with cpu_s(10.0):
         script_share(piece * (200_000 // len(piece)), {"latin"})
+
+
+def test_a_text_without_words_scores_one():
+    assert script_share("$2+2=4$ \\boxed{4}", {"han"}) == 1.0
+    assert script_share("", {"latin"}) == 1.0
+
+
+def test_words_in_separate_formulas_count():
+    assert script_share("это $the$ $answer$ $is$ $five$ ответ", {"cyrillic"}) == pytest.approx(2 / 6)
+    assert script_share("это $the$, $answer$, $is$, $five$ ответ", {"cyrillic"}) == 0.5  # the longer words

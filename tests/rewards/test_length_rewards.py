@@ -71,3 +71,13 @@ def test_share_of_repeated_n_grams(tokens, n, expected):
 
 def test_token_ids_differ_by_all_their_bytes():
     assert repeated_share(np.array([1, 257, 65537, 16777217], np.int32), n=1) == 0.0
+
+
+def test_relative_length_of_equal_lengths_is_zero():
+    assert relative_length([1, 0], [7, 7]) == [0.0, 0.0]
+    assert relative_length([], []) == []
+
+
+def test_a_loop_tends_to_one():
+    looping = np.tile(np.arange(10, dtype=np.int32), 100)
+    assert repeated_share(looping, n=40) == pytest.approx(1 - 10 / 961)

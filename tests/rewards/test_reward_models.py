@@ -138,3 +138,17 @@ def test_conflicting_process_models_are_rejected():
         RewardsConfig.model_validate({"models": steps})
     with pytest.raises(ValueError, match="shuffle = true"):
         RewardsConfig.model_validate({"models": steps[:1], "shuffle": True})
+
+
+def test_the_mark_is_the_separator_unless_another_is_set(tmp_path):
+    path = by_hand(tmp_path, "classifier", labels=2)
+    assert score(path, "classifier").rewards == pytest.approx([sigmoid(3.0)] * 4)
+    assert score(path, "classifier", step_mark="a2").rewards == pytest.approx([sigmoid(-1.0)] * 4)
+    lines = score(path, "classifier", ["1\n2\n\n3"], step_separator="\n", step_mark="")
+    assert lines.step_rewards[0] == pytest.approx(sigmoid(np.array([0.5, -1.0, 2.0])))
+    assert lines.step_ends[0].tolist() == [1, 4, 6]
+
+
+def test_an_empty_completion_is_one_step(tmp_path):
+    scores = score(by_hand(tmp_path, "classifier"), "classifier", [""])
+    assert scores.step_rewards[0] == pytest.approx([3.0]) and scores.step_ends[0].tolist() == [0]

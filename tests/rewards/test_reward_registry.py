@@ -328,3 +328,11 @@ def test_an_infinite_score_of_a_reward_model_is_unscored(pool: GraderPool) -> No
     scorer = Scorer([], pool, models=[Term("quality")])
     scores = scorer.score(completion_group(["a", "b"], "4"), {"quality": np.array([np.inf, 1.0], np.float32)})
     np.testing.assert_array_equal(scores.rewards, [np.nan, 1.0])
+
+
+def test_whether_a_reward_is_graded_may_depend_on_its_settings() -> None:
+    assert not made("judge").is_graded and not made("remote").is_graded and made("environment").is_graded
+    assert not made("unit_tests").is_graded and made("unit_tests", {"reward": "share"}).is_graded
+    assert made("generative").is_graded  # a number from 0 to 10
+    assert not made("generative", {"verdicts": {"yes": 1, "no": 0}}).is_graded
+    assert made("generative", {"verdicts": {"yes": 1, "maybe": 0.5, "no": 0}}).is_graded

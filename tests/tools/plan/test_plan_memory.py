@@ -385,3 +385,15 @@ def test_sampling_masks_take_a_list_of_ids_or_a_bit_for_each_token():
         assert rank["sampling masks"] == 2 * 8192 * size + sizes.chunk // 4
         rest = {k: v for k, v in rank.items() if k != "sampling masks"}
         assert policy_rank(plain, model, sizes, LENGTHS).parts == rest
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_those_of_the_real_model(kind, tied):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = SHAPE | {"model_type": kind, "tie_word_embeddings": tied}
+    settings = {name: value for name, value in shape.items() if name != "model_type"}
+    with torch.device("meta"):
+        real = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
+    assert from_config_json(shape, "made").parameters == sum(p.numel() for p in real.parameters())

@@ -330,3 +330,16 @@ def test_a_thousand_gpus_take_a_few_events_for_each_sample(monkeypatch):
     samples = 256 * 8 * 5  # in all steps
     assert found.samples == 256 * 8 and 0 < jumps < 8 * samples
     assert found.tokens == pytest.approx(256 * 8 * (lengths.mean() + 20), rel=0.1)
+
+
+def test_groups_wait_for_an_engine_with_capacity():
+    # 4 groups of 2 on one engine that decodes one sequence at a time: two of them wait in the driver's queue.
+    found = run(Times(), capacity=1)
+    assert found.stage_s["sample"] == pytest.approx(8 * 1.0)
+
+
+def test_a_long_tail_keeps_the_engine_and_the_driver_waiting():
+    even = run(Times(score=0.0), measured=[50])
+    uneven = run(Times(score=0.0), measured=[1, 99])  # the same mean length
+    assert uneven.stage_s["sample"] == pytest.approx(9.9) and even.stage_s["sample"] == pytest.approx(5.0)
+    assert uneven.idle["policy"] > even.idle["policy"]

@@ -450,3 +450,13 @@ def test_the_answer_shown_is_not_a_guess_in_a_closed_thought():
     with AnswerReader() as answers:
         texts = ["\\boxed{3}?</think>\\boxed{7}", "so \\boxed{3}</think>", "\\boxed{3}?</think>seven"]
         assert answers.read(texts, ["correct", "wrong", ""]) == ["7", "3", "seven"]
+
+
+def test_tables_of_older_runs_may_lack_columns(tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    path = run / "samples/step_000001.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.select(["uid", "sample", "completion", "reward"]), path)
+    _, found, _, _ = page_of([run], tmp_path)
+    rows = found["0/rows/samples/step_000001/0"]
+    assert rows["length"][0] is None and rows["advantage"][0] is None and rows["parts"] == {}
