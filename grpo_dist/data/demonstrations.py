@@ -390,7 +390,15 @@ def load_demonstrations(
 
 def count_rows(settings: SFTConfig) -> int:
     """Return how many rows all sources have, without tokenising them. Raises ValueError as `load_pairs`."""
-    return sum(1 for source in settings.data for _ in _records(source, settings))
+    return sum(_count(source, settings) for source in settings.data)
+
+
+def _count(source: DemonstrationsConfig, settings: SFTConfig) -> int:
+    try:
+        path = None if _is_made(source) else data_file(source, settings)
+        return sum(len(prompts) for _, prompts, _ in _plain_parts(path, source))
+    except OtherValues:
+        return sum(1 for _ in _records(source, settings))
 
 
 def count_held_out(settings: SFTConfig, rows: int) -> int:
@@ -435,9 +443,7 @@ def load_source(
         return DemonstrationTable.from_arrays(arrays, source.path, files, key)
     tokeniser, writer = _Tokeniser(tokenizer, settings, day), _Writer()
     try:
-        if paths != [path] or sum(size for size, _ in state) <= LARGE:
-            raise OtherValues
-        _read_plain(paths[0], source, tokeniser, writer)
+        _read_plain(path, source, tokeniser, writer)
     except OtherValues:
         tokeniser, writer = _Tokeniser(tokenizer, settings, day), _Writer()
         _read_records(_records(source, settings), tokeniser, writer)
@@ -454,17 +460,32 @@ def load_source(
     return DemonstrationTable.from_arrays(arrays, source.path, files, key)
 
 
-def _read_plain(path: Path, source: DemonstrationsConfig, tokeniser: _Tokeniser, writer: _Writer) -> None:
-    """Read rows as `_read_records` does, without an object for each. Raises OtherValues for a file with rows
-    that are more than a prompt and a completion, both text.
+def _plain_parts(
+    path: Path | None, source: DemonstrationsConfig
+) -> Iterator[tuple[int, list[str], list[str]]]:
+    """Yield the line of the first row, the prompts and the completions of one part of a large file after
+    another. Raises OtherValues for another file, and for rows that are more than these two, both text.
     """
-    numbers, most = repeats.Numbers(), source.examples
+    if path is None or not path.is_file() or path.stat().st_size <= LARGE:
+        raise OtherValues
+    left = source.examples
     for first, (prompts, completions) in text_columns(path, str(path), ("prompt", "completion"), alone=True):
-        if most is not None:
-            rest = most - len(writer.codes)
-            prompts, completions = prompts[:rest], completions[:rest]
+        if left is not None:
+            prompts, completions = prompts[:left], completions[:left]
+            left -= len(prompts)
         if not all(prompts) or not all(completions):
             raise OtherValues
+        yield first, prompts, completions
+        if left == 0:
+            break
+
+
+def _read_plain(
+    path: Path | None, source: DemonstrationsConfig, tokeniser: _Tokeniser, writer: _Writer
+) -> None:
+    """Read rows as `_read_records` does, without an object for each; errors are those of `_plain_parts`."""
+    numbers = repeats.Numbers()
+    for first, prompts, completions in _plain_parts(path, source):
         dumped = map(_DUMPED.format, map(_dumped, completions), map(_dumped, prompts))
         row_uids = hashes_of(map(str.encode, dumped))
         new = numbers.extend(row_uids)
@@ -482,8 +503,6 @@ def _read_plain(path: Path, source: DemonstrationsConfig, tokeniser: _Tokeniser,
             for row_tokens in tokeniser.finish(begun):
                 writer.append_tokens(*row_tokens)
         writer.extend_rows(numbers.codes[len(writer.codes) :], str(path), first)
-        if len(writer.codes) == most:
-            break
 
 
 def _read_records(

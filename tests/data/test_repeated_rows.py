@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, RewardsConfig, SFTConfig
 from grpo_dist.data import readers
-from grpo_dist.data.demonstrations import load_demonstrations
+from grpo_dist.data.demonstrations import count_rows, load_demonstrations
 from grpo_dist.data.files import json_lines
 from grpo_dist.data.order import EpochOrder, OrderState
 from grpo_dist.data.prompts import build_prompts
@@ -380,9 +380,11 @@ def test_a_large_file_of_demonstrations_is_read_as_one_row_after_another(tmp_pat
     def outcome():
         said = []
         try:
+            count = count_rows(settings)
             table = load_demonstrations(settings, tokenizer, say=said.append)
         except ValueError as error:
             return str(error)
+        assert count == len(table)
         rows = [(row.uid, row.row_uid, row.source, row.text, str(row.sampled)) for row in table]
         return rows, [[d.token_ids.tolist(), d.completion_ids.tolist()] for d in table], said
 
@@ -401,7 +403,7 @@ def test_a_large_file_of_demonstrations_is_read_as_one_row_after_another(tmp_pat
     expected = outcome()
     monkeypatch.setattr("grpo_dist.data.demonstrations.LARGE", 0)
     if name in ("plain", "at most", "parquet", "a special token", "an end", "an end within"):
-        monkeypatch.setattr("grpo_dist.data.demonstrations._read_records", None)
+        monkeypatch.setattr("grpo_dist.data.demonstrations._records", None)
     assert outcome() == expected
 
 
