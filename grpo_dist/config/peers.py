@@ -107,7 +107,7 @@ EARLIER_KEYS = {
     "sft.examples": "`examples` of a source: `sft.data: [{path: ..., examples: 100}]`",
     "sft.max_grad_norm": "`policy.optimizer.max_grad_norm`; a cold start in one process has 1",
     "sft.noise": "`noise` of a source: `sft.data: [{path: ..., noise: 0.1}]`",
-    "sft.threads": "nothing: a cold start takes all CPUs, of a `demo:` model one",
+    "sft.threads": "nothing: a cold start takes all CPUs, of demo:tiny, small or micro one",
 }  # fmt: skip
 # What is looked for where it is not, without indices, and what to write.
 _SERVED = "a model behind an address is `rewards.functions: [{function: remote, kwargs: {url: ...}}]`"

@@ -47,6 +47,11 @@ def is_made(path: str) -> bool:
     return path.startswith("demo:") or is_gguf(path)
 
 
+def is_toy(path: str) -> bool:
+    """Return whether the model ``path`` is one of random weights that are made in a moment."""
+    return path.startswith("demo:") and path.removeprefix("demo:") in _SHAPES
+
+
 def made_model(path: str, key: str, say: Callable[[str], None], *, seed: int) -> Path | None:
     """Return the cached directory of a model that is made here: `demo:NAME`, or a GGUF file; None: ``path``
     is neither. ``say`` gets what quantisation has cost its weights, if anything. ``key``: of ``path``, for

@@ -18,7 +18,7 @@ from grpo_dist.algorithms.schedules import learning_rate
 from grpo_dist.chat.template import writes_date
 from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import Pair, contents, load_pairs
-from grpo_dist.demo.model import is_made
+from grpo_dist.demo.model import is_made, is_toy
 from grpo_dist.policy.full_weights import save_pretrained
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.model import load_causal_lm
@@ -64,7 +64,7 @@ def run_sft(
     def write(directory: Path) -> None:
         threads = torch.get_num_threads()
         # Threads of so small a model would mostly wait for each other.
-        torch.set_num_threads(1 if is_made(settings.model) else available_cpus())
+        torch.set_num_threads(1 if is_toy(settings.model) else available_cpus())
         try:
             _train(settings, model_dir, tokenizer, directory, say, day)
         finally:
@@ -88,9 +88,7 @@ def identify_result(settings: SFTConfig, model_dir: Path, tokenizer: Any, day: d
     """Return what decides the result; `day` only where the chat template writes it."""
     decides = {
         "version": _VERSION,
-        "settings": settings.model_dump(
-            mode="json", exclude={"data", "validation_share", "validate_every"}
-        ),
+        "settings": settings.model_dump(mode="json", exclude={"data", "validation_share", "validate_every"}),
         # The name of a directory in the cache identifies its content.
         "model": model_dir.name if is_made(settings.model) else fingerprint(model_dir),
         "data": contents(settings),

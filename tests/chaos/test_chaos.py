@@ -257,6 +257,28 @@ def test_different_numbers_are_reported_except_after_an_engine_that_returned_ahe
     assert bool(whole._judge(job, LINES)["same numbers"]) == differs
 
 
+def test_an_end_without_an_explanation_is_reported():
+    full = Event("disk full", at=0.0, step=3, phase="running", exit_code=1, launch_ended=0)
+    assert "disk full at step 3" in verdict.silent([full], {0: "killed"})
+    assert verdict.silent([full], {0: "OSError: [Errno 28] No space left on device"}) is None
+    torn = Event(
+        "torn file", at=0.0, step=3, phase="running", exit_code=-9, launch_ended=0, torn="state.json"
+    )
+    output = "warning: damaged checkpoint, not used: step_000002: state.json has 3 bytes instead of 400"
+    assert "no later launch named it" in verdict.silent([torn], {0: output, 1: "resuming"})
+    assert verdict.silent([torn], {0: "", 1: output}) is None
+
+
+def test_only_a_later_launch_recovers_from_the_end_of_a_run():
+    """A terminated driver finishes and saves its step before it ends."""
+    steps = [(1.0, 1), (2.5, 2), (3.0, 3)]
+    job = SimpleNamespace(lines=[], steps=lambda: steps, ends=[End(4.0, 75)])
+    event = Event("SIGTERM driver", at=2.0, step=1, phase="running", exit_code=75, launch_ended=0)
+    assert not event.look(job)
+    steps.append((30.0, 4))
+    assert event.look(job) and event.recovered == 30.0
+
+
 def test_recovery_needs_a_replacement_and_a_further_step():
     job = SimpleNamespace(lines=[], steps=lambda: [(1.0, 1), (5.5, 2)])
     event = Event("SIGKILL rollout", at=2.0, step=1, phase="sample", role="rollout")
@@ -285,6 +307,16 @@ def test_a_connection_is_reset_under_both_of_its_ends():
         descriptor = int(child.stdout.readline())
         reset(Connection(psutil.Process(child.pid), descriptor, "one-other"))
         assert child.stdout.readline() == "reset\n"
+
+
+def test_the_end_of_a_driver_is_over_only_when_its_launch_has_ended():
+    """Otherwise the full disk that ended it would never be freed."""
+    gone = SimpleNamespace(is_running=lambda: False)
+    job = SimpleNamespace(lines=[], steps=lambda: [(1.0, 1), (5.5, 2)])
+    event = Event("disk full", at=2.0, step=1, phase="running", victim=gone)
+    assert not event.look(job)
+    event.exit_code = 1
+    assert event.look(job)
 
 
 # It ends itself when its job finishes no step for long.

@@ -14,6 +14,7 @@ from grpo_dist.config import ModelConfig, SFTConfig
 from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.demo.model import cached_model
 from grpo_dist.policy.model import load_causal_lm
+from grpo_dist.runs import cold_start
 from grpo_dist.runs.cold_start import padded, response_loss
 from grpo_dist.runs.prepare import resolve_model
 
@@ -150,6 +151,19 @@ def test_it_learns_the_response_and_where_to_stop(tmp_path):
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
         assert tokenizer.decode(out[0, ids.shape[1] :]) == f"{completion}<|end|>"
     assert model.config.use_cache
+
+
+@pytest.mark.parametrize(
+    ("model", "threads"), [("demo:tiny", 1), ("demo:smollm2", 3), ("/models/m.gguf", 3), ("a/b", 3)]
+)
+def test_only_toys_are_trained_in_one_thread(monkeypatch, tmp_path, model, threads):
+    seen, toy = [], cached_model("tiny", seed=0)
+    monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
+    monkeypatch.setattr(cold_start, "available_cpus", lambda: 3)
+    monkeypatch.setattr(cold_start, "_train", lambda *_: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    cold_start.run_sft(settings(model=model), toy, lambda _: None)
+    assert (seen, torch.get_num_threads()) == ([threads], before)
 
 
 def test_a_non_finite_loss_is_refused_before_it_reaches_the_weights(tmp_path, monkeypatch):
