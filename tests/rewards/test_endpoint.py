@@ -186,3 +186,23 @@ def test_attempts_count_against_the_rate_limit():
         with pytest.raises(NoReply):
             limited.chat("m", QUESTION, 8)
     assert waits["wait"] == 3
+
+
+def test_what_is_no_json_is_not_sent():
+    with StandIn(lambda body, number: replied([1])) as server, pytest.raises(NoReply, match="no JSON"):
+        endpoint(server).post("", {"when": object()})
+    assert server.requests == []
+
+
+def test_retries_are_limited():
+    with StandIn(lambda body, number: failing(503)) as stand_in, pytest.raises(NoReply) as failure:
+        endpoint(stand_in, max_retries=2).chat("m", QUESTION, 8)
+    assert "HTTP 503" in str(failure.value) and "after 3 tries" in str(failure.value)
+    assert len(stand_in.requests) == 3
+
+
+def test_an_absent_server_is_a_connection_error():
+    with StandIn(lambda body, number: "Yes") as stand_in:
+        pass
+    with pytest.raises(NoReply, match="ConnectError"):
+        endpoint(stand_in, max_retries=1).chat("m", QUESTION, 8)

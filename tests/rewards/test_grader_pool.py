@@ -344,3 +344,17 @@ def test_no_process_outlives_a_killed_parent(code: str, function: str, tmp_path:
 def test_invalid_pool_arguments_are_rejected(arguments: dict) -> None:
     with pytest.raises(ValueError, match="positive"):
         GraderPool(**arguments)
+
+
+def test_order_is_kept(patient: GraderPool) -> None:
+    answers = [i % 3 == 0 for i in range(60)]
+    grades = patient.grade([(boxed(i if right else i + 1), str(i)) for i, right in enumerate(answers)])
+    assert [g.reward for g in grades] == [float(right) for right in answers]
+
+
+def test_processes_are_replaced_after_enough_work(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.setattr("grpo_dist.rewards.pool._TASKS_PER_PROCESS", 2)
+    Path(code, "who.py").write_text("import os\ndef am_i(completion): return float(os.getpid())\n")
+    with GraderPool(1, code_paths=[code]) as pool:
+        pids = pool.call("who:am_i", [{"completion": ""}] * 5)
+    assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4]

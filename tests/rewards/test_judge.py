@@ -23,8 +23,8 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.types import Group, Prompt, Rollout, Thought, correctness
 from tests.support.made_completions import completion_group, spec
-from tests.support.patience import HANG_S
-from tests.support.services import StandIn, chat, failing
+from tests.support.patience import HANG_S, wait_until
+from tests.support.services import StandIn, after, chat, failing
 
 
 @pytest.fixture(scope="module")
@@ -336,3 +336,15 @@ def test_the_key_is_sent_and_the_check_asks_one_question(monkeypatch):
             RewardsConfig(functions=(RewardConfig(function="judge", kwargs=kwargs),)), max_new_tokens=10
         )
     assert [headers["authorization"] for headers in stand_in.headers] == ["Bearer s3cret"]
+
+
+def test_concurrent_requests_are_limited(pool):
+    def reply(body, number):
+        wait_until(lambda: stand_in.most_at_once >= 3, "fewer requests at once than may be")
+        return after(0.05, "No")
+
+    with StandIn(reply) as stand_in:
+        texts = [f"\\boxed{{{i}}}" for i in range(12)]
+        result, _ = scores(pool, stand_in, texts, "99", only_when="always", max_concurrency=3)
+    assert result.rewards.tolist() == [0.0] * 12
+    assert stand_in.most_at_once == 3

@@ -392,3 +392,10 @@ def test_a_damaged_model_file_is_one_problem(here, file, text):
     assert set(wrong(found)) == {"prompts" if "tokenizer" in file else "model"}
     assert str(model.name) in next(iter(wrong(found).values()))
     assert not found["trackers"].problem  # later checks still ran
+
+
+@pytest.mark.slow
+def test_weights_that_invert_a_reward_are_found(here):
+    turned = "rewards.functions=[{function: math, weight: -1.0}, {function: format, weight: 0.5}]"
+    assert "the right one must get more in all" in wrong(results(turned))["reward"]
+    assert not wrong(results("rewards.functions=[{function: format}]"))

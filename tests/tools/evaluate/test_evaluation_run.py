@@ -488,3 +488,10 @@ def test_a_reward_whose_column_the_set_lacks_is_refused_before_anything_is_sampl
     assert "reads column `level`, which data.jsonl:1 has, and the configuration does not pass on" in said
     assert "add it to `data.eval.0.columns`" in said
     assert here.worlds == []
+
+
+def test_fresh_keeps_a_backup_and_samples_again(here, capsys):
+    _, result, _ = evaluate()
+    assert evaluate("--fresh")[1] == result and len(here.worlds) == 2
+    assert Path("out.old-1/result.json").read_text() == result
+    assert "out: moved the earlier evaluation to out.old-1" in capsys.readouterr().out

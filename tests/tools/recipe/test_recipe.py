@@ -516,3 +516,16 @@ def test_the_command_line_refuses_with_one_message_and_code_2(world, capsys):
         main(["pipeline", "p.yaml", "--form", "cold"])
     assert "unrecognized arguments: --form cold" in capsys.readouterr().err
     assert world.ran == []
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+def test_a_killed_stage_resumes(world):
+    """After SIGKILL the record is the one written at the start."""
+    run()
+    path = Path("runs/p/02_reason/stage.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"state": "started", "id": ""}))
+    for later in ("03_reject", "04_again"):
+        Path("runs/p", later).rename(later)
+    run()
+    assert world.ran == [*NAMES, "reason", "reject", "again"]
