@@ -87,7 +87,7 @@ def check(path: Path, model: Path, environment: Mapping[str, str]) -> None:
     config = {
         "name": "many", "steps": 1, "model": {"path": str(model)},
         "data": {"train": [{"path": str(path)}], "max_prompt_tokens": _MAX_PROMPT_TOKENS},  # as `measure`
-        "evaluation": {"every": 0}, "output_dir": str(path.parent / "runs"),
+        "evaluation": {"every": 0}, "rollout": {"kv_cache_gib": 1}, "output_dir": str(path.parent / "runs"),
     }  # fmt: skip
     file = path.with_name("many.yaml")
     file.write_text(json.dumps(config))
