@@ -93,7 +93,8 @@ def check(path: Path, model: Path, environment: Mapping[str, str]) -> None:
     file.write_text(json.dumps(config))
     for call in ("first", "second"):
         before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
-        subprocess.run([sys.executable, "-m", "grpo_dist.cli", "check", str(file)], env=environment, check=True)
+        command = [sys.executable, "-m", "grpo_dist.cli", "check", str(file)]
+        subprocess.run(command, env=environment, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         print(f"check, {call} call: {cpu:6.1f} s CPU {time.time() - begin:6.1f} s wall")
