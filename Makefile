@@ -41,10 +41,14 @@ demo-tools: $(READY)
 pipeline: $(READY)
 	$(BIN)/grpo-dist pipeline configs/pipelines/r1_demo.yaml $(ARGS)
 
-# Speed of the loop on this machine, and of each stage against its limit, for each workload in some minutes.
+# Speed of the loop on this machine, and of each stage against its limit, for each workload in some minutes; without a
+# GPU also of single parts, in half an hour: PARTS= leaves them out, BENCH= the loop.
 BENCH ?= $(if $(filter gpu,$(EXTRA)),configs/bench/gpu_0.5b.yaml,configs/bench/cpu_13m.yaml configs/bench/cpu_13m_lognormal.yaml)
+PARTS ?= $(if $(filter gpu,$(EXTRA)),,first_minute engine_cost update_cost \
+    "driver_scaling --samples 65536 --workers 8 --tables ray" "many_prompts --distinct 1800000")
 bench: $(READY)
 	for config in $(BENCH); do $(BIN)/grpo-dist bench $$config $(ARGS) || exit; done
+	for part in $(PARTS); do $(BIN)/python -m tests.evidence.$$part || exit; done
 
 # What holds on this machine's GPUs, in at most 10 minutes: make gpu-check EXTRA=gpu. Without a GPU: ARGS=--rehearse
 gpu-check: $(READY)

@@ -1,11 +1,12 @@
 """Measures a start with many rows: time and memory of all that is done for prompts, first and from the store.
 
-    python -m tests.evidence.many_prompts MODEL [--rows 1800000] [--distinct 17000] [--demonstrations]
+    python -m tests.evidence.many_prompts [MODEL] [--rows 1800000] [--distinct 17000] [--demonstrations]
 
 Writes a file of JSON Lines in which each row occurs about ROWS / DISTINCT times, as in DAPO-Math-17k, and
 prints CPU seconds (of all threads) and the growth of the process' memory at each stage, once with an empty
 store and once with what it left; then it calls `grpo-dist check` on the file. MODEL: a directory with a
-tokenizer that has a chat template. --demonstrations: the rows are those of supervised training.
+tokenizer that has a chat template; default: SmolLM2. --demonstrations: the rows are those of supervised
+training.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, R
 from grpo_dist.data.demonstrations import load_demonstrations
 from grpo_dist.data.readers import read_all
 from grpo_dist.data.repeats import column
+from grpo_dist.demo.smollm2 import smollm2
 from grpo_dist.runs.identity import DataOrigin, columns_digest, data_digest
 from grpo_dist.runs.prepare import PromptSections, load_tokenizer, train_prompts
 from grpo_dist.types import Prompt
@@ -107,14 +109,15 @@ def resident() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?", help="default: SmolLM2")
     parser.add_argument("--rows", type=int, default=1_800_000)
     parser.add_argument("--distinct", type=int, default=17_000)
     parser.add_argument("--demonstrations", action="store_true")
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    model = args.model or smollm2()
     if args.file:
-        measure(args.file, args.model, demonstrations=args.demonstrations)
+        measure(args.file, model, demonstrations=args.demonstrations)
         return
     columns = ("prompt", "completion") if args.demonstrations else ("problem", "answer")
     with tempfile.TemporaryDirectory() as place:
@@ -123,10 +126,10 @@ def main() -> None:
         further = ["--demonstrations"] if args.demonstrations else []
         for start in ("first", "second"):
             print(f"{start} start of {args.rows:,} rows, {args.distinct:,} distinct", flush=True)
-            command = [sys.executable, "-m", "tests.evidence.many_prompts", str(args.model), *further]
+            command = [sys.executable, "-m", "tests.evidence.many_prompts", str(model), *further]
             subprocess.run([*command, "--file", str(path)], env=environment, check=True)
         if not args.demonstrations:
-            check(path, args.model, environment)
+            check(path, model, environment)
 
 
 if __name__ == "__main__":
