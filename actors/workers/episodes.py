@@ -60,7 +60,7 @@ class EpisodeSampler:
         self._max_length = max_length
         self.workers = WorkersOfEpisodes()
         # Each lives as long as an episode or a call of its own needs it: workers come and go.
-        self._lines: WeakValueDictionary[Any, EnvironmentCalls] = WeakValueDictionary()
+        self._calls: WeakValueDictionary[Any, EnvironmentCalls] = WeakValueDictionary()
         self._name, self._numbers = ray.get_runtime_context().get_actor_id(), count()
         self._running: set[asyncio.Task[Rollout]] = set()
 
@@ -99,8 +99,8 @@ class EpisodeSampler:
             worker = await self.workers.take()
             name = f"{self._name}:{next(self._numbers)}"
             rows = None if is_agent else Dialogue(self._renderer, prompt)  # an agent has rows of its own
-            line = self._lines.setdefault(worker, EnvironmentCalls(worker))
-            ends = _Ends(self, line, name, prompt, sampling, length)
+            calls = self._calls.setdefault(worker, EnvironmentCalls(worker))
+            ends = _Ends(self, calls, name, prompt, sampling, length)
             ends.begin()
             try:
                 tokens = sampling.max_new_tokens
@@ -123,7 +123,7 @@ class EpisodeSampler:
                     return rows.rollout(sample, "error")
             finally:
                 self.workers.give_back(worker)
-                line.end(name)
+                calls.end(name)
 
 
 def episode_sampler(spec: EngineSpec, tokenizer: Any, generate: Generate, meter: Meter) -> EpisodeSampler:
@@ -143,13 +143,13 @@ class _Ends:
     def __init__(
         self,
         sampler: EpisodeSampler,
-        line: EnvironmentCalls,
+        calls: EnvironmentCalls,
         name: str,
         prompt: Prompt,
         sampling: Sampling,
         length: int | None,
     ) -> None:
-        self._sampler, self._line = sampler, line
+        self._sampler, self._calls = sampler, calls
         self._sampling, self._length = sampling, length
         assert prompt.task is not None, "a prompt without a task has no turns"
         problem = Problem(prompt.text, prompt.answer, prompt.columns)
@@ -158,7 +158,7 @@ class _Ends:
 
     def begin(self) -> None:
         """Have the environment's process started while the first action is sampled."""
-        self._line.begin(self._episode)
+        self._calls.begin(self._episode)
 
     async def generate(
         self, token_ids: list[int], seed: int, max_tokens: int, stop: Sequence[str] = ()
@@ -182,7 +182,7 @@ class _Ends:
 
     async def act(self, action: Action, turn: int) -> Observed:
         begin = time.perf_counter()
-        observed = await self._line.act(Act(self._episode, action, turn))
+        observed = await self._calls.act(Act(self._episode, action, turn))
         self._sampler._meter.count("turns", 1)
         self._sampler._meter.count("tool_wait_s", time.perf_counter() - begin)
         return observed
