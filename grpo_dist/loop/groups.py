@@ -20,7 +20,7 @@ from grpo_dist.config.algorithm import PassAtKAdvantage
 from grpo_dist.loop.progress import SampledBatch
 from grpo_dist.runtime.concurrency import gather, sample_until_enough
 from grpo_dist.runtime.seeds import request_seed, request_seeds
-from grpo_dist.types import Group, Prompt, Rollout, Sampling, TeacherLogprobs
+from grpo_dist.types import Group, Prompt, Sampling, TeacherLogprobs
 from grpo_dist.workers import ReferenceHandle, RolloutsRef, Workers
 
 _AS_POLICY = ""  # the reference, with the prompt that the policy reads; no teacher has this name
@@ -300,14 +300,3 @@ class GroupScorer:
 def _sampling_with(sampling: Sampling, temperature: float, least: int) -> Sampling:
     """Return the same object for all groups of a source: what is sent of many groups has it once."""
     return replace(sampling, temperature=temperature, least=least)
-
-
-def with_known_sampling(groups: Sequence[Group], sampling: Sampling) -> list[Group]:
-    """Return ``groups`` whose samples all say how they were drawn: those of an earlier version do not."""
-
-    def drawn(rollout: Rollout) -> Rollout:
-        if rollout.temperature is not None:
-            return rollout
-        return replace(rollout, temperature=sampling.temperature, max_new_tokens=sampling.max_new_tokens)
-
-    return [replace(group, rollouts=tuple(map(drawn, group.rollouts))) for group in groups]

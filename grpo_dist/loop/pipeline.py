@@ -33,7 +33,7 @@ from grpo_dist.data.pools import PoolOrder
 from grpo_dist.data.repeats import uids_of
 from grpo_dist.data.stream import LengthOrder, PromptStream, SolvedPrompts
 from grpo_dist.loop.admission import Admission, rounded_up
-from grpo_dist.loop.groups import FrozenModels, GroupDraw, GroupScorer, ScoredBatch, with_known_sampling
+from grpo_dist.loop.groups import FrozenModels, GroupDraw, GroupScorer, ScoredBatch
 from grpo_dist.loop.progress import PipelineState, SampledBatch
 from grpo_dist.loop.sampling_schedule import SamplingSchedule
 from grpo_dist.runtime.concurrency import deadline, gather, task_group, wait_unless_stopped
@@ -129,16 +129,12 @@ class Pipeline:
         self._sample_s = config.cluster.timeouts.sample_s
         self._schedule = SamplingSchedule(config.sampling, state.schedule)
         self._sampling = dict(state.sampling)  # of launched batches
-        for batch in (*state.ahead, *state.partial):  # an earlier version did not keep it
-            self._sampling.setdefault(batch, self._schedule.of(batch))
         self._scorer = GroupScorer(
             workers,
             self._sampling,
             seed=config.seed,
             draw=GroupDraw.from_config(config),
-            finished={
-                b: with_known_sampling(groups, self._sampling[b]) for b, groups in state.partial.items()
-            },
+            finished=state.partial,
             models=FrozenModels(workers, config.distillation, with_kl=config.has_kl_term),
         )
         self._order_indices = {batch: list(indices) for batch, indices in state.order_indices.items()}
@@ -150,7 +146,7 @@ class Pipeline:
     def _restore(self, state: PipelineState, *, first: int) -> None:
         """Begin with what is in flight in ``state``; ``first`` is the next batch."""
         self._next_batch = first
-        self._restored = {b: self._with_known_sampling(b, sampled) for b, sampled in state.ahead.items()}
+        self._restored = dict(state.ahead)
         self._launched: deque[tuple[int, asyncio.Task[ScoredBatch]]] = deque()
 
     async def launch(self, *, through: int) -> None:
@@ -262,12 +258,6 @@ class Pipeline:
     async def _wait(self, batch: int, task: asyncio.Task[ScoredBatch]) -> ScoredBatch:
         async with self._deadline(batch):
             return await task
-
-    def _with_known_sampling(self, batch: int, restored: SampledBatch) -> SampledBatch:
-        sampling = self._sampling[batch]
-        return SampledBatch(
-            with_known_sampling(restored.groups, sampling), with_known_sampling(restored.discarded, sampling)
-        )
 
     def _deadline(self, batch: int) -> AbstractAsyncContextManager[None]:
         stage = f"sample: batch {batch} sampled and scored"
