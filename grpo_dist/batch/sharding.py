@@ -23,18 +23,12 @@ ATTENDED = 4
 COMPUTED_TOKENS = "throughput/computed_tokens"
 
 
-def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBatch]:
-    """Deal rows to ranks so that the busiest has as little as possible; denominators stay the whole's.
+def rows_of_ranks(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[list[int]]:
+    """Deal rows to ranks so that the busiest has as little as possible; return those of each, in order.
 
     Takes the better of two plans: rows one by one, longest first, each to the rank with the least so far,
     which evens out long tails; or whole runs of rows in order, which leaves groups together. Deterministic.
     With fewer rows than ranks, some ranks get none.
-    """
-    return [batch.select(rows) for rows in rows_of_ranks(batch, ranks, square=square)]
-
-
-def rows_of_ranks(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[list[int]]:
-    """Return the rows of each rank, in order.
 
     Args:
         square: extra cost of a token for each token before it (attention), as a share of its own cost.

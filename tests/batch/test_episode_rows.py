@@ -17,7 +17,7 @@ from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.algorithms.token_advantages import sum_to_go
 from grpo_dist.batch.credit_assignment import sample_advantages, token_advantages
 from grpo_dist.batch.rows import make_batch, split_updates
-from grpo_dist.batch.sharding import packed_micro_batches, shard
+from grpo_dist.batch.sharding import packed_micro_batches
 from grpo_dist.batch.shared_prefixes import shared_prefixes
 from grpo_dist.batch.token_values import by_sample, values_of_rows
 from grpo_dist.observe.samples import read_groups, write_groups
@@ -27,6 +27,7 @@ from grpo_dist.policy.packing import packed
 from grpo_dist.types import FurtherRow, PackedSamples, Rollout
 from tests.support import made_groups
 from tests.support.losses import check_equal, credit, objective
+from tests.support.made_groups import shard
 
 
 def row_by_row(groups, advantages, reference, *, masked=()):

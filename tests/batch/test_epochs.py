@@ -10,7 +10,6 @@ from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.batch.epochs import redrawn, regrouped
 from grpo_dist.batch.rows import split_updates
-from grpo_dist.batch.sharding import shard
 from grpo_dist.batch.shared_prefixes import shared_prefixes
 from grpo_dist.config.files import ConfigError, load_config
 from grpo_dist.loop.groups import ScoredBatch, ScoredGroup
@@ -22,7 +21,7 @@ from grpo_dist.types import Denominators, EpochUpdate
 from tests.support import fakes, made_groups
 from tests.support.good_inputs import CONFIG
 from tests.support.losses import change, objective
-from tests.support.made_groups import group_of
+from tests.support.made_groups import group_of, shard
 
 GROUPS, UPDATES = 6, 3
 

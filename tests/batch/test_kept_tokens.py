@@ -7,7 +7,6 @@ import numpy as np
 
 from grpo_dist.batch.epochs import redrawn, regrouped
 from grpo_dist.batch.rows import split_updates
-from grpo_dist.batch.sharding import shard
 from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.environments.dialogue import Dialogue
 from grpo_dist.loop.metrics import rollout_metrics
@@ -15,6 +14,7 @@ from grpo_dist.observe.samples import write_groups
 from grpo_dist.types import KeptTokens, Prompt, Sampling, Task
 from tests.support import made_groups
 from tests.support.made_episodes import generated
+from tests.support.made_groups import shard
 
 V = 108
 

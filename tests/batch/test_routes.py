@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from grpo_dist.batch.rows import context_ids, make_batch, split_updates
-from grpo_dist.batch.sharding import shard
 from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.environments.dialogue import Dialogue
 from grpo_dist.policy.attention import BlockKernel
@@ -15,6 +14,7 @@ from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.types import HeldRoutes, Prompt, Task
 from tests.support import made_groups
 from tests.support.made_episodes import generated
+from tests.support.made_groups import shard
 
 
 def routed(groups):

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from grpo_dist.batch.credit_assignment import sample_advantages
 from grpo_dist.batch.rows import make_batch, split_updates
-from grpo_dist.batch.sharding import micro_batches, shard
+from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.types import Group, Prompt, Rollout
 from tests.support import made_groups
 from tests.support.losses import credit
+from tests.support.made_groups import shard
 
 
 def group(prompt, completions, rewards):

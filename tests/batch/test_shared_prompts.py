@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpo_dist.batch.rows import make_batch
-from grpo_dist.batch.sharding import packed_micro_batches, shard
+from grpo_dist.batch.sharding import packed_micro_batches
 from grpo_dist.batch.shared_prefixes import needed_tokens, shared_prefixes
 from grpo_dist.config.files import load_config
 from grpo_dist.policy.packing import _stream_indices
@@ -16,6 +16,7 @@ from grpo_dist.runtime.hardware import micro_batch_tokens
 from grpo_dist.runtime.seeds import request_seed
 from grpo_dist.tools.bench.lengths import length_of
 from grpo_dist.types import Group, Prompt, Rollout
+from tests.support.made_groups import shard
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHES = sorted((ROOT / "configs/bench").glob("*.yaml"))

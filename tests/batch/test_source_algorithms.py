@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from grpo_dist.batch.rows import split_updates
-from grpo_dist.batch.sharding import micro_batches, shard
+from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.batch.signal import SignalRule
 from grpo_dist.loop.groups import GroupDraw, ScoredGroup
 from grpo_dist.loop.updates import make_updates
 from grpo_dist.policy.loss import Objective, add_stats, batch_loss, finish_stats
 from tests.support import fakes, made_groups
-from tests.support.made_groups import group_of
+from tests.support.made_groups import group_of, shard
 
 WIDE = {"loss": {"clip_low": 0.5, "clip_high": 0.5, "dual_clip": 3}}
 

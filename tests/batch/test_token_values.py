@@ -10,11 +10,11 @@ import torch
 
 from grpo_dist.algorithms.advantages import grpo
 from grpo_dist.batch.rows import make_batch, split_updates
-from grpo_dist.batch.sharding import shard
 from grpo_dist.batch.token_values import by_sample, has_tokens, values_of_rows
 from grpo_dist.driver import run
 from grpo_dist.observe.samples import read_groups, write_groups
 from tests.support import fakes, made_groups
+from tests.support.made_groups import shard
 
 
 @pytest.fixture

@@ -31,13 +31,13 @@ from typing import Any
 import numpy as np
 
 from grpo_dist import driver
-from grpo_dist.batch.sharding import shard
 from grpo_dist.config import Config
 from grpo_dist.observe import Tracker
 from grpo_dist.runtime.load_balancer import LoadBalancer
 from grpo_dist.tools.bench.record import NoCheckpoints
 from grpo_dist.types import Group, Prompt, Sampling, TrainBatch
 from grpo_dist.workers import RolloutsRef, Workers
+from tests.support.made_groups import shard
 from tests.support.made_records import LONGEST, made_group, made_prompts, made_rollouts
 
 SAMPLES_PER_PROMPT = 8

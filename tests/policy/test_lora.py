@@ -10,7 +10,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from actors.lifecycle.calls import results
-from grpo_dist.batch.sharding import shard
 from grpo_dist.config import LoRAConfig
 from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs
 from grpo_dist.policy.lora import (
@@ -25,6 +24,7 @@ from grpo_dist.policy.loss import Objective
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs
 from tests.support import made_groups
+from tests.support.made_groups import shard
 from tests.support.models import LORA, loaded, made_adapter
 from tests.support.real_ranks import (
     ALGORITHM,

@@ -14,13 +14,14 @@ from omegaconf import OmegaConf
 from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.batch.rows import make_batch, split_updates
-from grpo_dist.batch.sharding import micro_batches, shard
+from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.config import AlgorithmConfig
 from grpo_dist.config.files import read_tree
 from grpo_dist.config.presets import PRESETS
 from grpo_dist.policy.loss import Objective, add_stats, batch_loss, finish_stats
 from tests.support import made_groups
 from tests.support.losses import change, choose, nothing_trained, objective, train_batch
+from tests.support.made_groups import shard
 from tests.support.numbers_by_hand import Tiny
 from tests.support.tiers import examples, one_each
 

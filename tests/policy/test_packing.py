@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from grpo_dist.batch.sharding import packed_micro_batches, shard
+from grpo_dist.batch.sharding import packed_micro_batches
 from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
 from grpo_dist.config import AlgorithmConfig
 from grpo_dist.policy.attention import (
@@ -29,6 +29,7 @@ from grpo_dist.runtime.hardware import logprob_chunk_mib, micro_batch_tokens
 from grpo_dist.types import Rows
 from tests.support import made_groups
 from tests.support.losses import train_batch
+from tests.support.made_groups import shard
 
 CPU = torch.device("cpu")
 

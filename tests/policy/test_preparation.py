@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.selection import token_covariances
-from grpo_dist.batch.sharding import shard
 from grpo_dist.policy.preparation import Preparation
 from tests.support import made_groups
 from tests.support.losses import change, objective
+from tests.support.made_groups import shard
 from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.machine

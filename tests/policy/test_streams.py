@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_dist.batch.rows import make_batch, split_updates
-from grpo_dist.batch.sharding import shard
 from grpo_dist.batch.streams import batch_of, with_demonstrations
 from grpo_dist.policy.loss import batch_loss, finish_stats
 from grpo_dist.types import TeacherLogprobs, TeacherStream, TrainBatch
 from tests.support import made_groups
 from tests.support.losses import change, nothing_trained, objective, train_batch
+from tests.support.made_groups import shard
 from tests.support.numbers_by_hand import Tiny
 from tests.support.tiers import examples
 

@@ -12,11 +12,10 @@ import torch
 
 from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.batch.rows import make_batch, split_updates
-from grpo_dist.batch.sharding import shard
 from grpo_dist.policy.loss import batch_loss
 from tests.support import made_groups
 from tests.support.losses import objective
-from tests.support.made_groups import group_of
+from tests.support.made_groups import group_of, shard
 
 
 def made(groups, tokens=6):

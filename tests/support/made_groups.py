@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from grpo_dist.batch.rows import make_batch
+from grpo_dist.batch.sharding import rows_of_ranks
 from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.observe.samples import read_groups, write_groups
@@ -20,6 +21,7 @@ from grpo_dist.types import (
     Rollout,
     TeacherLogprobs,
     ToolCall,
+    TrainBatch,
     Turn,
 )
 
@@ -243,3 +245,8 @@ def check_stored(groups, directory, field, same):
     shown = [r for g in read_groups(directory / "shown.parquet", prompts) for r in g.rollouts]
     assert all(getattr(row, field) is None for r in shown for row in r.rows)
     assert any(r.further_rows for r in shown)
+
+
+def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBatch]:
+    """Return the rows that each rank gets, as it receives them."""
+    return [batch.select(rows) for rows in rows_of_ranks(batch, ranks, square=square)]

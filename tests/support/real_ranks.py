@@ -10,7 +10,6 @@ import torch
 from actors.lifecycle.team import ActorSpec
 from actors.workers.policy import PolicyWorker
 from actors.workers.policy_group import PolicyGroup, PolicySpec
-from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
     AlgorithmConfig,
     KLConfig,
@@ -27,6 +26,7 @@ from grpo_dist.policy.packing import padded
 from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.hardware import thread_environment
 from tests.support import losses, made_groups
+from tests.support.made_groups import shard
 
 TEMPERATURE = 0.9
 ALGORITHM = AlgorithmConfig(

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
-from grpo_dist.batch.sharding import COMPUTED_TOKENS, shard
+from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.config import (
     AdaptiveEntropyConfig,
     AlgorithmConfig,
@@ -25,6 +25,7 @@ from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from tests.support import made_groups
 from tests.support.losses import change, choose, objective
+from tests.support.made_groups import shard
 from tests.support.models import architecture
 from tests.support.real_ranks import (
     ALGORITHM,

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from actors.lifecycle.team import ActorSpec
 from actors.workers.policy_group import PolicyGroup, PolicySpec
-from grpo_dist.batch.sharding import shard
 from grpo_dist.batch.streams import batch_of
 from grpo_dist.config import SupervisedConfig, TimeoutsConfig
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.loop.supervised import validation_loss
 from grpo_dist.runtime.hardware import thread_environment
 from tests.support import fakes
+from tests.support.made_groups import shard
 from tests.support.real_ranks import AdaptedWorker, flat, relative
 from tests.support.tiers import slow_after
 
