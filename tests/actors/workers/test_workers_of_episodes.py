@@ -213,10 +213,10 @@ def test_the_calls_of_a_worker_that_serves_no_more_are_forgotten(sampler):
         for worker in workers:  # each replaces the one before
             sampler.workers.use(EnvironmentAddresses(workers.index(worker) + 1, (worker,)))
             await sampled(sampler)
-            assert worker in sampler._lines and not worker.ends
+            assert worker in sampler._calls and not worker.ends
         await asyncio.sleep(2 * environment._END_S)
         gc.collect()
-        return len(sampler._lines)
+        return len(sampler._calls)
 
     assert run_virtually(session) == 0
     assert [worker.ends for worker in workers] == [1, 1, 1]
