@@ -159,7 +159,7 @@ class Team:
     ) -> None:
         self._role, self._makers, self._start, self._health = role, makers, start, health
         self._restarts, self._start_s, self._hang_s = spec.restarts, spec.start_s, spec.hang_s
-        self._irreplaceable = spec.irreplaceable
+        self._irreplaceable, self._capacity = spec.irreplaceable, capacity
         self.workers: list[Any] = [make(f"{role}-{i}") for i, make in enumerate(makers)] + [None] * guests
         self._absent = set(range(len(makers), len(self.workers)))
         self.load_balancer = LoadBalancer(len(self.workers), capacity)
@@ -252,10 +252,12 @@ class Team:
         Raises the error of `LOST` when ``attempts`` actors were lost during the call, and SamplesLost when
         an argument was lost. With ``attempts`` a repeated call probes its actor first: Ray reports
         the actors of a lost node one after the other, and one that is already gone is not lost by the call.
+        The last attempt has an actor for itself: what it is lost with then is no other call.
         """
         tries = 0
         while True:
-            index = await self.load_balancer.admit(1, 1)
+            calls = self._capacity if tries and tries + 1 == attempts else 1
+            index = await self.load_balancer.admit(calls, 1)
             worker = self.workers[index]
             try:
                 if tries and attempts is not None and not await self._probe(index, worker):
@@ -272,7 +274,7 @@ class Team:
                 raise
             finally:
                 if self.is_current(index, worker):
-                    self.load_balancer.release(index, 1, 1)
+                    self.load_balancer.release(index, calls, 1)
 
     def lost(self, index: int, worker: Any, error: BaseException) -> None:
         """Replace ``worker``, number ``index``, which no longer answers. Any caller that notices reports it

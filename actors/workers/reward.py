@@ -129,8 +129,8 @@ class RewardModelPool:
 
 logger = logging.getLogger("grpo_dist")
 
-# Actors that may be lost during the call for one group before it counts as not scored: one may be bad luck,
-# but a group that kills two would kill them all.
+# Actors that may be lost during the call for one group before it counts as not scored: the first may be the
+# fault of another group that it scored at the same time, but the second scores nothing else, see `Team.send`.
 _ATTEMPTS = 2
 
 

@@ -152,7 +152,8 @@ class GraderPool:
             sizes: how many numbers each call returns; the result then is a list of floats, and the deadline
                 of a call that of its numbers together.
             together: await an asynchronous function with all keywords at the same time in one process, each
-                within its deadline; otherwise calls are spread over the processes.
+                within its deadline; where that dies, each call is repeated alone. Otherwise calls are spread
+                over the processes.
         """
         calls = [dict(k) for k in keywords]
         expected = [None] * len(calls) if sizes is None else sizes
@@ -161,6 +162,8 @@ class GraderPool:
         def run(part: slice) -> list[Any]:
             longest = max(limits[part]) + (_TOGETHER_S if together else 0.0)
             result = self._run("call", (function, calls[part], limits[part], expected[part]), longest)
+            if isinstance(result, Died) and len(calls[part]) > 1:  # of one of them
+                return [run(slice(i, i + 1))[0] for i in range(len(calls))]
             if isinstance(result, Failure):  # the process was shared, so no other call has a result
                 return [result] * len(calls[part])
             try:

@@ -77,6 +77,11 @@ async def together(completion, count):
 async def blocks(completion):
     time.sleep(60)
 
+async def dies(completion):
+    if completion == "bad":
+        os._exit(1)
+    return len(completion)
+
 def nosy(completion, token_ids, group, source, finish_reason):
     return 100 * len(token_ids) + 10 * len(group) + (finish_reason == "length") + (source == "gsm8k") / 2
 
@@ -201,6 +206,12 @@ def test_an_asynchronous_call_past_its_deadline_costs_only_its_own_sample(code):
         own._timeout_s = 0.5
         scores, scorer = scored(own, "blocks", ["a", "b"])  # its loop cannot end the others
         assert np.isnan(scores.rewards).all() and scorer.failures == {"own": {"no result within 2.5 s": 2}}
+
+
+def test_an_asynchronous_call_that_ends_the_process_costs_only_its_own_sample(pool):
+    scores, scorer = scored(pool, "dies", ["a", "bad", "abc"])
+    np.testing.assert_array_equal(scores.rewards, [1.0, np.nan, 3.0])
+    assert scorer.failures == {"own": {"the grader process died (exit status 1)": 1}}
 
 
 def test_a_function_gets_what_its_signature_names(pool):

@@ -13,7 +13,7 @@ import ray
 from actors.cluster import Cluster
 from actors.lifecycle.team import ActorSpec
 from actors.workers.reward import RewardModelPool, RewardPool, RewardWorker
-from grpo_dist.config import Config, ModelConfig, RewardsConfig
+from grpo_dist.config import Config, ModelConfig, RestartsConfig, RewardsConfig
 from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.runtime.hardware import thread_environment
@@ -186,6 +186,44 @@ def test_the_driver_logs_once_why_samples_have_no_score(tmp_path, caplog):
     (told,) = [record.getMessage() for record in caplog.records if record.name == "grpo_dist"]
     place = f"{tmp_path}/failing_rewards.py:2 in fails"
     assert told == f"reward mine: OSError: no disk ({place}); a sample without a score counts as not scored"
+
+
+def test_a_group_that_kills_its_workers_costs_no_other_group_its_score(ray_cluster, tmp_path, caplog):
+    (tmp_path / "deadly_rewards.py").write_text(
+        "import os, signal\n"
+        "def length(completion):\n"
+        "    if completion == 'poison':\n"  # the grader's guardian is a child of the worker
+        "        worker = open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1]\n"
+        "        os.kill(int(worker), signal.SIGKILL)\n"
+        "    return float(len(completion))\n"
+    )
+    settings = RewardsConfig.model_validate(
+        {
+            "processes_per_worker": 1,
+            "functions": [{"name": "mine", "function": "deadly_rewards:length"}],
+            "code_paths": [str(tmp_path)],
+        }
+    )
+
+    async def scored():
+        restarts = RestartsConfig(backoff_s=0.05, hang_s=HANG_S)
+        pool = RewardPool(settings, replace(ACTORS, restarts=restarts, start_s=HANG_S), max_new_tokens=24)
+        await pool.ready()
+        try:
+            async with asyncio.timeout(HANG_S):
+                texts = [["a"], ["bc", "poison"], ["def"], ["g"]]
+                prompts = [replace(PROMPT, uid=own[-1]) for own in texts]
+                groups = [pool.score(p, rollouts(own)) for p, own in zip(prompts, texts, strict=True)]
+                return await asyncio.gather(*groups), pool.team.restarted()
+        finally:
+            await pool.shutdown()
+
+    with caplog.at_level("WARNING"):
+        groups, restarted = asyncio.run(scored())
+    np.testing.assert_array_equal(np.concatenate([g.rewards for g in groups]), [1, np.nan, np.nan, 3, 1])
+    assert restarted == 2
+    told = [record.getMessage() for record in caplog.records if "workers were lost" in record.getMessage()]
+    assert len(told) == 1 and told[0].startswith("reward: 2 workers were lost over prompt poison (")
 
 
 def test_episodes_are_scored_with_their_turns_and_ends_and_a_failed_environment_is_reported(
