@@ -419,6 +419,7 @@ def scoring_problems(
 
 def load_tokenizer(model_dir: Path, trust_remote_code: bool) -> Any:
     """Load the model's tokenizer. Raises ValueError for any error while reading its files."""
+    quiet_libraries()
     from transformers import AutoTokenizer  # slow to import
 
     with readable_model(model_dir, "tokenizer"):

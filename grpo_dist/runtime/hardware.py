@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_dist.config import TransferBackend
 from grpo_dist.errors import UserError
@@ -241,12 +243,35 @@ def inductor_settings_kept() -> Iterator[None]:
 
 
 def quiet_libraries() -> None:
-    """Keep progress bars and device warnings of libraries out of the terminal."""
+    """Keep progress bars and device warnings of libraries out of the terminal, and transformers' generation
+    code out of processes that load a tokenizer or a configuration.
+    """
     if device_type() == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    _skip_generation_code()
+
+
+def _skip_generation_code() -> None:
+    """Have transformers' auto classes import its generation code, and with it torch's compiler and sharded
+    tensors (3 CPU seconds), only for the class that uses it: that of a model with remote code.
+    """
+    name = "transformers.models.auto.auto_factory"
+    if name in sys.modules:
+        return
+    generation: Any = import_module("transformers.generation")
+    generation.GenerationMixin = object  # instead of importing it
+    auto_factory: Any = import_module(name)
+    del generation.GenerationMixin
+    add_mixin = auto_factory.add_generation_mixin_to_remote_model
+
+    def import_and_add(model_class: type) -> type:
+        auto_factory.GenerationMixin = generation.GenerationMixin
+        return add_mixin(model_class)
+
+    auto_factory.add_generation_mixin_to_remote_model = import_and_add
 
 
 def has_layer_kernels() -> bool:

@@ -1,5 +1,7 @@
 """Guarantees for the packages as a whole: imports and shipped files."""
 
+import json
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -148,3 +150,33 @@ def test_every_folder_and_root_file_is_in_the_import_contract():
     modules = [*package.glob("*/__init__.py"), *package.glob("*.py")]
     names = {path.parent.name if path.parent != package else path.stem for path in modules} - {"__init__"}
     assert listed == {f"grpo_dist.{name}" for name in names} | {"actors"}
+
+
+@pytest.mark.slow
+def test_a_tokenizer_needs_no_compiler_and_a_model_with_remote_code_still_generates(tiny_model, tmp_path):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model" / "remote.py").write_text(
+        "from transformers import PreTrainedModel, Qwen2Config as Config, Qwen2ForCausalLM as Model\n"
+        "class Remote(PreTrainedModel):\n"
+        "    config_class = Config\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(config)\n"
+        "        self.inner = Model(config)\n"
+        "        self.post_init()\n"
+        "    def prepare_inputs_for_generation(self, ids, **_):\n"
+        "        return {'input_ids': ids}\n"
+    )
+    config = tmp_path / "model" / "config.json"
+    auto = {"auto_map": {"AutoModelForCausalLM": "remote.Remote"}, "architectures": ["Remote"]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | auto))
+    done = python(
+        "import sys\nfrom pathlib import Path\nfrom grpo_dist.runs.prepare import load_tokenizer\n"
+        f"path = Path({str(tmp_path / 'model')!r})\n"
+        "load_tokenizer(path, False)\n"
+        "print(sorted({'torch._dynamo', 'transformers.generation.utils'} & set(sys.modules)))\n"
+        "from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin\n"
+        "config = AutoConfig.from_pretrained(path)\n"
+        "model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)\n"
+        "print(type(model).__name__, isinstance(model, GenerationMixin))"
+    )
+    assert done.stdout.splitlines() == ["[]", "Remote True"], done.stderr
