@@ -78,10 +78,9 @@ findings:
 install-check: $(READY)
 	$(BIN)/python -m pytest -m evidence tests/repository/test_docker.py $(ARGS)
 
-# Regenerate the pages made from the code (every key, the metric catalogue) and from recorded results.
+# Regenerate the pages made from the code (every key) and from recorded results.
 reference: $(READY)
 	$(BIN)/python -m grpo_dist.tools.config_reference
-	$(BIN)/python -m grpo_dist.observe.catalogue
 	$(BIN)/python -m tests.evidence.learning_runs
 
 lint: $(READY)

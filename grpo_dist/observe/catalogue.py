@@ -1,22 +1,35 @@
-"""The metric catalogue: the meaning of each name, and the table of it in this folder's README.
+"""The metric catalogue: every metric that a run can log, as the last table of this folder's README has it.
 
-``python -m grpo_dist.observe.catalogue`` rewrites the table; with ``--check`` its exit code shows whether the
-table is out of date.
+A test finds metrics without an entry, and entries that nothing logs.
 """
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
-from grpo_dist.observe.metric_list import METRICS, Metric
-from grpo_dist.runtime.files import refresh
-
-README = Path(__file__).with_name("README.md")
 _PLACEHOLDER = re.compile(r"<\w+>")
+
+
+class Metric(NamedTuple):
+    """A row of the table. ``reducer``: how the values of a step become one number. ``look_for``: the healthy
+    range, or the meaning of a change. The last two are markdown.
+    """
+
+    name: str
+    unit: str
+    reducer: str
+    meaning: str
+    look_for: str
+
+
+@lru_cache
+def metrics() -> tuple[Metric, ...]:
+    text = Path(__file__).with_name("README.md").read_text().partition("## Every metric")[2]
+    rows = (map(str.strip, line.split("|")) for line in text.splitlines() if line.startswith("| `"))
+    return tuple(Metric(name.strip("`"), *how.split(", ", 1), *words) for _, name, how, *words, _ in rows)
 
 
 def described(name: str) -> Metric | None:
@@ -34,20 +47,9 @@ def patterns() -> list[tuple[re.Pattern[str], Metric]]:
     def vague(metric: Metric) -> tuple[int, int]:
         return len(_PLACEHOLDER.findall(metric.name)), -len(_PLACEHOLDER.sub("", metric.name))
 
-    return [(_pattern(metric.name), metric) for metric in sorted(METRICS, key=vague)]
+    return [(_pattern(metric.name), metric) for metric in sorted(metrics(), key=vague)]
 
 
 def _pattern(name: str) -> re.Pattern[str]:
     """Compile a name. A placeholder matches anything with slashes, such as a metric of the first update."""
     return re.compile(".+".join(map(re.escape, _PLACEHOLDER.split(name))))
-
-
-def table(metrics: Sequence[Metric] = METRICS) -> str:
-    """Return the table as markdown."""
-    heading = "| metric | unit, reducer | what it is | healthy, or what to look for |"
-    rows = (f"| `{m.name}` | {m.unit}, {m.reducer} | {m.meaning} | {m.look_for} |" for m in metrics)
-    return "\n".join([heading, "|---|---|---|---|", *rows])
-
-
-if __name__ == "__main__":
-    sys.exit(refresh(README, "metrics", table(), arguments=sys.argv[1:]))
