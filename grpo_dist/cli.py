@@ -23,7 +23,7 @@ from grpo_dist.tools.arguments import add_command, add_inputs, parse
 from grpo_dist.tools.evaluate.command import add_commands as add_evaluation
 from grpo_dist.tools.export.arguments import add_export
 from grpo_dist.tools.recipe_import.command import add_import
-from grpo_dist.tools.report.arguments import add_report
+from grpo_dist.tools.report.command import add_report
 from grpo_dist.tools.submit.arguments import add_commands as add_submission
 
 if TYPE_CHECKING:

@@ -117,6 +117,7 @@ def write_samples(path, step, groups, samples, rng, *, recorded=False, texts=Non
     }
     if recorded:
         columns |= {
+            "advantage": pa.array([float(r) - 0.5 for r in right], pa.float32()),
             "advantages": pa.array(
                 [[float(r) - 0.5] * len(own) for r, own in zip(right, ids, strict=True)],
                 pa.list_(pa.float32()),

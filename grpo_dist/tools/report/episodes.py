@@ -65,7 +65,7 @@ class Tokens:
 
 def turns_of(table: pa.Table) -> list[list[dict[str, Any]] | None]:
     """Return the turns of each sample; None for a sample that is no episode."""
-    return [turns or None for turns in _values(table, "turns")]
+    return [turns or None for turns in table["turns"].to_pylist()]
 
 
 def call_outcomes(turns: Sequence[Mapping[str, Any]] | None) -> str | None:
@@ -82,7 +82,7 @@ def call_count(turns: Sequence[Mapping[str, Any]] | None) -> int | None:
 
 def read_tokens(table: pa.Table) -> Tokens:
     """Read the training rows of all samples. Raises ValueError for values of more or fewer tokens."""
-    more = [rows or [] for rows in _values(table, "further_rows")]
+    more = [rows or [] for rows in table["further_rows"].to_pylist()]
 
     def rows_of(name: str) -> list[Any]:
         first = lists_of(table, name)
@@ -106,9 +106,7 @@ def read_tokens(table: pa.Table) -> Tokens:
 
 def given_counts(table: pa.Table) -> list[int]:
     """Return how many tokens of each sample were given, in all its rows."""
-    if "sampled" not in table.schema.names:
-        return [0] * len(table)
-    further = _values(table, "further_rows")
+    further = table["further_rows"].to_pylist()
     own = [[mask, *(row["sampled"] for row in more or ())]
            for mask, more in zip(lists_of(table, "sampled"), further, strict=True)]  # fmt: skip
     return [sum(len(m) - int(np.sum(m)) for m in masks if m is not None) for masks in own]
@@ -116,10 +114,8 @@ def given_counts(table: pa.Table) -> list[int]:
 
 def lengths_of(table: pa.Table) -> list[int | None]:
     """Return the number of tokens of each completion; of an episode, sampled and given, of all its rows."""
-    if "completion_ids" not in table.schema.names:
-        return [None] * len(table)
     lengths = pc.list_value_length(table["completion_ids"]).to_pylist()
-    further = _values(table, "further_rows")
+    further = table["further_rows"].to_pylist()
     return [
         None if length is None else length + sum(len(row["completion_ids"]) for row in more or ())
         for length, more in zip(lengths, further, strict=True)
@@ -127,7 +123,7 @@ def lengths_of(table: pa.Table) -> list[int | None]:
 
 
 def lists_of(table: pa.Table, name: str) -> list[np.ndarray | None]:
-    """Read a list column as one array per row."""
+    """Read a list column as one array per row; None for each where the table has not read it."""
     if name not in table.schema.names:
         return [None] * len(table)
     column = table[name].combine_chunks()
@@ -156,7 +152,3 @@ def _flat(rows: Sequence[Any], begins: np.ndarray, dtype: Any, missing: float) -
             raise ValueError("a sample's values are not as many as its tokens")
         flat[np.repeat(is_present, lengths)] = np.concatenate(present)
     return flat
-
-
-def _values(table: pa.Table, name: str) -> list[Any]:
-    return table[name].to_pylist() if name in table.schema.names else [None] * len(table)

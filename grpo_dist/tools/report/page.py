@@ -93,7 +93,7 @@ def _samples(
     for entry in reversed(entries):
         part = source.parts[entry["key"]]
         if left_out:
-            left_out += part.rows
+            left_out += len(part.rows)
             continue
         try:
             pieces = source.pieces_of(part)
@@ -103,7 +103,7 @@ def _samples(
         texts = [_embedded(f"{number}/{kind}/{part.key}", piece) for kind, piece in pieces.items()]
         size += sum(map(len, texts))
         if room is not None and size > room and readable:
-            left_out += part.rows
+            left_out += len(part.rows)
             continue
         readable.append(entry)
         yield from texts

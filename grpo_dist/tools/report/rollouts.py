@@ -8,59 +8,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_dist.observe.completions import said_besides
+from grpo_dist.rewards.match import final_answer
+from grpo_dist.rewards.text import boxes
+from grpo_dist.rewards.thought import final_text
 from grpo_dist.tools.report import episodes
-from grpo_dist.tools.report.answers import AnswerReader
+
+if TYPE_CHECKING:
+    from grpo_dist.rewards.pool import GraderPool
 
 _ROWS = 2000  # in a part, plus the rest of its last group
 _LONGEST = 32_000  # characters of a completion to show
 _PREVIEW = 90  # characters of a problem, of an answer, and from the end of a completion, in the table
 _PROMPT = 8000  # tokens of a prompt to show
 _PART = "reward/"
-COLUMNS = ("uid", "source", "problem", "answer", "sample", "completion", "reward", "outcome", "finish_reason")
+_GRADED = 200_000  # characters at the end of a completion that are searched for boxes, as in the grader
+_SEARCHED = 2000  # completions without a box to parse as the grader does; each takes milliseconds
+_LISTS = dict.fromkeys(("completion_ids", "prompt_ids"), pa.list_(pa.int32()))
+_LISTS |= dict.fromkeys(
+    ("advantages", "logprobs", "trainer_logprobs", "ref_logprobs"), pa.list_(pa.float32())
+)
+_TYPES = {"sampled": pa.list_(pa.bool_()), "reward": pa.float32(), "advantage": pa.float32(), **_LISTS}
+COLUMNS = (
+    "uid", "source", "problem", "answer", "sample", "completion", "reward", "outcome", "finish_reason",
+    "completion_ids", "advantage", "prompt_ids", "failures", *episodes.COLUMNS,
+)  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Consecutive rows of a file.
-
-    Attributes:
-        begin: the first row, from 0.
-        end: behind the last one.
+def cut(path: Path) -> tuple[list[range], bool]:
+    """Cut the rows of a file into parts; return also whether it has the training values of each token. Raises
+    the errors of pyarrow for a file that is not a table of samples.
     """
-
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A file in parts. ``recorded``: it has the training values of each token."""
-
-    stretches: tuple[Stretch, ...]
-    recorded: bool
-
-
-def cut(path: Path) -> Cut:
-    """Cut a file into parts. Raises the errors of pyarrow for a file that is not a table of samples."""
     with pq.ParquetFile(path) as file:  # `read_table` would import pandas
         starts, names = group_starts(file.read(["uid", "sample"])), file.schema_arrow.names
-        ends = [file.metadata.num_rows]
+        count = file.metadata.num_rows
     cuts = [0]
     for start in starts:
         if start - cuts[-1] >= _ROWS:
             cuts.append(start)
-    stretches = tuple(Stretch(a, b) for a, b in zip(cuts, cuts[1:] + ends, strict=True) if b > a)
-    return Cut(stretches, "trainer_logprobs" in names)
+    parts = [range(begin, end) for begin, end in pairwise([*cuts, count])]
+    return [part for part in parts if part], "trainer_logprobs" in names
 
 
 def group_starts(table: pa.Table) -> list[int]:
@@ -72,36 +68,30 @@ def group_starts(table: pa.Table) -> list[int]:
     return np.flatnonzero(new).tolist()
 
 
-def read_stretch(path: Path, stretch: Stretch, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read the rows. ``columns`` that the file lacks are skipped; None reads those that a report shows."""
+def read_rows(path: Path, part: range, columns: Sequence[str] = ()) -> pa.Table:
+    """Read the rows. ``columns`` that the file lacks are null; () reads those that a report shows."""
     with pq.ParquetFile(path) as file:
         names = file.schema_arrow.names
-        wanted = columns or [
-            *COLUMNS,
-            "completion_ids",
-            "advantage",
-            "advantages",
-            "prompt_ids",
-            "failures",
-            *episodes.COLUMNS,
-            *(n for n in names if n.startswith(_PART)),
-        ]
+        wanted = columns or [*COLUMNS, *(name for name in names if name.startswith(_PART))]
         present = [name for name in wanted if name in names]
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         ends = list(accumulate(sizes))
-        parts = [i for i, end in enumerate(ends) if end > stretch.begin and end - sizes[i] < stretch.end]
-        row = ends[parts[0]] - sizes[parts[0]]
+        row_groups = [i for i, end in enumerate(ends) if end > part.start and end - sizes[i] < part.stop]
+        row = ends[row_groups[0]] - sizes[row_groups[0]]
         batches: list[pa.RecordBatch] = []
         skipped = 0  # rows of the first batch: Parquet has no index of the rows in a row group
-        for batch in file.iter_batches(500, row_groups=parts, columns=present):
-            if row >= stretch.end:
+        for batch in file.iter_batches(500, row_groups=row_groups, columns=present):
+            if row >= part.stop:
                 break
-            if row + len(batch) > stretch.begin:
-                skipped = skipped if batches else stretch.begin - row
+            if row + len(batch) > part.start:
+                skipped = skipped if batches else part.start - row
                 batches.append(batch)
             row += len(batch)
-        table = pa.Table.from_batches(batches)
-    return table.slice(skipped, stretch.end - stretch.begin)
+        table = pa.Table.from_batches(batches).slice(skipped, len(part))
+    for name in dict.fromkeys(wanted):
+        if name not in names:
+            table = table.append_column(name, pa.nulls(len(table), _TYPES.get(name, pa.string())))
+    return table
 
 
 def rows(table: pa.Table, answers: AnswerReader) -> dict[str, Any]:
@@ -120,7 +110,7 @@ def rows(table: pa.Table, answers: AnswerReader) -> dict[str, Any]:
         "given": episodes.given_counts(table),
         "turns": [None if each is None else len(each) for each in turns],
         "calls": [episodes.call_count(each) for each in turns],
-        "advantage": _advantages(table),
+        "advantage": numbers_of(table, "advantage"),
         "uid": _shared(texts_of(table, "uid")),
         "source": _shared(texts_of(table, "source")),
         "outcome": _shared(outcomes),
@@ -130,7 +120,7 @@ def rows(table: pa.Table, answers: AnswerReader) -> dict[str, Any]:
         "found": _shared([_preview(text) for text in boxed]),
         "called": _shared([episodes.call_outcomes(each) for each in turns]),
         "ending": _shared([_ending(text) for text in texts_of(table, "completion")]),
-        "failure": _shared(["\n".join(reasons) for reasons in _failures(table)]),
+        "failure": _shared(["\n".join(reasons or ()) for reasons in table["failures"].to_pylist()]),
     }
     parts = [name for name in table.schema.names if name.startswith(_PART)]
     return columns | {"parts": {name.removeprefix(_PART): numbers_of(table, name) for name in parts}}
@@ -141,7 +131,7 @@ def texts(table: pa.Table, token_texts: Callable[[np.ndarray], list[str]] | None
     "turns": [...]} per sample; turns are null for a sample that is no episode.
 
     "prompt" has the text of each token that the model read, by ``token_texts``, and their number where some
-    are left out; null without a tokenizer, and of an earlier table, which has no tokens of prompts.
+    are left out; null without a tokenizer.
     """
     starts = np.array(group_starts(table), np.int64)  # `pa.array` would import pandas
     first = table.take(pa.Array.from_buffers(pa.int64(), len(starts), [None, pa.py_buffer(starts)]))
@@ -159,40 +149,19 @@ def texts(table: pa.Table, token_texts: Callable[[np.ndarray], list[str]] | None
 
 
 def texts_of(table: pa.Table, name: str) -> list[str | None]:
-    """Read a text column, replacing invalid UTF-8; None for missing values, or a missing column."""
-    if name not in table.schema.names:
-        return [None] * len(table)
+    """Read a text column, replacing invalid UTF-8; None for missing values."""
     raw = table[name].cast(pa.binary()).to_pylist()
     return [None if value is None else value.decode("utf-8", "replace") for value in raw]
 
 
 def numbers_of(table: pa.Table, name: str) -> list[float | None]:
-    if name not in table.schema.names:
-        return [None] * len(table)
     return [_rounded(value) for value in table[name].to_pylist()]
-
-
-def _advantages(table: pa.Table) -> list[float | None]:
-    """Return the mean advantage of each sample's tokens, which most estimators make equal.
-
-    Older tables have only the values per token.
-    """
-    if "advantage" in table.schema.names:
-        return [_rounded(value) for value in table["advantage"].to_pylist()]
-    advantages = episodes.lists_of(table, "advantages")
-    return [None if v is None or not len(v) else _rounded(float(np.mean(v))) for v in advantages]
 
 
 def _shown_prompt(ids: np.ndarray, token_texts: Callable[[np.ndarray], list[str]]) -> dict[str, Any]:
     half = _PROMPT // 2
     kept = [ids] if len(ids) <= _PROMPT else [ids[:half], ids[-half:]]
     return {"tokens": [token_texts(part) for part in kept], "length": len(ids)}
-
-
-def _failures(table: pa.Table) -> list[list[str]]:
-    if "failures" not in table.schema.names:
-        return [[]] * len(table)
-    return [reasons or [] for reasons in table["failures"].to_pylist()]
 
 
 def _shown_turn(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,3 +198,57 @@ def _shortened(text: str | None) -> str:
         return text
     half = _LONGEST // 2
     return f"{text[:half]}\n[… {len(text) - _LONGEST:,} characters left out …]\n{text[-half:]}"
+
+
+class AnswerReader:
+    """Finds answers in completions. Thread-safe.
+
+    A context manager: completions without a box are parsed in a killable process, started on first use.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._pool: GraderPool | None = None
+        self._left = _SEARCHED
+        self.not_searched = 0
+
+    def read(self, completions: Sequence[str], outcomes: Sequence[str]) -> list[str | None]:
+        """Return the answer of each completion; None: no answer, or not searched.
+
+        This is the last box, behind a thought closed by ``</think>`` if something follows it, else what the
+        math grader reads, or, if no math grader ran, the final answer for plain comparisons.
+        """
+        answers: list[str | None] = [None] * len(completions)
+        unboxed = []
+        for i, (completion, outcome) in enumerate(zip(completions, outcomes, strict=True)):
+            if outcome == "no_answer":  # any box is inside an unclosed thought
+                continue
+            if boxed := boxes(final_text(completion[-_GRADED:])):
+                answers[i] = boxed[-1]
+            elif not outcome:
+                answers[i] = final_answer(completion) or None
+            elif outcome in ("correct", "wrong"):
+                unboxed.append(i)
+        with self._lock:
+            searched = unboxed[: self._left]
+            self._left -= len(searched)
+            self.not_searched += len(unboxed) - len(searched)
+            for i, answer in zip(searched, self._read([completions[i] for i in searched]), strict=True):
+                answers[i] = answer
+        return answers
+
+    def __enter__(self) -> AnswerReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    def _read(self, completions: list[str]) -> list[str | None]:
+        if not completions:
+            return []
+        if self._pool is None:
+            from grpo_dist.rewards.pool import GraderPool  # slow to import
+
+            self._pool = GraderPool(1)
+        return self._pool.extract(completions)

@@ -21,9 +21,9 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from grpo_dist.errors import UserError
-from grpo_dist.tools.report.answers import AnswerReader
 from grpo_dist.tools.report.line_files import packed
 from grpo_dist.tools.report.page import live_page
+from grpo_dist.tools.report.rollouts import AnswerReader
 from grpo_dist.tools.report.run_dir import open_runs
 from grpo_dist.tools.report.source import ReportLimits, Source, sources
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from grpo_dist.tools.report import episodes, rollouts, series, tokens
-from grpo_dist.tools.report.answers import AnswerReader
+from grpo_dist.tools.report import episodes, line_files, rollouts, tokens
 from grpo_dist.tools.report.line_files import LineFile, packed
-from grpo_dist.tools.report.rollouts import Cut, Stretch, cut, read_stretch
+from grpo_dist.tools.report.rollouts import AnswerReader, cut, read_rows
 from grpo_dist.tools.report.run_dir import (
     TRAINING,
     RunDir,
@@ -31,6 +30,7 @@ from grpo_dist.tools.report.run_dir import (
 
 _SPANS = 300_000  # newest spans of a timeline to keep
 _ROLLOUTS = 100_000  # newest rollouts of a run to keep
+_Cut = tuple[list[range], bool]  # see `rollouts.cut`
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +38,20 @@ class ReportLimits:
     """Limits of a page.
 
     ``rollouts``: newest rollouts of each run; None: at most 100,000, and in a file those of the newest steps
-    that fit into 20 MB. ``tokens``: tokens with values in a file. ``token_steps``: the steps of these tokens,
-    () for the newest.
+    that fit into 20 MB. ``tokens``: tokens with values in a file.
     """
 
     rollouts: int | None = None
     tokens: int = 400_000
-    token_steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePart:
-    """A stretch of a table of samples. ``recorded``: see `rollouts.Cut`."""
+    """``rows`` of a table of samples, from 0. ``recorded``: it has the training values of each token."""
 
     file: SampleFile
     number: int
-    stretch: Stretch
+    rows: range
     version: str
     recorded: bool
 
@@ -61,13 +59,9 @@ class SamplePart:
     def key(self) -> str:
         return f"{self.file.key}/{self.number}"
 
-    @property
-    def rows(self) -> int:
-        return self.stretch.end - self.stretch.begin
-
     def entry(self) -> dict[str, Any]:
         """Return the entry of the manifest."""
-        return {"key": self.key, "step": self.file.step, "kind": self.file.kind, "rows": self.rows,
+        return {"key": self.key, "step": self.file.step, "kind": self.file.kind, "rows": len(self.rows),
                 "recorded": self.recorded, "version": self.version}  # fmt: skip
 
 
@@ -78,11 +72,11 @@ class Source:
         self.run, self._limits, self._answers = run, limits, answers
         self.lock = Lock()
         path = run.path
-        self._metrics = LineFile(path / "metrics.jsonl", series.metrics)
-        self._timeline = LineFile(path / "timeline.jsonl", series.timeline, most=_SPANS, per_part=50)
-        self._events = LineFile(path / "events.jsonl", series.events)
-        self._ledger = LineFile(path / "ledger.jsonl", series.ledger)
-        self._cuts: dict[str, tuple[str, Cut | str]] = {}  # file -> version, parts or error
+        self._metrics = LineFile(path / "metrics.jsonl", line_files.metrics)
+        self._timeline = LineFile(path / "timeline.jsonl", line_files.timeline, most=_SPANS, per_part=50)
+        self._events = LineFile(path / "events.jsonl", line_files.events)
+        self._ledger = LineFile(path / "ledger.jsonl", line_files.ledger)
+        self._cuts: dict[str, tuple[str, _Cut | str]] = {}  # file -> version, parts or error
         self._rows: dict[str, tuple[str, bytes]] = {}  # part -> version, piece
         self._texts, self.tokenizer = tokens.find_tokenizer(path, settings(path))
         self.parts: dict[str, SamplePart] = {}
@@ -108,7 +102,7 @@ class Source:
         own_state = about(self.run.path)
         notices += [*unreadable, *self.unread(), *own_state["notices"]]
         self._about = own_state | {
-            "ledger": series.totals(part.payload for part in self._ledger.parts),
+            "ledger": line_files.totals(part.payload for part in self._ledger.parts),
             "tokenizer": self.tokenizer,
             "left_out": left_out,
             "notices": notices,
@@ -149,7 +143,7 @@ class Source:
 
     def pieces_of(self, part: SamplePart) -> dict[str, bytes]:
         """Read the rows and texts of a part at once."""
-        table = read_stretch(part.file.path, part.stretch)
+        table = read_rows(part.file.path, part.rows)
         rows = packed(rollouts.rows(table, self._answers))
         return {"rows": rows, "texts": packed(self._shown_texts(table))}
 
@@ -158,17 +152,16 @@ class Source:
         return rollouts.texts(table, self._texts.of if is_decoded and self._texts else None)
 
     def select_with_values(self, most: int) -> list[SamplePart]:
-        """Return the parts for a page with values of ``most`` tokens, best first, from the chosen steps.
-
-        Training batches come first, then those with recorded values, then the newest.
+        """Return the parts for a page with values of ``most`` tokens: first training batches, of these those
+        with recorded values, and then the newest.
         """
-        steps = self._limits.token_steps
-        chosen = [part for part in self.parts.values() if not steps or part.file.step in steps]
-        chosen.sort(
+        if self._texts is None or most <= 0:
+            return []
+        return sorted(
+            self.parts.values(),
             key=lambda part: (part.file.kind == TRAINING, part.recorded, part.file.step, -part.number),
             reverse=True,
         )
-        return chosen if self._texts is not None and most > 0 else []
 
     def values(self, part: SamplePart, left: int, most: int) -> tuple[bytes | None, int, bool]:
         """Return the token values of the first whole groups with at most ``left`` tokens, the remainder, and
@@ -193,7 +186,7 @@ class Source:
 
     def _token_table(self, part: SamplePart) -> pa.Table:
         assert self._texts is not None
-        table = read_stretch(part.file.path, part.stretch, tokens.COLUMNS)
+        table = read_rows(part.file.path, part.rows, tokens.COLUMNS)
         if not tokens.fits(table, self._texts):
             raise ValueError(f"the tokens of {part.key} do not match {self.tokenizer}")
         return table
@@ -204,10 +197,10 @@ class Source:
                 raise KeyError(kind)
             return packed(tokens.values(self._token_table(part), self._texts))
         if kind == "texts":
-            return packed(self._shown_texts(read_stretch(part.file.path, part.stretch)))
+            return packed(self._shown_texts(read_rows(part.file.path, part.rows)))
         cached = self._rows.get(part.key)
         if cached is None or cached[0] != part.version:
-            table = read_stretch(part.file.path, part.stretch)
+            table = read_rows(part.file.path, part.rows)
             cached = self._rows[part.key] = part.version, packed(rollouts.rows(table, self._answers))
         return cached[1]
 
@@ -230,9 +223,9 @@ class Source:
             for part in reversed(sample_parts):
                 if kept < most:
                     parts.append(part)
-                    kept += part.rows
+                    kept += len(part.rows)
                 else:
-                    left_out += part.rows
+                    left_out += len(part.rows)
         self.parts = {part.key: part for part in reversed(parts)}
         self._rows = {key: rows for key, rows in self._rows.items() if key in self.parts}
         return {"rollouts": left_out, "tables": tables}, unreadable
@@ -248,15 +241,15 @@ class Source:
             return []
         if isinstance(cached[1], str):
             return cached[1]
-        cut = cached[1]
-        return [SamplePart(file, i, s, version, cut.recorded) for i, s in enumerate(cut.stretches)]
+        parts, recorded = cached[1]
+        return [SamplePart(file, i, rows, version, recorded) for i, rows in enumerate(parts)]
 
 
 def sources(runs: Sequence[RunDir], limits: ReportLimits, answers: AnswerReader) -> list[Source]:
     return [Source(run, limits, answers) for run in runs]
 
 
-def _cut_or_why_not(file: SampleFile) -> Cut | str:
+def _cut_or_why_not(file: SampleFile) -> _Cut | str:
     try:
         return cut(file.path)
     except FileNotFoundError:

@@ -149,10 +149,6 @@ def values(table: pa.Table, texts: TokenTexts) -> dict[str, Any]:
     return {"vocabulary": list(indices), "tokens": tokens, "scales": SCALES, **where, **coarse}
 
 
-def count(table: pa.Table) -> int:
-    return sum(length or 0 for length in episodes.lengths_of(table))
-
-
 def _k3(logprobs: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
     difference = np.clip(ref_logprobs - logprobs, None, 80.0)  # avoids overflow
     return np.expm1(difference) - difference

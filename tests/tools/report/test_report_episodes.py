@@ -7,7 +7,7 @@ from grpo_dist.batch.token_values import TokenValues
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.tools.report import rollouts, tokens
-from grpo_dist.tools.report.answers import AnswerReader
+from grpo_dist.tools.report.rollouts import AnswerReader
 from tests.support.made_episodes import CALL, RESULT, end_of, episodes
 from tests.support.reports import make_run
 from tests.tools.report.test_report_page import column, filtered, opened, rows_shown
@@ -32,7 +32,7 @@ def values_of(group):
 def table(tmp_path_factory):
     path, group = tmp_path_factory.mktemp("episodes") / "step_000001.parquet", episodes()
     write_groups(path, [group], values_of(group))
-    return rollouts.read_stretch(path, rollouts.cut(path).stretches[0], [*tokens.COLUMNS, *rollouts.COLUMNS])
+    return rollouts.read_rows(path, rollouts.cut(path)[0][0], [*tokens.COLUMNS, *rollouts.COLUMNS])
 
 
 def test_the_table_of_rollouts_counts_turns_calls_and_given_tokens(table):

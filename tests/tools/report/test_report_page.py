@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.demo.tokenizer import character_tokenizer
-from grpo_dist.tools.report.answers import AnswerReader
 from grpo_dist.tools.report.command import write_report
+from grpo_dist.tools.report.rollouts import AnswerReader
 from grpo_dist.tools.report.run_dir import open_runs
 from grpo_dist.tools.report.server import ReportServer
 from grpo_dist.tools.report.source import ReportLimits, sources

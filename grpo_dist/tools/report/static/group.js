@@ -11,7 +11,7 @@
     if (!run.manifest.has_tokens) return [null, `No colours: ${run.manifest.about.tokenizer}.`];
     if (!report.live && !entry.tokens) {
       const kept = (run.manifest.about.token_limit || 0).toLocaleString("en");
-      return [null, `No colours: this page has the values of ${kept} tokens of this run (--token-values, --token-steps; --serve has all).`];
+      return [null, `No colours: this page has the values of ${kept} tokens of this run (--token-values; --serve has all).`];
     }
     const data = await report.piece(run.number, `tokens/${entry.key}`, entry.version).catch((error) => ({ error }));
     if (data.error) return [null, `No colours: ${data.error.message}.`];
