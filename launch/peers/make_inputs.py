@@ -23,7 +23,7 @@ from grpo_dist.data.order import step_prompts
 from grpo_dist.errors import UserError, as_user_errors
 from grpo_dist.runs.start import load_inputs
 from grpo_dist.runtime.seeds import request_seed
-from grpo_dist.tools.bench.lengths import length_of
+from grpo_dist.tools.bench.lengths import lengths_of
 from grpo_dist.types import Prompt
 
 
@@ -82,8 +82,7 @@ def _step(config: Config, prompts: list[Prompt], step: int) -> dict[str, list[li
 
 def _lengths(config: Config, uid: str, step: int) -> list[int]:
     seeds = [request_seed(config.seed, step, uid, i) for i in range(config.batch.samples_per_prompt)]
-    drawn = (length_of(s, config.bench.lengths, cap=config.sampling.longest, uid=uid) for s in seeds)
-    return [n for n in drawn if n is not None]
+    return list(lengths_of(seeds, config.bench.lengths, cap=config.sampling.longest, uid=uid) or ())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from grpo_dist.config.files import load_config
 from grpo_dist.policy.packing import _stream_indices
 from grpo_dist.runtime.hardware import micro_batch_tokens
 from grpo_dist.runtime.seeds import request_seed
-from grpo_dist.tools.bench.lengths import length_of
+from grpo_dist.tools.bench.lengths import lengths_of
 from grpo_dist.types import Group, Prompt, Rollout
 from tests.support.made_groups import shard
 
@@ -28,7 +28,7 @@ def step_of(config, prompt_tokens, step):
     for n in range(config.batch.prompts_per_step):
         prompt = Prompt(f"p{n}", np.full(prompt_tokens, n, np.int32), "", "made")
         seeds = [request_seed(0, step, prompt.uid, i) for i in range(config.batch.samples_per_prompt)]
-        lengths = [length_of(seed, config.bench.lengths, cap=cap, uid=prompt.uid) for seed in seeds]
+        lengths = lengths_of(seeds, config.bench.lengths, cap=cap, uid=prompt.uid)
         own = tuple(
             Rollout(prompt.uid, i, np.zeros(n, np.int32), np.zeros(n, np.float32), "stop", "",
                     np.zeros(n, np.int32))

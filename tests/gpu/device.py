@@ -10,7 +10,7 @@ import torch
 
 from grpo_dist.runtime.hardware import device_type, resolve_dtype
 from grpo_dist.tools.bench.flops import card_peak
-from grpo_dist.tools.bench.limit_training import matmul_rate
+from grpo_dist.tools.bench.limit_jobs import matmul_rate
 from grpo_dist.tools.bench.result import machine_facts
 from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan.accelerators import card_called

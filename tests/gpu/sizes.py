@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from grpo_dist.config import Config
-from grpo_dist.tools.bench.needed import NeededWork
+from grpo_dist.tools.bench.figures import NeededWork
 from grpo_dist.tools.plan.memory import Footprint, Sizes, policy_rank
 from grpo_dist.tools.plan.models import model_of
 from grpo_dist.tools.plan.workload import workload_of

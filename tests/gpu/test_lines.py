@@ -15,8 +15,8 @@ import torch
 from grpo_dist.batch.sharding import packed_micro_batches
 from grpo_dist.batch.shared_prefixes import shared_prefixes
 from grpo_dist.config import Config
+from grpo_dist.tools.bench.figures import NeededWork
 from grpo_dist.tools.bench.flops import Shape
-from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import StepRecord
 from grpo_dist.tools.bench.result import BenchResult, DecodeStep
 from grpo_dist.tools.plan.accelerators import parse_cluster

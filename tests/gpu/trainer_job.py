@@ -23,7 +23,7 @@ from grpo_dist.runtime.hardware import available_cpus, device_type
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.processes import freeze_loaded
 from grpo_dist.runtime.rendezvous import Rank
-from grpo_dist.tools.bench.child import Barrier
+from grpo_dist.tools.bench.limit_jobs import Barrier
 from grpo_dist.tools.bench.limits import run_jobs
 from grpo_dist.types import Group, Prompt, Rollout, TrainBatch
 from tests.gpu.device import peak_bytes_of, seconds_of, synchronize
@@ -209,7 +209,7 @@ def run_trainers(sections: TrainerSections, size: UpdateSize, *, timed: bool = F
     common = {"sections": sections, "model_dir": model_dir, "size": size, "timed": timed}
     jobs = [{"ranks": Ranks(index, count, port), **common} for index in range(count)]
     threads = max(1, available_cpus() // count)
-    return run_jobs(__name__, jobs, threads=threads, gpus=1)
+    return run_jobs(measure, jobs, threads=threads, gpus=1)
 
 
 def trainer_logprobs(sections: TrainerSections, batch: TrainBatch) -> np.ndarray:
@@ -217,5 +217,5 @@ def trainer_logprobs(sections: TrainerSections, batch: TrainBatch) -> np.ndarray
     model_dir = model_dir_of(sections.model, sections.settings.seed)
     ranks = Ranks(0, 1, free_port("127.0.0.1"))
     job = {"sections": sections, "model_dir": model_dir, "ranks": ranks, "batch": batch}
-    (found,) = run_jobs(__name__, [job], threads=available_cpus(), gpus=1)
+    (found,) = run_jobs(measure, [job], threads=available_cpus(), gpus=1)
     return found

@@ -16,7 +16,7 @@ from actors.transfer.transport import free_port, open_broadcasts
 from grpo_dist.errors import TransferLost
 from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
 from grpo_dist.runtime.hardware import device_type
-from grpo_dist.tools.bench.child import Barrier
+from grpo_dist.tools.bench.limit_jobs import Barrier
 from grpo_dist.tools.bench.limits import run_jobs
 from grpo_dist.tools.bench.table import written
 from tests.gpu.device import seconds_of, this_device
@@ -148,7 +148,7 @@ def nccl(task: CheckTask) -> Iterator[tuple[str, Findings]]:
         _DEADLINE_S,
     )
     jobs: list[dict[str, Any]] = [{"plan": plan, "rank": rank} for rank in range(2)]
-    sent, received = run_jobs(__name__, jobs, threads=1, gpus=1)
+    sent, received = run_jobs(measure, jobs, threads=1, gpus=1)
     rate, limit = size / min(sent["seconds"]), size / min(sent["raw_seconds"])
     found.figures |= {
         "nccl/bytes_per_s": rate,

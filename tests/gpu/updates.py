@@ -13,6 +13,7 @@ import numpy as np
 
 from grpo_dist.loop.sync_probe import BOUNDS
 from grpo_dist.runtime.hardware import available_cpus, resolve_dtype
+from grpo_dist.tools.bench.limit_jobs import measure_training
 from grpo_dist.tools.bench.limits import run_jobs
 from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan.models import model_of
@@ -156,7 +157,7 @@ def speed(task: CheckTask) -> Iterator[tuple[str, Findings]]:
         "trained_share": needed.trained / needed.tokens,
         "repeats": _REPEATS,
     }
-    (bare,) = run_jobs("grpo_dist.tools.bench.limit_training", [job], threads=available_cpus(), gpus=1)
+    (bare,) = run_jobs(measure_training, [job], threads=available_cpus(), gpus=1)
     tokens, update_s = size.rows * size.row, own["update_s"]
     limit_s = min(bare["seconds"]) * needed.tokens / (rows * row)
     model = model_of(config.model, config.sft, config.seed)

@@ -9,30 +9,92 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
+
+from grpo_dist.batch.shared_prefixes import shared_prefix_lengths
 from grpo_dist.runtime.metering import Span
-from grpo_dist.tools.bench.flops import Shape
-from grpo_dist.tools.bench.needed import NeededWork
+from grpo_dist.tools.bench.flops import Shape, decoder_flops
 from grpo_dist.tools.bench.record import StepRecord
+from grpo_dist.tools.bench.result import DecodeStep
 
 _SYNC_PARTS = tuple(f"time/sync_{part}_s" for part in ("stop", "travel", "take"))
+_SHARES = {
+    "sample": "generation", "update": "training", "sync": "sync", "score": "scoring", "logprobs": "reference",
+}  # fmt: skip
 _MEANS = {  # figures that are means of a metric over the steps that have it
     "sync/changed_share": "sync/changed_share",
     "training/needed_share": "throughput/packing_efficiency",
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StageLimits:
-    """What the machine reaches without this project, None where that was not measured; ``settings``: how it
-    was measured.
+@dataclass(frozen=True)
+class MachineLimits:
+    """What the machine reaches without this project, None where that was not measured. ``settings``: how it
+    was measured; ``matmul_flops``: operations per second of a matrix product on the policy's threads;
+    ``decode_steps``: single steps of an engine.
     """
 
-    generation_tokens_per_s: float | None
-    training_tokens_per_s: float | None
-    sync_bytes_per_s: float | None
-    settings: dict[str, str]
+    generation_tokens_per_s: float | None = None
+    training_tokens_per_s: float | None = None
+    sync_bytes_per_s: float | None = None
+    matmul_flops: float | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    decode_steps: list[DecodeStep] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class NeededWork:
+    """The work that the result of an update needs of a trainer: that of `training/mfu`, and of the loop that
+    is the limit of training. What all updates of a step share counts once, and so does what all ranks share:
+    neither can share it, so the limit is a little too high.
+
+    ``tokens``: each shared prefix once. ``pairs``: of these tokens with the tokens that they attend to.
+    ``trained``: of these tokens.
+    """
+
+    tokens: int
+    pairs: int
+    trained: int
+
+    @classmethod
+    def from_step(cls, step: StepRecord) -> NeededWork:
+        """Return the work of the samples of ``step``."""
+        distinct = [np.array(ids) for ids in {r.prompt_ids for r in step.requests}]
+        prompts = zip(map(len, distinct), shared_prefix_lengths(distinct).tolist(), strict=True)
+        spans = [
+            *((len(r.prompt_ids), r.tokens) for r in step.requests),
+            *((length, n) for n, length in prompts),
+        ]
+        return cls.from_spans(spans, trained=sum(r.length for r in step.requests))
+
+    @classmethod
+    def from_spans(cls, spans: Sequence[tuple[int, int]], *, trained: int) -> NeededWork:
+        """Return the work of the tokens from ``begin`` to ``end`` of sequences, each with all before it."""
+        return cls(
+            tokens=sum(end - begin for begin, end in spans),
+            pairs=sum(_pairs(end) - _pairs(begin) for begin, end in spans),
+            trained=trained,
+        )
+
+    def __add__(self, other: NeededWork) -> NeededWork:
+        return NeededWork(self.tokens + other.tokens, self.pairs + other.pairs, self.trained + other.trained)
+
+    def row_tokens(self, longest: int) -> int:
+        """Return the tokens of rows that share nothing and have as many pairs for each token. They are not
+        longer than the ``longest`` sample, whose memory is there.
+        """
+        return max(1, min(longest, round(2 * self.pairs / self.tokens - 1)))
+
+    def flops(self, shape: Shape, *, frozen: bool = False) -> float:
+        """Return the operations of a forward and a backward pass. ``frozen``: adapters alone are trained."""
+        return decoder_flops(shape, self.tokens, self.pairs, self.trained, frozen=frozen)
+
+
+def _pairs(tokens: int) -> int:
+    """Return the pairs of causal attention over ``tokens``: each with itself and all before it."""
+    return tokens * (tokens + 1) // 2
 
 
 def figures(
@@ -40,7 +102,7 @@ def figures(
     *,
     shape: Shape,
     peak_flops: float | None,
-    limits: StageLimits | None,
+    limits: MachineLimits,
     overlapped: bool,
     frozen: bool = False,
 ) -> dict[str, float]:
@@ -71,22 +133,20 @@ def figures(
         "sync/bytes_per_s": _total(steps, "sync/bytes") / sync,
         "sync/step_s": sync / len(steps),
         "sync/bytes": _total(steps, "sync/bytes") / len(steps),
-        **_means(steps, _MEANS),
         **shares(steps),
-        **_draft_figures(steps),
-        **_episode_figures(steps),
-        **_tail_figures(steps),
+        **_further_figures(steps),
         "overhead/driver_cpu_s": _total(steps, "time/driver_cpu_s") / len(steps),
     }
     if peak_flops:
         # Rows that no update trained on do not count as work: in proportion to their tokens.
         values["training/mfu"] = work * (trained / tokens) / update / peak_flops
         values["training/peak_flops"] = peak_flops
-    if limits:
-        values |= _limit_figures(
-            values, limits, tokens_per_step=(completion, trained), steps=len(steps), overlapped=overlapped
-        )
-    return values
+    work_of_stages = {
+        "generation/tokens_per_s": (completion / len(steps), limits.generation_tokens_per_s),
+        "training/tokens_per_s": (trained / len(steps), limits.training_tokens_per_s),
+        "sync/bytes_per_s": (values["sync/bytes"], limits.sync_bytes_per_s),
+    }
+    return values | _limit_figures(values, work_of_stages, overlapped=overlapped)
 
 
 def _sync_s(step: StepRecord) -> float:
@@ -102,46 +162,33 @@ def _turns_s(step: StepRecord) -> float:
     return sum(value for key, value in step.metrics.items() if key.startswith("time/turn_"))
 
 
-def _means(steps: Sequence[StepRecord], names: Mapping[str, str]) -> dict[str, float]:
-    """Return the mean over the steps that have it of each metric, by the name of its figure."""
-    means = {}
-    for figure, metric in names.items():
-        if values := [step.metrics[metric] for step in steps if metric in step.metrics]:
-            means[figure] = statistics.fmean(values)
-    return means
-
-
-def _draft_figures(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Return the tokens that a pass gives a sample with a draft; {} where nothing was drafted."""
-    if not (drafts := _total(steps, "throughput/rollout_drafts")):
-        return {}
-    right = _total(steps, "throughput/rollout_accepted_tokens")
-    return {"generation/acceptance_length": 1 + right / drafts}
-
-
-def _episode_figures(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Return turns of a sample and the wait for an environment between two; {} without environments."""
-    turns = [step.metrics.get("throughput/rollout_turns", 0.0) for step in steps]
-    if not sum(turns):
-        return {}
-    waited = sum(n * s.metrics.get("time/tool_wait_s", 0.0) for n, s in zip(turns, steps, strict=True))
-    return {
-        "episodes/turns": sum(turns) / sum(len(step.requests) for step in steps),
-        "episodes/tool_wait_s": waited / sum(turns),
-        "episodes/cached_share": steps[-1].metrics.get("throughput/episode_cached_share", math.nan),
-    }
-
-
-def _tail_figures(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Return the staleness of the samples; with `batch.order` completion also the mean steps that a group
-    was carried over, and by how much the samples trained so far are longer than what was launched.
+def _further_figures(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Return the staleness of the samples, and figures that only some benchmarks have: the tokens that a pass
+    gives a sample with a draft; the turns of episodes, and the wait for an environment after each; with
+    `batch.order` completion the mean steps that a group was carried over, and by how much the samples trained
+    so far are longer than what was launched.
     """
-    tail = {"tail/staleness": _total(steps, "rollout/staleness_mean") / len(steps)}
+    last, staleness = steps[-1].metrics, _total(steps, "rollout/staleness_mean") / len(steps)
+    further = {"tail/staleness": staleness}
+    for figure, metric in _MEANS.items():
+        if values := [step.metrics[metric] for step in steps if metric in step.metrics]:
+            further[figure] = statistics.fmean(values)
+    if drafts := _total(steps, "throughput/rollout_drafts"):
+        accepted = _total(steps, "throughput/rollout_accepted_tokens")
+        further["generation/acceptance_length"] = 1 + accepted / drafts
+    if turns := _total(steps, "throughput/rollout_turns"):
+        waits = (
+            s.metrics.get("time/tool_wait_s", 0.0) * _total([s], "throughput/rollout_turns") for s in steps
+        )
+        further |= {
+            "episodes/turns": turns / sum(len(step.requests) for step in steps),
+            "episodes/tool_wait_s": sum(waits) / turns,
+            "episodes/cached_share": last.get("throughput/episode_cached_share", math.nan),
+        }
     if any("group/carried_over" in step.metrics for step in steps):
-        waited = _total(steps, "group/waited_steps") / len(steps)
-        tail |= {"tail/waited_steps": waited}
-        tail |= {"tail/length_bias": steps[-1].metrics.get("rollout/length_bias", math.nan)}
-    return tail
+        further["tail/waited_steps"] = _total(steps, "group/waited_steps") / len(steps)
+        further["tail/length_bias"] = last.get("rollout/length_bias", math.nan)
+    return further
 
 
 def shares(steps: Sequence[StepRecord]) -> dict[str, float]:
@@ -155,27 +202,14 @@ def shares(steps: Sequence[StepRecord]) -> dict[str, float]:
         overhead     nothing of these runs in any actor: driver, Ray, log
     """
     begin, end = steps[0].begin, steps[-1].end
-    of_stage: dict[str, list[Span]] = {
-        stage: [] for stage in ("sample", "update", "sync", "score", "logprobs")
-    }
-    for step in steps:
-        for usage in step.usage.values():
-            for span in usage.spans:
-                if span.stage in of_stage:  # environments act within a request of an engine
-                    of_stage[span.stage].append(span)
     seconds = end - begin
-    names = {
-        "sample": "generation",
-        "update": "training",
-        "sync": "sync",
-        "score": "scoring",
-        "logprobs": "reference",
-    }
-    stages, before, covered = {}, [], 0.0
-    for stage, spans in of_stage.items():
-        before += spans
+    # Environments act within a request of an engine.
+    spans = [span for step in steps for usage in step.usage.values() for span in usage.spans]
+    stages, before, covered = {}, list[Span](), 0.0
+    for stage, name in _SHARES.items():
+        before += [span for span in spans if span.stage == stage]
         total = covered_s(before, begin, end)
-        stages[f"share/{names[stage]}"] = (total - covered) / seconds
+        stages[f"share/{name}"] = (total - covered) / seconds
         covered = total
     # A change has no span; with the stages that run meanwhile it cannot be more than what they leave.
     turns = min(sum(map(_turns_s, steps)), seconds - covered)
@@ -204,26 +238,19 @@ def covered_s(spans: Iterable[Span], begin: float, end: float) -> float:
 
 
 def _limit_figures(
-    figures: dict[str, float],
-    limits: StageLimits,
-    *,
-    tokens_per_step: tuple[float, float],
-    steps: int,
-    overlapped: bool,
+    figures: Mapping[str, float], stages: Mapping[str, tuple[float, float | None]], *, overlapped: bool
 ) -> dict[str, float]:
-    completion, trained = tokens_per_step
-    of_stage = (
-        ("generation", "tokens_per_s", completion / steps, limits.generation_tokens_per_s),
-        ("training", "tokens_per_s", trained / steps, limits.training_tokens_per_s),
-        ("sync", "bytes_per_s", figures["sync/bytes"], limits.sync_bytes_per_s),
-    )
+    """Return what a step takes at its limits, and the shares of them that were reached. ``stages``: the work
+    of a step and the limit of its rate, by the name of the rate's figure.
+    """
     limited, at_best = dict[str, float](), list[float]()
-    for stage, unit, work, rate in of_stage:
+    for figure, (work, rate) in stages.items():
         if rate is not None:
+            stage, unit = figure.split("/")
             at_best.append(work / rate)
             limited |= {f"limit/{stage}_{unit}": rate, f"limit/{stage}_step_s": work / rate}
-            limited[f"of_limit/{stage}"] = figures[f"{stage}/{unit}"] / rate
-    if len(at_best) < len(of_stage):
+            limited[f"of_limit/{stage}"] = figures[figure] / rate
+    if len(at_best) < len(stages):
         return limited
     bound = max(at_best) if overlapped else sum(at_best)
     return limited | {

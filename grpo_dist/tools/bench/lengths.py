@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist
-from typing import Any
 
 from grpo_dist.config import FixedLengths, LengthsConfig, NaturalLengths
 from grpo_dist.types import Prompt, Sampling
@@ -17,9 +16,11 @@ _BITS = 2**64 - 1
 _NORMAL = NormalDist()
 
 
-def length_of(seed: int, lengths: LengthsConfig, *, cap: int, uid: str = "") -> int | None:
-    """Tokens of the request with this ``seed`` for the prompt ``uid``, 1 to ``cap``; None: where the model
-    ends.
+def lengths_of(
+    seeds: Sequence[int], lengths: LengthsConfig, *, cap: int, uid: str = ""
+) -> tuple[int, ...] | None:
+    """Return the tokens of the requests with ``seeds`` for the prompt ``uid``, each 1 to ``cap``; None: where
+    the model ends.
 
     A log-normal of mean m and deviation s of its logarithm is exp(N(ln m - s^2 / 2, s)). A share r of the
     variance is the prompt's: N = ln m - s^2 / 2 + s (sqrt(r) z_prompt + sqrt(1 - r) z_request).
@@ -27,13 +28,13 @@ def length_of(seed: int, lengths: LengthsConfig, *, cap: int, uid: str = "") -> 
     if isinstance(lengths, NaturalLengths):
         return None
     if isinstance(lengths, FixedLengths):
-        return lengths.tokens or cap
+        return (lengths.tokens or cap,) * len(seeds)
     sigma = lengths.sigma
     middle, share = math.log(lengths.mean) - sigma**2 / 2, lengths.prompt_share or 0.0
     if share:
         middle += math.sqrt(share) * sigma * _normal(zlib.crc32(uid.encode()))
         sigma *= math.sqrt(1.0 - share)
-    return min(max(round(math.exp(middle + sigma * _normal(seed))), 1), cap)
+    return tuple([min(max(round(math.exp(middle + sigma * _normal(seed))), 1), cap) for seed in seeds])
 
 
 def _normal(seed: int) -> float:
@@ -54,8 +55,8 @@ class ForcedLengths:
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:
         cap = sampling.max_new_tokens
-        lengths: list[Any] = [length_of(seed, self._lengths, cap=cap, uid=prompt.uid) for seed in seeds]
-        forced = sampling if None in lengths else replace(sampling, lengths=tuple(lengths))
+        lengths = lengths_of(seeds, self._lengths, cap=cap, uid=prompt.uid)
+        forced = sampling if lengths is None else replace(sampling, lengths=lengths)
         return await self._rollouts.sample(prompt, seeds=seeds, sampling=forced)
 
     async def abandon(self) -> None:

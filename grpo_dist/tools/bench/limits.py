@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,8 +29,8 @@ from grpo_dist.config import Config, ModelConfig, PolicyConfig, RolloutConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import device_type, resolve_dtype, thread_environment
 from grpo_dist.runtime.stage_log import print_line
-from grpo_dist.tools.bench.figures import StageLimits
-from grpo_dist.tools.bench.needed import NeededWork
+from grpo_dist.tools.bench.figures import MachineLimits, NeededWork
+from grpo_dist.tools.bench.limit_jobs import measure_generation, measure_sync, measure_training
 from grpo_dist.tools.bench.record import StepRecord
 from grpo_dist.tools.bench.result import DecodeStep
 
@@ -69,7 +68,7 @@ def generation_limit(
         for i in range(workers)
     ]
     gpus = rollout.tensor_parallel_size
-    results = run_jobs("grpo_dist.tools.bench.limit_generation", jobs, threads=threads, gpus=gpus)
+    results = run_jobs(measure_generation, jobs, threads=threads, gpus=gpus)
     tokens = sum(r.length for batch in batches for r in batch)
     slowest = [max(same, key=itemgetter(2)) for same in zip(*(f["steps"] for f in results), strict=True)]
     return tokens / fastest([f["seconds"] for f in results]), [DecodeStep(*step) for step in slowest]
@@ -95,7 +94,7 @@ def training_limit(
         "trained_share": needed.trained / needed.tokens,
         "repeats": REPEATS,
     }
-    results = run_jobs("grpo_dist.tools.bench.limit_training", [job] * ranks, threads=threads, gpus=1)
+    results = run_jobs(measure_training, [job] * ranks, threads=threads, gpus=1)
     seconds = [f["seconds"] for f in results]
     micro = sorted({f["micro_batch"] for f in results})
     best = f"shared prompt prefixes once, micro-batches of {', '.join(f'{m} x {row}' for m in micro)} tokens"
@@ -122,7 +121,7 @@ def sync_limit(rollout: RolloutConfig, num_bytes: int, *, port: int) -> float:
         "secret": new_secret(),
     }
     jobs = [{"rank": rank, "repeats": SYNC_REPEATS, **common} for rank in range(processes)]
-    seconds = run_jobs("grpo_dist.tools.bench.limit_sync", jobs, threads=1, gpus=1)
+    seconds = run_jobs(measure_sync, jobs, threads=1, gpus=1)
     return num_bytes / fastest([[s] for s in seconds])
 
 
@@ -134,9 +133,11 @@ def fastest(seconds: list[list[list[float]]]) -> float:
     return sum(min(max(repeat) for repeat in zip(*batch, strict=True)) for batch in batches)
 
 
-def run_jobs(module: str, jobs: Sequence[dict[str, Any]], *, threads: int, gpus: int) -> list[Any]:
-    """Run ``module.measure(barrier, **job)`` of every job in its own process, all concurrently. Returns the
-    results in order. Raises RuntimeError with the last output of a process that fails, and before any starts
+def run_jobs(
+    measure: Callable[..., Any], jobs: Sequence[dict[str, Any]], *, threads: int, gpus: int
+) -> list[Any]:
+    """Run ``measure(barrier, **job)`` of every job in its own process, all concurrently. Returns the results
+    in order. Raises RuntimeError with the last output of a process that fails, and before any starts
     where there are too few GPUs.
     """
     devices = [devices_of(i, gpus) for i in range(len(jobs))]
@@ -144,11 +145,11 @@ def run_jobs(module: str, jobs: Sequence[dict[str, Any]], *, threads: int, gpus:
         directory = Path(name)
         processes = []
         for i, job in enumerate(jobs):
-            (directory / f"{i}.job").write_bytes(pickle.dumps((module, i, len(jobs), job)))
+            (directory / f"{i}.job").write_bytes(pickle.dumps((measure, i, len(jobs), job)))
             log = stack.enter_context((directory / f"{i}.log").open("wb"))
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "grpo_dist.tools.bench.child", name, str(i)],
+                    [sys.executable, "-m", "grpo_dist.tools.bench.limit_jobs", name, str(i)],
                     env=os.environ | thread_environment(threads) | devices[i],
                     stdout=log,
                     stderr=log,
@@ -156,7 +157,7 @@ def run_jobs(module: str, jobs: Sequence[dict[str, Any]], *, threads: int, gpus:
                 )
             )
         try:
-            _wait(processes, module, directory)
+            _wait(processes, measure.__name__.removeprefix("measure_"), directory)
         finally:
             for process in processes:
                 with suppress(ProcessLookupError):  # it and all that it started have ended
@@ -181,7 +182,7 @@ def devices_of(process: int, each: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], module: str, directory: Path) -> None:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], what: str, directory: Path) -> None:
     end = time.monotonic() + _DEADLINE_S
     while any(process.poll() is None for process in processes) and time.monotonic() < end:
         if any(process.returncode for process in processes):
@@ -191,23 +192,10 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], module: str, directory: 
         if process.poll() != 0:
             tail = (directory / f"{i}.log").read_text(errors="replace")[-2000:]
             state = "not finished" if process.returncode is None else f"exit code {process.returncode}"
-            raise RuntimeError(
-                f"limit {module.rsplit('_', 1)[1]}: process {i}: {state}; its output ends with: {tail}"
-            )
+            raise RuntimeError(f"{what}: process {i}: {state}; its output ends with: {tail}")
 
 
 # All limits, each left out where it cannot be measured: the figures of the loop must not be lost
-
-
-@dataclass(frozen=True)
-class MachineLimits:
-    """``matmul_flops``: operations per second of a matrix product on the policy's threads, None where
-    training was not measured; ``decode_steps``: single steps of an engine.
-    """
-
-    stages: StageLimits | None = None
-    matmul_flops: float | None = None
-    decode_steps: list[DecodeStep] = field(default_factory=list)
 
 
 def limit_threads(config: Config, cluster_gpus: int) -> dict[str, int]:
@@ -258,11 +246,13 @@ def measured_limits(
     if sync:
         settings["sync"] = "one broadcast of all bytes"
     settings["step"] = "largest limit" if config.max_staleness else "sum of the limits"
-    rates = (generation and generation[0], training and training[0], sync)
     return MachineLimits(
-        StageLimits(*rates, settings) if any(rates) else None,
-        training[1] if training else None,
-        generation[1] if generation else [],
+        generation_tokens_per_s=generation and generation[0],
+        training_tokens_per_s=training and training[0],
+        sync_bytes_per_s=sync,
+        matmul_flops=training and training[1],
+        settings=settings,
+        decode_steps=generation[1] if generation else [],
     )
 
 

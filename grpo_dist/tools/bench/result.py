@@ -15,7 +15,6 @@ from grpo_dist.runtime.files import read_json, replace_nan, write_text
 from grpo_dist.runtime.hardware import available_cpus, device_type
 
 SCHEMA = 2  # raise it when a figure changes its meaning
-_FORMER = ("timeline", "timeline_s")  # keys of earlier records that nothing reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,6 @@ class BenchResult:
             )
         try:
             plain["figures"] = _figures(plain["figures"])
-            plain = {key: value for key, value in plain.items() if key not in _FORMER}
             return cls(
                 actors=[ActorMemory(**actor) for actor in plain.pop("actors")],
                 decode_steps=[DecodeStep(**step) for step in plain.pop("decode_steps", [])],
@@ -121,12 +119,13 @@ def _benchmark_of(record: dict[str, Any], path: Path) -> Any:
 
 def machine_facts() -> dict[str, str | int]:
     """Describe the machine and the software of a result."""
-    import torch  # a plan reads results without it
+    import psutil  # a plan reads results without these two
+    import torch
 
     facts: dict[str, str | int] = {
         "cpu": _cpu_model(),
         "cores": available_cpus(),
-        "memory_gib": round(_memory_bytes() / 2**30),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "python": platform.python_version(),
         "grpo_dist": __version__,
     }
@@ -144,8 +143,3 @@ def _cpu_model() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _memory_bytes() -> int:
-    first = Path("/proc/meminfo").read_text().splitlines()[0]
-    return int(first.split()[1]) * 1024

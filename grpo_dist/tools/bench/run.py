@@ -27,10 +27,10 @@ from grpo_dist.runs.start import load_inputs
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type, resolve_dtype
 from grpo_dist.runtime.stage_log import print_line, stage
-from grpo_dist.tools.bench.figures import figures
+from grpo_dist.tools.bench.figures import MachineLimits, figures
 from grpo_dist.tools.bench.flops import Shape, card_peak
 from grpo_dist.tools.bench.lengths import ForcedLengths
-from grpo_dist.tools.bench.limits import MachineLimits, limit_threads, measured_limits
+from grpo_dist.tools.bench.limits import limit_threads, measured_limits
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, StepRecord
 from grpo_dist.tools.bench.result import ActorMemory, BenchResult, machine_facts
 from grpo_dist.tools.bench.table import print_result
@@ -110,15 +110,14 @@ def measured(
     limits: MachineLimits,
 ) -> BenchResult:
     """Return the result of the timed ``steps``."""
-    peak = limits.matmul_flops
-    settings = dict(limits.stages.settings) if limits.stages else {}
+    peak, settings = limits.matmul_flops, limits.settings
     if card := _card():
-        peak, settings["peak"] = card * config.policy.num_workers, "data sheet"
+        peak, settings = card * config.policy.num_workers, settings | {"peak": "data sheet"}
     values = figures(
         steps,
         shape=Shape.from_model_dir(model_dir),
         peak_flops=peak,
-        limits=limits.stages,
+        limits=limits,
         overlapped=config.max_staleness > 0,
         frozen=config.policy.lora is not None,
     )

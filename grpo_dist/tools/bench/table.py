@@ -1,4 +1,4 @@
-"""Prints figures: the name and unit of each, whether more is better, and the table at the end."""
+"""Prints figures: the name and unit of each, whether more is better, and the table of one or two results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_dist.runtime.tables import make_table
-from grpo_dist.tools.bench.result import BenchResult
+from grpo_dist.tools.bench.result import ActorMemory, BenchResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ FIGURES: dict[str, Figure] = {
     "of_limit/loop": Figure("loop, of its limit", "%", 1),
     "loop/step_over_limit": Figure("step over its limit", "x", -1),
 }
-_STAGES = ("generation", "training", "sync")
+_NOTABLE = 0.02  # a figure that changed by more than this share is coloured
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
@@ -90,105 +90,18 @@ def written(value: float, unit: str) -> str:
 
 
 def print_result(result: BenchResult) -> None:
-    """Print the whole result: stages, where the time goes, memory, and the loop."""
+    """Print every figure of the result, the peak memory of each actor, and how the limits were measured."""
     console = Console(highlight=False)
-    console.print(_stages(result))
-    console.print(_time(result))
-    console.print(_memory(result))
-    for line in _summary(result):
-        console.print(line, soft_wrap=True)
+    values = [(FIGURES[key].label, show(result.figures, key)) for key in FIGURES if key in result.figures]
+    peaks = [(f"peak memory of {actor.name}", _peaks(actor)) for actor in result.actors]
+    console.print(make_table(result.name, ("figure", ""), [*values, *peaks], bold=True))
+    for limit, how in result.limit_settings.items():
+        console.print(f"limit, {limit}: {how}", soft_wrap=True)
 
 
-def _stages(result: BenchResult) -> Table:
-    columns = ("stage", "rate", "in a step", "limit", "of limit")
-    table = make_table(f"{result.name}: stages, while busy", columns, bold=True)
-    figures = result.figures
-    for stage in _STAGES:
-        key = f"{stage}/{'bytes' if stage == 'sync' else 'tokens'}_per_s"
-        table.add_row(
-            FIGURES[key].label,
-            show(figures, key),
-            show(figures, f"{stage}/step_s"),
-            show(figures, f"limit/{key.replace('/', '_')}"),
-            show(figures, f"of_limit/{stage}"),
-        )
-    table.add_row("scoring", show(figures, "scoring/samples_per_s"), show(figures, "scoring/step_s"), "", "")
-    limit = f"{show(figures, 'limit/step_s')} a step" if "limit/step_s" in figures else "–"
-    rate, seconds = show(figures, "loop/tokens_per_s"), show(figures, "loop/step_s")
-    table.add_row("[bold]loop", rate, seconds, limit, show(figures, "of_limit/loop"))
-    return table
-
-
-def _time(result: BenchResult) -> Table:
-    keys = [key for key in FIGURES if key.startswith("share/") and result.figures.get(key)]
-    table = make_table("where a step's time goes, once each", ("", "share", "in a step"), bold=True)
-    for key in keys:
-        seconds = result.figures[key] * result.figures["loop/step_s"]
-        table.add_row(
-            FIGURES[key].label.removeprefix("time: "), show(result.figures, key), written(seconds, "s")
-        )
-    return table
-
-
-def _memory(result: BenchResult) -> Table:
-    on_gpu = any(actor.peak_gpu_bytes for actor in result.actors)
-    table = make_table("peak memory", ("actor", "resident", *(["GPU"] if on_gpu else [])), bold=True)
-    for actor in result.actors:
-        gpu = [written(actor.peak_gpu_bytes, "B")] if on_gpu else []
-        table.add_row(actor.name, written(actor.peak_bytes, "B"), *gpu)
-    return table
-
-
-def _summary(result: BenchResult) -> list[str]:
-    figures = result.figures
-    lines = [
-        f"loop: {show(figures, 'loop/completion_tokens_per_s')} of completions, "
-        f"{show(figures, 'loop/samples_per_s').replace(' /s', ' samples/s')}; idle: rollout "
-        f"{show(figures, 'idle/rollout')}, trainer {show(figures, 'idle/trainer')}; CPU time of the driver "
-        f"{show(figures, 'overhead/driver_cpu_s')} a step"
-    ]
-    if "episodes/turns" in figures:
-        lines.append(
-            f"episodes: {figures['episodes/turns']:.1f} turns, {show(figures, 'episodes/tool_wait_s')} of an "
-            f"environment after each; {show(figures, 'episodes/cached_share')} of later prompts from the "
-            "cache"
-        )
-    if "generation/acceptance_length" in figures:
-        lines.append(
-            f"drafts: {show(figures, 'generation/acceptance_length')} of a pass with a draft, the drawn one "
-            "too"
-        )
-    if "training/mfu" in figures:
-        lines.append(
-            f"trainer: {show(figures, 'training/mfu')} of {show(figures, 'training/peak_flops')}"
-            f" ({result.limit_settings.get('peak', 'data sheet')})"
-        )
-    if "loop/step_over_limit" in figures:
-        lines.append(f"step: {figures['loop/step_over_limit']:.2f}x the {result.limit_settings['step']}")
-    return lines + notes(figures)
-
-
-def notes(figures: dict[str, float]) -> list[str]:
-    """Return lines for what not every benchmark has: shared prompts, staleness, weights that changed."""
-    lines = []
-    if "training/needed_share" in figures:
-        lines.append(
-            f"updates: {show(figures, 'training/needed_share')} of the tokens they compute are needed, with "
-            "each shared beginning counted once"
-        )
-    if figures.get("tail/staleness"):
-        lines.append(f"staleness: {show(figures, 'tail/staleness')} in the mean")
-    if "tail/waited_steps" in figures:
-        lines.append(
-            f"groups done first: carried over {show(figures, 'tail/waited_steps')} in the mean; length bias "
-            f"{show(figures, 'tail/length_bias')}"
-        )
-    if "sync/changed_share" in figures:
-        lines.append(
-            f"weight deltas: {show(figures, 'sync/changed_share')} of the weights' words changed; "
-            f"{show(figures, 'sync/bytes')} a sync"
-        )
-    return lines
+def _peaks(actor: ActorMemory) -> str:
+    gpu = f", {written(actor.peak_gpu_bytes, 'B')} of GPUs" if actor.peak_gpu_bytes else ""
+    return f"{written(actor.peak_bytes, 'B')}{gpu}"
 
 
 def show(figures: dict[str, float], key: str) -> str:
@@ -198,8 +111,6 @@ def show(figures: dict[str, float], key: str) -> str:
 
 
 # Two results side by side
-
-_NOTABLE = 0.02  # a figure that changed by more than this share is coloured
 
 
 def compare(a: Path, b: Path, console: Console | None = None) -> None:

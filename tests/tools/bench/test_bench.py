@@ -4,6 +4,7 @@ benchmark, whose figures must agree with each other. Speeds are not tested.
 
 import asyncio
 import math
+import re
 import statistics
 from dataclasses import replace
 from itertools import pairwise
@@ -17,11 +18,10 @@ from grpo_dist.cli import main
 from grpo_dist.config import Config, LognormalLengths
 from grpo_dist.runtime.metering import Span, Usage
 from grpo_dist.tools.bench import limits
-from grpo_dist.tools.bench.figures import StageLimits, covered_s, figures, shares
+from grpo_dist.tools.bench.figures import MachineLimits, NeededWork, covered_s, figures, shares
 from grpo_dist.tools.bench.flops import Shape
-from grpo_dist.tools.bench.lengths import length_of
+from grpo_dist.tools.bench.lengths import lengths_of
 from grpo_dist.tools.bench.limits import fastest, training_limit
-from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
 from grpo_dist.tools.bench.result import ActorMemory, BenchResult, DecodeStep
 from grpo_dist.tools.bench.run import _workload, make_benchmark_config, timed
@@ -34,21 +34,15 @@ SHAPE = Shape(hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=
 
 def test_log_normal_lengths_have_their_mean_and_stay_within_bounds():
     lengths = LognormalLengths(mean=32.0, sigma=0.5)
-    drawn = [length_of(seed, lengths, cap=100_000) for seed in range(20_000)]
+    drawn = lengths_of(range(20_000), lengths, cap=100_000)
     assert statistics.mean(drawn) == pytest.approx(32, rel=0.01)
     assert statistics.stdev(map(math.log, drawn)) == pytest.approx(0.5, rel=0.03)
-    capped = [length_of(seed, LognormalLengths(mean=32.0), cap=128) for seed in range(5_000)]
+    capped = lengths_of(range(5_000), LognormalLengths(mean=32.0), cap=128)
     assert min(capped) >= 1 and max(capped) == 128
 
 
-class Asked:
-    """A rollouts handle that only records its requests."""
-
-    def __init__(self):
-        self.lengths = {}
-
-    async def sample(self, prompt, *, seeds, sampling):
-        self.lengths |= dict(zip(seeds, sampling.lengths or [None] * len(seeds), strict=True))
+def figured(steps, *, peak_flops=None, limits=MachineLimits(), overlapped=False, **changes):  # noqa: B008
+    return figures(steps, shape=SHAPE, peak_flops=peak_flops, limits=limits, overlapped=overlapped, **changes)
 
 
 def training_flops(shape, rows):
@@ -69,10 +63,7 @@ def test_frozen_weights_have_no_gradients_and_attention_has():
     weights, attention = 288 * 3 + 40 * 2, 6 * 2 * 2 * 2 * 2
     work = NeededWork.from_spans([(0, 3)], trained=2)
     assert work.flops(SHAPE, frozen=True) == 4 * weights + 6 * attention
-    trained, frozen = (
-        figures([step(0, SPANS)], shape=SHAPE, peak_flops=1.0, limits=None, overlapped=False, frozen=frozen)
-        for frozen in (False, True)
-    )
+    trained, frozen = (figured([step(0, SPANS)], peak_flops=1.0, frozen=frozen) for frozen in (False, True))
     assert 4 / 6 < frozen["training/mfu"] / trained["training/mfu"] < 1
 
 
@@ -198,7 +189,7 @@ def test_changes_of_turns_are_neither_part_of_the_weight_sync_nor_of_the_overhea
     }
     turns = {"time/turn_policy_offload_s": 0.5, "time/turn_engines_wake_s": 0.2}
     steps = [step(10 * i, SPANS, **parts, **turns) for i in range(2)]
-    found = figures(steps, shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
+    found = figured(steps)
     assert found["sync/step_s"] == pytest.approx(0.13)
     assert found["sync/bytes_per_s"] == pytest.approx(100 / 0.13)
     assert found["share/turns"] == pytest.approx(0.07) and found["share/overhead"] == pytest.approx(0.03)
@@ -211,9 +202,9 @@ def test_changes_of_turns_are_neither_part_of_the_weight_sync_nor_of_the_overhea
 
 
 def test_figures_by_hand():
-    limits = StageLimits(16.0, 24.0, 400.0, {})
+    limits = MachineLimits(16.0, 24.0, 400.0)
     steps = [step(0, SPANS), step(10, SPANS)]
-    found = figures(steps, shape=SHAPE, peak_flops=1000.0, limits=limits, overlapped=False)
+    found = figured(steps, peak_flops=1000.0, limits=limits)
     assert found["loop/step_s"] == 10 and found["loop/samples_per_s"] == 0.2
     assert found["loop/tokens_per_s"] == 4.8 and found["loop/completion_tokens_per_s"] == 4.0
     assert found["generation/tokens_per_s"] == 8.0 and found["of_limit/generation"] == 0.5
@@ -224,7 +215,7 @@ def test_figures_by_hand():
     assert found["training/mfu"] == pytest.approx(work / 3.0 / 1000.0)
     # At the limits: 40 tokens / 16, 48 / 24, 100 bytes / 400.
     assert found["limit/step_s"] == pytest.approx(2.5 + 2.0 + 0.25)
-    overlapped = figures(steps, shape=SHAPE, peak_flops=None, limits=limits, overlapped=True)
+    overlapped = figured(steps, limits=limits, overlapped=True)
     assert overlapped["limit/step_s"] == pytest.approx(2.5)
     assert overlapped["loop/step_over_limit"] == pytest.approx(4.0)
     assert set(found) <= set(FIGURES)
@@ -239,12 +230,12 @@ def test_figures_of_episodes_are_means_over_turns_and_their_tools_are_part_of_ge
                                "throughput/episode_cached_share": 0.9})
         for i, (n, s) in enumerate(turns)
     ]  # fmt: skip
-    found = figures(steps, shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
+    found = figured(steps)
     assert found["episodes/turns"] == 1.5
     assert found["episodes/tool_wait_s"] == pytest.approx((2 * 0.5 + 4 * 0.2) / 6)
     assert found["episodes/cached_share"] == 0.9
     plain = [step(10 * i, SPANS) for i in range(2)]
-    without = figures(plain, shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
+    without = figured(plain)
     assert {k: v for k, v in found.items() if not k.startswith("episodes/")} == without
 
 
@@ -253,9 +244,9 @@ def test_shared_prompts_and_changed_weights_are_means_over_the_steps_that_have_t
         step(0, SPANS, **{"throughput/packing_efficiency": 0.9, "sync/changed_share": 0.02}),
         step(10, SPANS, **{"throughput/packing_efficiency": 1.0}),
     ]
-    found = figures(steps, shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
+    found = figured(steps)
     assert found["training/needed_share"] == pytest.approx(0.95) and found["sync/changed_share"] == 0.02
-    without = figures([step(0, SPANS)], shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
+    without = figured([step(0, SPANS)])
     assert not {"training/needed_share", "sync/changed_share"} & set(without)
 
 
@@ -265,11 +256,14 @@ def test_the_acceptance_length_is_weighted_by_the_drafts_of_each_step(capsys):
         step(10 * i, SPANS, **{"throughput/rollout_drafts": n, "throughput/rollout_accepted_tokens": right})
         for i, (n, right) in enumerate(counts)
     ]
-    found = figures(steps, shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
+    found = figured(steps)
     assert found["generation/acceptance_length"] == 1 + 60 / 40
     print_result(result(figures=found))
-    assert "drafts: 2.50 tok of a pass with a draft" in capsys.readouterr().out
-    without = figures([step(0, SPANS)], shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
+    said = capsys.readouterr().out
+    assert re.search(r"tokens that a pass gives a sample with a draft .* 2.50 tok", said)
+    assert re.search(r"peak memory of policy-0 .* 2,147.5 MB|peak memory of policy-0 .* 2.1 GB", said)
+    assert "limit, step: sum of the limits" in said
+    without = figured([step(0, SPANS)])
     assert "generation/acceptance_length" not in without
 
 
@@ -278,9 +272,9 @@ def test_given_tokens_are_of_a_samples_length_in_training_and_not_in_generation(
 
 
 def test_rows_left_out_of_training_do_not_count_as_work():
-    whole = figures([step(0, SPANS)], shape=SHAPE, peak_flops=1.0, limits=None, overlapped=False)
+    whole = figured([step(0, SPANS)], peak_flops=1.0)
     half = step(0, SPANS, **{"train/tokens": 24.0})
-    found = figures([half], shape=SHAPE, peak_flops=1.0, limits=None, overlapped=False)
+    found = figured([half], peak_flops=1.0)
     assert found["training/mfu"] == pytest.approx(whole["training/mfu"] / 2)
     assert not [key for key in found if key.startswith(("limit/", "of_limit/"))]
 
@@ -314,13 +308,7 @@ def test_only_timed_steps_count_and_each_has_the_requests_it_was_trained_on():
 
 
 def result(**changes):
-    found = figures(
-        [step(0, SPANS)],
-        shape=SHAPE,
-        peak_flops=1e6,
-        limits=StageLimits(16.0, 24.0, 400.0, {}),
-        overlapped=False,
-    )
+    found = figured([step(0, SPANS)], peak_flops=1e6, limits=MachineLimits(16.0, 24.0, 400.0))
     made = BenchResult(
         name="made", config={"seed": 0}, machine={"cpu": "a", "cores": 2}, workload={
             "steps": 1, "prompts_per_step": 1, "samples_per_prompt": 2, "completion_tokens_mean": 20.0,
@@ -449,7 +437,7 @@ def test_a_short_real_benchmark_adds_up(tmp_path, capsys):
     path = tmp_path / "short.yaml"
     path.write_text(REAL.format(directory=tmp_path))
     assert main(["bench", str(path)]) == 0
-    assert "of limit" in capsys.readouterr().out
+    assert "loop, of its limit" in capsys.readouterr().out
     found = BenchResult.read(tmp_path / "short/bench.json")
     settings = Config.model_validate(found.config)
     f = found.figures
@@ -457,12 +445,12 @@ def test_a_short_real_benchmark_adds_up(tmp_path, capsys):
     from grpo_dist.data.order import step_prompts
     from grpo_dist.runs.start import load_inputs
     from grpo_dist.runtime.seeds import request_seed
-    from grpo_dist.tools.bench.lengths import length_of
+    from grpo_dist.tools.bench.lengths import lengths_of
 
     known = load_inputs(settings, print).prompts
     chosen = [(batch, known[i]) for batch in (1, 2) for i in step_prompts(len(known), 4, 0, batch)]
     lengths = [
-        length_of(request_seed(0, batch, prompt.uid, i), settings.bench.lengths, cap=16)
+        lengths_of([request_seed(0, batch, prompt.uid, i)], settings.bench.lengths, cap=16)[0]
         for batch, prompt in chosen
         for i in range(4)
     ]

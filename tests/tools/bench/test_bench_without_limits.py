@@ -39,10 +39,10 @@ def benched(tmp_path, monkeypatch):
 
 
 def test_a_limit_that_fails_leaves_the_result_without_it(benched, monkeypatch, capsys):
-    def run_jobs(module, jobs, **_):
-        if module.endswith("limit_sync"):
+    def run_jobs(measure, jobs, **_):
+        if measure is limits.measure_sync:
             return [[0.5] * 2 for _ in jobs]
-        raise RuntimeError(f"{module}: exit code 1; CUDA out of memory")
+        raise RuntimeError(f"{measure.__name__}: exit code 1; CUDA out of memory")
 
     monkeypatch.setattr(limits, "run_jobs", run_jobs)
     found = benched().figures

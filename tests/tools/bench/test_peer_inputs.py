@@ -11,7 +11,6 @@ from grpo_dist.runtime.seeds import request_seed
 from grpo_dist.tools.bench.lengths import ForcedLengths
 from grpo_dist.types import Sampling
 from tests.support.fakes import prompts
-from tests.tools.bench.test_bench import Asked
 
 ROOT = Path(__file__).resolve().parents[3]
 TAIL = ROOT / "configs/bench/cpu_13m_tail.yaml"
@@ -23,6 +22,16 @@ def peers():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+class Asked:
+    """A rollouts handle that only records its requests."""
+
+    def __init__(self):
+        self.lengths = {}
+
+    async def sample(self, prompt, *, seeds, sampling):
+        self.lengths |= dict(zip(seeds, sampling.lengths or [None] * len(seeds), strict=True))
 
 
 @pytest.mark.parametrize("overrides", [[], ["sampling.max_new_tokens={schedule: [[0, 64], [2, 384]]}"]])
