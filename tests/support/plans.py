@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from functools import partial
 
+from rich.console import Console
+
 from actors.placement.fitting import nearest
 from actors.placement.reservation import Reservation
 from grpo_dist.config import Config
@@ -10,6 +12,8 @@ from grpo_dist.config.rewards import OutcomeModelConfig
 from grpo_dist.tools.plan import models
 from grpo_dist.tools.plan.models import FrozenModel
 from grpo_dist.tools.plan.rates import Reached
+from grpo_dist.tools.plan.report import print_plan
+from tests.support import fakes
 
 # Configurations with given worker counts, for tests of placement.
 
@@ -40,6 +44,23 @@ async def reserved(wanted, demands):
 
 def model_of(config: Config) -> models.ModelShape:
     return models.model_of(config.model, config.sft, config.seed)
+
+
+def wide(**changes):
+    """Return a configuration of 16 x 4 samples of 1.5 billion parameters, for GPUs."""
+    base = {
+        "model": {"path": "Qwen/Qwen2.5-1.5B", "gradient_checkpointing": True},
+        "batch": {"prompts_per_step": 16, "samples_per_prompt": 4},
+        "sampling": {"max_new_tokens": 256},
+    }
+    return fakes.config(**base | changes)
+
+
+def printed(made):
+    """Return what the command prints of a plan."""
+    console = Console(record=True, width=200, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_plan(made, console)
+    return console.export_text()
 
 
 # Times, for tests of the planned run.

@@ -41,55 +41,45 @@ class Accelerator:
         return self.name.lower().partition("-")[0]
 
 
-_PCIE = {4: 32, 5: 64}  # GB/s of 16 lanes each way, by generation
-
-
-def _card(
-    name: str, mib: int, hbm: float, link: float, network: float, price: float, float32: float, pcie: int,
-    host_gib: int, fp8: float = 2.0,
-) -> Accelerator:  # fmt: skip
-    """``hbm``, ``link``, ``network``: GB/s. ``float32``: 1e12 operations a second. ``pcie``: generation."""
-    flops = card_peak(name.replace("RTX", "RTX ").replace("-PCIe", " PCIe"))
-    assert flops is not None, name
-    return Accelerator(
-        name,
-        mib * 2**20,
-        flops,
-        1e9 * hbm,
-        1e9 * link,
-        1e9 * network,
-        price,
-        pcie=1e9 * _PCIE[pcie],
-        host=host_gib * 2**30,
-        fp8=fp8,
-        float32=1e12 * float32,
-    )
-
-
 # Memory as `nvidia-smi` reports it; dense half-precision operations from `bench.flops`; from NVIDIA's data
 # sheets operations in float32 (not in TF32, which torch leaves off), memory bandwidth, NVLink (half of what
-# is advertised for both ways) or PCIe, PCIe's generation, and operations in fp8 (twice as many from Ada on,
-# none before). The network is what such nodes are commonly built with, per card: 400 Gb/s for Hopper and
+# is advertised for both ways) or PCIe, 16 lanes of PCIe 4 or 5, and operations in fp8 (twice as many from Ada
+# on, none before). The network is what such nodes are commonly built with, per card: 400 Gb/s for Hopper and
 # newer, 200 Gb/s for A100, 100 Gb/s for L40S, 25 Gb/s below. Host memory is that of nodes which clouds
 # rent: 2 TiB for eight H100, 1.1 TiB for eight A100. Prices are round numbers of what clouds list on demand
 # in 2025; `--price` is the user's own.
-_KNOWN = (
-    # name, MiB, memory, link, network GB/s, price, float32, PCIe, host GiB, fp8
-    _card("B200", 183_359, 7_700, 900, 50, 5.5, 75, 5, 256),
-    _card("H200", 143_771, 4_800, 450, 50, 3.6, 67, 5, 256),
-    _card("H100", 81_559, 3_350, 450, 50, 3.0, 67, 5, 256),
-    _card("H100-PCIe", 81_559, 2_000, 64, 25, 2.4, 51, 5, 192),
-    _card("H800", 81_559, 3_350, 200, 50, 2.0, 67, 5, 256),
-    _card("H20", 97_871, 4_000, 450, 50, 1.8, 44, 5, 256),
-    _card("A100-80GB", 81_920, 2_039, 300, 25, 1.8, 19.5, 4, 144, fp8=1.0),
-    _card("A100-40GB", 40_960, 1_555, 300, 25, 1.3, 19.5, 4, 144, fp8=1.0),
-    _card("L40S", 46_068, 864, 32, 12.5, 1.0, 91.6, 4, 192),
-    _card("A10G", 23_028, 600, 32, 3.1, 1.0, 31.2, 4, 96, fp8=1.0),
-    _card("L4", 23_034, 300, 32, 3.1, 0.7, 30.3, 4, 96),
-    _card("RTX4090", 24_564, 1_008, 32, 3.1, 0.4, 82.6, 4, 64),
-    _card("RTX3090", 24_576, 936, 32, 3.1, 0.25, 35.6, 4, 64, fp8=1.0),
-)
+_SHEETS = """
+card        memory  HBM     link  network  PCIe  host     price  float32     fp8
+            MiB     GB/s    GB/s  GB/s     GB/s  GiB      $/h    1e12/s      for each in half precision
+B200        183359  7700    900   50       64    256      5.5    75          2
+H200        143771  4800    450   50       64    256      3.6    67          2
+H100        81559   3350    450   50       64    256      3.0    67          2
+H100-PCIe   81559   2000    64    25       64    192      2.4    51          2
+H800        81559   3350    200   50       64    256      2.0    67          2
+H20         97871   4000    450   50       64    256      1.8    44          2
+A100-80GB   81920   2039    300   25       32    144      1.8    19.5        1
+A100-40GB   40960   1555    300   25       32    144      1.3    19.5        1
+L40S        46068   864     32    12.5     32    192      1.0    91.6        2
+A10G        23028   600     32    3.1      32    96       1.0    31.2        1
+L4          23034   300     32    3.1      32    96       0.7    30.3        2
+RTX4090     24564   1008    32    3.1      32    64       0.4    82.6        2
+RTX3090     24576   936     32    3.1      32    64       0.25   35.6        1
+"""
 
+
+def _card(row: str) -> Accelerator:
+    """Read a row of `_SHEETS`."""
+    name, *numbers = row.split()
+    mib, hbm, link, network, pcie, host, price, float32, fp8 = map(float, numbers)
+    flops = card_peak(name.replace("RTX", "RTX ").replace("-PCIe", " PCIe"))
+    assert flops is not None, name
+    gb, memory, kept = 1e9, round(mib) * 2**20, round(host) * 2**30
+    return Accelerator(
+        name, memory, flops, gb * hbm, gb * link, gb * network, price, gb * pcie, kept, fp8, 1e12 * float32
+    )
+
+
+_KNOWN = tuple(map(_card, _SHEETS.strip().splitlines()[2:]))
 ACCELERATORS = {card.name.lower(): card for card in _KNOWN}
 ACCELERATORS["a100"] = ACCELERATORS["a100-80gb"]
 _BOUNDS = ((10_000, "nodes"), (1024, "GPUs in a node"))

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from grpo_dist.config.files import ConfigError, checked
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan.accelerators import ClusterShape, Peaks, card_called
-from grpo_dist.tools.plan.engines import Engine, generate_episode
+from grpo_dist.tools.plan.engines import Engine
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.models import model_of
 from grpo_dist.tools.plan.placement import Roles, roles_of
@@ -45,38 +46,24 @@ _COPIES = ("device/to_host_bytes_per_s", "device/from_host_bytes_per_s")  # in a
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """``prompt_tokens``: mean; ``shared_tokens``: that all prompts begin with; ``lengths``: of completions;
-    ``cpus``: of the machine, None where there are GPUs; ``turns``, ``tool_s``: of its episodes, as of a
-    `Workload`, None without environments.
-    """
+    """``workload``: what `workload_of` takes of the benchmark's; ``cpus``: of a machine without GPUs."""
 
     peaks: Peaks
     reached: Reached
-    prompt_tokens: int
-    shared_tokens: int
-    lengths: tuple[int, ...]
+    workload: Mapping[str, Any]
     roles: Roles
     cpus: int | None
-    turns: int | None = None
-    tool_s: float | None = None
 
     def peaks_of(self, roles: Roles) -> Peaks:
         """Scale the peaks to other numbers of CPU threads; GPUs keep theirs."""
         if self.cpus is None:
             return self.peaks
-        measured_roles = self.roles
-        policy, engine = (
-            (planned / measured) ** _THREADS
-            for planned, measured in (
-                (roles.policy_threads, measured_roles.policy_threads),
-                (roles.engine_threads, measured_roles.engine_threads),
-            )
-        )
+        peaks, before = self.peaks, self.roles
         return replace(
-            self.peaks,
-            flops=self.peaks.flops * policy,
-            engine_flops=self.peaks.engine_flops * engine,
-            thread_flops=self.peaks.flops / measured_roles.policy_threads**_THREADS,
+            peaks,
+            flops=peaks.flops * (roles.policy_threads / before.policy_threads) ** _THREADS,
+            engine_flops=peaks.engine_flops * (roles.engine_threads / before.engine_threads) ** _THREADS,
+            thread_flops=peaks.flops / before.policy_threads**_THREADS,
         )
 
 
@@ -115,21 +102,24 @@ def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
         host=_host(figures, peaks),
         source=f"benchmark {result.name} on {result.machine['gpu' if gpu else 'cpu']}",
     )
-    prompt = round(result.workload["prompt_tokens_mean"])
-    turns, tool_s = _episodes(figures) or (None, None)
-    return Calibration(
-        peaks, reached, prompt, _shared(result), tuple(result.lengths), roles, cpus, turns, tool_s
-    )
+    workload = {
+        "prompt_tokens": round(result.workload["prompt_tokens_mean"]),
+        "shared_tokens": _shared(result),
+        "measured": tuple(result.lengths),
+        **_episodes(figures),
+    }
+    return Calibration(peaks, reached, workload, roles, cpus)
 
 
-def _episodes(figures: Mapping[str, float]) -> tuple[int, float] | None:
-    """Return the turns of an episode, and seconds between two of them which add up to its waits; None where
+def _episodes(figures: Mapping[str, float]) -> dict[str, Any]:
+    """Return ``turns`` of an episode, and ``tool_s`` between two of them which add up to its waits; {} where
     samples have one turn.
     """
     turns = round(figures.get("episodes/turns", 1.0))
     if turns < 2:
-        return None
-    return turns, figures["episodes/turns"] * figures.get("episodes/tool_wait_s", 0.0) / (turns - 1)
+        return {}
+    waited_s = figures["episodes/turns"] * figures.get("episodes/tool_wait_s", 0.0)
+    return {"turns": turns, "tool_s": waited_s / (turns - 1)}
 
 
 def _shared(result: BenchResult) -> int:
@@ -179,21 +169,20 @@ def generation_s(
     sample, see `Workload`; an engine counts as busy while its samples wait.
     """
 
-    async def sample(engine: Engine, prompt: int, lengths: Sequence[int]) -> None:
-        if turns == 1:
-            unshared_tokens = prompt - shared_tokens
-            await engine.generate(unshared_tokens, lengths, on_sample=lambda: None, cached=shared_tokens)
-            return
-        share = prompt / len(lengths)
-        episodes = (
-            generate_episode(engine, share, n, turns=turns, tool_s=tool_s, on_sample=lambda: None)
-            for n in lengths
-        )
-        await asyncio.gather(*episodes)
-
     async def serve(engine: Engine, requests: Sequence[tuple[int, Sequence[int]]]) -> float:
         begin = asyncio.get_running_loop().time()
-        await asyncio.gather(*(sample(engine, *group) for group in requests))
+        groups = (
+            engine.generate(
+                prompt - shared_tokens,
+                lengths,
+                on_sample=lambda: None,
+                cached=shared_tokens,
+                turns=turns,
+                tool_s=tool_s,
+            )
+            for prompt, lengths in requests
+        )
+        await asyncio.gather(*groups)
         return asyncio.get_running_loop().time() - begin
 
     async def session() -> tuple[float, float]:
@@ -261,20 +250,9 @@ def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], re
     curve, shared = _curve(rates, result), _shared(result)
     reached = replace(rates.reached, decode_curve=curve, step_s=0.0)
     capacity = EngineSpec.from_config(rates.config, Path()).max_num_seqs
-    engines = rates.config.rollout.num_workers
-    turns, tool_s = _episodes(result.figures) or (1, 0.0)
-    alone = [
-        generation_s(
-            replace(rates, reached=reached),
-            s,
-            engines=engines,
-            capacity=capacity,
-            shared_tokens=shared,
-            turns=turns,
-            tool_s=tool_s,
-        )
-        for s in steps
-    ]
+    engines, episodes = rates.config.rollout.num_workers, _episodes(result.figures)
+    how = {"engines": engines, "capacity": capacity, "shared_tokens": shared, **episodes}
+    alone = [generation_s(replace(rates, reached=reached), groups, **how) for groups in steps]
     predicted, engine_steps = (sum(column) / len(steps) for column in zip(*alone, strict=True))
     measured = result.figures["generation/step_s"]
     if curve and measured > predicted:
@@ -282,7 +260,7 @@ def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], re
     prefill = (
         sum(rates.prefill_s(prompt - shared) for step in steps for prompt, _ in step) / len(steps) / engines
     )
-    others = prefill + (turns - 1) * tool_s
+    others = prefill + (episodes["turns"] - 1) * episodes["tool_s"] if episodes else prefill
     factor = max(measured - others, 0.1 * measured) / (predicted - others)
     return replace(reached, decode_curve=tuple((n, f * factor) for n, f in curve or ((1.0, 1.0),)))
 

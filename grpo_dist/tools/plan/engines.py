@@ -12,31 +12,20 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 from grpo_dist.runtime.metering import Span
 
+if TYPE_CHECKING:
+    from grpo_dist.tools.plan.rates import Rates
+
 _ALMOST = 1e-6  # tokens
-
-
-class EngineTimes(Protocol):
-    def decode_step_s(self, sequences: float, context: float) -> float:
-        """Return the seconds of one step with ``sequences`` that hold ``context`` tokens together."""
-        ...
-
-    def prefill_s(self, tokens: float) -> float: ...
 
 
 class Engine:
     """``capacity``: sequences that run at once; the others wait. The clock is the running loop's."""
 
-    def __init__(
-        self,
-        times: EngineTimes,
-        capacity: int,
-        *,
-        spans: list[Span] | None = None,
-    ) -> None:
+    def __init__(self, times: Rates, capacity: int, *, spans: list[Span] | None = None) -> None:
         """``spans``: receives the times when it has requests."""
         self._times, self._capacity = times, max(1, capacity)
         self.spans = [] if spans is None else spans
@@ -57,18 +46,11 @@ class Engine:
         self._busy_since: float | None = None  # since when it has had requests
 
     async def generate(
-        self,
-        prompt_tokens: float,
-        lengths: Sequence[float],
-        *,
-        on_sample: Callable[[], None],
-        cached: float = 0.0,
+        self, prompt_tokens: float, lengths: Sequence[float], *, on_sample: Callable[[], None], **how: Any
     ) -> None:
-        """Return when all samples of a group are finished. Calls ``on_sample`` at the end of each. The prompt
-        is prefilled once; ``cached`` further tokens before it are in the cache.
-        """
+        """Return when all samples of a group are finished, see `begin`."""
         finished: asyncio.Future[None] = self._loop.create_future()
-        self.begin(prompt_tokens, lengths, on_sample, lambda: finished.set_result(None), cached=cached)
+        self.begin(prompt_tokens, lengths, on_sample, lambda: finished.set_result(None), **how)
         await finished
 
     def begin(
@@ -79,12 +61,38 @@ class Engine:
         on_end: Callable[[], None],
         *,
         cached: float = 0.0,
+        turns: int = 1,
+        tool_s: float = 0.0,
     ) -> None:
-        """Begin a group, as `generate`; calls ``on_end`` when all of its samples are finished."""
+        """Begin a group. Calls ``on_sample`` at the end of each sample, and ``on_end`` after the last one's.
+        The prompt is prefilled once; ``cached`` further tokens before it are in the cache.
+
+        An episode is sampled in ``turns`` of equal length, and gives way to others for the ``tool_s`` seconds
+        between two of them. Its history is found in the cache.
+        """
+        group = _Group(len(lengths), on_sample, on_end)
+        if turns == 1:
+            self._enqueue(prompt_tokens, lengths, cached, group)
+            return
+        share = (cached + prompt_tokens) / len(lengths)
+
+        def begin_turn(length: float, number: int = 0) -> None:
+            def on_turn() -> None:
+                if number + 1 < turns:
+                    self._loop.call_later(tool_s, begin_turn, length, number + 1)
+                else:
+                    group.sample_done()
+
+            new, cached = (0.0, share + number * length / turns) if number else (share, 0.0)
+            self._enqueue(new, [length / turns], cached, _Group(1, on_turn, lambda: None))
+
+        for length in lengths:
+            begin_turn(length)
+
+    def _enqueue(self, prompt_tokens: float, lengths: Sequence[float], cached: float, group: _Group) -> None:
         self.advance()
         if self._busy_since is None:
             self._busy_since = self._loop.time()
-        group = _Group(len(lengths), on_sample, on_end)
         self._debt += self._times.prefill_s(prompt_tokens)
         share = (cached + prompt_tokens) / len(lengths)
         self._waiting.extend((length, share, group) for length in lengths)
@@ -220,29 +228,3 @@ class _Group:
 
 
 _Running = tuple[float, int, float, float, _Group]  # last step, number, tokens, share of the prompt, group
-
-
-async def generate_episode(
-    engine: Engine,
-    prompt_tokens: float,
-    length: int,
-    *,
-    turns: int,
-    tool_s: float,
-    on_sample: Callable[[], None],
-) -> None:
-    """Sample an episode of ``length`` in ``turns`` of equal length, which gives way to others for the
-    ``tool_s`` seconds between two of them. Its history is found in the cache. ``prompt_tokens``: its share of
-    the group's prompt.
-    """
-    for turn in range(turns):
-        if turn:
-            await asyncio.sleep(tool_s)
-        cached = prompt_tokens + turn * length / turns if turn else 0.0
-        last = on_sample if turn + 1 == turns else _nothing
-        new = 0.0 if turn else prompt_tokens
-        await engine.generate(new, [length / turns], on_sample=last, cached=cached)
-
-
-def _nothing() -> None:
-    """Ignore the end of a turn that another one follows."""

@@ -116,10 +116,7 @@ def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workl
     is written in the background is a copy in host memory, below ZeRO 3 of whole weights in rank 0 alone.
     """
     policy = config.policy
-    loaded = _loaded_parameters(policy, model)
-    parts, host = _states(
-        policy, trained=lora_parameters(policy, model), loaded=loaded, itemsize=sizes.itemsize
-    )
+    parts, host = _states(policy, model, sizes)
     first = _delta_copies(config.weight_sync, model, sizes)  # rank 0 sends, so it alone knows what was sent
     if sizes.gpu and config.checkpoint.background:
         copies = rank_bytes(policy, model, sizes)
@@ -141,7 +138,7 @@ def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workl
     parts["logits"] = _logits(sizes, 0 if policy.lora else model.embedding)
     if config.sampling.is_truncated:  # ids with their rows, and a block of booleans
         parts[_MASKS] = round(2 * tokens * _mask_bytes(config.sampling, model)) + sizes.chunk // 4
-    parts["buckets"] = _buckets(policy, loaded, sizes)
+    parts["buckets"] = _buckets(policy, model, sizes)
     parts["runtime"] = round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["policy"])
     return Footprint(parts, host, first) if sizes.gpu else Footprint(parts | first, host)
 
@@ -206,20 +203,10 @@ def _loaded_parameters(policy: PolicyConfig, model: ModelShape) -> int:
 
 def states(policy: PolicyConfig, model: ModelShape, sizes: Sizes) -> dict[str, int]:
     """Return the weights, gradients and optimiser states that a rank has on its GPU."""
-    trained, loaded = lora_parameters(policy, model), _loaded_parameters(policy, model)
-    return _states(policy, trained=trained, loaded=loaded, itemsize=sizes.itemsize)[0]
+    return _states(policy, model, sizes)[0]
 
 
-def expert_bytes(policy: PolicyConfig, model: ModelShape, itemsize: int) -> int:
-    """Return the bytes of the experts in `states`: their weights and, where these are trained, the rest."""
-    experts = model.expert_parameters
-    trained = 0 if policy.lora else experts
-    return sum(_states(policy, trained=trained, loaded=experts, itemsize=itemsize)[0].values())
-
-
-def _states(
-    policy: PolicyConfig, *, trained: int, loaded: int, itemsize: int
-) -> tuple[dict[str, int], dict[str, int]]:
+def _states(policy: PolicyConfig, model: ModelShape, sizes: Sizes) -> tuple[dict[str, int], dict[str, int]]:
     """Return the weights, gradients and optimiser states of a rank, and their part in host memory.
 
     From stage 1 on, master weights and two moments, float32 or in 8 bits, are shared out. Stage 1 keeps whole
@@ -229,8 +216,9 @@ def _states(
     With the optimiser in host memory, its share of the gradients is there. On the GPU stage 1 still keeps
     them whole, and bfloat16 weights have a share in which they are added up or reduced.
     """
-    offload, stage, ranks, b = policy.offload, policy.zero_stage, policy.num_workers, itemsize
-    weights = loaded * b // (ranks if stage == 3 else 1)
+    offload, stage, ranks, b = policy.offload, policy.zero_stage, policy.num_workers, sizes.itemsize
+    trained = lora_parameters(policy, model)
+    weights = _loaded_parameters(policy, model) * b // (ranks if stage == 3 else 1)
     whole, share = 4 * trained, 4 * trained // ranks
     gradients = (whole, whole + (0 if b == 2 else share), share, share)[stage]
     averages = 2 if policy.optimizer.name == "adamw_8bit" else 8  # bytes; scales of blocks are 1/64 of it
@@ -328,12 +316,12 @@ def _logits(sizes: Sizes, head: int) -> int:
     return max(round(blocks * sizes.chunk) + 4 * head, (4 + rounded) * head)
 
 
-def _buckets(policy: PolicyConfig, loaded: int, sizes: Sizes) -> int:
+def _buckets(policy: PolicyConfig, model: ModelShape, sizes: Sizes) -> int:
     """Return the bytes of DeepSpeed's reduction buffers and, under ZeRO-3, of weights gathered at once. They
     are free again before the weight sync takes its own.
     """
     settings = policy.deepspeed.get("zero_optimization", {})
-    stage, b = policy.zero_stage, sizes.itemsize
+    stage, b, loaded = policy.zero_stage, sizes.itemsize, _loaded_parameters(policy, model)
     bucket = int(float(settings.get("reduce_bucket_size", 5e8)))
     if stage == 0:  # flattened to be sent
         return min(bucket, loaded) * b if policy.num_workers > 1 else 0

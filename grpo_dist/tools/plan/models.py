@@ -354,16 +354,11 @@ def model_of(model: ModelConfig, sft: SFTConfig | None, seed: int) -> ModelShape
     if path.startswith("demo:"):
         from grpo_dist.demo.model import cached_model  # only for the models of the demo
 
-        try:
-            made = cached_model(path.removeprefix("demo:"), seed=seed) / "config.json"
-            return _read(made, _policy(path))
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        with as_user_errors():
+            return _read(cached_model(path.removeprefix("demo:"), seed=seed) / "config.json", _policy(path))
     if is_gguf(path):
-        try:
+        with as_user_errors():
             return from_config_json(gguf_config(expanded(path), _policy(path)), path)
-        except ValueError as error:
-            raise UserError(str(error)) from error
     if found := _known_locally(path, model.revision, _policy(path)):
         return found
     if expanded(path).is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:

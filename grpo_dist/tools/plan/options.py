@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -112,24 +112,16 @@ def build_setting(
             "configs/bench/cpu_13m_lognormal.yaml` and pass its bench.json as --bench"
         )
     calibration = calibrate(BenchResult.read(assumed.bench), cluster) if assumed.bench else None
-    lengths: Sequence[int] = ()
-    prompt_tokens, shared_tokens = assumed.prompt_tokens, assumed.shared_tokens
-    turns, tool_s = assumed.turns, assumed.tool_seconds
-    if calibration:
-        lengths = calibration.lengths
-        if prompt_tokens is None:
-            prompt_tokens = calibration.prompt_tokens
-            shared_tokens = calibration.shared_tokens if shared_tokens is None else shared_tokens
-        turns = calibration.turns if turns is None else turns
-        tool_s = calibration.tool_s if tool_s is None else tool_s
-    workload = workload_of(
-        config,
-        prompt_tokens=prompt_tokens,
-        shared_tokens=shared_tokens or 0,
-        measured=lengths,
-        turns=turns,
-        tool_s=tool_s,
-    )
+    benchmarked = dict(calibration.workload) if calibration else {}
+    if assumed.prompt_tokens is not None:
+        benchmarked.pop("shared_tokens", None)  # of other prompts
+    stated = {
+        "prompt_tokens": assumed.prompt_tokens,
+        "shared_tokens": assumed.shared_tokens,
+        "turns": assumed.turns,
+        "tool_s": assumed.tool_seconds,
+    }
+    workload = workload_of(config, **benchmarked | {k: v for k, v in stated.items() if v is not None})
     if workload.shared_tokens >= workload.prompt_tokens:
         raise UserError(
             f"--shared-tokens {workload.shared_tokens}: a prompt has {workload.prompt_tokens} tokens "

@@ -235,6 +235,15 @@ def node_host_bytes(memory: Mapping[str, Footprint], roles: Roles, cluster: Clus
 
 # What does not fit
 
+_WHOLE_COPY = "its weights are a whole copy on one GPU; lower `reference.micro_batch_tokens`, or"
+_SPLIT = "raise `policy.zero_stage` or `rollout.tensor_parallel_size`, or set cluster.placement=separate"
+_REMEDIES = {
+    "evaluation": "lower `rollout.gpu_memory_utilization`",
+    "reference": f"{_WHOLE_COPY} use LoRA",
+    SYNC: _SPLIT,
+    REFRESH: _SPLIT,
+}
+
 
 def memory_problems(
     config: Config, memory: Mapping[str, Footprint], cluster: ClusterShape, roles: Roles
@@ -254,7 +263,12 @@ def memory_problems(
             continue
         needs = "both together need" if role in (SYNC, REFRESH) else "a worker needs"
         has = "has" if share == 1 else f"with `gpu_share` = {share:g} has"
-        remedy = _reward_model_remedy(reward_model) if reward_model else _remedy(role, config)
+        if reward_model:
+            remedy = _reward_model_remedy(reward_model)
+        elif role == "policy":
+            remedy = _policy_remedy(config.model, config.policy)
+        else:
+            remedy = _REMEDIES.get(role, f"{_WHOLE_COPY} use a smaller one")
         problems.append(
             f"{role}: {needs} {need.total / GIB:.1f} GiB and a {cluster.card.name} {has} {limit / GIB:.1f} "
             f"GiB for it; {remedy}"
@@ -306,22 +320,6 @@ def _too_much(need: Footprint, cluster: ClusterShape) -> str | None:
     if cluster.card is None or need.total <= (limit := int(cluster.card.memory * USABLE)):
         return None
     return f"{cluster.card.name} has {limit / GIB:.1f} GiB"
-
-
-def _remedy(role: str, config: Config) -> str:
-    if role == "policy":
-        return _policy_remedy(config.model, config.policy)
-    if role == "evaluation":
-        return "lower `rollout.gpu_memory_utilization`"
-    if role == "reference":
-        return "its weights are a whole copy on one GPU; lower `reference.micro_batch_tokens`, or use LoRA"
-    if role in (SYNC, REFRESH):
-        return (
-            "raise `policy.zero_stage` or `rollout.tensor_parallel_size`, or set cluster.placement=separate"
-        )
-    return (
-        "its weights are a whole copy on one GPU; lower `reference.micro_batch_tokens`, or use a smaller one"
-    )
 
 
 def _policy_remedy(settings: ModelConfig, policy: PolicyConfig) -> str:

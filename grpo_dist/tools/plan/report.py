@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from grpo_dist.config import Config, OptimizerConfig, RewardsConfig, SamplingConfig, WeightSyncConfig
+from grpo_dist.config import Config, RewardsConfig, SamplingConfig
 from grpo_dist.errors import expanded
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.runtime.tables import make_table, print_lines
 from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan.accelerators import ClusterShape
-from grpo_dist.tools.plan.memory import Sizes, cold_start, expert_bytes, is_quantised, is_trained_first
+from grpo_dist.tools.plan.memory import Sizes, cold_start, is_trained_first
+from grpo_dist.tools.plan.models import itemsize_of
 from grpo_dist.tools.plan.options import Option, Planned, Setting
 from grpo_dist.tools.plan.placement import REFRESH, SYNC, USABLE, cold_start_problem, node_host_bytes
 from grpo_dist.tools.plan.rates import delta_share
@@ -91,11 +92,9 @@ def driver_lines(config: Config) -> list[str]:
 def head_lines(plan: Plan) -> list[str]:
     """Return the model, the lengths, and what is assumed of them."""
     setting, config = plan.setting, plan.shown.option.config
-    model, workload, calibration = setting.model, setting.workload, setting.calibration
-    itemsize = Sizes.of(config, gpu=setting.cluster.card is not None).itemsize
+    model, workload = setting.model, setting.workload
     lines = [
         f"{model.name}: {model.parameters / 1e9:,.3f} billion parameters on {setting.cluster}",
-        *_experts(config, setting, itemsize),
         f"lengths: prompts of {workload.prompt_tokens}, completions of {workload.mean:,.0f} tokens on "
         f"average, at most {workload.cap:,}",
     ]
@@ -105,9 +104,7 @@ def head_lines(plan: Plan) -> list[str]:
             "engines sample other episodes meanwhile"
         )
     lines += _drafts(setting, config)
-    lines.append(
-        f"times: {calibration.reached.source if calibration else 'data sheet with assumed efficiencies'}"
-    )
+    lines.append(f"times: {setting.reached.source}")
     if plan.sampling.shortest != workload.cap:
         lines.append(
             f"upper bound: `sampling.max_new_tokens` begins with {plan.sampling.lengths[0]:,} tokens, but "
@@ -126,7 +123,13 @@ def head_lines(plan: Plan) -> list[str]:
             f"assumed: each of the {demonstrations.rows_per_step} demonstrations of a step has {prompt} + "
             f"{completion} tokens, half of the longest that may be"
         )
-    lines += delta_line(config.weight_sync, config.policy.optimizer, itemsize)
+    if config.weight_sync.deltas is True:
+        lr = config.policy.optimizer.lr
+        share = delta_share(itemsize_of(config.model.dtype, gpu=setting.cluster.card is not None), lr)
+        lines.append(
+            f"assumed: `weight_sync.deltas` sends {100 * share:.2g} % of the weights' bytes after the first "
+            f"steps, by `policy.optimizer.lr` = {lr:g} and the model's type"
+        )
     if any(model.is_reward_model for model in setting.frozen):
         lines.append(
             "assumed: reward models read as many tokens as the policy writes; their templates and step "
@@ -149,37 +152,6 @@ def _drafts(setting: Setting, config: Config) -> list[str]:
         f"{assumed}drafts of {drafts.tokens} tokens, in every pass of an engine with at most "
         f"{drafts.max_sequences} sequences; {accepted:g} accepted per draft{source}"
     ]
-
-
-def _experts(config: Config, setting: Setting, itemsize: int) -> list[str]:
-    """Describe the experts of a mixture: their share of the memory of a policy rank and of an engine."""
-    model, shape = setting.model, setting.model.shape
-    if not shape.experts:
-        return []
-    engine = model.expert_parameters * (1 if is_quantised(config.rollout) else itemsize)
-    trained = expert_bytes(config.policy, model, itemsize) / GIB
-    gib = engine / config.rollout.tensor_parallel_size / GIB
-    return [
-        f"experts: {model.expert_parameters / 1e9:,.3f} billion of these parameters, {shape.experts} in each "
-        f"of {shape.layers} layers, {shape.experts_per_token} of them for a token; they take {trained:,.1f} "
-        f"GiB of a policy rank and {gib:,.1f} GiB of each device of an engine"
-    ]
-
-
-def delta_line(sync: WeightSyncConfig, optimizer: OptimizerConfig, itemsize: int) -> list[str]:
-    """Describe the share of the weights that a plan assumes syncs to send; [] without deltas."""
-    if sync.deltas is not True:
-        return []
-    lr, share = optimizer.lr, delta_share(itemsize, optimizer.lr)
-    what = "all of the weights' bytes"
-    if share < 1.0:
-        what = f"{100 * share:.2g} % of the weights' bytes"
-        why = f"bfloat16 at `policy.optimizer.lr` = {lr:g}, after the first steps"
-    elif itemsize > 2:
-        why = "in float32 nearly every weight changes"
-    else:
-        why = f"bfloat16 is measured up to 1e-5, `policy.optimizer.lr` = {lr:g}"
-    return [f"assumed: `weight_sync.deltas` sends {what} ({why})"]
 
 
 def warnings(planned: Planned, setting: Setting) -> list[str]:

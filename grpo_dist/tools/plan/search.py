@@ -9,15 +9,14 @@ all were simulated. Of a large cluster a part is simulated to compare (`Scenario
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from actors.placement.demands import Demand, Resources, demands_of
+from actors.placement.demands import Resources, demands_of
 from grpo_dist.config import Config, WeightSyncConfig
 from grpo_dist.tools.bench.table import written
-from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.options import (
     COMPARED_STEPS,
     Option,
@@ -130,54 +129,31 @@ def _kind(changes: Changes) -> tuple[str, int]:
 
 
 def changes_of(config: Config, setting: Setting) -> Iterator[Changes]:
-    """Yield the splits of ``config``'s cluster, each at the configured ZeRO stage, 2 and 3: all stages
-    compute the same gradient.
+    """Yield the splits between engines and ranks of the GPUs that all other workers leave, each at the
+    configured ZeRO stage, 2 and 3: all stages compute the same gradient.
     """
-    cluster, rollout = setting.cluster, config.rollout
-
-    def taken(tensor_parallel: int) -> tuple[int, int]:
-        size = {"tensor_parallel_size": tensor_parallel}
-        sized = config.model_copy(update={"rollout": rollout.model_copy(update=size)})
-        return _taken(demands_of(sized, Resources(1, cluster.gpus), training=True, colocated=False))
-
-    for changes in _splits(cluster, taken):
-        for stage in dict.fromkeys((config.policy.zero_stage, 2, 3)):
-            yield changes | {"policy.zero_stage": stage}
-
-
-def _splits(cluster: ClusterShape, taken: Callable[[int], tuple[int, int]]) -> Iterator[Changes]:
-    """Yield the splits between engines and ranks of the GPUs that all other workers leave. ``taken``: see
-    `_taken`, by the GPUs of an engine.
-    """
+    cluster = setting.cluster
     if cluster.card is None:
         return
     for size in (t for t in _TENSOR_PARALLEL if t <= cluster.gpus_per_node):
-        apart, beside = taken(size)
-        free = cluster.gpus - apart
-        for ranks in _ranks(free, cluster.gpus_per_node):
-            if engines := (free - ranks) // size:
-                yield _split(size, engines, ranks, "separate")
-        for ranks in _shared(cluster.gpus - beside):
-            if engines := ranks // size:
-                yield _split(size, engines, ranks, "colocated")
-
-
-def _split(tensor_parallel: int, engines: int, ranks: int, placement: str) -> Changes:
-    return {
-        "rollout.tensor_parallel_size": tensor_parallel,
-        "rollout.num_workers": engines,
-        "rollout.max_workers": engines,
-        "policy.num_workers": ranks,
-        "cluster.placement": placement,
-    }
-
-
-def _taken(demands: Mapping[str, Demand]) -> tuple[int, int]:
-    """Return the GPUs of all workers but engines and ranks where each role has its own; and of those that
-    have their own also where the others share theirs.
-    """
-    gpus = {role: demand.total_gpus for role, demand in demands.items() if role not in ("rollout", "policy")}
-    return sum(gpus.values()), gpus.get("evaluation", 0)
+        rollout = config.rollout.model_copy(update={"tensor_parallel_size": size})
+        sized = config.model_copy(update={"rollout": rollout})
+        demands = demands_of(sized, Resources(1, cluster.gpus), training=True, colocated=False)
+        others = {r: d.total_gpus for r, d in demands.items() if r not in ("rollout", "policy")}
+        free, shared = cluster.gpus - sum(others.values()), cluster.gpus - others.get("evaluation", 0)
+        splits = [("separate", ranks, free - ranks) for ranks in _ranks(free, cluster.gpus_per_node)]
+        splits += [("colocated", ranks, ranks) for ranks in _shared(shared)]
+        for placement, ranks, left in splits:
+            for stage in dict.fromkeys((config.policy.zero_stage, 2, 3)):
+                if engines := left // size:
+                    yield {
+                        "rollout.tensor_parallel_size": size,
+                        "rollout.num_workers": engines,
+                        "rollout.max_workers": engines,
+                        "policy.num_workers": ranks,
+                        "cluster.placement": placement,
+                        "policy.zero_stage": stage,
+                    }
 
 
 def _shared(most: int) -> list[int]:

@@ -20,7 +20,7 @@ import asyncio
 import heapq
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -50,7 +50,7 @@ from grpo_dist.runtime.recorder import NullRecorder
 from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.tools.bench.figures import covered_s
 from grpo_dist.tools.bench.record import NoCheckpoints
-from grpo_dist.tools.plan.engines import Engine, generate_episode
+from grpo_dist.tools.plan.engines import Engine
 from grpo_dist.tools.plan.models import FrozenModel
 from grpo_dist.tools.plan.rates import Rates, UpdateWork
 from grpo_dist.tools.plan.virtual_clock import run_virtually
@@ -58,6 +58,7 @@ from grpo_dist.tools.plan.workload import Workload
 from grpo_dist.types import Group, Prompt, Rollout, Sampling, has_signal
 from grpo_dist.workers import RolloutsRef, Workers
 
+Bars = dict[str, list[Span]]  # of each worker, on the clock of the running loop
 ENGINES, POLICY = "rollout", "policy"
 _FOREVER_S = 1e9  # deadlines of a simulated run; the report compares its times with the configured ones
 _REWARD = "planned"  # the reward of fake groups
@@ -188,7 +189,7 @@ def simulate(scenario: Scenario) -> Simulated:
     cluster, recorder = run_virtually(lambda: _run(scenario, config))
     first = scenario.warmup_steps + config.max_staleness
     steps = recorder.steps[first : first + scenario.steps]
-    bars, rollouts = cluster.trace.bars, cluster.rollouts
+    bars, rollouts = cluster.bars, cluster.rollouts
     begin, end = recorder.steps[first - 1].end if first else 0.0, steps[-1].end
     seconds, count = end - begin, len(steps)
 
@@ -350,7 +351,7 @@ def _seeds(run_seed: int, batch: int, uid: str, samples: int) -> tuple[int, ...]
 
 @lru_cache(maxsize=1 << 14)
 def _drawn_lengths(workload: Workload, uid: str, seeds: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(workload.length(seed, uid) for seed in seeds)
+    return workload.sample(uid, seeds)
 
 
 def _prompts(count: int, tokens: int) -> list[Prompt]:
@@ -470,30 +471,48 @@ def _lengths(rollouts: RolloutsRef) -> tuple[int, ...]:
 # Workers
 
 
-class SimulationTrace:
-    """The spans of every worker by name (`bars`), on the clock of the running loop."""
+async def _sleep_until(end: float) -> None:
+    await asyncio.sleep(end - asyncio.get_running_loop().time())
 
-    def __init__(self, tracks: Iterable[str]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.bars: dict[str, list[Span]] = {track: [] for track in tracks}
 
-    @asynccontextmanager
-    async def span(self, track: str, stage: str) -> AsyncIterator[None]:
-        """Record this block as a span of ``stage``."""
-        begin = self._loop.time()
-        try:
-            yield
-        finally:
-            self.bars.setdefault(track, []).append(Span(stage, begin, self._loop.time()))
+async def _occupy(spans: list[Span], stage: str, seconds: float) -> None:
+    """Wait, and record the time as a span of ``stage``."""
+    begin = asyncio.get_running_loop().time()
+    await asyncio.sleep(seconds)
+    spans.append(Span(stage, begin, asyncio.get_running_loop().time()))
+
+
+class Servers:
+    """``count`` workers, each with one call at a time. A call takes the first to be free, in the order of
+    arrival, so that its end is known when it arrives. ``bars``: receives the spans of each, as ``track`` and
+    its number.
+    """
+
+    def __init__(self, count: int, bars: Bars | None = None, track: str = "") -> None:
+        self._loop, self._bars, self._track = asyncio.get_running_loop(), bars, track
+        self._free = [(0.0, index) for index in range(count)]  # a heap: since when
+
+    def reserve(self, stage: str, seconds: float, at: float | None = None) -> float:
+        """Return when a worker will be done with a call of ``seconds``, which comes at ``at`` (None: now), no
+        earlier than the call before.
+        """
+        since, index = self._free[0]
+        begin = max(since, self._loop.time() if at is None else at)
+        heapq.heapreplace(self._free, (begin + seconds, index))
+        if self._bars is not None:
+            spans = self._bars.setdefault(f"{self._track}-{index}", [])
+            spans.append(Span(stage, begin, begin + seconds))
+        return begin + seconds
 
 
 class SimulatedGpus:
-    """``turn_s``: seconds until a role has the GPUs and its weights on them, by role; empty: each role has
-    its own GPUs, and nothing waits. ``resend_s``: where engines get them back from others than the policy.
+    """``spans``: of the policy. ``turn_s``: seconds until a role has the GPUs and its weights on them, by
+    role; empty: each role has its own GPUs, and nothing waits. ``resend_s``: where engines get them back from
+    others than the policy.
     """
 
-    def __init__(self, trace: SimulationTrace, turn_s: Mapping[str, float], *, resend_s: float = 0.0) -> None:
-        self._trace, self._turn_s, self._resend_s = trace, turn_s, resend_s
+    def __init__(self, spans: list[Span], turn_s: Mapping[str, float], *, resend_s: float = 0.0) -> None:
+        self._spans, self._turn_s, self._resend_s = spans, turn_s, resend_s
         self._holder, self._calls, self._is_changing = ENGINES, 0, False
         self._waiting: list[asyncio.Future[None]] = []
 
@@ -528,8 +547,7 @@ class SimulatedGpus:
             seconds = self._resend_s
         self._is_changing = True
         try:
-            async with self._trace.span("policy", "turn"):
-                await asyncio.sleep(seconds)
+            await _occupy(self._spans, "turn", seconds)
             self._holder = role
         finally:
             self._is_changing = False
@@ -546,19 +564,16 @@ class SimulatedGpus:
 class TimedRollouts:
     """Engines behind the real load balancer."""
 
-    def __init__(
-        self, engines: Sequence[Engine], scenario: Scenario, trace: SimulationTrace, gpus: SimulatedGpus
-    ) -> None:
-        self._gpus, self._trace = gpus, trace
-        self.engines, self._workload = engines, scenario.workload
+    def __init__(self, engines: Sequence[Engine], scenario: Scenario, gpus: SimulatedGpus) -> None:
+        self.engines, self._gpus, self._workload = engines, gpus, scenario.workload
         self._sample_s = scenario.rates.reached.sample_s
         self._loop = asyncio.get_running_loop()
         self.load_balancer = LoadBalancer(len(engines), QUEUE_DEPTH * scenario.capacity)
         for engine in engines:
             engine.is_watched = self._has_waiting
         self._advanced_s = 0.0
-        self._driver = Servers(1)
-        self.is_direct = not scenario.sharing and self._workload.turns == 1 and not scenario.frozen
+        self._driver = Servers(1)  # one thread receives all groups
+        self.is_direct = not scenario.sharing and not scenario.frozen
         self.version = 0  # weights of the engines
         self.batch_s: list[float] = []
 
@@ -569,14 +584,18 @@ class TimedRollouts:
         return sum(engine.tokens for engine in self.engines) / max(steps, 1.0)
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:
-        lengths = self.lengths(prompt, seeds)
-        begin, prompt_tokens = self._loop.time(), _prompt_tokens(prompt)
+        asked_s, finished = self._loop.time(), self._loop.create_future()
+
+        def on_end(rollouts: FakeRollouts, received_s: float) -> None:
+            if not finished.done():
+                finished.set_result((rollouts, received_s))
+
         async with self._gpus.turn(ENGINES):
-            await self._generate(prompt_tokens, lengths, prompt_tokens + sampling.max_new_tokens)
-            _, _, end = self._driver.reserve(len(seeds) * self._sample_s)  # one thread receives all groups
-            await self._driver.until(end)
-        self.batch_s.append(self._loop.time() - begin)
-        return FakeRollouts.from_lengths(lengths, self.version)
+            lengths = self.lengths(prompt, seeds)
+            await self.begin(prompt, lengths, sampling.max_new_tokens, on_end, asked_s=asked_s)
+            rollouts, received_s = await finished
+            await _sleep_until(received_s)
+        return cast(RolloutsRef, rollouts)
 
     def lengths(self, prompt: Prompt, seeds: Sequence[int]) -> tuple[int, ...]:
         return _drawn_lengths(self._workload, prompt.uid, tuple(seeds))
@@ -590,10 +609,10 @@ class TimedRollouts:
         *,
         asked_s: float,
     ) -> None:
-        """Have an engine begin a group that was asked for at ``asked_s``, as `sample`. ``most``: tokens of a
-        sample. Calls ``on_end`` at its end, with the time at which the driver will have it.
+        """Have an engine begin a group that was asked for at ``asked_s``. ``most``: tokens of a sample. Calls
+        ``on_end`` at its end, with the time at which the driver will have it.
         """
-        prompt_tokens, shared = _prompt_tokens(prompt), self._workload.shared_tokens
+        prompt_tokens, workload = _prompt_tokens(prompt), self._workload
         most += prompt_tokens
         index = await self._admit(len(lengths), most)
 
@@ -601,11 +620,14 @@ class TimedRollouts:
             self.load_balancer.release(index, 1, most)
 
         def sampled() -> None:
-            _, _, received_s = self._driver.reserve(len(lengths) * self._sample_s)
+            received_s = self._driver.reserve("", len(lengths) * self._sample_s)
             self.batch_s.append(received_s - asked_s)
             on_end(FakeRollouts.from_lengths(lengths, self.version), received_s)
 
-        self.engines[index].begin(prompt_tokens - shared, lengths, on_sample, sampled, cached=shared)
+        new, shared = prompt_tokens - workload.shared_tokens, workload.shared_tokens
+        self.engines[index].begin(
+            new, lengths, on_sample, sampled, cached=shared, turns=workload.turns, tool_s=workload.tool_s
+        )
 
     async def _admit(self, samples: int, most: int) -> int:
         """Return the engine that takes a group, of ``most`` tokens a sample."""
@@ -627,46 +649,24 @@ class TimedRollouts:
                 engine.advance()
                 engine.replan()
 
-    async def _generate(self, prompt_tokens: int, lengths: Sequence[int], tokens: int) -> None:
-        """Sample a group on an engine. ``tokens``: the most of a sample."""
-        index = await self._admit(len(lengths), tokens)
-        engine, workload = self.engines[index], self._workload
-
-        def on_sample() -> None:
-            self.load_balancer.release(index, 1, tokens)
-
-        if workload.turns == 1:
-            shared = workload.shared_tokens
-            await engine.generate(prompt_tokens - shared, lengths, on_sample=on_sample, cached=shared)
-            return
-        share, turns, tool_s = prompt_tokens / len(lengths), workload.turns, workload.tool_s
-        await gather(
-            generate_episode(engine, share, n, turns=turns, tool_s=tool_s, on_sample=on_sample)
-            for n in lengths
-        )
-
 
 class TimedScorer:
     """The workers of ``model``: the reference, a teacher or a reward model."""
 
-    def __init__(
-        self, model: FrozenModel, scenario: Scenario, trace: SimulationTrace, gpus: SimulatedGpus
-    ) -> None:
+    def __init__(self, model: FrozenModel, scenario: Scenario, bars: Bars, gpus: SimulatedGpus) -> None:
         self.model, self._rates, self._gpus = model, scenario.rates, gpus
         self._turn = scenario.turn_of(model)
         self._stage = "reward_model" if model.is_reward_model else "logprobs"
-        track = model.role.replace(" ", "-")
-        self._workers = WorkerQueue(trace, track, scenario.workers_of(model))
+        self._workers = Servers(scenario.workers_of(model), bars, model.role.replace(" ", "-"))
 
-    def reserve(self, prompt: Prompt, rollouts: RolloutsRef, at: float) -> float:
+    def reserve(self, prompt: Prompt, rollouts: RolloutsRef, at: float | None = None) -> float:
         """Return when a worker will have scored the group that comes at ``at``, on GPUs of its own."""
         seconds = self._rates.scoring_s(self.model, _prompt_tokens(prompt), _lengths(rollouts))
         return self._workers.reserve(self._stage, seconds, at)
 
     async def score(self, prompt: Prompt, rollouts: RolloutsRef) -> None:
-        seconds = self._rates.scoring_s(self.model, _prompt_tokens(prompt), _lengths(rollouts))
         async with self._gpus.turn(self._turn):
-            await self._workers.serve(self._stage, seconds)
+            await _sleep_until(self.reserve(prompt, rollouts))
 
     async def logprobs(self, prompt: Prompt, rollouts: RolloutsRef) -> list[np.ndarray]:
         await self.score(prompt, rollouts)
@@ -677,37 +677,26 @@ class TimedRewards:
     """Reward models score at the same time, then a grader does, as in `actors.workers.reward.RewardPool`."""
 
     def __init__(
-        self,
-        models: Sequence[TimedScorer],
-        scenario: Scenario,
-        rollouts: TimedRollouts,
-        trace: SimulationTrace,
+        self, models: Sequence[TimedScorer], scenario: Scenario, rollouts: TimedRollouts, bars: Bars
     ) -> None:
         self._models, self._rollouts, self._score_s = models, rollouts, scenario.rates.score_s
         self._signal_share = scenario.signal_share
-        self._graders = WorkerQueue(trace, "reward", scenario.config.rewards.num_workers)
+        self._graders = Servers(scenario.config.rewards.num_workers, bars, "reward")
 
     async def score(self, prompt: Prompt, rollouts: RolloutsRef) -> Group:
         if self._models:
             await gather(model.score(prompt, rollouts) for model in self._models)
-        await self._graders.serve("score", self._score_s(len(rollouts)))
-        return self._graded(prompt, rollouts)
+        group, end = self.reserve(prompt, rollouts)
+        await _sleep_until(end)
+        return group
 
-    def reserve(self, prompt: Prompt, rollouts: RolloutsRef, at: float) -> tuple[Group, float]:
-        """Return the group that comes at ``at``, and when a grader will have scored it; without reward
-        models.
-        """
-        end = self._graders.reserve("score", self._score_s(len(rollouts)), at)
-        return self._graded(prompt, rollouts), end
-
-    def _graded(self, prompt: Prompt, rollouts: RolloutsRef) -> Group:
-        number = int(prompt.uid.rpartition("/")[2])
-        signal = (
-            self._signal_share == 1.0
-            or random.Random(f"{number} {self._rollouts.version}").random() < self._signal_share
-        )
+    def reserve(self, prompt: Prompt, rollouts: RolloutsRef, at: float | None = None) -> tuple[Group, float]:
+        """Return the group that comes at ``at``, and when a grader will have scored it."""
+        number, share = int(prompt.uid.rpartition("/")[2]), self._signal_share
+        signal = share == 1.0 or random.Random(f"{number} {self._rollouts.version}").random() < share
         rewards = _rewards(len(rollouts), signal)
-        return Group(prompt, rollouts, rewards, {_REWARD: rewards}, ("correct",) * len(rollouts))
+        group = Group(prompt, rollouts, rewards, {_REWARD: rewards}, ("correct",) * len(rollouts))
+        return group, self._graders.reserve("score", self._score_s(len(rollouts)), at)
 
 
 @lru_cache
@@ -719,8 +708,8 @@ def _rewards(samples: int, signal: bool) -> np.ndarray:
 class TimedPolicy:
     """All policy ranks."""
 
-    def __init__(self, scenario: Scenario, trace: SimulationTrace, gpus: SimulatedGpus) -> None:
-        self._rates, self._trace, self._gpus = scenario.rates, trace, gpus
+    def __init__(self, scenario: Scenario, spans: list[Span], gpus: SimulatedGpus) -> None:
+        self._rates, self._spans, self._gpus = scenario.rates, spans, gpus
         self._shared_tokens = scenario.workload.shared_tokens
         self._demonstrations, self._parts = scenario.demonstrations(), scenario.parts
 
@@ -738,8 +727,8 @@ class TimedPolicy:
 
     async def run(self, stage: str, seconds: float) -> None:
         """Occupy all ranks with ``stage``."""
-        async with self._gpus.turn(POLICY), self._trace.span("policy", stage):
-            await asyncio.sleep(seconds)
+        async with self._gpus.turn(POLICY):
+            await _occupy(self._spans, stage, seconds)
 
 
 class TimedWeightSync:
@@ -761,44 +750,6 @@ class TimedWeightSync:
         return {}
 
 
-class WorkerQueue:
-    """``count`` workers, each with one call at a time, which take calls in the order of their arrival."""
-
-    def __init__(self, trace: SimulationTrace, track: str, count: int) -> None:
-        self._bars, self._track, self._servers = trace.bars, track, Servers(count)
-
-    async def serve(self, stage: str, seconds: float) -> None:
-        await self._servers.until(self.reserve(stage, seconds))
-
-    def reserve(self, stage: str, seconds: float, at: float | None = None) -> float:
-        """Return when a worker will be done with ``stage`` of a call, see `Servers.reserve`."""
-        index, begin, end = self._servers.reserve(seconds, at)
-        self._bars.setdefault(f"{self._track}-{index}", []).append(Span(stage, begin, end))
-        return end
-
-
-class Servers:
-    """Servers, each with one call at a time. A call takes the first to be free, in the order of arrival, so
-    that its end is known when it arrives.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._free = [(0.0, index) for index in range(count)]  # a heap: since when
-
-    def reserve(self, seconds: float, at: float | None = None) -> tuple[int, float, float]:
-        """Return the server of a call that takes ``seconds``, and when it begins and ends. It comes at
-        ``at``, no earlier than the call before; None: now.
-        """
-        since, index = self._free[0]
-        begin = max(since, self._loop.time() if at is None else at)
-        heapq.heapreplace(self._free, (begin + seconds, index))
-        return index, begin, begin + seconds
-
-    async def until(self, end: float) -> None:
-        await asyncio.sleep(end - self._loop.time())
-
-
 class SimulatedCluster:
     """Replaces `actors.cluster.Cluster` for the configuration that ``scenario`` simulates. Needs a running
     loop.
@@ -806,24 +757,24 @@ class SimulatedCluster:
 
     def __init__(self, scenario: Scenario) -> None:
         rates, engines = scenario.rates, [f"rollout-{i}" for i in range(scenario.config.rollout.num_workers)]
-        trace = self.trace = SimulationTrace([*engines, "policy"])
-        gpus = SimulatedGpus(trace, {})
+        bars = self.bars = Bars({name: [] for name in (*engines, "policy")})
+        gpus = SimulatedGpus(bars["policy"], {})
         if scenario.sharing:
             turn_s = {ENGINES: rates.turn_s(), POLICY: rates.turn_s()}
             turn_s |= {model.role: rates.scoring_turn_s(model) for model in scenario.scorers}
-            gpus = SimulatedGpus(trace, turn_s, resend_s=rates.resend_s())
-        simulated = [Engine(rates, scenario.capacity, spans=trace.bars[name]) for name in engines]
-        self.rollouts = TimedRollouts(simulated, scenario, trace, gpus)
-        scorers = [TimedScorer(model, scenario, trace, gpus) for model in scenario.scorers]
+            gpus = SimulatedGpus(bars["policy"], turn_s, resend_s=rates.resend_s())
+        simulated = [Engine(rates, scenario.capacity, spans=bars[name]) for name in engines]
+        self.rollouts = TimedRollouts(simulated, scenario, gpus)
+        scorers = [TimedScorer(model, scenario, bars, gpus) for model in scenario.scorers]
         reward_models = [scorer for scorer in scorers if scorer.model.is_reward_model]
         by_name = {scorer.model.role: scorer for scorer in scorers if not scorer.model.is_reward_model}
         reference = by_name.pop("reference", None)
         teachers = {role.removeprefix("teacher "): scorer for role, scorer in by_name.items()}
-        policy = TimedPolicy(scenario, trace, gpus)
+        policy = TimedPolicy(scenario, bars["policy"], gpus)
         # Simulated workers have only the methods that a planned run calls.
         roles: tuple[Any, ...] = (
             self.rollouts,
-            TimedRewards(reward_models, scenario, self.rollouts, trace),
+            TimedRewards(reward_models, scenario, self.rollouts, bars),
             reference,
             policy,
             TimedWeightSync(rates, self.rollouts, policy, gpus),

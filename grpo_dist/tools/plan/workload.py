@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from grpo_dist.config import Config, FixedLengths, LengthsConfig, LognormalLengths, NaturalLengths
-from grpo_dist.tools.bench.lengths import length_of
+from grpo_dist.tools.bench.lengths import lengths_of
 
 # Assumed without `bench.lengths` or a benchmark: what instructed models write on mathematics.
 _SHARE_OF_CAP = 1 / 3  # mean before the cap
@@ -36,18 +36,19 @@ class Workload:
     tool_s: float = 0.0
     shared_tokens: int = 0
 
-    def length(self, seed: int, uid: str) -> int:
-        """Return the tokens of the completion with ``seed`` of the prompt ``uid``."""
+    def sample(self, uid: str, seeds: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of the completions with ``seeds`` of the prompt ``uid``."""
         if self.measured:
-            return min(self.measured[seed % len(self.measured)], self.cap)
-        length = length_of(seed, self.lengths, cap=self.cap, uid=uid)
-        assert length is not None  # natural lengths are measured or assumed
-        return min(length, self.cap)  # an evaluation may have a lower cap
+            return tuple([min(self.measured[seed % len(self.measured)], self.cap) for seed in seeds])
+        lengths = lengths_of(seeds, self.lengths, cap=self.cap, uid=uid)
+        assert lengths is not None  # natural lengths are measured or assumed
+        # An evaluation may have a lower cap than fixed lengths.
+        return lengths if max(lengths) <= self.cap else tuple(min(n, self.cap) for n in lengths)
 
     def known_lengths(self, uids: Sequence[str], samples: int) -> dict[str, float]:
         """Return the mean tokens of ``samples`` completions of each prompt, by seeds that no run draws."""
         return {
-            uid: float(np.mean([self.length(-1 - n - samples * i, uid) for n in range(samples)]))
+            uid: float(np.mean(self.sample(uid, [-1 - n - samples * i for n in range(samples)])))
             for i, uid in enumerate(uids)
         }
 
@@ -64,14 +65,14 @@ class Workload:
 @lru_cache
 def _drawn(workload: Workload) -> list[int]:
     if isinstance(workload.lengths, FixedLengths):
-        return [workload.length(0, "")]
-    return [workload.length(seed, str(seed)) for seed in range(len(workload.measured) or _DRAWN)]
+        return list(workload.sample("", [0]))
+    return [workload.sample(str(seed), [seed])[0] for seed in range(len(workload.measured) or _DRAWN)]
 
 
 def workload_of(
     config: Config,
     *,
-    prompt_tokens: int | None,
+    prompt_tokens: int | None = None,
     shared_tokens: int = 0,
     measured: Sequence[int] = (),
     turns: int | None = None,

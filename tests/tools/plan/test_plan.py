@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.cli import main
@@ -29,12 +28,12 @@ from grpo_dist.tools.plan.options import (
     planned,
 )
 from grpo_dist.tools.plan.rates import Rates, Reached, UpdateWork
-from grpo_dist.tools.plan.report import delta_line, driver_lines, print_plan
+from grpo_dist.tools.plan.report import driver_lines
 from grpo_dist.tools.plan.search import bound, changes_of, longest_s, reason, search
 from grpo_dist.tools.plan.simulation import Scenario, simulate
 from grpo_dist.tools.plan.workload import Workload, workload_of
 from tests.support.fakes import config
-from tests.support.plans import model_of
+from tests.support.plans import model_of, printed, wide
 from tests.support.tiers import slow_after
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -279,28 +278,6 @@ def test_deltas_save_the_network_by_the_type_and_the_learning_rate_and_cost_copi
     assert rates(weight_sync={"deltas": "auto"}).sync_s() == rates().sync_s()
 
 
-@pytest.mark.parametrize(
-    ("itemsize", "lr", "said"),
-    [
-        (2, 1e-6, "sends 1.9 % of the weights' bytes (bfloat16 at `policy.optimizer.lr` = 1e-06, after the"),
-        (
-            2,
-            3e-5,
-            "sends all of the weights' bytes (bfloat16 is measured up to 1e-5, `policy.optimizer.lr` =",
-        ),
-        (4, 1e-6, "sends all of the weights' bytes (in float32 nearly every weight changes)"),
-    ],
-)
-def test_a_plan_says_which_share_of_the_weights_deltas_send(itemsize, lr, said):
-    def line(deltas):
-        config = rates(weight_sync={"deltas": deltas}, policy={"optimizer": {"lr": lr}}).config
-        return delta_line(config.weight_sync, config.policy.optimizer, itemsize)
-
-    (found,) = line(True)
-    assert said in found
-    assert line(False) == line("auto") == []
-
-
 # Options
 
 
@@ -347,17 +324,6 @@ def test_engines_too_large_for_a_node_are_refused():
     with pytest.raises(UserError, match="3x6xH100: its nodes have no room for 4 times 4 GPUs"):
         option_of(c, setting(c, "3x6xH100"))
     assert option_of(c, setting(c, "4x6xH100")).roles.gpus == 18
-
-
-def wide(**changes):
-    return config(
-        **{
-            "model": {"path": "Qwen/Qwen2.5-1.5B", "gradient_checkpointing": True},
-            "batch": {"prompts_per_step": 16, "samples_per_prompt": 4},
-            "sampling": {"max_new_tokens": 256},
-        }
-        | changes
-    )
 
 
 def options(config, setting):
@@ -458,8 +424,7 @@ def cpu_config(**changes):
 def on_two_cores(c, measured):
     cluster = parse_cluster("1x0xCPU")
     calibration = calibrate(measured, cluster)
-    shared = calibration.shared_tokens
-    workload = workload_of(c, prompt_tokens=16, shared_tokens=shared, measured=calibration.lengths)
+    workload = workload_of(c, **calibration.workload)
     return planned(option_of(c, Setting(cluster, model_of(c), workload, calibration))).simulated
 
 
@@ -488,7 +453,7 @@ def test_a_plan_of_prompts_that_begin_alike_gives_the_measured_times_of_such_a_b
     measured = replace(base, steps=steps, workload=base.workload | {"shared_prompt_tokens": 12})
     cluster = parse_cluster("1x0xCPU")
     calibration = calibrate(measured, cluster)
-    assert calibration.shared_tokens == 12
+    assert calibration.workload["shared_tokens"] == 12
     run = on_two_cores(c, measured)
     assert run.stage_s["sample"] == pytest.approx(3.0, rel=0.05)
     assert run.stage_s["update"] == pytest.approx(5.0, rel=0.05)
@@ -501,7 +466,7 @@ def test_a_benchmark_of_one_prompt_again_and_again_plans_prompts_of_a_token_of_t
     c = cpu_config()
     base = result(c)
     same = replace(base, workload=base.workload | {"shared_prompt_tokens": 16})
-    assert calibrate(same, parse_cluster("1x0xCPU")).shared_tokens == 15
+    assert calibrate(same, parse_cluster("1x0xCPU")).workload["shared_tokens"] == 15
 
 
 def test_times_scale_with_the_work():
@@ -648,12 +613,6 @@ def test_without_a_figure_a_plan_says_that_no_draft_is_right_and_one_without_dra
 # The command
 
 
-def printed(made):
-    console = Console(record=True, width=150, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_plan(made, console)
-    return console.export_text()
-
-
 @pytest.mark.slow
 def test_the_command_prints_a_plan_and_writes_its_timeline(tmp_path, capsys):
     trace = tmp_path / "plan.json"
@@ -740,7 +699,7 @@ def test_the_reason_names_what_bounds_the_step():
     assert reason(replace(made, simulated=slow)).startswith("reference bounds the step")
     tail = replace(run, step_s=longest_s(made.option.scenario))
     assert reason(replace(made, simulated=tail)).startswith("the longest completions bound the step")
-    assert Workload(1, c.bench.lengths, 5, measured=(9,)).length(3, "p") == 5
+    assert Workload(1, c.bench.lengths, 5, measured=(9,)).sample("p", [3]) == (5,)
 
 
 def test_the_drivers_memory_is_that_of_all_rows_in_local_files(tmp_path):

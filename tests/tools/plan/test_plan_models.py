@@ -112,11 +112,12 @@ def test_a_wrapper_is_counted_as_its_text_model(tied):
     assert found.tied == tied and found.parameters == sum(p.numel() for p in real.parameters())
 
 
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", *EXPERT_SHAPES])
-def test_types_that_are_known_here_are_counted_as_their_models_are(kind, monkeypatch):
+def test_types_that_are_known_here_are_counted_as_their_models_are(kind, tied, monkeypatch):
     """Without transformers, which takes seconds to import."""
     c = EXPERT_SHAPES.get(kind, SHAPE) | {"model_type": kind, "max_position_embeddings": 64}
-    c |= {"tie_word_embeddings": False}
+    c |= {"tie_word_embeddings": tied}
     measured = models._measure(c, "m")
     monkeypatch.setattr(models, "_measure", None)
     counted = from_config_json(c, "m")

@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
 from grpo_dist.errors import UserError
@@ -15,10 +14,11 @@ from grpo_dist.tools.plan.memory import GIB, Sizes, frozen_worker
 from grpo_dist.tools.plan.models import from_config_json, frozen_models, published
 from grpo_dist.tools.plan.options import Assumptions, Setting, option_of, planned
 from grpo_dist.tools.plan.rates import Rates, Reached
-from grpo_dist.tools.plan.report import print_plan, warnings
+from grpo_dist.tools.plan.report import warnings
 from grpo_dist.tools.plan.search import bound, reason
 from grpo_dist.tools.plan.workload import workload_of
 from tests.support.fakes import config
+from tests.support.plans import printed
 from tests.support.reward_models import config as classifier_config
 
 KNOWN = "Qwen/Qwen2.5-7B"
@@ -40,12 +40,6 @@ def one(**changes):
     (known,), unknown = frozen_models(judged(changes))
     assert not unknown
     return known
-
-
-def printed(made):
-    console = Console(record=True, width=160, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_plan(made, console)
-    return console.export_text()
 
 
 # Sizes

@@ -17,7 +17,7 @@ from grpo_dist.tools.plan.options import (
 from grpo_dist.tools.plan.search import SearchResult, bound, changes_of
 from grpo_dist.tools.plan.simulation import simulate
 from tests.support.fakes import config
-from tests.tools.plan.test_plan import printed, wide
+from tests.support.plans import printed, wide
 
 ASSUMED = Assumptions(prompt_tokens=100)
 

@@ -1,4 +1,4 @@
-"""The plan of a supervised stage: what a rank holds, whether it fits, and how long the stage takes."""
+"""Memory of supervised training, as a stage and before a run: counted by `check` and by `plan`."""
 
 import pytest
 
@@ -6,12 +6,15 @@ from actors.placement.demands import Resources, placement
 from grpo_dist.config import SupervisedConfig
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.accelerators import parse_cluster
-from grpo_dist.tools.plan.memory import Sizes, supervised_rank
+from grpo_dist.tools.plan.command import make_plan
+from grpo_dist.tools.plan.memory import Sizes, cold_start, is_trained_first, supervised_rank
 from grpo_dist.tools.plan.models import published
-from grpo_dist.tools.plan.placement import supervised_problem
+from grpo_dist.tools.plan.options import Assumptions
+from grpo_dist.tools.plan.placement import cold_start_problem, supervised_problem
 from grpo_dist.tools.recipe.config import load_pipeline
 from tests.support import fakes
 from tests.support.documents import ROOT
+from tests.support.plans import printed
 
 SEVEN = published("Qwen/Qwen2.5-7B")
 H100 = parse_cluster("1x8xH100")
@@ -82,3 +85,48 @@ def test_every_supervised_stage_of_the_shipped_recipe_at_7b_fits_its_two_nodes()
         found[stage.name] = need.total / GIB
     assert list(found) == ["cold_start", "second_sft", "distilled"]
     assert found["distilled"] < found["cold_start"] < 60
+
+
+# Before a run
+
+
+def cold(**sft):
+    """Return a run that begins with supervised training in one process."""
+    return fakes.config(
+        model={"path": "sft", "gradient_checkpointing": True},
+        sft={"model": "Qwen/Qwen2.5-1.5B", "data": "pairs.jsonl"} | sft,
+        policy={"num_workers": 4},
+        batch={"prompts_per_step": 4},
+    )
+
+
+def needed(c, model, **changes):
+    return cold_start(c.sft, model, Sizes.of(c, gpu=True), **changes)
+
+
+def test_states_are_four_float32_numbers_per_weight_and_activations_are_those_of_the_batch():
+    model = published("Qwen/Qwen2.5-1.5B")
+    one, two = (needed(cold(batch_size=n), model, longest=64) for n in (4, 8))
+    states = sum(one.parts[name] for name in ("weights", "gradients", "optimiser"))
+    assert states == 16 * model.parameters
+    assert two.parts["activations"] == pytest.approx(2 * one.parts["activations"])
+    bounded = needed(cold(batch_size=4, max_length=64), model)
+    assert bounded.total == one.total  # if the rows are unknown, the longest possible
+
+
+def test_what_does_not_fit_names_the_keys_to_lower():
+    model, cluster = published("Qwen/Qwen2.5-1.5B"), parse_cluster("1x8xH100")
+    small, large = (needed(cold(), model, longest=n) for n in (16, 4096))
+    assert cold_start_problem(small, cluster) is None
+    said = cold_start_problem(large, cluster)
+    assert said.startswith("cold start: ") and "lower `sft.batch_size` or `sft.max_length`" in said
+
+
+def test_a_plan_counts_the_cold_start():
+    assert is_trained_first(cold().model, cold().sft) and not is_trained_first(
+        fakes.config().model, fakes.config().sft
+    )
+    made = make_plan(cold(), "1x8xH100", Assumptions(prompt_tokens=50), splits=False)
+    said = printed(made)
+    assert "cold start, before all workers: " in said and "48 rows of `sft.max_length` = 1024 tokens" in said
+    assert "warning: cold start: " in said and "`check` uses the real lengths of the rows" in said

@@ -6,7 +6,7 @@ import pytest
 from grpo_dist import cli
 from grpo_dist.config import LognormalLengths
 from grpo_dist.config.files import changed
-from grpo_dist.tools.bench.lengths import length_of
+from grpo_dist.tools.bench.lengths import lengths_of
 from grpo_dist.tools.plan.simulation import Scenario, simulate
 from grpo_dist.tools.plan.tail import VARIANTS, sampling_limit_s
 from grpo_dist.tools.plan.workload import Workload
@@ -17,15 +17,11 @@ LENGTHS = LognormalLengths(mean=100, sigma=1.0, prompt_share=0.5)
 
 
 def test_a_share_of_the_lengths_variance_is_the_prompts_and_none_of_it_without_the_setting():
-    logs = np.log(
-        [[length_of(8 * p + i, LENGTHS, cap=10**9, uid=f"p{p}") for i in range(8)] for p in range(2000)]
-    )
+    logs = np.log([lengths_of(range(8 * p, 8 * p + 8), LENGTHS, cap=10**9, uid=f"p{p}") for p in range(2000)])
     within = logs.var(axis=1, ddof=1).mean()
     assert within == pytest.approx(0.5, rel=0.05) and logs.var() == pytest.approx(1.0, rel=0.08)
     plain = LognormalLengths(mean=100, sigma=1.0)
-    assert [length_of(seed, plain, cap=1600, uid="p") for seed in range(5)] == [
-        length_of(seed, plain, cap=1600) for seed in range(5)
-    ]
+    assert lengths_of(range(5), plain, cap=1600, uid="p") == lengths_of(range(5), plain, cap=1600)
 
 
 def two_engines(name, *, slots=64, steps=24, **changes):

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from grpo_dist.config import FixedLengths
 from grpo_dist.tools.bench.flops import Shape
@@ -13,7 +12,6 @@ from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import Sizes, rank_bytes
 from grpo_dist.tools.plan.models import ModelShape, published
 from grpo_dist.tools.plan.options import Assumptions, Setting, option_of, planned
-from grpo_dist.tools.plan.report import print_plan
 from grpo_dist.tools.plan.simulation import Scenario, evaluation_s
 from grpo_dist.tools.plan.whole_run import (
     checkpoints,
@@ -24,7 +22,7 @@ from grpo_dist.tools.plan.whole_run import (
 )
 from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config
-from tests.support.plans import Times, judges
+from tests.support.plans import Times, judges, printed, wide
 
 TINY = ModelShape("tiny", Shape(8, 1, 2, 2, 4, 16, 100), parameters=1000, tied=True)
 
@@ -37,24 +35,9 @@ def evaluated_on(rows):
 EVAL = evaluated_on(None)
 
 
-def wide(**changes):
-    base = {
-        "model": {"path": "Qwen/Qwen2.5-1.5B", "gradient_checkpointing": True},
-        "batch": {"prompts_per_step": 16, "samples_per_prompt": 4},
-        "sampling": {"max_new_tokens": 256},
-    }
-    return config(**base | changes)
-
-
 def option(c, cluster="1x4xH100"):
     lengths = Workload(100, FixedLengths(tokens=200), 256)
     return option_of(c, Setting(parse_cluster(cluster), published("Qwen/Qwen2.5-1.5B"), lengths, None))
-
-
-def printed(made):
-    console = Console(record=True, width=160, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_plan(made, console)
-    return console.export_text()
 
 
 # Evaluations
