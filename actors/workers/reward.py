@@ -34,7 +34,6 @@ from grpo_dist.rewards.format import is_degenerate
 from grpo_dist.rewards.functions import StepScores
 from grpo_dist.rewards.group import CompletionGroup, ModelScores
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import model_terms, placed, reward_specs
 from grpo_dist.rewards.scorer import scorers_by_source
 from grpo_dist.rewards.steps import decoded_length, token_ends
 from grpo_dist.runtime.concurrency import gather
@@ -224,7 +223,6 @@ class RewardPool:
         outcome_rewards: Mapping[Any, float] | None = None,
         policy: PolicyTokenizer | None = None,
     ) -> None:
-        settings = placed(settings)
         makers = actors.makers(
             ray.remote(worker),
             settings.num_workers,
@@ -318,9 +316,8 @@ def add_model_steps(group: Group, modelled: Mapping[str, ModelScores]) -> Group:
 def not_scored(prompt: Prompt, rollouts: Sequence[Rollout], settings: RewardsConfig) -> Group:
     """Return a group whose samples have no reward: NaN, and outcome "error" if math or a judge has one."""
     settings = settings.select_source(prompt.source)
-    specs = reward_specs(settings)
     nothing = np.full(len(rollouts), np.nan, np.float32)
-    names = [spec.name for spec in specs] + [term.name for term in model_terms(settings)]
-    outcome = "error" if any(spec.function in ("math", "judge") for spec in specs) else ""
+    names = [reward.label for reward in (*settings.functions, *settings.models)]
+    outcome = "error" if any(f.function in ("math", "judge") for f in settings.functions) else ""
     parts = dict.fromkeys(names, nothing)
     return Group(prompt, tuple(rollouts), nothing, parts, (outcome,) * len(rollouts))

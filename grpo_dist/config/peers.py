@@ -98,8 +98,7 @@ EARLIER_KEYS = {
     "reference.threads": "nothing: a worker has one thread",
     "rejection.chunk_prompts": "nothing: samples are saved after every 512 prompts",
     "rejection.prefer": "nothing: the shortest of the right samples are kept",
-    "rewards.overlong_buffer.share": "nothing for 0.2; else `rewards.functions: [{function: overlong_share, "
-    "weight: ..., kwargs: {share: ...}}]`",
+    "rewards.overlong_buffer.share": "`rewards.overlong_buffer.tokens`; null: a fifth",
     "rewards.prompt_opens_thought": "nothing: the rendered prompt shows it",
     "rewards.models.format": "the format as kind: `rewards.models: [{kind: qwen, ...}]`",
     "rollout.speculation.history_tokens": "nothing: 16 million",

@@ -104,6 +104,11 @@ class RewardModelConfig(GatedConfig, Choice):
     trust_remote_code: bool = Field(False, description="run Python code that ships with the model")
 
     @property
+    def label(self) -> str:
+        """The name in metrics."""
+        return self.name
+
+    @property
     def gpus(self) -> float:
         """GPUs of one copy: whole ones, or a share of one in units of 1e-4, as Ray counts them. Rounded down,
         for Ray rounds to the nearest: six shares of 1/6 would be more than a GPU.
@@ -221,10 +226,8 @@ class OverlongBufferConfig(Section):
         """The reward that the buffer adds; none where it is off."""
         if not self.penalty:
             return ()
-        if self.tokens is None:
-            return (RewardConfig(name="overlong", function="overlong_share", weight=self.penalty),)
         kwargs = {"buffer_tokens": self.tokens}
-        return (RewardConfig(name="overlong", function="overlong", kwargs=kwargs, weight=self.penalty),)
+        return (RewardConfig(function="overlong", kwargs=kwargs, weight=self.penalty),)
 
 
 class RewardTrialConfig(Section):

@@ -15,7 +15,7 @@ from grpo_dist.config.algorithm import ESTIMATOR_TRAITS
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.group import named_columns
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import REWARDS, RewardSpec, load_user_function, make, make_term, reward_specs
+from grpo_dist.rewards.registry import REWARDS, load_user_function, make
 from grpo_dist.runtime.hardware import available_cpus
 
 
@@ -36,17 +36,17 @@ def reward_problems(
     custom, seen = [], list[tuple[str, Mapping[str, Any]]]()
     for source, rewards_of_source in settings.variants.items():
         key = f"rewards.by_source.{source}.functions" if source else "rewards.functions"
-        for spec in reward_specs(rewards_of_source):
-            if (spec.name, spec.kwargs) in seen:
+        for spec in rewards_of_source.functions:
+            if (spec.label, spec.kwargs) in seen:
                 continue
-            seen.append((spec.name, spec.kwargs))
+            seen.append((spec.label, spec.kwargs))
             if spec.function not in REWARDS:
                 custom.append(spec)
                 continue
             try:
                 make(spec).check(max_new_tokens=max_new_tokens)
             except ValueError as error:
-                yield f"{key} {spec.name}: {error}"
+                yield f"{key} {spec.label}: {error}"
     if not custom:
         return
     with nullcontext(pool) if pool else GraderPool.from_config(settings, 1) as loading:
@@ -66,7 +66,7 @@ def graded_problems(settings: RewardsConfig, advantage: str) -> Iterator[str]:
     builtin = [r for r in settings.all_functions if r.weight and r.function in REWARDS]
     for reward in {r.function: r for r in reversed(builtin)}.values():
         with suppress(ValueError):  # wrong kwargs are reported by `reward_problems`
-            if make(RewardSpec(make_term(reward.name, reward), reward.function, reward.kwargs)).is_graded:
+            if make(reward).is_graded:
                 yield (
                     f"`algorithm.advantage` = {advantage} needs a reward of 0 and 1, but `{reward.function}` "
                     "has other values; set its `weight` to 0, or use another advantage"
@@ -80,15 +80,15 @@ def combination_problems(settings: RewardsConfig) -> Iterator[str]:
     in evaluations. With `math` or `judge` among the rewards, its verdicts are asked for.
     """
     for source, rewards_of_source in settings.variants.items():
-        built_in = [spec for spec in reward_specs(rewards_of_source) if spec.function in REWARDS]
-        tests = next((s.name for s in built_in if not REWARDS[s.function].knows_right_answers), None)
+        built_in = [spec for spec in rewards_of_source.functions if spec.function in REWARDS]
+        tests = next((s.label for s in built_in if not REWARDS[s.function].knows_right_answers), None)
         if tests is None or {"math", "judge"} & {spec.function for spec in built_in}:
             continue
         key = f"rewards.by_source.{source}.functions" if source else "rewards.functions"
         for spec in built_in:
             if REWARDS[spec.function].asks_math_grader:
                 yield (
-                    f"{key} {spec.name} takes right and wrong from the math grader, which calls all code "
+                    f"{key} {spec.label} takes right and wrong from the math grader, which calls all code "
                     f"that `{tests}` runs wrong, also in evaluations; expected a length reward that does "
                     f"not, e.g. `overlong` with `gate: {tests}`"
                 )
@@ -122,9 +122,9 @@ def column_problems(
     """
     if not rows:
         return
-    for spec in reward_specs(settings.select_source(rows[0].source)):
+    for spec in settings.select_source(rows[0].source).functions:
         if spec.function in REWARDS and (reward := make(spec)).data_columns:
-            yield from _problems(spec.name, reward, rows, remedy, available)
+            yield from _problems(spec.label, reward, rows, remedy, available)
 
 
 def user_column_problems(
@@ -138,10 +138,10 @@ def user_column_problems(
 
     Loads the functions in ``pool``. Arguments as of `column_problems`.
     """
-    for spec in reward_specs(settings.select_source(rows[0].source)) if rows else ():
+    for spec in settings.select_source(rows[0].source).functions if rows else ():
         if spec.function not in REWARDS:
             columns = load_user_function(spec, pool).data_columns
-            for column, problem in _missing(spec.name, columns, rows, remedy, available):
+            for column, problem in _missing(spec.label, columns, rows, remedy, available):
                 here = _NAMES_OF_PEERS.get(column)
                 yield problem + (f". What other trainers call `{column}` is `{here}` here" if here else "")
 
@@ -151,7 +151,7 @@ def asked_columns(settings: RewardsConfig) -> frozenset[str]:
 
     Loads the functions. One that cannot be loaded asks for nothing here: `reward_problems` reports it.
     """
-    specs = {spec.function: spec for variant in settings.variants.values() for spec in reward_specs(variant)}
+    specs = {function.function: function for function in settings.all_functions}
     asked: set[str] = set()
     if custom := [spec for function, spec in specs.items() if function not in REWARDS]:
         with GraderPool.from_config(settings, 1) as pool:

@@ -163,7 +163,9 @@ class Endpoint:
         self._secrets = {"api_key": key, "url": base_url, "headers": headers, "extra": extra_secrets}
         self._limit = RateLimit(rate / workers) if rate else None
         self.breaker = CircuitBreaker(settings.break_after, settings.break_s)
-        self._loop = _ClientLoop(headers)
+        self._headers = {"Content-Type": "application/json"} | headers
+        self._client: httpx.AsyncClient | None = None
+        self._loop = LoopThread("endpoint")
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Return the reply to ``body``, parsed. Raises NoReply."""
@@ -182,9 +184,7 @@ class Endpoint:
                 self._limit.wait()  # bounded: by the configured rate
             reason, status, pause = "", None, None
             try:
-                status, retry_after, content = self._loop.post(
-                    f"{self._url}{path}", sent, self._settings.timeout_s
-                )
+                status, retry_after, content = self._send(path, sent)
             except ConnectionError as error:
                 reason = str(error)
             else:
@@ -200,7 +200,9 @@ class Endpoint:
         raise NoReply(f"{self._masked(reason)} (after {attempts} tries)", status)
 
     def close(self) -> None:
-        self._loop.close()
+        if self._client is not None:
+            self._loop.submit(self._client.aclose()).result(_CLOSE_S)
+        self._loop.stop(_CLOSE_S)
 
     def chat(
         self,
@@ -233,37 +235,25 @@ class Endpoint:
     def _masked(self, message: str) -> str:
         return masked_text(message, self._secrets)[:_LONGEST_REASON]
 
+    def _send(self, path: str, body: bytes) -> tuple[int, float | None, bytes]:
+        """Return status, Retry-After in seconds and body. Raises ConnectionError, at the deadline too.
 
-class _ClientLoop:
-    """An asynchronous HTTP client on an event loop of its own thread. Only there can a deadline cover a name
-    look-up, headers and body together: a blocking client's timeouts are of single reads, which a slow server
-    never exceeds.
-    """
-
-    def __init__(self, headers: Mapping[str, str]) -> None:
-        self._headers = {"Content-Type": "application/json"} | dict(headers)
-        self._client: httpx.AsyncClient | None = None
-        self._loop = LoopThread("endpoint")
-
-    def post(self, url: str, body: bytes, timeout_s: float) -> tuple[int, float | None, bytes]:
-        """Return status, Retry-After in seconds and body. Raises ConnectionError, at the deadline too."""
-        future = self._loop.submit(self._post(url, body, timeout_s))
+        On an event loop, where alone a deadline covers a name look-up, headers and body together: a blocking
+        client's timeouts are of single reads, which a slow server never exceeds.
+        """
+        timeout_s = self._settings.timeout_s
+        future = self._loop.submit(self._attempt(f"{self._url}{path}", body, timeout_s))
         try:
             return future.result(timeout_s + _SLACK_S)
         except TimeoutError as error:
             future.cancel()
             raise ConnectionError(f"the reply has not ended after {timeout_s:g} s") from error
 
-    def close(self) -> None:
-        if self._client is not None:
-            self._loop.submit(self._client.aclose()).result(_CLOSE_S)
-        self._loop.stop(_CLOSE_S)
-
-    async def _post(self, url: str, body: bytes, timeout_s: float) -> tuple[int, float | None, bytes]:
+    async def _attempt(self, url: str, body: bytes, timeout_s: float) -> tuple[int, float | None, bytes]:
         import httpx  # a third of a second, and few runs ask a server
 
         if self._client is None:
-            # No limit of connections: the callers' threads are the limit. Deadlines are those of `post`.
+            # No limit of connections: the callers' threads are the limit. Deadlines are those of `_send`.
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
             self._client = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits)
         content = b""

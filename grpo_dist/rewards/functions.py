@@ -10,23 +10,16 @@ def f(steps, ...), kind: process       once for each completion; a number for ea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from grpo_dist.config.rewards import FunctionConfig, ProcessRewardConfig
 from grpo_dist.rewards.group import OF_CALLS, CompletionGroup
 from grpo_dist.rewards.pool import Failure, GraderPool
 from grpo_dist.rewards.steps import REDUCE, split_steps
-
-
-@dataclass(frozen=True, slots=True)
-class StepSettings:
-    """Of a function of kind process: what separates steps, and how their rewards become one."""
-
-    separator: str
-    reduce: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +31,23 @@ class StepScores:
 
 
 class UserFunction:
-    """One user function in the processes of ``pool``.
+    """One user function, ``path``, in the processes of ``pool``.
 
     Raises:
         ValueError: it cannot be loaded, or its signature is not that of its kind.
     """
 
-    def __init__(
-        self, path: str, kwargs: Mapping[str, Any], pool: GraderPool, *, steps: StepSettings | None = None
-    ) -> None:
-        self._path, self._kwargs, self._pool, self._steps = path, kwargs, pool, steps
+    def __init__(self, path: str, settings: FunctionConfig, pool: GraderPool) -> None:
+        self._path, self._kwargs, self._pool = path, settings.kwargs, pool
+        self._steps = settings if isinstance(settings, ProcessRewardConfig) else None
         self._signature = pool.check(path)
         names = self._signature.names
-        if steps is not None and "steps" not in names:
+        if self._steps and "steps" not in names:
             raise ValueError(
                 f"reward function {path!r} of kind process: expected a parameter `steps`, the list of the "
                 f"completion's steps; it has {', '.join(sorted(names)) or 'none'}"
             )
-        self._takes_group = steps is None and "completions" in names and "completion" not in names
+        self._takes_group = not self._steps and "completions" in names and "completion" not in names
 
     @property
     def data_columns(self) -> tuple[str, ...]:
@@ -69,7 +61,7 @@ class UserFunction:
 
     def score(self, group: CompletionGroup) -> tuple[list[float | Failure], StepScores | None]:
         """Return a number, or why there is none, for each completion, and the rewards of its steps if any."""
-        if self._steps is not None:
+        if self._steps:
             return self._score_steps(group, self._steps)
         size = len(group.completions)
         if self._takes_group:
@@ -79,9 +71,9 @@ class UserFunction:
         return self._pool.call(self._path, calls, together=self._signature.is_async), None
 
     def _score_steps(
-        self, group: CompletionGroup, settings: StepSettings
+        self, group: CompletionGroup, settings: ProcessRewardConfig
     ) -> tuple[list[float | Failure], StepScores]:
-        split = [split_steps(text, settings.separator) for text in group.completions]
+        split = [split_steps(text, settings.step_separator) for text in group.completions]
         sizes = [len(steps) for steps in split]
         calls = [
             self._keywords(group, i) | {"steps": [text for text, _ in steps]} for i, steps in enumerate(split)

@@ -15,21 +15,16 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Float32, Float64
 
-from grpo_dist.config import RewardsConfig
+from grpo_dist.config import RewardModelConfig, RewardsConfig
+from grpo_dist.config.rewards import FunctionConfig
 from grpo_dist.errors import failure_kind
 from grpo_dist.rewards.functions import StepScores
 from grpo_dist.rewards.group import CompletionGroup, Turns, Verdicts, describe_failure
-from grpo_dist.rewards.judges import deciding_judge, judged_outcomes
 from grpo_dist.rewards.pool import Failure, GraderPool
-from grpo_dist.rewards.registry import (
-    REWARDS,
-    RewardSpec,
-    Term,
-    load_user_function,
-    make,
-    model_terms,
-    reward_specs,
-)
+from grpo_dist.rewards.registry import REWARDS, load_user_function, make
+from grpo_dist.rewards.served import deciding_judge, judged_outcomes
+
+Term = FunctionConfig | RewardModelConfig  # a part of the total, with its weight and gate
 
 _WARNINGS_PER_REWARD = 20  # distinct messages; a function may put its input in each
 
@@ -59,7 +54,7 @@ class Scorer:
     `failure_kind`; `news` returns these messages once.
 
     Args:
-        models: weights and gates of reward models, whose scores are passed to `score`.
+        models: reward models, whose scores are passed to `score`.
         sharing: by name, the scorers of the run that have a reward and share the rate limit of its server.
         outcome_rewards: `environments.outcome_rewards`, added to the reward of episodes that ended so.
 
@@ -69,28 +64,28 @@ class Scorer:
 
     def __init__(
         self,
-        specs: Sequence[RewardSpec],
+        functions: Sequence[FunctionConfig],
         pool: GraderPool,
         *,
-        models: Sequence[Term] = (),
+        models: Sequence[RewardModelConfig] = (),
         sharing: Mapping[str, int] | None = None,
         outcome_rewards: Mapping[Any, float] | None = None,
     ) -> None:
         self._pool, self._lock = pool, Lock()
         self._outcome_rewards = dict(outcome_rewards or {})
-        self._terms = [*(spec.term for spec in specs), *models]
+        self._terms: list[Term] = [*functions, *models]
         self.failures: dict[str, Counter[str]] = {}
         self._news: list[str] = []
         self._first: dict[str, str] = {}  # message of each kind
         self._last: dict[str, str] = {}
-        names = [term.name for term in self._terms]
+        names = [term.label for term in self._terms]
         if len(set(names)) != len(names):
             raise ValueError(f"two rewards share a name: {names}; give each `name` once")
         self._user_functions = {
-            spec.name: load_user_function(spec, pool) for spec in specs if spec.function not in REWARDS
+            f.label: load_user_function(f, pool) for f in functions if f.function not in REWARDS
         }
-        self._builtin = {spec.name: make(spec) for spec in specs if spec.function in REWARDS}
-        self._judge = deciding_judge({spec.name: spec.function for spec in specs})
+        self._builtin = {f.label: make(f) for f in functions if f.function in REWARDS}
+        self._judge = deciding_judge({f.label: f.function for f in functions})
         for name, reward in self._builtin.items():
             reward.start(workers=(sharing or {}).get(name, 1), note=partial(self._note, name))
 
@@ -118,7 +113,7 @@ class Scorer:
             details[name] = [result.detail if isinstance(result, Failure) else "" for result in results]
             for detail in filter(None, details[name]):
                 self._note(name, detail)
-        parts = {term.name: to_part(values[term.name]) for term in self._terms}
+        parts = {term.label: to_part(values[term.label]) for term in self._terms}
         for name, part in parts.items():
             details.setdefault(name, [""] * len(part))
             for i, value in enumerate(np.asarray(values[name], dtype=np.float64)):
@@ -132,10 +127,10 @@ class Scorer:
         rewards = combine(parts, self._terms)
         failures: list[list[str]] = [[] for _ in rewards]
         for i in np.flatnonzero(np.isnan(rewards)).tolist():
-            lacking = [term for term in self._terms if np.isnan(parts[term.name][i])]
+            lacking = [term for term in self._terms if np.isnan(parts[term.label][i])]
             for term in [term for term in lacking if term.weight] or lacking:  # else it is a gate
-                reason = details[term.name][i] or self._latest(term.name, verdicts, i)
-                failures[i].append(f"reward {term.name}: {reason}")
+                reason = details[term.label][i] or self._latest(term.label, verdicts, i)
+                failures[i].append(f"reward {term.label}: {reason}")
         scores = Scores(rewards, parts, outcomes, steps, _make_failures(failures))
         return self._ended(group, scores) if any(group.turns) or "error" in group.finish_reasons else scores
 
@@ -207,7 +202,7 @@ def combine(parts: Mapping[str, Float[np.ndarray, " G"]], terms: Sequence[Term])
 
         math [1, 0, NaN] of weight 1, brevity [-0.5, -0.5, -0.5] of weight 2 with gate math -> [0, 0, NaN]
     """
-    by_name = {term.name: term for term in terms}
+    by_name = {term.label: term for term in terms}
     total = np.zeros(len(next(iter(parts.values()))), dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):  # overflow becomes NaN in `to_part`
         for term in terms:
@@ -219,7 +214,7 @@ def combine(parts: Mapping[str, Float[np.ndarray, " G"]], terms: Sequence[Term])
 def _gated(
     term: Term, parts: Mapping[str, Float[np.ndarray, " G"]], terms: Mapping[str, Term]
 ) -> Float64[np.ndarray, " G"]:
-    part = to_part(parts[term.name]).astype(np.float64)
+    part = to_part(parts[term.label]).astype(np.float64)
     if term.gate is None:
         return part
     gate = _gated(terms[term.gate], parts, terms)
@@ -259,16 +254,11 @@ def scorers_by_source(
     Raises:
         ValueError: as `Scorer`.
     """
-    specs = {source: reward_specs(specs_of_source) for source, specs_of_source in variants.items()}
-    holders = Counter(spec.name for specs_of_source in specs.values() for spec in specs_of_source)
+    holders = Counter(function.label for rewards in variants.values() for function in rewards.functions)
     sharing = {name: workers * count for name, count in holders.items()}
     return {
         source: Scorer(
-            specs[source],
-            pool,
-            models=model_terms(specs_of_source),
-            sharing=sharing,
-            outcome_rewards=outcome_rewards,
+            rewards.functions, pool, models=rewards.models, sharing=sharing, outcome_rewards=outcome_rewards
         )
-        for source, specs_of_source in variants.items()
+        for source, rewards in variants.items()
     }

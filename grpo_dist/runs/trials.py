@@ -28,7 +28,7 @@ from grpo_dist.errors import count_failures
 from grpo_dist.rewards.checks import graded_problems, user_column_problems
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import REWARDS, reward_specs
+from grpo_dist.rewards.registry import REWARDS
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.rewards.text import alternatives
 from grpo_dist.rewards.thought import resolve_thought
@@ -280,7 +280,7 @@ def try_rewards(
     )
     settings = rewards.model_copy(update={"functions": functions, "models": (), "by_source": {}})
     tried: list[RewardTrial] = []
-    scorer = Scorer(reward_specs(settings), pool)
+    scorer = Scorer(settings.select_source("").functions, pool)
     try:
         for texts in _answers(rewards, prompt):
             tried.append(_tried(scorer, settings, sampling, prompt, texts))

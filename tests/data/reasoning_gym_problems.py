@@ -20,7 +20,6 @@ from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.reasoning_gym import score
-from grpo_dist.rewards.registry import reward_specs
 from grpo_dist.rewards.scorer import Scorer
 from tests.support.made_groups import group_of
 
@@ -96,7 +95,7 @@ def scored(rows, answers):
     check_rewards(settings, max_new_tokens=8)
     found = []
     with GraderPool(1, timeout_s=60.0) as pool:
-        scorer = Scorer(reward_specs(settings), pool)
+        scorer = Scorer(settings.functions, pool)
         for row, texts in zip(rows, answers, strict=True):
             made = group_of([0.0] * len(texts), [1] * len(texts))
             group = CompletionGroup(

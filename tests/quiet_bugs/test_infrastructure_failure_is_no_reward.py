@@ -10,12 +10,12 @@ from grpo_dist.batch.credit_assignment import sample_advantages
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.evaluation.estimates import summarise
 from grpo_dist.rewards.group import describe_failure
-from grpo_dist.rewards.registry import Term
 from grpo_dist.rewards.scorer import combine
 from grpo_dist.types import Group, correctness
 from tests.support import fakes
 from tests.support.fakes import train
 from tests.support.losses import credit
+from tests.support.made_completions import term
 from tests.support.made_groups import group_of
 
 RIGHT, WRONG, FAILED = 1.0, 0.0, float("nan")
@@ -59,7 +59,7 @@ def test_a_failed_environment_is_named_and_never_trained_on_whatever_its_reward(
 
 def test_a_part_that_could_not_be_scored_makes_a_reward_that_is_unknown_and_not_lower():
     parts = {"math": np.array([1.0, np.nan, 0.0]), "format": np.array([1.0, 1.0, 1.0])}
-    found = combine(parts, [Term("math"), Term("format", weight=0.5)])
+    found = combine(parts, [term("math"), term("format", weight=0.5)])
     np.testing.assert_array_equal(found, np.array([1.5, np.nan, 0.5], np.float32))
 
 

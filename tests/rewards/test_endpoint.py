@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from grpo_dist.rewards.endpoint import CircuitBreaker, Endpoint, EndpointSettings, NoReply, RateLimit
-from grpo_dist.rewards.judges import LLMJudge
+from grpo_dist.rewards.served import LLMJudge
 from tests.support.patience import HANG_S, longer
 from tests.support.services import StandIn, after, chat, failing, replied
 

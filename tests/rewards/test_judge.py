@@ -1,9 +1,6 @@
-"""The judge against a fake server: requests, parsing of replies, retries, limits and the cache."""
+"""The judge against a fake server: requests, parsing of replies, retries, limits and what it remembers."""
 
 import math
-import sqlite3
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -12,15 +9,9 @@ import pytest
 from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.rewards.endpoint import NoReply
-from grpo_dist.rewards.judges import (
-    VerdictCache,
-    candidate,
-    deciding_judge,
-    judged_outcomes,
-    yes_or_no,
-)
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.scorer import Scorer
+from grpo_dist.rewards.served import candidate, deciding_judge, judged_outcomes, yes_or_no
 from grpo_dist.types import Group, Prompt, Rollout, Thought, correctness
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S, wait_until
@@ -101,20 +92,19 @@ def test_where_math_is_a_reward_it_decides_and_no_answer_stays_one():
 
 def test_the_request_is_greedy_and_shows_examples_before_the_pair(pool):
     with StandIn(says_yes_to()) as stand_in:
-        example = {"reference": "1 m", "candidate": "100 cm", "equal": True}
-        scores(
-            pool, stand_in, ["\\boxed{7}"], "\\boxed{8}", instruction="Same?", examples=[example],
-            extra_body={"seed": 3}, max_tokens=4,
-        )  # fmt: skip
+        scores(pool, stand_in, ["\\boxed{7}"], "\\boxed{8}", extra_body={"seed": 3}, max_tokens=4)
     (body,) = stand_in.requests
     assert (body["temperature"], body["max_tokens"], body["model"], body["seed"]) == (0.0, 4, "m", 3)
-    assert body["messages"] == [
-        {
-            "role": "user",
-            "content": "Same?\n\nReference: 1 m\nCandidate: 100 cm\nSame: Yes\n\n"
-            "Reference: 8\nCandidate: 7\nSame:",
-        }
-    ]
+    (message,) = body["messages"]
+    assert message["role"] == "user" and message["content"].startswith("You compare the final answers")
+    assert message["content"].endswith(
+        "Yes or No.\n\nReference: \\frac{3}{4}\nCandidate: 75\\%\nSame: Yes\n\n"
+        "Reference: x = 2 or x = -2\nCandidate: \\pm 2\nSame: Yes\n\n"
+        "Reference: 12\\pi\nCandidate: 12\nSame: No\n\n"
+        "Reference: (n+1)^2\nCandidate: n^2 + 2n + 1\nSame: Yes\n\n"
+        "Reference: 0.05\nCandidate: I think it is 0.05 or maybe 0.5\nSame: No\n\n"
+        "Reference: the red ball\nCandidate: Red\nSame: Yes\n\nReference: 8\nCandidate: 7\nSame:"
+    )
 
 
 def test_a_template_is_the_whole_question(pool):
@@ -144,8 +134,6 @@ def test_a_template_without_both_answers_is_refused():
     )
     typo = refused(base_url="http://127.0.0.1:9/v1", template="{question}: {reference} {candidate}")
     assert "{question} is no placeholder and would be sent as it stands; expected {reference}" in typo
-    both = {"template": "{reference} {candidate}", "instruction": "Same?"}
-    assert "remove instruction and examples" in refused(base_url="http://127.0.0.1:9/v1", **both)
 
 
 @pytest.mark.parametrize(
@@ -229,73 +217,23 @@ def test_a_failed_reply_is_nan_with_a_reason(pool, reply, words):
     assert len(stand_in.requests) == 1  # none of these is tried again
 
 
-def test_verdicts_outlive_a_run_and_failures_do_not(pool, tmp_path):
+def test_a_verdict_is_asked_for_once_and_a_failure_again(pool):
     replies = {"7": "Yes", "6": "Maybe"}
 
     def reply(body, number):
         return replies[body["messages"][0]["content"].rpartition("Candidate: ")[2].partition("\n")[0]]
 
     with StandIn(reply) as stand_in:
+        scorer = Scorer([spec("judge", "judge", kwargs={"base_url": stand_in.base_url, "model": "m"})], pool)
         asked = []
         for _ in range(3):
-            result, _ = scores(
-                pool,
-                stand_in,
-                ["\\boxed{7}", "\\boxed{6}"],
-                "8",
-                cache_path=str(tmp_path / "new" / "verdicts"),
-            )
+            result = scorer.score(completion_group(["\\boxed{7}", "\\boxed{6}"], "8"))
             np.testing.assert_array_equal(result.rewards, [1.0, np.nan])
             asked.append(len(stand_in.requests))
-    assert asked == [2, 3, 4]  # the malformed reply is asked for again, the verdict is not
-
-
-def test_the_cache_distinguishes_questions(tmp_path):
-    cache = VerdictCache(str(tmp_path / "v"))
-    cache.put(["m", "a"], True)
-    cache.put(["m", "b"], False)
-    assert [cache.get(["m", x]) for x in "abc"] == [True, False, None]
-    assert VerdictCache(None).get(["m", "a"]) is None
-    cache.close()
-
-
-@pytest.mark.slow
-def test_processes_share_a_cache(tmp_path):
-    """Another process writes while this one has the file open."""
-    cache = VerdictCache(str(tmp_path / "v"))
-    cache.put("ours", True)
-    code = (
-        "import sys; from grpo_dist.rewards.judges import VerdictCache as V; v = V(sys.argv[1]); "
-        "v.put('theirs', not v.get('ours'))"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "v")], check=True, timeout=HANG_S)
-    assert cache.get("theirs") is False
-    cache.close()
-
-
-def test_a_failing_cache_loses_no_verdict_and_is_reported_once(pool, tmp_path):
-    path = tmp_path / "verdicts"
-    kwargs = {"model": "m", "cache_path": str(path), "only_when": "always"}
-    with StandIn(says_yes_to("7")) as stand_in:
-        kwargs["base_url"] = stand_in.base_url
-        scorer = Scorer([spec("judge", "judge", kwargs=kwargs)], pool)
-        with sqlite3.connect(path) as other:
-            other.execute("DROP TABLE verdicts")
-        results = [scorer.score(completion_group(["\\boxed{7}", "\\boxed{6}"], "8")) for _ in range(2)]
+        other = scorer.score(completion_group(["\\boxed{7}"], "9"))
         scorer.close()
-    assert [r.rewards.tolist() for r in results] == [[1.0, 0.0]] * 2
-    assert len(stand_in.requests) == 2  # kept in memory
-    (noted,) = scorer.news()
-    assert f"reward judge: the verdicts in {path} cannot be read or written (no such table" in noted
-
-
-def test_verdicts_of_another_server_are_not_reused(pool, tmp_path):
-    asked = []
-    for _ in range(2):
-        with StandIn(says_yes_to()) as stand_in:
-            scores(pool, stand_in, ["\\boxed{7}"], "8", cache_path=str(tmp_path / "v"))
-        asked.append(len(stand_in.requests))
-    assert asked == [1, 1]
+    assert asked == [2, 3, 4]
+    assert other.rewards.tolist() == [1.0] and len(stand_in.requests) == 5  # of another gold
 
 
 def refused(**kwargs):
@@ -319,13 +257,10 @@ def test_a_judge_that_does_not_reply_yes_or_no_is_rejected_before_the_run(reply)
     assert "raise kwargs.max_tokens = 8, turn its thinking off" in message
 
 
-def test_a_missing_key_and_an_unusable_cache_are_rejected(tmp_path, monkeypatch):
+def test_a_missing_key_is_rejected(monkeypatch):
     monkeypatch.delenv("MY_JUDGE_KEY", raising=False)
     message = refused(base_url="http://127.0.0.1:9/v1", api_key_env="MY_JUDGE_KEY")
     assert "kwargs.api_key_env = MY_JUDGE_KEY" in message and "export it (on every node" in message
-    (tmp_path / "text").write_text("not a database, but long enough to be read as the header of one " * 20)
-    message = refused(base_url="http://127.0.0.1:9/v1", cache_path=str(tmp_path / "text"))
-    assert "cache_path" in message and "cannot be used as a cache" in message
 
 
 def test_the_key_is_sent_and_the_check_asks_one_question(monkeypatch):

@@ -65,7 +65,8 @@ def _wait(url, process, log):
 
 
 def settings(base_url, **more):
-    short = {"instruction": "Same? Yes or No.", "examples": [], "timeout_s": 120}
+    template = "Same? Yes or No.\n\nReference: {reference}\nCandidate: {candidate}\nSame:"
+    short = {"template": template, "timeout_s": 120}
     return {"base_url": base_url, "model": "judge", "extra_body": CHOICE} | short | more
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from grpo_dist.rewards.length import cosine_length, overlong_punishment, relative_length, repeated_share
+from grpo_dist.rewards.builtin import cosine_length, overlong_punishment, relative_length, repeated_share
 
 RANGES = {"correct_range": (1.0, 0.5), "wrong_range": (-1.0, 0.0), "exceed": -2.0}
 

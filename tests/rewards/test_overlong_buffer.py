@@ -10,7 +10,6 @@ from grpo_dist.config import RewardsConfig
 from grpo_dist.loop.metrics import rollout_metrics
 from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import Term, model_terms, reward_specs
 from grpo_dist.rewards.scorer import Scorer
 from tests.support.made_completions import completion_group
 from tests.support.made_groups import group_of
@@ -29,7 +28,8 @@ def pool():
 def scores(settings, pool, modelled=None, reason="length"):
     reasons = ["stop"] * 4 + [reason]
     group = completion_group(TEXTS, "4", lengths=LENGTHS, reasons=reasons)  # at most 100 tokens
-    return Scorer(reward_specs(settings), pool, models=model_terms(settings)).score(group, modelled)
+    chosen = settings.select_source("")
+    return Scorer(chosen.functions, pool, models=chosen.models).score(group, modelled)
 
 
 @pytest.mark.parametrize("size", [{}, {"tokens": 20}])
@@ -57,9 +57,9 @@ def test_it_is_added_to_reward_models_and_to_the_rewards_of_each_source(pool):
     modelled = {"quality": np.full(5, 3.0, np.float32)}
     of_models = scores(settings.variants[""], pool, modelled)
     assert of_models.rewards.tolist() == [2.0, 1.75, 1.0, 1.5, 1.0]
-    assert model_terms(settings.variants["words"]) == []
-    assert [s.term for s in reward_specs(settings.variants["words"])] == [
-        Term("exact", 2.0), Term("overlong", 2.0),
+    words = settings.variants["words"]
+    assert words.models == () and [(f.label, f.weight) for f in words.functions] == [
+        ("exact", 2.0), ("overlong", 2.0),
     ]  # fmt: skip
     assert settings.names == ["overlong", "exact", "quality"] and settings.weights["overlong"] == 2.0
 

@@ -12,9 +12,7 @@ from grpo_dist.config import RewardsConfig
 from grpo_dist.config.rewards import ProcessRewardConfig
 from grpo_dist.rewards import child
 from grpo_dist.rewards.checks import check_rewards
-from grpo_dist.rewards.functions import StepSettings
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import reward_specs
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.types import Prompt, Rollout
 from tests.support.made_completions import completion_group, spec
@@ -132,8 +130,11 @@ def group_of(completions, **more):
     return replace(completion_group(completions, "4", reasons=reasons, **more), source="gsm8k")
 
 
-def scored(pool, name, completions, steps=None, kwargs=None, **more):
-    scorer = Scorer([replace(spec("own", f"own_rewards:{name}", kwargs=kwargs), steps=steps)], pool)
+def scored(pool, name, completions, reduce=None, kwargs=None, **more):
+    function = spec("own", f"own_rewards:{name}", kwargs=kwargs)
+    if reduce:
+        function = ProcessRewardConfig(**dict(function) | {"kind": "process", "reduce": reduce})
+    scorer = Scorer([function], pool)
     return scorer.score(group_of(completions, **more)), scorer
 
 
@@ -229,16 +230,16 @@ def test_a_column_of_the_data_comes_before_a_name_of_ours(pool):
 def test_steps_get_a_reward_each_and_together_one(pool):
     texts = ["a=1\n\nb\n\nc=2", "x", "y=1"]
     for reduce, expected in (("min", [0, 0, 1]), ("mean", [2 / 3, 0, 1]), ("last", [1, 0, 1])):
-        scores, _ = scored(pool, "right_steps", texts, StepSettings("\n\n", reduce))
+        scores, _ = scored(pool, "right_steps", texts, reduce)
         assert scores.rewards.tolist() == pytest.approx(expected)
         assert [own.tolist() for own in scores.steps.rewards] == [[1, 0, 1], [0], [1]]
         assert scores.steps.char_ends == ([5, 8, 11], [1], [3])
-    scores, _ = scored(pool, "right_steps", texts[1:2], StepSettings("\n\n", "min"), {"bonus": 0.5})
+    scores, _ = scored(pool, "right_steps", texts[1:2], "min", {"bonus": 0.5})
     assert scores.rewards.tolist() == [0.5]
 
 
 def test_steps_that_cannot_be_scored_are_nan_and_keep_their_ends(pool):
-    scores, scorer = scored(pool, "picky_steps", ["a\n\nb?", "", "short\n\nb"], StepSettings("\n\n", "mean"))
+    scores, scorer = scored(pool, "picky_steps", ["a\n\nb?", "", "short\n\nb"], "mean")
     assert np.isnan(scores.rewards).all()
     assert [np.isnan(own).tolist() for own in scores.steps.rewards] == [[True, True], [True], [True, True]]
     question, short = sorted(scorer.failures["own"])
@@ -249,7 +250,7 @@ def test_steps_that_cannot_be_scored_are_nan_and_keep_their_ends(pool):
 @pytest.mark.slow
 def test_step_rewards_that_are_not_asynchronous_use_all_processes(code):
     with GraderPool(2, timeout_s=HANG_S, code_paths=[str(code)]) as pool:
-        scores, _ = scored(pool, "process_of_steps", ["a", "b", "c", "d"] * 2, StepSettings("\n\n", "min"))
+        scores, _ = scored(pool, "process_of_steps", ["a", "b", "c", "d"] * 2, "min")
     assert len(set(scores.rewards.tolist())) == 2
 
 
@@ -258,7 +259,7 @@ def test_each_sample_has_the_deadlines_of_its_own_steps(code):
     """One step has 1 s; the other samples keep their scores, and the reason says which deadline it was."""
     with GraderPool(1, timeout_s=1.0, code_paths=[str(code)]) as pool:
         texts = ["slow", "a\n\nb", "slow\n\nb"]
-        scores, scorer = scored(pool, "slow_steps", texts, StepSettings("\n\n", "min"))
+        scores, scorer = scored(pool, "slow_steps", texts, "min")
     np.testing.assert_array_equal(scores.rewards, [np.nan, 1.0, np.nan])
     assert scorer.failures["own"] == {"no result within 1 s": 1, "no result within 2 s": 1}
 
@@ -289,7 +290,6 @@ def test_the_configuration_selects_which_function_scores_steps(code):
     function = {"function": "own_rewards:right_steps", "kind": "process", "reduce": "last"}
     settings = RewardsConfig.model_validate({"functions": [function], "code_paths": [code]})
     assert settings.scores_steps
-    assert [s.steps for s in reward_specs(settings)] == [StepSettings("\n\n", "last")]
     check_rewards(settings, max_new_tokens=10)
     wrong = settings.model_copy(update={"functions": (ProcessRewardConfig(function="own_rewards:nosy"),)})
     with pytest.raises(ValueError, match=r"expected a parameter `steps`.*it has completion, finish_reason"):

@@ -9,10 +9,9 @@ import pytest
 
 from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.rewards.checks import check_rewards
-from grpo_dist.rewards.judges import Generative
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.scorer import Scorer
-from grpo_dist.rewards.served import read_scores
+from grpo_dist.rewards.served import Generative, read_scores
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S
 from tests.support.services import StandIn, after, failing, replied
@@ -147,7 +146,7 @@ def test_the_number_behind_the_word_is_the_score(reply, score):
 
 
 def test_a_reply_on_which_the_pattern_hangs_is_not_scored(pool, monkeypatch):
-    monkeypatch.setattr("grpo_dist.rewards.judges.PATTERN_S", 1.0)
+    monkeypatch.setattr("grpo_dist.rewards.served.PATTERN_S", 1.0)
     with StandIn(lambda body, number: "score " + "a" * 400) as server:
         rewards, scorer = scored(
             pool, "generative", completion_group(["x"], ""), base_url=server.base_url, model="m",

@@ -14,9 +14,8 @@ from grpo_dist.config import RewardsConfig, SamplingConfig
 from grpo_dist.loop.metrics import rollout_metrics
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.rewards.checks import combination_problems, reward_problems
-from grpo_dist.rewards.judges import LLMJudge
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import placed, reward_specs
+from grpo_dist.rewards.served import LLMJudge
 from grpo_dist.runs.prepare import check_scoring
 from grpo_dist.tools.evaluate.completions import Columns, read_completions
 from grpo_dist.tools.evaluate.score import score_completions
@@ -133,19 +132,17 @@ def test_step_rewards_are_asked_of_each_source_by_its_own_rewards(rewards, envir
     assert config.rewards.select_source("a").scores_steps
 
 
-def test_functions_of_every_source_are_checked_found_and_placed(tmp_path):
+def test_functions_of_every_source_are_checked_and_found(tmp_path):
     (tmp_path / "graders_of_a_user.py").write_text("def short(completion):\n    return -len(completion)\n")
     own = [{"function": "graders_of_a_user:short"}, {"function": "numeric", "kwargs": {"relative": -1}}]
-    judge = {"function": "judge", "kwargs": {"base_url": "http://x", "model": "m", "cache_path": "v.sqlite"}}
+    judge = {"function": "judge", "kwargs": {"base_url": "http://x", "model": "m"}}
     settings = RewardsConfig.model_validate(
         {"code_paths": [str(tmp_path)], "by_source": {"a": {"functions": own}, "b": {"functions": [judge]}}}
     )
-    (path,) = [r.kwargs["cache_path"] for r in placed(settings).all_functions if r.function == "judge"]
-    assert path.startswith("/")
     without_judge = settings.model_copy(update={"by_source": {"a": settings.by_source["a"]}})
     problems = list(reward_problems(without_judge, max_new_tokens=8))
     assert any(p.startswith("rewards.by_source.a.functions numeric: kwargs.relative = -1") for p in problems)
-    assert [s.name for s in reward_specs(settings.select_source("b"))] == ["judge"]
+    assert [f.label for f in settings.select_source("b").functions] == ["judge"]
 
 
 @pytest.mark.parametrize("length", slow_after(["cosine_length", "relative_length"], 1))

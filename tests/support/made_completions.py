@@ -1,9 +1,9 @@
-"""Groups of completions, hostile texts and reward specs for tests of rewards."""
+"""Groups of completions, hostile texts and reward functions for tests of rewards."""
 
 import numpy as np
 
+from grpo_dist.config import RewardConfig
 from grpo_dist.rewards.group import CompletionGroup
-from grpo_dist.rewards.registry import RewardSpec, Term
 
 
 def completion_group(
@@ -21,8 +21,14 @@ def completion_group(
     )
 
 
-def spec(name, function, weight=1.0, kwargs=None, *, gate=None, gate_above=0.0) -> RewardSpec:
-    return RewardSpec(Term(name, weight, gate, gate_above), function, kwargs or {})
+def spec(name, function, weight=1.0, kwargs=None, **gate) -> RewardConfig:
+    # Not validated: some tests name what no configuration can.
+    fields = {"name": name, "function": function, "weight": weight, "kwargs": kwargs or {}}
+    return RewardConfig.model_construct(**fields, **gate)
+
+
+def term(name, weight=1.0, **gate) -> RewardConfig:
+    return spec(name, "math", weight, **gate)
 
 
 _MATRIX = "\\\\".join(" & ".join(f"x_{{{i * 12 + j}}}" for j in range(12)) for i in range(12))

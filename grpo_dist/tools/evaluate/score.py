@@ -29,7 +29,7 @@ from grpo_dist.errors import UserError, as_user_errors, refuse
 from grpo_dist.rewards.checks import check_rewards, column_problems, user_column_problems
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import placed, user_rewards
+from grpo_dist.rewards.registry import user_rewards
 from grpo_dist.rewards.scorer import scorers_by_source
 from grpo_dist.rewards.thought import infer_thought
 from grpo_dist.runs.prepare import load_tokenizer, resolve_model
@@ -44,7 +44,7 @@ from grpo_dist.tools.evaluate.verdicts import VerdictMaker
 from grpo_dist.types import Group
 
 # Rewards that need tokens of the policy, not only text.
-_OF_TOKENS = ("overlong", "overlong_share", "cosine_length", "relative_length", "repetition")
+_OF_TOKENS = ("overlong", "cosine_length", "relative_length", "repetition")
 _NO_MODEL = "no/model"  # model path of a configuration made for --reward
 _TAIL = 160  # characters to print of a completion, from its end
 
@@ -170,7 +170,6 @@ def score_completions(
     """Score in order, ``processes`` problems at once. ``tokenizer``: the policy's; None when no reward needs
     tokens.
     """
-    rewards = placed(rewards)
     used = {c.source if c.source in rewards.by_source else "" for c in completions}
     # No reward models here.
     variants = {source: rewards.select_source(source).model_copy(update={"models": ()}) for source in used}

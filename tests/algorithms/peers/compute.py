@@ -12,7 +12,7 @@ from grpo_dist.algorithms.ratios import segment_mean
 from grpo_dist.algorithms.schedules import next_kl_coef
 from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.logprobs import selected_logprobs
-from grpo_dist.rewards.length import overlong_punishment, repeated_share
+from grpo_dist.rewards.builtin import overlong_punishment, repeated_share
 from tests.algorithms.peers import ours
 
 
