@@ -22,7 +22,7 @@ gc.disable()
 
 import tests.support.shapes  # noqa: E402, F401  the hook below names its checker
 
-_REWARDS = [f"grpo_dist.rewards.{name}" for name in ("models", "scorer", "steps")]
+_REWARDS = [f"grpo_dist.rewards.{name}" for name in ("group", "models", "scorer")]
 _CHECKED = ["grpo_dist.algorithms", "grpo_dist.batch", "grpo_dist.policy", *_REWARDS]
 install_import_hook(_CHECKED, "tests.support.shapes.checked")
 

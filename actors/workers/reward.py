@@ -31,11 +31,10 @@ from grpo_dist.config import ModelConfig, RewardModelConfig, RewardsConfig
 from grpo_dist.config.rewards import ProcessRewardConfig
 from grpo_dist.errors import expanded, failure_kind
 from grpo_dist.rewards.format import is_degenerate
-from grpo_dist.rewards.functions import StepScores
-from grpo_dist.rewards.group import CompletionGroup, ModelScores
+from grpo_dist.rewards.group import CompletionGroup, ModelScores, decoded_length, token_ends
 from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import StepScores
 from grpo_dist.rewards.scorer import scorers_by_source
-from grpo_dist.rewards.steps import decoded_length, token_ends
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.runtime.model_files import check_on_node

@@ -15,7 +15,7 @@ from grpo_dist.config.algorithm import ESTIMATOR_TRAITS
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.group import named_columns
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import REWARDS, load_user_function, make
+from grpo_dist.rewards.registry import REWARDS, UserFunction, make
 from grpo_dist.runtime.hardware import available_cpus
 
 
@@ -52,7 +52,7 @@ def reward_problems(
     with nullcontext(pool) if pool else GraderPool.from_config(settings, 1) as loading:
         for spec in custom:
             try:
-                load_user_function(spec, loading)
+                UserFunction(spec, loading)
             except ValueError as error:
                 yield str(error)
 
@@ -140,7 +140,7 @@ def user_column_problems(
     """
     for spec in settings.select_source(rows[0].source).functions if rows else ():
         if spec.function not in REWARDS:
-            columns = load_user_function(spec, pool).data_columns
+            columns = UserFunction(spec, pool).data_columns
             for column, problem in _missing(spec.label, columns, rows, remedy, available):
                 here = _NAMES_OF_PEERS.get(column)
                 yield problem + (f". What other trainers call `{column}` is `{here}` here" if here else "")
@@ -157,7 +157,7 @@ def asked_columns(settings: RewardsConfig) -> frozenset[str]:
         with GraderPool.from_config(settings, 1) as pool:
             for spec in custom:
                 with suppress(ValueError):
-                    asked |= load_user_function(spec, pool).asked_columns
+                    asked |= UserFunction(spec, pool).asked_columns
     return frozenset(asked)
 
 

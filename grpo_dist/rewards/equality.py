@@ -14,18 +14,20 @@ from itertools import product
 
 from mpmath import mp, mpc, mpf
 
-from grpo_dist.rewards.formula import Formula, Unread, parse
-from grpo_dist.rewards.formula_values import (
+from grpo_dist.rewards.formula import (
     DIGITS,
     FUNCTIONS,
+    Formula,
     Number,
     TooLarge,
+    Unread,
     Values,
     close,
     combined,
     evaluate,
     inexact,
     is_zero,
+    parse,
     real,
 )
 

@@ -7,7 +7,7 @@ several devices.
                                ^ score 1       ^ score 2
 
 The score of a classifier is the logit of a model with one label, or the probability of the second of two.
-Formats with a head of their own give probabilities, see `load_with_head`.
+Formats with a head of their own give probabilities, see `StepHead`.
 
 Inputs of reward models: token ids of a problem with a completion, and the positions of its scores.
 
@@ -48,7 +48,6 @@ from grpo_dist.chat.template import encode
 from grpo_dist.config.rewards import (
     MarkedStepsConfig,
     MathShepherdConfig,
-    OutcomeModelConfig,
     PrefixesConfig,
     ProcessModelConfig,
     QwenConfig,
@@ -58,8 +57,7 @@ from grpo_dist.config.rewards import (
     TokenClassifierConfig,
 )
 from grpo_dist.errors import expanded, searched
-from grpo_dist.rewards.group import ModelScores
-from grpo_dist.rewards.steps import REDUCE, decoded_length, split_steps, token_ends
+from grpo_dist.rewards.group import REDUCE, ModelScores, decoded_length, split_steps, token_ends
 from grpo_dist.runtime.hardware import device_type, limit_gpu_memory, quiet_libraries, resolve_dtype
 from grpo_dist.runtime.logit_transform import IDENTITY, LogitTransform
 from grpo_dist.runtime.memory import HostCopies, release_cache
@@ -254,33 +252,35 @@ class StepHead(nn.Module):
         return logits[:, 0].sigmoid() if self._good is None else logits.softmax(-1)[:, self._good]
 
 
-def load_with_head(
-    settings: QwenConfig | SkyworkConfig | MathShepherdConfig | RLHFlowConfig,
-    source: str,
-    tokenizer: Any,
-    dtype: torch.dtype,
-) -> tuple[Any, StepHead]:
-    """Return the decoder, whose output has ``last_hidden_state``, and the head of `settings.kind`.
+def _load(settings: RewardModelConfig, tokenizer: Any, dtype: torch.dtype) -> tuple[Any, StepHead | None]:
+    """Return the model, or a decoder, whose output has ``last_hidden_state``, and the head of its kind.
 
     Raises:
-        ValueError: weights of the decoder or the head are missing or of another shape.
+        ValueError: weights of the model or the head are missing or of another shape.
     """
-    from transformers import AutoModel, AutoModelForCausalLM  # heavy: only for runs with reward models
+    import transformers  # heavy: only for runs with reward models
 
-    has_verdicts = isinstance(settings, MathShepherdConfig | RLHFlowConfig)
-    auto = AutoModelForCausalLM if has_verdicts else AutoModel
-    # Never the code that ships with the model: its decoder is the plain one, and the head is made here.
-    model, info = auto.from_pretrained(
-        source, revision=settings.revision, dtype=dtype, output_loading_info=True, **split_over(settings)
-    )
+    source, split = _source(settings), dict[str, Any]()
+    if settings.tensor_parallel_size > 1:  # this process has a part of the model
+        from transformers.distributed import DistributedConfig  # heavy, as above
+
+        split["distributed_config"] = DistributedConfig(tp_size=settings.tensor_parallel_size)
+    # Where the head is made here, never the code that ships with the model: its decoder is the plain one.
+    has_own_head = isinstance(settings, QwenConfig | SkyworkConfig | MathShepherdConfig | RLHFlowConfig)
+    model, info = getattr(transformers, f"AutoModel{_ARCHITECTURES[settings.kind]}").from_pretrained(
+        source, revision=settings.revision, dtype=dtype, output_loading_info=True,
+        trust_remote_code=settings.trust_remote_code and not has_own_head, **split,
+    )  # fmt: skip
     if info["missing_keys"]:  # transformers would initialise them at random
         raise ValueError(
             f"rewards.models {settings.name}: path = {settings.path} has no weights for "
             f"{', '.join(sorted(info['missing_keys'])[:3])}; expected a trained model of kind "
             f"{settings.kind}"
         )
-    if not isinstance(settings, MathShepherdConfig | RLHFlowConfig):
+    if isinstance(settings, QwenConfig | SkyworkConfig):
         return model, _own_head(settings, source, model.config.get_text_config().hidden_size)
+    if not isinstance(settings, MathShepherdConfig | RLHFlowConfig):
+        return model, None
     lm_head, ids = model.get_output_embeddings(), verdict_ids(settings, tokenizer)
 
     def rows(values: Tensor) -> nn.Parameter:
@@ -307,15 +307,6 @@ def verdict_ids(settings: MathShepherdConfig | RLHFlowConfig, tokenizer: Any) ->
     if ids[0] == ids[1] or (tokenizer.unk_token_id in ids and tokenizer.unk_token not in texts):
         raise ValueError(f"its tokenizer does not tell the verdicts {list(texts)} apart; set verdict_tokens")
     return ids
-
-
-def split_over(settings: RewardModelConfig) -> dict[str, Any]:
-    """Return the arguments of ``from_pretrained`` that give this process its part of a split model."""
-    if settings.tensor_parallel_size == 1:
-        return {}
-    from transformers.distributed import DistributedConfig  # heavy, as above
-
-    return {"distributed_config": DistributedConfig(tp_size=settings.tensor_parallel_size)}
 
 
 def check_split(config: Any, size: int) -> None:
@@ -393,15 +384,16 @@ def _tensors(settings: RewardModelConfig, source: str, names: Sequence[str]) -> 
 
 logger = logging.getLogger(__name__)
 
-# What the name of the architecture ends with; None: a name of the model's own.
-_HEADS = {
+# What the names of the architecture and of its class in transformers end with; "": a name of the model's own,
+# whose head is looked for when it is loaded.
+_ARCHITECTURES = {
     "outcome": "ForSequenceClassification",
     "classifier": "ForTokenClassification",
     "prefixes": "ForSequenceClassification",
     "math_shepherd": "ForCausalLM",
     "rlhflow": "ForCausalLM",
-    "qwen": None,
-    "skywork": None,
+    "qwen": "",
+    "skywork": "",
 }
 
 
@@ -415,14 +407,8 @@ class Classifier:
         self._device = torch.device(device)
         limit_gpu_memory(settings.gpu_share, self._device)
         self._tokenizer = _load_tokenizer(settings)
-        dtype = resolve_dtype(settings.dtype, device)
-        self._head: StepHead | None = None
-        # Formats with a head of their own; a plain classifier and prefixes have the architecture's.
-        if isinstance(settings, QwenConfig | SkyworkConfig | MathShepherdConfig | RLHFlowConfig):
-            model, head = load_with_head(settings, _source(settings), self._tokenizer, dtype)
-            self._head = head.to(self._device).eval().requires_grad_(False)
-        else:
-            model = _load_model(settings, dtype)
+        model, head = _load(settings, self._tokenizer, resolve_dtype(settings.dtype, device))
+        self._head = head.to(self._device).eval().requires_grad_(False) if head else None
         # Nothing is generated, so a cache of keys and values of all layers would only take memory.
         model.config.get_text_config().use_cache = model.config.use_cache = False
         keep_attention_cap(model)
@@ -569,38 +555,19 @@ def _check_format(settings: RewardModelConfig, config: Any, tokenizer: Any) -> N
     if isinstance(settings, MathShepherdConfig | RLHFlowConfig):
         verdict_transform(config)
         verdict_ids(settings, tokenizer)
-    head = _HEADS[settings.kind]
-    if head is None:
-        return  # the architecture's name is the model's own; its head is looked for when it is loaded
+    ending = _ARCHITECTURES[settings.kind]
+    if not ending:
+        return
     architectures = config.architectures or []
-    if not settings.trust_remote_code and not any(name.endswith(head) for name in architectures):
+    if not settings.trust_remote_code and not any(name.endswith(ending) for name in architectures):
         raise ValueError(
             f"its architecture is {', '.join(architectures) or 'unknown'}, but kind {settings.kind} "
-            f"needs one of ...{head}; use another model or kind"
+            f"needs one of ...{ending}; use another model or kind"
         )
-    if head != "ForCausalLM" and config.num_labels not in (1, 2):
+    if ending != "ForCausalLM" and config.num_labels not in (1, 2):
         raise ValueError(
             f"it has {config.num_labels} labels; expected 1 (the score) or 2 (the second is good)"
         )
-
-
-def _load_model(settings: RewardModelConfig, dtype: torch.dtype) -> Any:
-    # heavy, as in `check_model`
-    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
-
-    of_rows = isinstance(settings, OutcomeModelConfig | PrefixesConfig)
-    auto = AutoModelForSequenceClassification if of_rows else AutoModelForTokenClassification
-    model, info = auto.from_pretrained(
-        _source(settings), revision=settings.revision, dtype=dtype,
-        trust_remote_code=settings.trust_remote_code, output_loading_info=True, **split_over(settings),
-    )  # fmt: skip
-    if info["missing_keys"]:  # transformers would initialise them at random
-        raise ValueError(
-            f"rewards.models {settings.name}: path = {settings.path} has no weights for "
-            f"{', '.join(sorted(info['missing_keys'])[:3])}; expected a trained classifier of kind "
-            f"{settings.kind}"
-        )
-    return model
 
 
 def _load_tokenizer(settings: RewardModelConfig) -> Any:

@@ -1,19 +1,31 @@
-"""Registry of rewards by name, and rewards as the configuration names them. Custom rewards are
-``module:function``.
+"""Registry of rewards by name, and reward functions of users, ``module:function``: how one is called follows
+from the names in its signature.
+
+def f(completion, answer, ...)         once for each completion
+async def f(completion, answer, ...)   once for each completion, those of a group at the same time
+def f(completions, answer, ...)        once for the group, async or not; returns a list of G numbers
+def f(steps, ...), kind: process       once for each completion; a number for each step; if async, those of a
+                                       group at the same time
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 from pydantic import ValidationError
 
 from grpo_dist.config import RewardsConfig
-from grpo_dist.config.rewards import FunctionConfig
+from grpo_dist.config.rewards import FunctionConfig, ProcessRewardConfig
 from grpo_dist.config.secrets import masked_text, shown_value
 from grpo_dist.plugins.user_code import REWARD, UserComponent, registered, resolve_target
 from grpo_dist.rewards import builtin
 from grpo_dist.rewards.builtin import Builtin
-from grpo_dist.rewards.functions import UserFunction
-from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.group import OF_CALLS, REDUCE, CompletionGroup, split_steps
+from grpo_dist.rewards.pool import Failure, GraderPool
 from grpo_dist.rewards.served import Generative, LLMJudge, Remote
 from grpo_dist.rewards.unit_tests import UnitTests
 
@@ -77,12 +89,91 @@ def module_and_name(function: str) -> tuple[str, str]:
     return module, name
 
 
-def load_user_function(settings: FunctionConfig, pool: GraderPool) -> UserFunction:
-    """Load a user's reward, ``module:function`` or a name that a package registers. Raises ValueError for an
-    unknown name or a function that cannot be loaded.
+@dataclass(frozen=True, slots=True)
+class StepScores:
+    """Rewards of the steps of G completions; NaN: could not be scored."""
+
+    rewards: tuple[np.ndarray, ...]  # G arrays float32 [S_i]
+    char_ends: tuple[list[int], ...]  # G lists [S_i], the character at which the next step begins
+
+
+class UserFunction:
+    """A function of a user, ``module:function`` or a name that a package registers, in the pool's processes.
+
+    Raises:
+        ValueError: it is unknown, it cannot be loaded, or its signature is not that of its kind.
     """
-    path = settings.function
-    if ":" not in path and path in registered(REWARD):
-        path = resolve_target(REWARD, path)
-    module_and_name(path)
-    return UserFunction(path, settings, pool)
+
+    def __init__(self, settings: FunctionConfig, pool: GraderPool) -> None:
+        path = settings.function
+        if ":" not in path and path in registered(REWARD):
+            path = resolve_target(REWARD, path)
+        module_and_name(path)
+        self._path, self._kwargs, self._pool = path, settings.kwargs, pool
+        self._steps = settings if isinstance(settings, ProcessRewardConfig) else None
+        self._signature = pool.check(path)
+        names = self._signature.names
+        if self._steps and "steps" not in names:
+            raise ValueError(
+                f"reward function {path!r} of kind process: expected a parameter `steps`, the list of the "
+                f"completion's steps; it has {', '.join(sorted(names)) or 'none'}"
+            )
+        self._takes_group = not self._steps and "completions" in names and "completion" not in names
+
+    @property
+    def data_columns(self) -> tuple[str, ...]:
+        """Columns of the data without which no call succeeds: parameters that nothing else fills."""
+        return tuple(sorted(self._signature.required - OF_CALLS - set(self._kwargs)))
+
+    @property
+    def asked_columns(self) -> frozenset[str]:
+        """Columns of the data that it gets where a row has them: every parameter that nothing else fills."""
+        return self._signature.names - OF_CALLS - set(self._kwargs)
+
+    def score(self, group: CompletionGroup) -> tuple[list[float | Failure], StepScores | None]:
+        """Return a number, or why there is none, for each completion, and the rewards of its steps if any."""
+        if self._steps:
+            return self._score_steps(group, self._steps)
+        size = len(group.completions)
+        if self._takes_group:
+            (result,) = self._pool.call(self._path, [self._keywords(group)], [size])
+            return ([result] * size if isinstance(result, Failure) else result), None
+        calls = [self._keywords(group, i) for i in range(size)]
+        return self._pool.call(self._path, calls, together=self._signature.is_async), None
+
+    def _score_steps(
+        self, group: CompletionGroup, settings: ProcessRewardConfig
+    ) -> tuple[list[float | Failure], StepScores]:
+        split = [split_steps(text, settings.step_separator) for text in group.completions]
+        sizes = [len(steps) for steps in split]
+        calls = [
+            self._keywords(group, i) | {"steps": [text for text, _ in steps]} for i, steps in enumerate(split)
+        ]
+        results = self._pool.call(self._path, calls, sizes, together=self._signature.is_async)
+        values: list[float | Failure] = []
+        rewards = []
+        for result, size in zip(results, sizes, strict=True):
+            scores = np.array([math.nan] * size if isinstance(result, Failure) else result, np.float64)
+            scores = np.where(np.abs(scores) <= np.finfo(np.float32).max, scores, np.nan).astype(np.float32)
+            rewards.append(scores)
+            values.append(result if isinstance(result, Failure) else REDUCE[settings.reduce](scores))
+        return values, StepScores(tuple(rewards), tuple([end for _, end in steps] for steps in split))
+
+    def _keywords(self, group: CompletionGroup, index: int | None = None) -> dict[str, Any]:
+        """Return the keywords of the call for sample ``index``; None: for the whole group. Columns and kwargs
+        come before names that only describe.
+        """
+
+        def pick(values: Sequence[Any]) -> Any:
+            return list(values) if index is None else values[index]
+
+        described = {"source": group.source, "finish_reason": pick(group.finish_reasons)}
+        if index is not None:
+            described["group"] = list(group.completions)
+        if "token_ids" in self._signature.names:
+            ids = group.token_ids
+            described["token_ids"] = [i.tolist() for i in ids] if index is None else ids[index].tolist()
+        call = {name: value for name, value in described.items() if name in self._signature.names}
+        call |= {"answer": group.gold, **group.columns, **self._kwargs}
+        call["completions" if index is None else "completion"] = pick(group.completions)
+        return call | ({"turns": pick(group.turns)} if any(group.turns) else {})

@@ -18,10 +18,9 @@ from jaxtyping import Float, Float32, Float64
 from grpo_dist.config import RewardModelConfig, RewardsConfig
 from grpo_dist.config.rewards import FunctionConfig
 from grpo_dist.errors import failure_kind
-from grpo_dist.rewards.functions import StepScores
 from grpo_dist.rewards.group import CompletionGroup, Turns, Verdicts, describe_failure
 from grpo_dist.rewards.pool import Failure, GraderPool
-from grpo_dist.rewards.registry import REWARDS, load_user_function, make
+from grpo_dist.rewards.registry import REWARDS, StepScores, UserFunction, make
 from grpo_dist.rewards.served import deciding_judge, judged_outcomes
 
 Term = FunctionConfig | RewardModelConfig  # a part of the total, with its weight and gate
@@ -82,7 +81,7 @@ class Scorer:
         if len(set(names)) != len(names):
             raise ValueError(f"two rewards share a name: {names}; give each `name` once")
         self._user_functions = {
-            f.label: load_user_function(f, pool) for f in functions if f.function not in REWARDS
+            f.label: UserFunction(f, pool) for f in functions if f.function not in REWARDS
         }
         self._builtin = {f.label: make(f) for f in functions if f.function in REWARDS}
         self._judge = deciding_judge({f.label: f.function for f in functions})
@@ -94,7 +93,7 @@ class Scorer:
     ) -> Scores:
         """Compute every reward and their combination.
 
-        User functions are called as in `functions`, with the names they accept. An exception, a timeout,
+        User functions are called as in `registry`, with the names they accept. An exception, a timeout,
         None, NaN and a value that is not finite as float32 all mean "could not be scored", and so does an
         environment that failed.
 

@@ -9,19 +9,12 @@ import pytest
 from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.rewards.endpoint import NoReply
-from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.rewards.served import candidate, deciding_judge, judged_outcomes, yes_or_no
 from grpo_dist.types import Group, Prompt, Rollout, Thought, correctness
 from tests.support.made_completions import completion_group, spec
-from tests.support.patience import HANG_S, wait_until
+from tests.support.patience import wait_until
 from tests.support.services import StandIn, after, chat, failing
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with GraderPool(1, timeout_s=HANG_S) as pool:
-        yield pool
 
 
 def scores(pool, stand_in, completions, gold, **kwargs):

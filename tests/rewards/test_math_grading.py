@@ -4,15 +4,14 @@ import math
 import re
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import cast
+from unittest.mock import Mock
 
 import pytest
 import sympy.parsing.sympy_parser
 import sympy.physics.units  # evaluates names of units when it is imported, which sympy does late
 
 from grpo_dist.config import RewardsConfig
-from grpo_dist.rewards import reading
+from grpo_dist.rewards import math as grader
 from grpo_dist.rewards.format import think_answer_format
 from grpo_dist.rewards.group import Verdicts
 from grpo_dist.rewards.math import Grade, extract_answer, gold_is_parsable, grade
@@ -621,8 +620,8 @@ def test_a_stated_option_behind_a_thought_replaces_the_box_in_it() -> None:
 def test_the_text_behind_a_thought_in_tags_of_the_model_is_preferred_too() -> None:
     texts = ["[T]\\boxed{5}[/t]It is 7.", "[T]\\boxed{7}[/T]I do not know.", "[T]\\boxed{7}[/T]"]
     group = replace(completion_group(texts, "7"), thought=Thought("[T]", "[/T]"))
-    pool = SimpleNamespace(grade=lambda pairs: [grade(*pair) for pair in pairs])
-    verdicts = Verdicts(group, cast(GraderPool, pool))
+    pool = Mock(spec=GraderPool, grade=lambda pairs: [grade(*pair) for pair in pairs])
+    verdicts = Verdicts(group, pool)
     assert [found.outcome for found in verdicts.grades] == ["correct", "no_answer", "correct"]
 
 
@@ -765,7 +764,7 @@ def test_no_text_of_a_model_is_evaluated(answer: str, tmp_path, evaluated: list[
 @pytest.mark.parametrize("formula", ["12*3+6", "(1+2)*3", "3×4", "8÷2", "2**5", "1/2 + 1/3"])
 def test_formulas_outside_latex_are_parsed_without_evaluation(formula: str, evaluated: list[str]) -> None:
     value = eval(formula.replace("×", "*").replace("÷", "/"))
-    found = reading.read(f"The answer is: {formula}.")
+    found = grader.read(f"The answer is: {formula}.")
     assert found is not None
     assert float(found.expression.doit()) == pytest.approx(value)
     assert [code for code in evaluated if not NUMBER.fullmatch(code)] == []

@@ -9,18 +9,11 @@ import pytest
 
 from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.rewards.checks import check_rewards
-from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.rewards.served import Generative, read_scores
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S
 from tests.support.services import StandIn, after, failing, replied
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with GraderPool(1, timeout_s=HANG_S) as pool:
-        yield pool
 
 
 def scored(pool, function, group, **kwargs):

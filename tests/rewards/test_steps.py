@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
 from grpo_dist.demo.tokenizer import END, character_tokenizer
-from grpo_dist.rewards.steps import decoded_length, split_steps, token_ends
+from grpo_dist.rewards.group import decoded_length, split_steps, token_ends
 
 BLANK = "\n\n"
 

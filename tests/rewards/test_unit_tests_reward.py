@@ -12,7 +12,6 @@ from grpo_dist.environments.sandbox.host import ProcessFailure
 from grpo_dist.environments.sandbox.python import CodeResult, PythonSandbox
 from grpo_dist.rewards import unit_tests
 from grpo_dist.rewards.checks import check_rewards
-from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.rewards.unit_tests import last_block, read_tests
 from tests.support.made_completions import completion_group, spec
@@ -21,12 +20,6 @@ from tests.support.services import sandbox_fusion
 
 pytestmark = pytest.mark.machine
 LIMITS = {"call_s": HANG_S, "episode_s": HANG_S, "cpu_s": 30.0}
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with GraderPool(1, timeout_s=HANG_S) as pool:
-        yield pool
 
 
 def block(code):
