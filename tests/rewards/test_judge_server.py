@@ -10,11 +10,8 @@ import urllib.request
 
 import pytest
 
-from grpo_dist.config import RewardConfig, RewardsConfig
-from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.scorer import Scorer
-from tests.support.made_completions import completion_group, spec
+from tests.support.made_completions import check_reward, completion_group, scored, spec
 from tests.support.patience import HANG_S
 from tests.support.processes import free_port
 
@@ -75,22 +72,17 @@ def test_a_real_server_replies_yes_or_no_reproducibly(base_url):
     with GraderPool(1, timeout_s=HANG_S) as pool:
         rewards = []
         for _ in range(2):
-            scorer = Scorer([spec("judge", "judge", kwargs=settings(base_url))], pool)
-            texts = ["\\boxed{4}", "\\boxed{5}", "four", "\\boxed{2+2}"]
-            rewards.append(scorer.score(completion_group(texts, "4")).rewards.tolist())
+            group = completion_group(["\\boxed{4}", "\\boxed{5}", "four", "\\boxed{2+2}"], "4")
+            found, scorer = scored(pool, group, spec("judge", "judge", kwargs=settings(base_url)))
+            rewards.append(found.rewards.tolist())
             assert scorer.failures == {}
-            scorer.close()
     assert rewards[0] == rewards[1]
     assert rewards[0][0] == rewards[0][3] == 1.0 and set(rewards[0]) <= {0.0, 1.0}
 
 
 @pytest.mark.slow
 def test_a_real_server_passes_the_check_and_an_unknown_model_does_not(base_url):
-    check_rewards(
-        RewardsConfig(functions=(RewardConfig(function="judge", kwargs=settings(base_url)),)),
-        max_new_tokens=10,
-    )
-    wrong = RewardConfig(function="judge", kwargs=settings(base_url, model="other"))
+    check_reward("judge", **settings(base_url))
     with pytest.raises(ValueError, match=r"judge other at kwargs\.base_url") as refusal:
-        check_rewards(RewardsConfig(functions=(wrong,)), max_new_tokens=10)
+        check_reward("judge", **settings(base_url, model="other"))
     assert "HTTP 404" in str(refusal.value)

@@ -7,21 +7,16 @@ import time
 import numpy as np
 import pytest
 
-from grpo_dist.config import RewardConfig, RewardsConfig
-from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.rewards.served import Generative, read_scores
-from tests.support.made_completions import completion_group, spec
+from tests.support.made_completions import check_reward, completion_group, scored, spec
 from tests.support.patience import HANG_S
 from tests.support.services import StandIn, after, failing, replied
 
 
-def scored(pool, function, group, **kwargs):
-    scorer = Scorer([spec("served", function, kwargs=kwargs)], pool)
-    try:
-        return scorer.score(group).rewards, scorer
-    finally:
-        scorer.close()
+def rewards_of(pool, function, group, **kwargs):
+    scores, scorer = scored(pool, group, spec("served", function, kwargs=kwargs))
+    return scores.rewards, scorer
 
 
 def test_a_group_is_one_request_with_what_the_server_may_need(pool):
@@ -30,7 +25,7 @@ def test_a_group_is_one_request_with_what_the_server_may_need(pool):
         reasons=["stop", "length"],
     )  # fmt: skip
     with StandIn(lambda body, number: replied({"scores": [0.5, None]})) as server:
-        rewards, scorer = scored(
+        rewards, scorer = rewards_of(
             pool, "remote", group, url=server.base_url, columns=["level"], send_token_ids=True
         )
     np.testing.assert_array_equal(rewards, [0.5, np.nan])
@@ -55,7 +50,7 @@ def test_a_group_is_one_request_with_what_the_server_may_need(pool):
 )
 def test_a_reply_that_is_not_one_score_each_scores_nothing(pool, reply, words):
     with StandIn(lambda body, number: replied(reply)) as server:
-        rewards, scorer = scored(pool, "remote", completion_group(["a", "b"], ""), url=server.base_url)
+        rewards, scorer = rewards_of(pool, "remote", completion_group(["a", "b"], ""), url=server.base_url)
     assert np.isnan(rewards).all()
     assert [words in reason for reason in scorer.failures["served"]] == [True]
 
@@ -74,10 +69,9 @@ def test_secrets_are_masked_in_reasons_and_refusals(pool, monkeypatch):
             "api_key_env": "SCORER_KEY",
             "headers": {"X-Api-Key": "t0ken"},
         }
-        _, scorer = scored(pool, "remote", completion_group(["a"], ""), **kwargs)
-        settings = RewardsConfig(functions=(RewardConfig(function="remote", kwargs=kwargs),))
+        _, scorer = rewards_of(pool, "remote", completion_group(["a"], ""), **kwargs)
         with pytest.raises(ValueError) as refusal:
-            check_rewards(settings, max_new_tokens=10)
+            check_reward("remote", **kwargs)
     assert {h["authorization"] for h in server.headers} == {"Bearer s3cretkey"}
     assert {h["x-api-key"] for h in server.headers} == {"t0ken"}
     (reason,) = scorer.failures["served"]
@@ -89,19 +83,16 @@ def test_secrets_are_masked_in_reasons_and_refusals(pool, monkeypatch):
 def test_a_server_is_tried_before_the_run_and_may_refuse_the_trial():
     with StandIn(lambda body, number: failing(422)) as server:
         kwargs = {"url": server.base_url, "max_retries": 0}
-        settings = RewardsConfig(functions=(RewardConfig(function="remote", kwargs=kwargs),))
-        check_rewards(settings, max_new_tokens=10)  # it knows no problem of the check
+        check_reward("remote", **kwargs)  # it knows no problem of the check
     with pytest.raises(ValueError, match=r"kwargs\.url = http.* does not reply \(ConnectError"):
-        check_rewards(settings, max_new_tokens=10)
+        check_reward("remote", **kwargs)
 
 
 @pytest.mark.parametrize("status", [307, 404, 503])
 def test_a_server_that_moved_or_has_nothing_behind_it_is_refused_before_the_run(status):
-    with StandIn(lambda body, number: failing(status)) as server:
-        kwargs = {"url": server.base_url, "max_retries": 0}
-        settings = RewardsConfig(functions=(RewardConfig(function="remote", kwargs=kwargs),))
-        with pytest.raises(ValueError, match=rf"does not reply \(HTTP {status}"):
-            check_rewards(settings, max_new_tokens=10)
+    words = rf"does not reply \(HTTP {status}"
+    with StandIn(lambda body, _: failing(status)) as server, pytest.raises(ValueError, match=words):
+        check_reward("remote", url=server.base_url, max_retries=0)
 
 
 def test_a_generative_model_is_asked_once_about_each_completion(pool):
@@ -112,7 +103,7 @@ def test_a_generative_model_is_asked_once_about_each_completion(pool):
 
     texts = ["good", "bad", "good", "odd", "high"]
     with StandIn(reply) as server:
-        rewards, scorer = scored(
+        rewards, scorer = rewards_of(
             pool, "generative", completion_group(texts, "2", columns={"problem": "1+1"}),
             base_url=server.base_url, model="m", system="Be strict.",
         )  # fmt: skip
@@ -141,7 +132,7 @@ def test_the_number_behind_the_word_is_the_score(reply, score):
 def test_a_reply_on_which_the_pattern_hangs_is_not_scored(pool, monkeypatch):
     monkeypatch.setattr("grpo_dist.rewards.served.PATTERN_S", 1.0)
     with StandIn(lambda body, number: "score " + "a" * 400) as server:
-        rewards, scorer = scored(
+        rewards, scorer = rewards_of(
             pool, "generative", completion_group(["x"], ""), base_url=server.base_url, model="m",
             prompt="{completion}", pattern=r"score ((?:a|aa)+)b", verdicts={"a": 1.0},
         )  # fmt: skip
@@ -153,7 +144,7 @@ def test_a_reply_on_which_the_pattern_hangs_is_not_scored(pool, monkeypatch):
 def test_verdicts_of_a_generative_model_have_values(pool):
     replies = {"a": "VERDICT yes", "b": "verdict yes? The last counts: verdict No", "c": "verdict maybe"}
     with StandIn(lambda body, number: replies[body["messages"][0]["content"]]) as server:
-        rewards, _ = scored(
+        rewards, _ = rewards_of(
             pool, "generative", completion_group(["a", "b", "c"], ""), base_url=server.base_url, model="m",
             prompt="{completion}", pattern=r"(?i)verdict (\w+)", verdicts={"yes": 1.0, "no": -1.0},
         )  # fmt: skip
@@ -162,7 +153,7 @@ def test_verdicts_of_a_generative_model_have_values(pool):
 
 def test_a_whole_group_is_compared_in_one_request(pool):
     with StandIn(lambda body, number: "I think [1, 2]. So: [0, null, 10]") as server:
-        rewards, _ = scored(
+        rewards, _ = rewards_of(
             pool, "generative", completion_group(["x", "y {problem}", "z"], "", columns={"problem": "P"}),
             base_url=server.base_url, model="m", prompt="{problem}\n{completions}",
         )  # fmt: skip
@@ -191,9 +182,8 @@ def test_a_generative_model_that_goes_away_scores_nothing_and_comes_back(pool):
 
 def refused(**kwargs):
     kwargs = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "max_retries": 0} | kwargs
-    settings = RewardsConfig(functions=(RewardConfig(function="generative", kwargs=kwargs),))
     with pytest.raises(ValueError) as refusal:
-        check_rewards(settings, max_new_tokens=10)
+        check_reward("generative", **kwargs)
     return str(refusal.value)
 
 

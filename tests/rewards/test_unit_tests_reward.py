@@ -7,14 +7,12 @@ import random
 import numpy as np
 import pytest
 
-from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.environments.sandbox.host import ProcessFailure
 from grpo_dist.environments.sandbox.python import CodeResult, PythonSandbox
 from grpo_dist.rewards import unit_tests
-from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.rewards.unit_tests import last_block, read_tests
-from tests.support.made_completions import completion_group, spec
+from tests.support.made_completions import check_reward, completion_group, scored, spec
 from tests.support.patience import HANG_S, longer
 from tests.support.services import sandbox_fusion
 
@@ -26,15 +24,9 @@ def block(code):
     return f"Here it is:\n```python\n{code}\n```\nDone."
 
 
-def scored(pool, completions, tests, **kwargs):
-    kwargs = {"sandbox": LIMITS} | kwargs
-    scorer = Scorer([spec("code", "unit_tests", kwargs=kwargs)], pool)
-    try:
-        return scorer.score(
-            completion_group(completions, "", columns={"tests": tests, "setup": "K = 2"})
-        ), scorer
-    finally:
-        scorer.close()
+def run(pool, completions, tests, setup="K = 2", **kwargs):
+    group = completion_group(completions, "", columns={"tests": tests, "setup": setup})
+    return scored(pool, group, spec("code", "unit_tests", kwargs={"sandbox": LIMITS} | kwargs))
 
 
 def test_a_solution_is_right_if_it_passes_all_tests(pool):
@@ -51,10 +43,10 @@ def test_a_solution_is_right_if_it_passes_all_tests(pool):
         "",
         "<think>" + block("def double(x): return 2 * x"),
     ]
-    scores, scorer = scored(pool, completions, tests, setup_column="setup")
+    scores, scorer = run(pool, completions, tests, setup_column="setup")
     assert scores.rewards.tolist() == [1, 0, 0, 0, 1, 0, 0, 0, 0, 0]
     assert scorer.failures == {}
-    share, _ = scored(pool, completions[:3], tests, setup_column="setup", reward="share")
+    share, _ = run(pool, completions[:3], tests, setup_column="setup", reward="share")
     assert share.rewards.tolist() == [1, 0.5, 0]
 
 
@@ -72,7 +64,7 @@ def test_a_program_is_right_if_it_prints_the_output(pool):
         block("print(sum(map(int, sys.stdin.read().split())))"),  # without its import
         block("from __future__ import annotations\nprint(sum(map(int, input().split())))"),
     ]
-    scores, _ = scored(pool, completions, tests)
+    scores, _ = run(pool, completions, tests)
     assert scores.rewards.tolist() == [1, 1, 0, 0, 0, 0, 1]
 
 
@@ -85,13 +77,8 @@ def test_the_code_of_the_data_runs_in_front_and_by_itself(pool):
     completions, tests = [block(right), block("print(5)")], [{"input": "2", "output": "4"}]
 
     def rewards(setup):
-        scorer = Scorer(
-            [spec("code", "unit_tests", kwargs={"sandbox": LIMITS, "setup_column": "setup"})], pool
-        )
-        columns = {"tests": tests, "setup": setup}
-        found = scorer.score(completion_group(completions, "", columns=columns)).rewards
-        scorer.close()
-        return found, [*scorer.failures.get("code", ())]
+        found, scorer = run(pool, completions, tests, setup, setup_column="setup")
+        return found.rewards, [*scorer.failures.get("code", ())]
 
     assert rewards("print('ready')\nK = 2")[0].tolist() == [1, 0]
     found, (reason,) = rewards("K = missing")
@@ -114,7 +101,7 @@ READERS = {
 @pytest.mark.parametrize("reader", READERS)
 def test_a_program_finds_its_input_however_it_reads(pool, reader):
     solution = block(READERS[reader] + "\nimport sys\nprint('a trace', file=sys.stderr)\nprint(data[::-1])")
-    scores, scorer = scored(pool, [solution], [{"input": "héllo\n", "output": "olléh\n"}])
+    scores, scorer = run(pool, [solution], [{"input": "héllo\n", "output": "olléh\n"}])
     assert scores.rewards.tolist() == [1], scorer.failures
 
 
@@ -171,7 +158,7 @@ def test_a_program_ends_as_it_does_outside(pool, backend):
     with sandbox_fusion() as fusion:
         sandbox = LIMITS | ({"url": fusion.url} if backend == "http" else {})
         tests = [{"input": "3 4\n", "output": "7\n"}]
-        scores, scorer = scored(pool, [*map(block, programs.values())], tests, sandbox=sandbox)
+        scores, scorer = run(pool, [*map(block, programs.values())], tests, sandbox=sandbox)
     expected = dict.fromkeys(ENDINGS, 1) | dict.fromkeys(WRONG_ENDINGS, 0)
     assert dict(zip(programs, scores.rewards.tolist(), strict=True)) == expected
     assert scorer.failures == {}
@@ -185,7 +172,7 @@ def test_a_program_whose_thread_never_ends_is_wrong(pool):
     right = block("print(7)")
     for call_s in longer(4.0):
         tests = [{"input": "", "output": "7"}]
-        scores, _ = scored(pool, [endless, right], tests, sandbox=LIMITS | {"call_s": call_s})
+        scores, _ = run(pool, [endless, right], tests, sandbox=LIMITS | {"call_s": call_s})
         if scores.rewards[1]:
             break
     assert scores.rewards.tolist() == [0, 1]
@@ -196,7 +183,7 @@ def test_random_numbers_of_a_program_are_the_same_in_each_run(pool):
     code = "import random\nprint(random.getrandbits(64), hash('a'))"
     tests = [{"input": "", "output": str(random.Random(0).getrandbits(64))}]
     completions = [block(code.replace(", hash('a')", "")), block(code)]
-    assert scored(pool, completions, tests)[0].rewards.tolist() == [1, 0]
+    assert run(pool, completions, tests)[0].rewards.tolist() == [1, 0]
 
 
 @pytest.mark.slow
@@ -204,15 +191,14 @@ def test_where_no_program_can_be_started_nothing_is_known(pool, monkeypatch):
     """The check before the run finds it, too."""
     plain = unit_tests._RUN
     monkeypatch.setattr(unit_tests, "_RUN", plain.replace("sys.executable", "'/missing/python'"))
-    scores, scorer = scored(pool, [block("print(1)")], [{"input": "", "output": "1"}])
+    scores, scorer = run(pool, [block("print(1)")], [{"input": "", "output": "1"}])
     assert np.isnan(scores.rewards).all()
     (reason,) = scorer.failures["code"]
     assert (
         reason.startswith("the sandbox failed: no program can be started: ") and "/missing/python" in reason
     )
-    settings = RewardsConfig(functions=(RewardConfig(function="unit_tests", kwargs={"sandbox": LIMITS}),))
     with pytest.raises(ValueError, match=r"no code can be run here .*no program can be started"):
-        check_rewards(settings, max_new_tokens=10)
+        check_reward("unit_tests", sandbox=LIMITS)
 
 
 LOGS = "import sys, os\nprint('a trace', file=sys.stderr)\nos.write(2, b'another')\n"
@@ -236,7 +222,7 @@ def test_what_a_program_logs_is_no_output(pool, backend):
     with sandbox_fusion() as fusion:
         sandbox = LIMITS | ({"url": fusion.url} if backend == "http" else {})
         tests = [{"input": "abc\n", "output": "cba\n"}]
-        scores, scorer = scored(pool, [*solutions, wrong], tests, sandbox=sandbox)
+        scores, scorer = run(pool, [*solutions, wrong], tests, sandbox=sandbox)
     assert dict(zip(LOGGERS, scores.rewards.tolist()[:-1], strict=True)) == dict.fromkeys(LOGGERS, 1)
     assert scores.rewards[-1] == 0 and scorer.failures == {}
 
@@ -252,8 +238,8 @@ def test_long_inputs_and_outputs_are_compared_whole_or_not_at_all(pool):
     endless = block("for i in range(10**6): print(i)")
     tests = [{"input": lines, "output": lines}]
     assert len(lines) > 10 * 65_536
-    assert scored(pool, [right, wrong, endless], tests)[0].rewards.tolist() == [1, 0, 0]
-    scores, scorer = scored(pool, [right], tests, output_kb=512)
+    assert run(pool, [right, wrong, endless], tests)[0].rewards.tolist() == [1, 0, 0]
+    scores, scorer = run(pool, [right], tests, output_kb=512)
     assert np.isnan(scores.rewards).all()
     assert "a test expects 917 KiB of output, but kwargs.output_kb = 512" in next(
         iter(scorer.failures["code"])
@@ -264,7 +250,7 @@ def test_long_inputs_and_outputs_are_compared_whole_or_not_at_all(pool):
 def test_a_program_whose_input_cannot_be_given_is_not_taken_for_wrong(pool):
     right = block("import sys\nprint(len(sys.stdin.read()))")
     tests = [{"input": "x" * (2**20 + 1), "output": str(2**20 + 1)}]
-    scores, scorer = scored(pool, [right], tests, sandbox=LIMITS | {"files_mb": 1})
+    scores, scorer = run(pool, [right], tests, sandbox=LIMITS | {"files_mb": 1})
     assert np.isnan(scores.rewards).all()
     assert "a test has 2 MiB of input, but a file may have kwargs.sandbox.files_mb = 1; raise it" in next(
         iter(scorer.failures["code"])
@@ -326,7 +312,7 @@ def test_an_interpreter_that_the_machine_loses_between_two_calls_is_no_wrong_sol
 def test_code_that_never_ends_is_wrong_and_a_sandbox_that_fails_is_not(pool, monkeypatch):
     endless = [block("while True: pass"), block("def f(): return 1")]
     for call_s in longer(4.0):
-        scores, _ = scored(pool, endless, ["assert f() == 1"], sandbox=LIMITS | {"call_s": call_s})
+        scores, _ = run(pool, endless, ["assert f() == 1"], sandbox=LIMITS | {"call_s": call_s})
         if scores.rewards[1]:
             break
     assert scores.rewards.tolist() == [0, 1]
@@ -354,17 +340,13 @@ def test_tests_are_a_list_or_its_json():
 
 @pytest.mark.slow
 def test_rows_without_tests_are_not_scored_and_the_sandbox_is_tried_before_the_run(pool):
-    scores, scorer = scored(pool, [block("x = 1")], None)
+    scores, scorer = run(pool, [block("x = 1")], None)
     assert np.isnan(scores.rewards).all() and "column tests has no tests" in next(
         iter(scorer.failures["code"])
     )
-    settings = RewardsConfig(functions=(RewardConfig(function="unit_tests", kwargs={"sandbox": LIMITS}),))
-    check_rewards(settings, max_new_tokens=10)
-    away = {"sandbox": {"url": "http://127.0.0.1:9"}}
+    check_reward("unit_tests", sandbox=LIMITS)
     with pytest.raises(ValueError, match=r"unit_tests: kwargs\.sandbox: no code can be run here"):
-        check_rewards(
-            RewardsConfig(functions=(RewardConfig(function="unit_tests", kwargs=away),)), max_new_tokens=10
-        )
+        check_reward("unit_tests", sandbox={"url": "http://127.0.0.1:9"})
 
 
 def test_the_last_block_of_python_counts():

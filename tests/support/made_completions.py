@@ -2,8 +2,10 @@
 
 import numpy as np
 
-from grpo_dist.config import RewardConfig
+from grpo_dist.config import RewardConfig, RewardsConfig
+from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.rewards.group import CompletionGroup
+from grpo_dist.rewards.scorer import Scorer, Scores
 
 
 def completion_group(
@@ -29,6 +31,21 @@ def spec(name, function, weight=1.0, kwargs=None, **gate) -> RewardConfig:
 
 def term(name, weight=1.0, **gate) -> RewardConfig:
     return spec(name, "math", weight, **gate)
+
+
+def scored(pool, group, *functions) -> tuple[Scores, Scorer]:
+    """Score a group by a scorer of its own, which is closed."""
+    scorer = Scorer(functions, pool)
+    try:
+        return scorer.score(group), scorer
+    finally:
+        scorer.close()
+
+
+def check_reward(function, **kwargs) -> None:
+    """Check a reward before a run of 10 tokens. Raises ValueError."""
+    settings = RewardsConfig(functions=(RewardConfig(function=function, kwargs=kwargs),))
+    check_rewards(settings, max_new_tokens=10)
 
 
 _MATRIX = "\\\\".join(" & ".join(f"x_{{{i * 12 + j}}}" for j in range(12)) for i in range(12))
