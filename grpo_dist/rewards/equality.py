@@ -395,9 +395,6 @@ def _same_collection(ours: Formula, theirs: Formula) -> bool | None:
         if ours.name != theirs.name or len(ours.parts) != len(theirs.parts):
             return False
         return _all_same(ours.parts, theirs.parts)
-    ours, theirs = (_drop_names(node) if other.kind in ("set", "list") and not _is_statement(other)
-                    else node
-                    for node, other in ((ours, theirs), (theirs, ours)))  # fmt: skip
     if {ours.kind, theirs.kind} == {"and", "or"} and not all(
         _is_constant(part) for part in (*ours.parts, *theirs.parts)
     ):
@@ -503,18 +500,6 @@ def _all_same(ours: Sequence[Formula], theirs: Sequence[Formula]) -> bool | None
 
 def _is_compound(node: Formula) -> bool:
     return node.kind in _COLLECTIONS or _is_statement(node)
-
-
-def _drop_names(node: Formula) -> Formula:
-    """Turn ``x=2 or x=3`` into the list 2, 3: equations of one name."""
-    parts = node.parts if node.kind in ("list", "or", "and") else (node,)
-    if not all(_is_equation(part) and len(part.parts) == 2 and _is_name(part.parts[0]) for part in parts):
-        return node
-    return (
-        Formula("list", tuple(part.parts[1] for part in parts))
-        if len({part.parts[0] for part in parts}) == 1
-        else node
-    )
 
 
 def _same_in_any_order(ours: Sequence[Formula], theirs: Sequence[Formula]) -> bool | None:

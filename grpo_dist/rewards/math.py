@@ -485,7 +485,7 @@ def read(text: str) -> Reading | None:
                 # A text that the parser rewrote (.5 to 0.5) is somewhere in the match.
                 begin, end = (begin, begin + len(source)) if begin >= 0 else match.span()
                 before, after = text[max(0, begin - _CONTEXT) : begin], text[end : end + _CONTEXT]
-                return Reading(_imaginary(expression), source, before, after)
+                return Reading(expression, source, before, after)
     return None
 
 
@@ -521,13 +521,3 @@ def _parsed(match: re.Match[str], kind: Any) -> tuple[Any, str]:
         raise
     except Exception:  # the parsers reject text in many ways
         return None, ""
-
-
-def _imaginary(expression: Any) -> Any:
-    """Replace i by the imaginary unit if it is the only symbol; math-verify keeps a symbol in 1/i."""
-    from sympy import I  # heavy, as in `_patterns`
-
-    symbols: set[Any] = getattr(expression, "free_symbols", set())
-    if [str(symbol) for symbol in symbols] == ["i"]:
-        return expression.subs(dict.fromkeys(symbols, I))
-    return expression
