@@ -71,15 +71,20 @@ def start_private_ray(**options: Any) -> None:
 
 @contextmanager
 def _without_monitors() -> Iterator[None]:
-    """Let Ray start neither the process that scales a cluster nor the one that sends logs to a driver."""
+    """Let Ray start neither the process that scales a cluster, nor the one that sends logs to a driver, nor
+    the dashboard: without its pages it only counts use, and Ray waits 2.5 s for it.
+    """
     from ray._private.node import Node
 
-    started = Node.start_monitor, Node.start_log_monitor
-    Node.start_monitor = Node.start_log_monitor = lambda _: None
+    names = ("start_monitor", "start_log_monitor", "start_api_server")
+    methods = {name: getattr(Node, name) for name in names}
+    for name in names:
+        setattr(Node, name, lambda _, **options: None)
     try:
         yield
     finally:
-        Node.start_monitor, Node.start_log_monitor = started
+        for name, method in methods.items():
+            setattr(Node, name, method)
 
 
 def _short_paths() -> dict[str, str]:

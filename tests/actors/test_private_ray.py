@@ -69,12 +69,12 @@ def test_other_users_can_neither_enter_nor_rename_a_session(tmp_path):
 
 def test_ray_reads_no_logs_scales_nothing_and_measures_no_processes_for_nobody(monkeypatch):
     started, seen, name = [], [], "REPORTER_UPDATE_INTERVAL_MS"
-    for method in ("start_monitor", "start_log_monitor"):
-        monkeypatch.setattr(Node, method, started.append)
+    for method in ("start_monitor", "start_log_monitor", "start_api_server"):
+        monkeypatch.setattr(Node, method, lambda node, **_: started.append(node))
 
     def init(**_):
         node = Node.__new__(Node)
-        node.start_monitor(), node.start_log_monitor()
+        node.start_monitor(), node.start_log_monitor(), node.start_api_server(include_dashboard=False)
         seen.append(os.environ[name])
 
     monkeypatch.setattr(ray, "init", init)

@@ -26,7 +26,6 @@ _TITLES = {
     "grader": "grpo_dist.rewards.child",
     "tool": "grpo_dist.environments.sandbox.zygote",
 }
-_DASHBOARD = "/ray/dashboard/dashboard.py"  # a raylet names its agent in its arguments
 _OF_RAY = (
     "/ray/core/",
     "/ray/_private/",
@@ -34,7 +33,6 @@ _OF_RAY = (
     "/ray/dashboard/",
     "ray::IDLE",
     "Agent",
-    "ray-dashboard",
 )
 
 
@@ -78,13 +76,8 @@ class Family:
 
 
 def is_of_ray(process: psutil.Process) -> bool:
-    """Return whether the process is Ray's own: a server, an agent, a helper of one, or an idle worker."""
-    if any(text in title(process) for text in _OF_RAY):
-        return True
-    with suppress(psutil.Error):  # multiprocessing's helpers of the dashboard have no name of Ray's
-        parent = process.parent()
-        return parent is not None and _DASHBOARD in title(parent)
-    return False
+    """Return whether the process is Ray's own: a server, an agent, or an idle worker."""
+    return any(text in title(process) for text in _OF_RAY)
 
 
 def role_of(process: psutil.Process) -> str | None:
