@@ -18,14 +18,15 @@ import math
 import os
 import pickle
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Set
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache, partial
 from typing import Any
 
 from grpo_dist.errors import raised
 from grpo_dist.runtime.processes import die_with, fork_guarded, limit_address_space, pause_garbage_collection
 
+IMPORTING = "importing"  # said before and after an import that an answer needs
 _CANCELLED_S = 1.0  # seconds that cancelled calls have to end
 
 
@@ -41,9 +42,12 @@ def main() -> None:
     os.register_at_fork(after_in_child=partial(_close, (requests.fileno(), replies, lifeline)))
     if not runs_user_code:
         with pause_garbage_collection():
-            from grpo_dist.rewards.math import grade  # only here, so that processes of user code start fast
+            from grpo_dist.rewards import (
+                math as grader,
+            )  # only here, so that processes of user code start fast
 
-            grade("\\boxed{1}", "2")  # warm-up: imports the parser and builds its tables
+            grader.importing = partial(_importing, replies, memory_mb)
+            grader.grade("\\boxed{1}", "2")  # warm-up: builds the tables of the package's reader
     limit_address_space(memory_mb)
     _reply(replies, "ready")
     while True:
@@ -58,6 +62,18 @@ def _reply(descriptor: int, value: Any) -> None:
     rest = memoryview(json.dumps(value).encode() + b"\n")
     while rest:
         rest = rest[os.write(descriptor, rest) :]
+
+
+@contextmanager
+def _importing(replies: int, memory_mb: int) -> Iterator[None]:
+    """Tell the pool that an import begins and that it has ended, and charge its memory to no answer."""
+    _reply(replies, IMPORTING)
+    limit_address_space(None)
+    try:
+        yield
+    finally:
+        limit_address_space(memory_mb)
+    _reply(replies, IMPORTING)
 
 
 def _close(descriptors: tuple[int, ...]) -> None:

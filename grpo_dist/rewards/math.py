@@ -22,6 +22,8 @@ import logging
 import math
 import re
 import unicodedata
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, product
@@ -79,6 +81,10 @@ _RATIO = re.compile(r"(\d{1,9})\s*:\s*(\d{1,9})")
 _DECIMAL_COMMA = re.compile(r"-?\d+,(?!\d{3}$)\d+|-?0,\d+")
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no timeout; the pool has
+
+# Entered around the import of math-verify and sympy, half a second of CPU, when an answer first needs them. A
+# grader process charges neither its time nor its memory to that answer.
+importing: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +343,7 @@ def _differs_in_marks(gold: str, answer: str) -> bool:
 
 
 def _equal(gold: str, ours: Reading, theirs: Reading) -> bool:
-    from math_verify import verify  # heavy: only where answers are graded
+    from math_verify import verify  # heavy, as in `_parsed`
 
     # An inequality may stand for an interval, but not if the gold is "x \\in ...".
     lenient = re.search(r"\\in(?![A-Za-z])", gold) is None
@@ -384,7 +390,7 @@ def _value(expression: Any) -> complex | None:
 
 def _parts(expression: Any) -> list[Any]:
     """Return elements of a tuple, ends of an interval, or the sorted elements of a real set; else []."""
-    from sympy import FiniteSet, Interval, Tuple  # heavy, as in `_equal`
+    from sympy import FiniteSet, Interval, Tuple  # heavy, as in `_parsed`
 
     if isinstance(expression, Interval):
         return [expression.start, expression.end]
@@ -492,9 +498,11 @@ def read(text: str) -> Reading | None:
 @lru_cache(maxsize=1)
 def _patterns() -> list[list[tuple[re.Pattern[str], Any]]]:
     """Return math-verify's (pattern, kind of match), highest priority first, grouped by priority."""
-    # heavy: only where answers are graded
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig
-    from math_verify.parser import get_extraction_regexes
+    with importing():
+        from math_verify import ExprExtractionConfig, LatexExtractionConfig
+        from math_verify.parser import get_extraction_regexes, parse_latex_cached
+
+        parse_latex_cached("1")  # builds the parser's tables
 
     kinds = get_extraction_regexes([LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()])
     ranked = [(priority, pattern, kind) for patterns, kind in kinds for pattern, priority in patterns]
@@ -507,7 +515,7 @@ def _patterns() -> list[list[tuple[re.Pattern[str], Any]]]:
 
 def _parsed(match: re.Match[str], kind: Any) -> tuple[Any, str]:
     """Parse one match. Returns the expression, None if it does not parse, and its text."""
-    from math_verify.parser import extract_match, parse_latex_cached  # heavy, as in `_patterns`
+    from math_verify.parser import extract_match, parse_latex_cached  # heavy, imported by `_patterns`
 
     written = match.groupdict().get("expr")
     if len(re.sub(r"\d", "", match.group())) > _LONGEST:

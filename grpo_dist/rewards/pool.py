@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.config import RewardsConfig
+from grpo_dist.rewards.child import IMPORTING
 from grpo_dist.rewards.math import Grade
 from grpo_dist.runtime.processes import (
     child_command,
@@ -79,7 +80,7 @@ class GraderPool:
     The processes end with the process that made the pool, even if that is killed.
 
     Args:
-        timeout_s: deadline of an answer, seconds of wall clock. Starting a process does not count.
+        timeout_s: deadline of an answer, seconds of wall clock. Starting a process and imports do not count.
         memory_mb: address space a process may add to its size at start, MiB.
         code_paths: directories of custom reward functions, searched before PYTHONPATH and installed packages.
             The working directory is not searched unless it is listed.
@@ -350,6 +351,9 @@ class _Process:
                 raise TimeoutError
             rest = rest[os.write(self._input, rest[: 1 << 16]) :]
         reply = self._line(end)
+        if reply == IMPORTING and not self._runs_user_code:
+            self._line(time.monotonic() + _START_S)
+            reply = self._line(time.monotonic() + seconds)
         if not isinstance(reply, list) or len(reply) != 3 or reply[0] != number:
             raise ValueError(_FORGED)
         return reply[1], reply[2]

@@ -210,6 +210,19 @@ def test_importing_does_not_count_against_the_deadline(code: str) -> None:
         assert results == [1.0]
 
 
+def test_importing_math_verify_counts_against_no_answer(code: str) -> None:
+    """Only an answer that the package's own reader does not know needs it: the first one of a process."""
+    Path(code, "sitecustomize.py").write_text(  # read by a grader process when it starts
+        "import sys, time\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'math_verify': time.sleep(2.5)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+    )
+    with GraderPool(1, timeout_s=2.0, memory_mb=64, code_paths=[code]) as pool:
+        assert [grade.outcome for grade in pool.grade([("x7@@ 3 ^^", "579")])] == ["wrong"]
+
+
 def module_in(directory: Path, name: str, value: float) -> None:
     directory.mkdir(exist_ok=True)
     (directory / f"{name}.py").write_text(f"def value(completion): return {value}\n")
