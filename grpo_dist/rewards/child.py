@@ -42,9 +42,7 @@ def main() -> None:
     os.register_at_fork(after_in_child=partial(_close, (requests.fileno(), replies, lifeline)))
     if not runs_user_code:
         with pause_garbage_collection():
-            from grpo_dist.rewards import (
-                math as grader,
-            )  # only here, so that processes of user code start fast
+            from grpo_dist.rewards import math as grader  # not at the top: user code starts fast
 
             grader.importing = partial(_importing, replies, memory_mb)
             grader.grade("\\boxed{1}", "2")  # warm-up: builds the tables of the package's reader
