@@ -35,7 +35,7 @@ _NAMED_TIMEOUT = {
     "concurrent.futures.wait", "concurrent.futures.as_completed",
 }  # fmt: skip
 _NO_QUEUE = {"ray.put"}
-_FENCE = re.compile(r"(^|[._])(deadline(_of)?|progressing|timeout(_at)?)$")
+_FENCE = re.compile(r"(^|[._])(deadline(_of)?|timeout(_at)?)$")
 _WITHIN = re.compile(r"^asyncio\.wait_for$")
 _QUEUE = re.compile(r"(^|\.)\w*Queue$")
 _REASON = "# bounded: "

@@ -114,7 +114,9 @@ _LOOK_S = 6.0  # on another node Ray may have to start a process for it
 _CALLS_S = 2.0  # of an event loop, for what waits in it
 
 
-def deadline_of(workers: Mapping[str, Any], seconds: float, stage: str) -> AbstractAsyncContextManager[None]:
+def deadline_of(
+    workers: Mapping[str, Any], seconds: float, stage: str
+) -> AbstractAsyncContextManager[object]:
     """Return a `deadline` whose error has the location of each of ``workers``, actors by name."""
     return deadline(seconds, stage, explain=partial(where_stuck, workers))
 

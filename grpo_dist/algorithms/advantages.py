@@ -312,21 +312,12 @@ def _or_zero(values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "rloo_normalized": rloo_normalized,
-    "reinforce_pp": reinforce_pp,
-    "flash_reinforce": flash_reinforce,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-    "remax": remax,
-    "opo": opo,
-    "pass_at_k": pass_at_k,
-    "gdpo": gdpo,
-    "gpg": gpg,
-    "maxrl": maxrl,
-    "grpo_passk": grpo_passk,
-}
+    estimator.__name__: estimator
+    for estimator in (
+        grpo, dr_grpo, rloo, rloo_normalized, reinforce_pp, flash_reinforce, reinforce_pp_baseline, remax,
+        opo, pass_at_k, gdpo, gpg, maxrl, grpo_passk,
+    )
+}  # fmt: skip
 # Keyword arguments of each, which the caller provides: settings, or what `credit_assignment` makes of groups.
 ADVANTAGE_INPUTS = {
     name: tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)

@@ -412,21 +412,9 @@ def _within(selected: TokenMask | None, mask: TokenMask) -> TokenMask:
 
 
 POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Stats]]] = {
-    "policy_gradient": policy_gradient,
-    "ppo_clip": ppo_clip,
-    "cispo": cispo,
-    "sapo": sapo,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "gspo": gspo,
-    "gspo_segment": gspo_segment,
-    "gmpo": gmpo,
-    "dro": dro,
-    "kimi15": kimi15,
-    "topr": topr,
-    "topr_token": topr_token,
-    "reinforce_is": reinforce_is,
-    "vespo": vespo,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-}
+    loss.__name__: loss
+    for loss in (
+        policy_gradient, ppo_clip, cispo, sapo, dppo_tv, dppo_kl, gspo, gspo_segment, gmpo, dro, kimi15, topr,
+        topr_token, reinforce_is, vespo, clip_cov, kl_cov,
+    )
+}  # fmt: skip

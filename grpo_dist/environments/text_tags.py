@@ -1,13 +1,13 @@
 """Environments that are called by tags in the text, as in Search-R1. A subclass has a method for each tag:
 
-    class Search(TextTags):
-        results = {"search": "information"}
+class Search(TextTags):
+    results = {"search": "information"}
 
-        def search(self, text):                  <search>who wrote Emma</search>        the action ends here
-            return find(text)                    <information>Jane Austen ...</information>
-                                                 <answer>Jane Austen</answer>           the episode ends here
-        def answer(self, text):
-            return float(text == self.problem.answer)
+    def search(self, text):                  <search>who wrote Emma</search>        the action ends here
+        return find(text)                    <information>Jane Austen ...</information>
+                                             <answer>Jane Austen</answer>           the episode ends here
+    def answer(self, text):
+        return float(text == self.problem.answer)
 """
 
 from __future__ import annotations

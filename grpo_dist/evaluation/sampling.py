@@ -14,7 +14,7 @@ import numpy as np
 from grpo_dist.config import Config, EvaluationConfig, RejectionConfig, SamplingConfig
 from grpo_dist.errors import SamplesFailed, find_cause
 from grpo_dist.evaluation.estimates import Estimate, estimate, summarise
-from grpo_dist.runtime.concurrency import gather, progressing, retry_lost_samples
+from grpo_dist.runtime.concurrency import deadline, gather, retry_lost_samples
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.runtime.stage_log import note
@@ -166,7 +166,7 @@ async def sample_chunks(
         await finished(number, await gather(one(prompt) for prompt in prompts))
         still_going()
 
-    async with progressing(draw.sample_s, f"{what}: the next prompt", explain=explain) as still_going:
+    async with deadline(draw.sample_s, f"{what}: the next prompt", explain=explain) as still_going:
         await gather(chunk(number, prompts) for number, prompts in chunks.items())
 
 

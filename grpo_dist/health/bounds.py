@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -23,18 +23,18 @@ REFUSED = "health/refused_"  # followed by the key of a bound: the skipped updat
 BAD_WEIGHTS = "health/bad_weights"  # 1: weights are not finite after the step
 _ENOUGH = 5  # gradient norms for a median
 
-# Key of `health` and the metric it bounds. The key's ending names the side.
-_OF_BATCH = (
-    ("truncated_above", "rollout/truncated_share"),
-    ("degenerate_above", "rollout/degenerate_share"),
-)
-_OF_UPDATE = (
-    ("entropy_below", "policy/entropy"),
-    ("mismatch_above", "mismatch/logprob_diff_mean"),
-    ("kl_above", "ref/kl"),
-)
-UPDATE_METRICS = (*(metric for _, metric in _OF_UPDATE), GRAD_NORM)  # metrics of an update that have bounds
-_OF_RUN = (("skipped_steps_above", IN_A_ROW),)
+# Keys of `health`, whose ending names the side, and the metrics that they bound: those of
+# `loop.metrics.rollout_metrics`, of an update of the policy, and counts of `HealthWatch.examine`.
+_BOUNDED = {
+    "batch": {"truncated_above": "rollout/truncated_share", "degenerate_above": "rollout/degenerate_share"},
+    "update": {
+        "entropy_below": "policy/entropy",
+        "mismatch_above": "mismatch/logprob_diff_mean",
+        "kl_above": "ref/kl",
+    },
+    "run": {"skipped_steps_above": IN_A_ROW},
+}
+UPDATE_METRICS = (*_BOUNDED["update"].values(), GRAD_NORM)  # metrics of an update that have bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,39 +90,23 @@ def passed(bounds: Sequence[Bound], metrics: Mapping[str, float]) -> list[Bound]
     return [bound for bound in bounds if bound.is_passed(metrics)]
 
 
-def make_batch_bounds(settings: HealthConfig, state: HealthState) -> list[Bound]:
-    """Return the bounds on `loop.metrics.rollout_metrics`."""
-    return [*_configured_bounds(settings, _OF_BATCH), *_reward_bounds(settings, state)]
-
-
-def make_update_bounds(settings: HealthConfig, state: HealthState) -> list[Bound]:
-    """Return the bounds on what an update of the policy returns."""
-    return [*_configured_bounds(settings, _OF_UPDATE), *_gradient_bounds(settings, state)]
-
-
-def make_run_bounds(settings: HealthConfig) -> list[Bound]:
-    """Return the bounds on what `HealthWatch.examine` counts."""
-    return list(_configured_bounds(settings, _OF_RUN))
-
-
-def _configured_bounds(settings: HealthConfig, table: Sequence[tuple[str, str]]) -> Iterator[Bound]:
-    for key, metric in table:
-        value = getattr(settings, key)
-        if value is not None:
-            yield Bound(key, metric, float(value), above=key.endswith("_above"))
-
-
-def _reward_bounds(settings: HealthConfig, state: HealthState) -> Iterator[Bound]:
-    share, best = settings.reward_below_share, state.best_reward
+def make_bounds(
+    settings: HealthConfig, state: HealthState, *kinds: Literal["batch", "update", "run"]
+) -> list[Bound]:
+    """Return the bounds on the metrics of a batch, of an update of the policy, or of the run."""
+    bounds = [
+        Bound(key, metric, float(value), above=key.endswith("_above"))
+        for kind in kinds
+        for key, metric in _BOUNDED[kind].items()
+        if (value := getattr(settings, key)) is not None
+    ]
+    share, best, norms = settings.reward_below_share, state.best_reward, state.grad_norms
     # A share of a negative best would be above it.
-    if share is not None and best is not None and best > 0:
+    if "batch" in kinds and share is not None and best is not None and best > 0:
         words = f"{share:g} x {best:.4g}, its greatest"
-        yield Bound("reward_below_share", "reward/mean", share * best, above=False, words=words)
-
-
-def _gradient_bounds(settings: HealthConfig, state: HealthState) -> Iterator[Bound]:
-    spike = settings.grad_norm_spike
-    if spike is not None and len(state.grad_norms) >= _ENOUGH:
-        median = statistics.median(state.grad_norms)
+        bounds.append(Bound("reward_below_share", "reward/mean", share * best, above=False, words=words))
+    if "update" in kinds and (spike := settings.grad_norm_spike) is not None and len(norms) >= _ENOUGH:
+        median = statistics.median(norms)
         words = f"{spike:g} x {median:.4g}, its median"
-        yield Bound("grad_norm_spike", GRAD_NORM, spike * median, above=True, words=words)
+        bounds.append(Bound("grad_norm_spike", GRAD_NORM, spike * median, above=True, words=words))
+    return bounds

@@ -27,9 +27,7 @@ from grpo_dist.health.bounds import (
     UPDATE_METRICS,
     Bound,
     HealthState,
-    make_batch_bounds,
-    make_run_bounds,
-    make_update_bounds,
+    make_bounds,
     passed,
 )
 from grpo_dist.runtime.recorder import Recorder
@@ -87,7 +85,7 @@ class HealthWatch:
                     f"groups (`health.min_signal_groups` = {self._needed}){why if failed else ''}"
                 )
             return False, metrics
-        beyond = passed(make_batch_bounds(self._settings, self.state), metrics) if self._skips else []
+        beyond = passed(make_bounds(self._settings, self.state, "batch"), metrics) if self._skips else []
         if beyond:
             self._recorder.warn(
                 f"step {step}: not trained on, {_describe(beyond, metrics)}; its batch is in "
@@ -98,7 +96,7 @@ class HealthWatch:
 
     def update_bounds(self) -> list[Bound]:
         """Return the bounds that no update of the next step may pass."""
-        return make_update_bounds(self._settings, self.state) if self._skips else []
+        return make_bounds(self._settings, self.state, "update") if self._skips else []
 
     def after_update(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         """Quarantine the batch of skipped updates. Raises Unhealthy or Rollback if weights are not finite."""
@@ -132,11 +130,7 @@ class HealthWatch:
             IN_A_ROW: float(skipped),
             "health/idle_in_a_row": float(idle),
         }
-        bounds = [
-            *make_batch_bounds(settings, state),
-            *make_update_bounds(settings, state),
-            *make_run_bounds(settings),
-        ]
+        bounds = make_bounds(settings, state, "batch", "update", "run")
         alarms = passed(bounds, {**metrics, **counts})
         counts["health/alarms"] = float(len(alarms))
         norm, reward = metrics.get(GRAD_NORM, math.nan), metrics.get("reward/mean", math.nan)
@@ -163,7 +157,7 @@ class HealthWatch:
         self._stop_if_unscored(step, groups)
         self._stop_if_idle(step, metrics)
         if self._skips:
-            alarms = passed(make_run_bounds(self._settings), metrics)
+            alarms = passed(make_bounds(self._settings, self.state, "run"), metrics)
         if not alarms:
             return
         problem = f"step {step}: {_describe(alarms, metrics)}"

@@ -259,7 +259,7 @@ class Pipeline:
         async with self._deadline(batch):
             return await task
 
-    def _deadline(self, batch: int) -> AbstractAsyncContextManager[None]:
+    def _deadline(self, batch: int) -> AbstractAsyncContextManager[object]:
         stage = f"sample: batch {batch} sampled and scored"
         return deadline(self._sample_s, stage, explain=self._where_stuck)
 

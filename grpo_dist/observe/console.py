@@ -6,14 +6,29 @@ Without a terminal only the lines are printed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from threading import Lock
+from typing import TypeVar
 
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
-from grpo_dist.observe.live_view import LiveView
-from grpo_dist.runtime.stage_log import shown_by_view
+from grpo_dist.runtime.hardware import GIB
+from grpo_dist.runtime.metering import Span, Usage
+from grpo_dist.runtime.stage_log import clock_text, join_names, open_stages, shown_by_view
 from grpo_dist.runtime.tables import Terminal, make_table, print_lines
 from grpo_dist.types.intervals import wilson
 
@@ -30,6 +45,92 @@ _COLUMNS = (
     ("mismatch", "mismatch/logprob_diff_max", "{:.1e}"),
 )
 _TIMES = (("sample", "time/sample_s"), ("update", "time/update_s"), ("sync", "time/sync_s"))
+_PACE_S = 3600.0  # of the latest steps, from which the time left is estimated
+T = TypeVar("T")
+
+
+class LiveView:
+    """The block of lines below the log. Thread-safe: rich renders it in a thread of its own.
+
+    demo ━━━━━━━━━━━━━╸━━━━━━━━━━ 31/50 0:05:12 0:03:04      steps, time elapsed and left
+    now     sample, 2.1 s           (during start-up: engines 12.3 s (rollout-0))
+    actors  ● rollout     4/4   92% busy  1.3 GiB
+            ● policy      2/2   40% busy  0.9 GiB
+    """
+
+    def __init__(self, name: str, steps: int, start: int) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}", style="bold", markup=False), BarColumn(),
+            MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            speed_estimate_period=_PACE_S,
+        )  # fmt: skip
+        self._steps = self._progress.add_task(name, total=steps, completed=start)
+        self._phase, self._since = "starting", time.monotonic()
+        self._used: dict[str, tuple[float, int]] = {}  # by role: mean busy share of the step, peak bytes
+        self._replaced: Counter[str] = Counter()
+        self._states: Callable[[], Mapping[str, bool]] = dict
+        self._lock = Lock()  # held while rendering, so that the state does not change
+
+    def phase(self, name: str) -> None:
+        """Record that the loop enters phase ``name``."""
+        with self._lock:
+            self._phase, self._since = name, time.monotonic()
+
+    def follow(self, states: Callable[[], Mapping[str, bool]]) -> None:
+        """Follow these actors. ``states`` returns for each name whether the actor is ready."""
+        self._states = states
+
+    def took(self, spans: Sequence[Span], workers: Mapping[str, Usage]) -> None:
+        """Record the usage of each worker during the step that ends next; ``spans``: of the loop."""
+        seconds = sum(span.end - span.begin for span in spans) or math.inf
+        used = dict[str, tuple[float, int]]()
+        for role, usages in _by_role(workers).items():
+            busy = sum(sum(usage.busy_s.values()) for usage in usages.values()) / len(usages)
+            used[role] = min(1.0, busy / seconds), max(usage.peak_bytes for usage in usages.values())
+        with self._lock:
+            self._used |= used
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the end of ``step``."""
+        self._progress.update(self._steps, completed=step)
+        with self._lock:
+            for role in self._used:
+                self._replaced[role] += int(metrics.get(f"restarts/{role}", 0))
+
+    def __rich__(self) -> RenderableType:
+        with self._lock:
+            now = "; ".join(open_stages()) or f"{self._phase}, {clock_text(time.monotonic() - self._since)}"
+            lines = [Text("now     ", style="dim").append(now, style="default"), *self._actors()]
+        for line in lines:
+            line.no_wrap, line.overflow = True, "ellipsis"
+        return Group(self._progress.get_renderable(), *lines)
+
+    def _actors(self) -> Iterator[Text]:
+        """Draw a line for each role."""
+        roles = _by_role(self._states())
+        width = max(map(len, roles), default=0)
+        label = "actors"
+        for role, workers in roles.items():
+            lost = [name for name, ok in workers.items() if not ok]
+            parts = [f"{role:<{width}}  {len(workers) - len(lost):>4}/{len(workers)}"]
+            if role in self._used:
+                busy, most = self._used[role]
+                parts.append(f"{busy:4.0%} busy  {most / GIB:.1f} GiB")
+            if count := self._replaced[role]:
+                parts.append(f"{count} replaced")
+            if lost:
+                parts.append(f"being replaced: {join_names(lost)}")
+            line = Text(f"{label:<8}", style="dim").append("● ", style="yellow" if lost else "green")
+            yield line.append("  ".join(parts), style="default")
+            label = ""
+
+
+def _by_role(workers: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """Return ``workers`` by the role in their names: rollout-12 -> rollout."""
+    roles: dict[str, dict[str, T]] = {}
+    for name, value in workers.items():
+        roles.setdefault(name.rsplit("-", 1)[0], {})[name] = value
+    return roles
 
 
 class Console:

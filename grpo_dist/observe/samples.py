@@ -292,7 +292,7 @@ def _group(prompt: Prompt, rows: list[dict]) -> Group:
         },
         outcomes=tuple(row["outcome"] for row in rows),
         score_s=rows[0]["score_s"],
-        degenerate=rows[0].get("degenerate", rows[0].get("garbage", 0)),
+        degenerate=rows[0]["degenerate"],
         baseline_reward=rows[0]["baseline_reward"],
         step_rewards=_steps(rows, "step_rewards", np.float32),
         step_ends=_steps(rows, "step_ends", np.int32),
@@ -330,8 +330,8 @@ def _rollout(row: dict) -> Rollout:
             FurtherRow(**_arrays(further), routes=_read_routes(row, i), kept=_read_kept(row, i))
             for i, further in enumerate(row.get("further_rows") or (), 1)
         ),
-        temperature=row.get("temperature"),  # an older table has neither
-        max_new_tokens=row.get("max_new_tokens"),
+        temperature=row["temperature"],
+        max_new_tokens=row["max_new_tokens"],
         routes=_read_routes(row, 0),
         kept=_read_kept(row, 0),
         context_ids=arrays.get("context_ids"),
@@ -339,7 +339,7 @@ def _rollout(row: dict) -> Rollout:
 
 
 def _arrays(row: dict) -> dict[str, Any]:
-    """Read the arrays of a training row. A table without episodes, or an older one, has no ``sampled``."""
+    """Read the arrays of a training row. A table without episodes has no ``sampled``."""
     return {
         name: None if row.get(name) is None else np.array(row[name], kind.value_type.to_pandas_dtype())
         for name, kind in _ROW.items()

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Protocol
 
 from grpo_dist.errors import raised
@@ -39,38 +39,32 @@ class AsyncSink:
     ) -> None:
         """Start the thread, which calls ``open_sink`` with a function that reports problems."""
         self._name, self._open, self._warn = name, open_sink, warn
-        self._waiting: deque[Callable[[Sink], None]] = deque()
-        self._tables = 0  # queued, or being written
-        self._changed = threading.Condition()
+        self._work: SimpleQueue[Callable[[Sink], None] | None] = SimpleQueue()
+        self._tables = threading.Semaphore(_TABLES_PENDING)  # not yet queued, nor being written
         self._messages: list[str] = []
         self._submitted = self._done = 0
-        self._failed: bool | None = None  # whether the run failed; None while it lasts
+        self._failed = False  # the run has, at its end
         self._reported: set[str] = set()  # failures that come again with each record
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         copy = dict(metrics)  # the loop may change its own
-        self._submit(lambda sink: sink.log(step, copy), full=len(self._waiting) >= _PENDING)
+        self._submit(lambda sink: sink.log(step, copy), full=self._work.qsize() >= _PENDING)
 
     def table(self, step: int, table: Table) -> None:
         def write(sink: Sink) -> None:
             try:
                 sink.table(step, table)
             finally:
-                with self._changed:
-                    self._tables -= 1
+                self._tables.release()
 
-        with self._changed:
-            full = self._tables >= _TABLES_PENDING
-            self._tables += not full
-        self._submit(write, full=full)
+        self._submit(write, full=not self._tables.acquire(blocking=False))
 
     def end(self, *, failed: bool) -> None:
         """Ask the thread to finish its queue and close the sink."""
-        with self._changed:
-            self._failed = failed
-            self._changed.notify()
+        self._failed = failed
+        self._work.put(None)
 
     def join(self, deadline: float) -> None:
         """Wait for the thread until ``deadline`` (`time.monotonic`), then report what is missing."""
@@ -84,13 +78,11 @@ class AsyncSink:
         self._deliver()
 
     def _submit(self, work: Callable[[Sink], None], *, full: bool) -> None:
-        with self._changed:
-            self._submitted += 1
-            if self._thread.is_alive() and not full:
-                self._waiting.append(work)
-                self._changed.notify()
+        self._submitted += 1
         if full:
             self._note_once("too slow or hanging; records that do not fit its queue are dropped")
+        elif self._thread.is_alive():
+            self._work.put(work)
         self._deliver()
 
     def _run(self) -> None:
@@ -99,22 +91,16 @@ class AsyncSink:
         except Exception as error:
             self._note(f"cannot be started; the run continues without it: {raised(error)}")
             return
-        while (work := self._next()) is not None:
+        while (work := self._work.get()) is not None:  # bounded: `end` puts None
             try:
                 work(sink)
                 self._done += 1
             except Exception as error:
                 self._note_once("failed; records that it refuses are dropped", f": {raised(error)}")
         try:
-            sink.close(failed=bool(self._failed))
+            sink.close(failed=self._failed)
         except Exception as error:
             self._note(f"cannot be closed: {raised(error)}")
-
-    def _next(self) -> Callable[[Sink], None] | None:
-        """Return the next piece of work; None at the end of the run."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._failed is not None)  # bounded: `end`
-            return self._waiting.popleft() if self._waiting else None
 
     def _note_once(self, failure: str, reason: str = "") -> None:
         """Report ``failure`` with its first reason, and not again."""

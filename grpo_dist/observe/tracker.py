@@ -1,4 +1,4 @@
-"""The recorder of a run: its directory, the terminal, TensorBoard, wandb and MLflow.
+"""The recorder of a run: its directory, the terminal, and trackers.
 
     metrics.jsonl    one object per step; later metrics of a step (an evaluation) join its object
     timeline.jsonl   {"step": 3, "spans": [["rollout-0", "sample", begin, end], ...]}, seconds since 1970:
@@ -41,7 +41,7 @@ from grpo_dist.plugins.user_code import SINK, call, load
 from grpo_dist.runtime.concurrency import Background
 from grpo_dist.runtime.files import StepLines, check_room, flush
 from grpo_dist.runtime.metering import Span, Usage
-from grpo_dist.runtime.recorder import LedgerEntry
+from grpo_dist.runtime.recorder import LedgerEntry, Recorder
 from grpo_dist.runtime.stage_log import LoopStages, stage
 from grpo_dist.types import Group
 from grpo_dist.workers import WorkerUsage
@@ -64,13 +64,13 @@ class Warned(logging.Handler):
         self._warn(record.getMessage())
 
 
-class Tracker:
+class Tracker(Recorder):
     """Records a run in all sinks. A context manager, so that they are always flushed."""
 
     def __init__(self, config: Config, run_dir: Path, *, start: int = 0, wandb_id: str | None = None) -> None:
         """Open all sinks. Records of steps after ``start`` are removed, except quarantined batches.
 
-        ``wandb_id``: id of the resumed run at wandb and MLflow.
+        ``wandb_id``: id of the resumed run at trackers.
         """
         self._config, self.directory = config, run_dir
         self._samples_dir = run_dir / "samples" if config.tracking.samples else None

@@ -1,7 +1,7 @@
 """Attention over rows that lie end to end in one stream, as an attention function of transformers.
 
-A `Kernel` is chosen once from device, type and settings. From the rows of a micro-batch it makes `Spans`,
-which reach every attention layer as a keyword argument and compute the attention:
+A `Kernel` is chosen once from device, type and settings: a function that makes `Spans` of the rows of a
+micro-batch, which reach every attention layer as a keyword argument and compute the attention:
 
     VarlenSpans   one call of a variable-length kernel, torch's own or flash-attention's: queries stay where
                   they are, keys and values of what rows share are repeated
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -97,38 +98,33 @@ class _Repeated(torch.autograd.Function):
         return total.index_add_(0, indices, grad.to(exact)).to(grad.dtype), None
 
 
-class VarlenKernel:
-    """Half precision on GPUs. ``function``: `torch_varlen` or `flash_varlen`; it needs no groups.
+def varlen_spans(
+    function: VarlenFunction,
+    rows: Sequence[np.ndarray],
+    groups: Sequence[int],
+    size: int,
+    device: torch.device,
+) -> VarlenSpans:
+    """Make the spans of half precision on GPUs. ``function``: `torch_varlen` or `flash_varlen`; it needs no
+    ``groups``. Other arguments as `Kernel` has them.
 
     What each row has alone lies behind that of the row before it, as `packed` lays rows out. A row of which
     others have all tokens has nothing to compute: these see the same tokens there.
     """
-
-    def __init__(self, function: VarlenFunction) -> None:
-        self._function = function
-
-    def spans(
-        self, rows: Sequence[np.ndarray], groups: Sequence[int], size: int, device: torch.device
-    ) -> VarlenSpans:
-        filler = np.arange(max(int(row[-1]) for row in rows) + 1, size)
-        new_lengths: list[int] = []
-        whole: list[np.ndarray] = []
-        end = 0
-        for row in sorted([*rows, *([filler] if len(filler) else [])], key=lambda row: int(row[-1])):
-            if (new := int(row[-1]) + 1 - end) > 0:
-                assert row[-new] == end, "a row's own tokens are its last ones, behind those of others"
-                new_lengths.append(new)
-                whole.append(row)
-                end += new
-        lengths = [len(row) for row in whole]
-        repeats = sum(lengths) != size
-        indices = sent(torch.from_numpy(np.concatenate(whole)), device) if repeats else None
-        return VarlenSpans(
-            self._function,
-            Segments.from_lengths(new_lengths, device),
-            Segments.from_lengths(lengths, device),
-            indices,
-        )
+    filler = np.arange(max(int(row[-1]) for row in rows) + 1, size)
+    new_lengths: list[int] = []
+    whole: list[np.ndarray] = []
+    end = 0
+    for row in sorted([*rows, *([filler] if len(filler) else [])], key=lambda row: int(row[-1])):
+        if (new := int(row[-1]) + 1 - end) > 0:
+            assert row[-new] == end, "a row's own tokens are its last ones, behind those of others"
+            new_lengths.append(new)
+            whole.append(row)
+            end += new
+    lengths = [len(row) for row in whole]
+    indices = sent(torch.from_numpy(np.concatenate(whole)), device) if sum(lengths) != size else None
+    queries, keys = (Segments.from_lengths(each, device) for each in (new_lengths, lengths))
+    return VarlenSpans(function, queries, keys, indices)
 
 
 def torch_varlen(
@@ -191,15 +187,9 @@ class Spans(Protocol):
     ) -> Tensor: ...
 
 
-@runtime_checkable
-class Kernel(Protocol):
-    def spans(
-        self, rows: Sequence[np.ndarray], groups: Sequence[int], size: int, device: torch.device
-    ) -> Spans:
-        """Return the spans of ``rows``: the indices of each row's tokens in a stream of ``size`` tokens.
-        ``groups``: of each row; those of one group share the most tokens.
-        """
-        ...
+# (rows: the indices of each row's tokens in a stream, the group of each row, those of one share the most
+# tokens, tokens of the stream, device) -> spans of the rows
+Kernel = Callable[[Sequence[np.ndarray], Sequence[int], int, torch.device], Spans]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,28 +238,26 @@ class BlockSpans:
         return torch.cat(outputs).index_select(0, self.back)
 
 
-class BlockKernel:
-    """Any device and type."""
-
-    def spans(
-        self, rows: Sequence[np.ndarray], groups: Sequence[int], size: int, device: torch.device
-    ) -> BlockSpans:
-        longest = _LONGEST_GROUP if device.type == "cpu" else 0
-        together, alone = _worth_a_mask(rows, groups, longest=longest)
-        blocks, back, end = [], np.zeros(size, np.int64), 0
-        for indices_of_rows, masked in ((alone, False), ([tokens for _, tokens in together], True)):
-            for members in _alike([len(row) for row in indices_of_rows]):
-                longest = len(indices_of_rows[members[0]])
-                indices = np.zeros((len(members), longest), np.int64)
-                for i, member in enumerate(members):
-                    row = indices_of_rows[member]
-                    indices[i, : len(row)] = row
-                    back[row] = np.arange(end, end + len(row))
-                    end += longest
-                mask = _mask([together[m] for m in members], longest, device) if masked else None
-                index = sent(torch.from_numpy(indices.ravel()), device)
-                blocks.append(_Block(index, len(members), longest, mask))
-        return BlockSpans(tuple(blocks), sent(torch.from_numpy(back), device))
+def block_spans(
+    rows: Sequence[np.ndarray], groups: Sequence[int], size: int, device: torch.device
+) -> BlockSpans:
+    """Make the spans for any device and type. Arguments as `Kernel` has them."""
+    longest = _LONGEST_GROUP if device.type == "cpu" else 0
+    together, alone = _worth_a_mask(rows, groups, longest=longest)
+    blocks, back, end = [], np.zeros(size, np.int64), 0
+    for indices_of_rows, masked in ((alone, False), ([tokens for _, tokens in together], True)):
+        for members in _alike([len(row) for row in indices_of_rows]):
+            longest = len(indices_of_rows[members[0]])
+            indices = np.zeros((len(members), longest), np.int64)
+            for i, member in enumerate(members):
+                row = indices_of_rows[member]
+                indices[i, : len(row)] = row
+                back[row] = np.arange(end, end + len(row))
+                end += longest
+            mask = _mask([together[m] for m in members], longest, device) if masked else None
+            index = sent(torch.from_numpy(indices.ravel()), device)
+            blocks.append(_Block(index, len(members), longest, mask))
+    return BlockSpans(tuple(blocks), sent(torch.from_numpy(back), device))
 
 
 def _worth_a_mask(
@@ -319,12 +307,12 @@ def choose_kernel(attention: str, device: torch.device, dtype: torch.dtype) -> K
                 f"model.attention = flash_attention_2 on {device.type} in {dtype}: it takes bfloat16 on "
                 "GPUs; use model.attention=auto"
             )
-        return VarlenKernel(flash_varlen)
+        return partial(varlen_spans, flash_varlen)
     if attention == "eager":
         raise ValueError(
             "model.attention = eager reads no packed rows; use model.attention=auto, or model.packing=false"
         )
-    return VarlenKernel(torch_varlen) if half and attention == "auto" else BlockKernel()
+    return partial(varlen_spans, torch_varlen) if half and attention == "auto" else block_spans
 
 
 def register() -> None:

@@ -28,7 +28,12 @@ _OURS = {
 }
 # Factors on gradients: the losses carry the denominators of the whole step already.
 _FACTORS = ("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor")
-_KEYS = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
+# Of its section zero_optimization.
+_SETTINGS = {
+    "stage": "policy.zero_stage",
+    "offload_optimizer.device": "policy.offload.optimizer",
+    "offload_param.device": "policy.offload.parameters",
+}
 
 
 def deepspeed_config(policy: PolicyConfig, *, bfloat16: bool) -> dict[str, Any]:
@@ -51,10 +56,19 @@ def deepspeed_config(policy: PolicyConfig, *, bfloat16: bool) -> dict[str, Any]:
         raise ValueError(
             f"`policy.deepspeed.zero_optimization` = {zero}: expected a mapping of DeepSpeed's keys to values"
         )
-    if "stage" in zero:
-        raise ValueError(
-            f"`policy.deepspeed.zero_optimization.stage` = {zero['stage']}: set `policy.zero_stage` instead"
-        )
+    for key, ours in _SETTINGS.items():
+        section, _, name = key.rpartition(".")
+        values = zero.get(section, {}) if section else zero
+        if name in values:
+            raise ValueError(
+                f"`policy.deepspeed.zero_optimization.{key}` = {values[name]}: set `{ours}` instead"
+            )
+    offloads = {
+        f"offload_{part}": {"device": device}
+        | ({"nvme_path": policy.offload.nvme_path} if device == "nvme" else {})
+        for part, device in (("optimizer", policy.offload.optimizer), ("param", policy.offload.parameters))
+        if device != "none"
+    }
     base: dict[str, Any] = {
         # Micro-batches hold a varying number of rows, so DeepSpeed gets 1 and the losses carry the
         # denominators.
@@ -66,7 +80,7 @@ def deepspeed_config(policy: PolicyConfig, *, bfloat16: bool) -> dict[str, Any]:
             "contiguous_gradients": True,
             "overlap_comm": overlaps_reduction(policy),
         }
-        | offload_config(policy),
+        | offloads,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         # DeepSpeed's own timer waits for the GPU before each forward pass.
@@ -133,46 +147,6 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def offload_config(policy: PolicyConfig) -> dict[str, Any]:
-    """Return the keys for DeepSpeed's `zero_optimization`; none where nothing is offloaded.
-
-    Raises ValueError when `policy.deepspeed` names another device than `policy.offload` does.
-    """
-    offload, theirs = policy.offload, policy.deepspeed.get("zero_optimization", {})
-    section: dict[str, Any] = {}
-    for ours, key in _KEYS.items():
-        device = getattr(offload, ours)
-        if device == "none":
-            continue
-        other = theirs.get(key, {}).get("device", device)
-        if other != device:
-            raise ValueError(
-                f"`policy.offload.{ours}` = {device}, but "
-                f"`policy.deepspeed.zero_optimization.{key}.device` = {other}; remove the latter"
-            )
-        section[key] = {"device": device}
-        if device == "nvme":
-            section[key]["nvme_path"] = offload.nvme_path
-    return section
-
-
-def offload_devices(policy: PolicyConfig) -> dict[str, str]:
-    """Return where "optimizer" and "parameters" are, each none, cpu or nvme, by our setting or by the user's
-    DeepSpeed section.
-    """
-    theirs = policy.deepspeed.get("zero_optimization", {})
-    ours = {name: getattr(policy.offload, name) for name in _KEYS}
-    return {
-        name: theirs.get(_KEYS[name], {}).get("device", "none") if device == "none" else device
-        for name, device in ours.items()
-    }
-
-
-def optimizer_device(policy: PolicyConfig) -> str:
-    """Return where the optimiser's state is, see `offload_devices`."""
-    return offload_devices(policy)["optimizer"]
-
-
 def size_buffers(settings: dict[str, Any], largest: int) -> None:
     """Make DeepSpeed's buffers for parameters on NVMe fit ``largest``, the elements of the largest one.
 
@@ -206,11 +180,8 @@ def set_steps(optimizer: Any, steps: int) -> None:
 
 
 def check_offload(policy: PolicyConfig) -> None:
-    """Raises ValueError when settings contradict each other or this machine lacks what offloading needs,
-    before anything is started.
-    """
-    offload_config(policy)
-    if optimizer_device(policy) != "none":
+    """Raises ValueError when this machine lacks what offloading needs, before anything is started."""
+    if policy.offload.optimizer != "none":
         compiler = os.environ.get("CXX", "c++")
         if shutil.which(compiler) is None:
             raise ValueError(

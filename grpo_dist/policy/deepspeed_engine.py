@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from grpo_dist.config import PolicyConfig
-from grpo_dist.policy.deepspeed_config import optimizer_device
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.runtime.hardware import device_type
 
@@ -42,7 +41,7 @@ def initialize(module: TokenLogprobs, policy: PolicyConfig, settings: dict[str, 
     o = policy.optimizer
     arguments: dict[str, Any] = {"lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
     parameters = [p for p in module.parameters() if p.requires_grad]
-    if optimizer_device(policy) != "none":
+    if policy.offload.optimizer != "none":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         optimizer: Any = DeepSpeedCPUAdam(parameters, adamw_mode=True, **arguments)

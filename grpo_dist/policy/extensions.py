@@ -24,7 +24,6 @@ from torch.utils import cpp_extension
 
 from grpo_dist.config import PolicyConfig
 from grpo_dist.errors import UserError
-from grpo_dist.policy.deepspeed_config import offload_devices
 from grpo_dist.runtime.hardware import processor_digest
 from grpo_dist.runtime.processes import child_command, run_child
 
@@ -105,12 +104,12 @@ def list_kernels(policy: PolicyConfig, device: str) -> list[str]:
 
     Its fused Adam is none of them: the optimiser on GPUs is torch's.
     """
-    where = offload_devices(policy)
+    where = policy.offload
     zero = policy.deepspeed.get("zero_optimization", {})
     wanted = {
         "ShareMemCommBuilder": device == "cpu",
-        "CPUAdamBuilder": where["optimizer"] != "none",
-        "AsyncIOBuilder": "nvme" in where.values(),
+        "CPUAdamBuilder": where.optimizer != "none",
+        "AsyncIOBuilder": "nvme" in (where.optimizer, where.parameters),
         "QuantizerBuilder": any(value for key, value in zero.items() if key.startswith("zero_quantized_")),
         "PinMemoryBuilder": os.environ.get("DS_PIN_MEMORY_BACKEND") == "native",
     }

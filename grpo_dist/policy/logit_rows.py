@@ -1,4 +1,5 @@
-"""What is computed from blocks of logits [N, V], by torch's operations; `logit_kernels` does it on GPUs.
+"""What is computed from blocks of logits [N, V], by torch's operations; `logit_kernels` has the same
+two functions for GPUs. Two blocks exist at once, the logits among them; with a cap behind the head three.
 
 With p the softmax of a row at its temperature, H its entropy, g, h the incoming gradients of its log-prob and
 its entropy, and s the sum of those of all its log-probs, g and those of further tokens,
@@ -9,7 +10,6 @@ The gradient of the LM head's outputs is that times the derivative of the `Logit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -44,90 +44,66 @@ class RowSums:
         return cls(*(torch.empty_like(values) for _ in range(3)))
 
 
-@runtime_checkable
-class LogitRows(Protocol):
-    """``logits`` [N, V] are overwritten; ``temperature`` is a number, or one [N] for each row."""
-
-    def logprobs(
-        self, logits: Tensor, targets: Tensor, temperature: float | Tensor, *, with_entropy: bool
-    ) -> tuple[Tensor, RowSums]:
-        """Return the log-softmax of ``logits / temperature`` at ``targets`` [N], and the sums of the rows.
-        Without ``with_entropy`` their entropies may be 0.
-        """
-        ...
-
-    def gradient(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: float | Tensor,
-        sums: RowSums,
-        grad: Tensor | None,
-        entropy_grad: Tensor | None,
-        dtype: torch.dtype,
-        total: Tensor | None = None,
-        transform: LogitTransform = IDENTITY,
-    ) -> Tensor:
-        """Return the gradient of the LM head's outputs [N, V] that ``transform`` has turned into ``logits``,
-        in ``dtype``. ``grad``, ``entropy_grad`` [N]: of the
-        log-probs and of the entropies; None: 0. ``total`` [N]: sum of the gradients of all log-probs of a
-        row; None: ``grad``. What is returned at further tokens lacks their own; the caller replaces it.
-        """
-        ...
+def logprobs(
+    logits: Float[Tensor, "N V"],
+    targets: Int[Tensor, " N"],
+    temperature: float | int | Float[Tensor, " N"],
+    *,
+    with_entropy: bool,
+) -> tuple[Float[Tensor, " N"], RowSums]:
+    """Return the log-softmax of ``logits / temperature`` at ``targets``, and the sums of the rows; without
+    ``with_entropy`` their entropies may be 0. ``logits`` are overwritten; ``temperature`` is a number, or one
+    for each row.
+    """
+    logits = _scaled(logits, temperature)
+    largest = logits.amax(dim=1, keepdim=True)
+    logits -= largest
+    logarithms = logits.exp().sum(dim=1, keepdim=True).log()
+    logits -= logarithms
+    values = logits.gather(1, targets[:, None])[:, 0]
+    entropies = torch.zeros_like(values)
+    if with_entropy:
+        entropies = torch.special.entr(logits.exp_()).sum(dim=1)
+    return values, RowSums(entropies, largest[:, 0], logarithms[:, 0])
 
 
-class TorchLogitRows:
-    """Two blocks [N, V] exist at once, the logits among them; with a cap behind the head three."""
+def gradient(
+    logits: Float[Tensor, "N V"],
+    targets: Int[Tensor, " N"],
+    temperature: float | int | Float[Tensor, " N"],
+    sums: RowSums,
+    grad: Float[Tensor, " N"] | None,
+    entropy_grad: Float[Tensor, " N"] | None,
+    dtype: torch.dtype,
+    total: Float[Tensor, " N"] | None = None,
+    transform: LogitTransform = IDENTITY,
+) -> Float[Tensor, "N V"]:
+    """Return the gradient of the LM head's outputs that ``transform`` has turned into ``logits``, in
+    ``dtype``. ``logits`` are overwritten.
 
-    def logprobs(
-        self,
-        logits: Float[Tensor, "N V"],
-        targets: Int[Tensor, " N"],
-        temperature: float | int | Float[Tensor, " N"],
-        *,
-        with_entropy: bool,
-    ) -> tuple[Float[Tensor, " N"], RowSums]:
-        logits = _scaled(logits, temperature)
-        largest = logits.amax(dim=1, keepdim=True)
-        logits -= largest
-        logarithms = logits.exp().sum(dim=1, keepdim=True).log()
-        logits -= logarithms
-        values = logits.gather(1, targets[:, None])[:, 0]
-        entropies = torch.zeros_like(values)
-        if with_entropy:
-            entropies = torch.special.entr(logits.exp_()).sum(dim=1)
-        return values, RowSums(entropies, largest[:, 0], logarithms[:, 0])
-
-    def gradient(
-        self,
-        logits: Float[Tensor, "N V"],
-        targets: Int[Tensor, " N"],
-        temperature: float | int | Float[Tensor, " N"],
-        sums: RowSums,
-        grad: Float[Tensor, " N"] | None,
-        entropy_grad: Float[Tensor, " N"] | None,
-        dtype: torch.dtype,
-        total: Float[Tensor, " N"] | None = None,
-        transform: LogitTransform = IDENTITY,
-    ) -> Float[Tensor, "N V"]:
-        slopes = transform.derivative(logits)
-        logits = _scaled(logits, temperature)
-        logits -= sums.largest[:, None]
-        logits -= sums.logarithms[:, None]
-        grad = torch.zeros_like(sums.largest) if grad is None else grad / temperature
-        total = grad if total is None else total / temperature
-        out = logits.exp()
-        if entropy_grad is None:
-            out *= -total[:, None]
-        else:
-            logits += sums.entropies[:, None]
-            logits *= -(entropy_grad / temperature)[:, None]
-            logits -= total[:, None]
-            out *= logits
-        out.scatter_add_(1, targets[:, None], grad[:, None].to(out.dtype))
-        if not transform.is_identity:
-            out *= slopes
-        return out.to(dtype)
+    Args:
+        grad, entropy_grad: of the log-probs and of the entropies; None: 0.
+        total: sum of the gradients of all log-probs of a row; None: ``grad``. What is returned at further
+            tokens lacks their own; the caller replaces it.
+    """
+    slopes = transform.derivative(logits)
+    logits = _scaled(logits, temperature)
+    logits -= sums.largest[:, None]
+    logits -= sums.logarithms[:, None]
+    grad = torch.zeros_like(sums.largest) if grad is None else grad / temperature
+    total = grad if total is None else total / temperature
+    out = logits.exp()
+    if entropy_grad is None:
+        out *= -total[:, None]
+    else:
+        logits += sums.entropies[:, None]
+        logits *= -(entropy_grad / temperature)[:, None]
+        logits -= total[:, None]
+        out *= logits
+    out.scatter_add_(1, targets[:, None], grad[:, None].to(out.dtype))
+    if not transform.is_identity:
+        out *= slopes
+    return out.to(dtype)
 
 
 def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:

@@ -16,8 +16,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from grpo_dist.policy import logit_rows
 from grpo_dist.policy.logit_mask import LogitMask
-from grpo_dist.policy.logit_rows import LogitRows, RowSums, TorchLogitRows
+from grpo_dist.policy.logit_rows import RowSums
 from grpo_dist.policy.packing import padded
 from grpo_dist.runtime.logit_transform import IDENTITY, LogitTransform
 
@@ -50,9 +51,6 @@ def token_logprobs(
     Returns:
         Log-probs in nats, float32 [B, T], 0 where not wanted and at t = 0; entropies likewise, or None. Both
         are float64 where ``hidden`` is.
-
-    Raises:
-        ValueError: ``temperature`` or ``chunk_tokens`` is not positive.
     """
     layout = padded(tokens, torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask)
     values, entropies, _ = selected_logprobs(
@@ -85,7 +83,6 @@ def selected_logprobs(
     each of them. Also return the log-probs of ``candidates`` at each token, int64, with gradients; None
     without any. With a ``mask`` the softmax and its entropy are those over the tokens that it keeps.
     """
-    _check(temperature, chunk_tokens)
     assert candidates is None or mask is None, "a teacher's likeliest tokens may be none that were kept"
     values, entropies, of_candidates = _ChunkedLogprobs.apply(
         rows, lm_head_weight, bias, targets, candidates, temperature, chunk_tokens, with_entropy, transform,
@@ -114,7 +111,6 @@ def top_logprobs(
         vocabulary: only tokens below this may be among them; None: all. Log-probs are those of the whole
             distribution in any case.
     """
-    _check(temperature, chunk_tokens)
     head = _Head(rows, lm_head_weight, bias, transform)
     values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
     top = values.new_empty(len(rows), count)
@@ -141,7 +137,6 @@ def selected_score_norms(
     The logit-gradient proxy of the optimal token baseline (arXiv:2602.07078). Arguments as for
     `selected_logprobs`; one block of [chunk_tokens, V] exists at once.
     """
-    _check(temperature, chunk_tokens)
     head = _Head(rows, lm_head_weight, bias, transform)
     norms = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
     for part in _parts(len(rows), chunk_tokens):
@@ -169,33 +164,18 @@ def _divide(values: Tensor, temperature: float | Tensor) -> Tensor:
     return values / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
 
 
-def _check(temperature: float | Tensor, chunk_tokens: int) -> None:
-    if (least := _least(temperature)) <= 0 or chunk_tokens < 1:
-        raise ValueError(
-            f"temperature = {least}, chunk_tokens = {chunk_tokens}: expected a temperature above 0 and "
-            "at least one token a chunk"
-        )
-
-
-def _least(temperature: float | Tensor) -> float:
-    """Tensors on other devices are not read: that would wait for what these compute."""
-    if not isinstance(temperature, Tensor):
-        return float(temperature)
-    return float(temperature.min()) if temperature.numel() and temperature.device.type == "cpu" else 1.0
-
-
 def _select(temperature: float | Tensor, part: slice) -> float | Tensor:
     """Return the temperature of some rows, float32 [n] where each has its own."""
     return temperature[part].float() if isinstance(temperature, Tensor) else float(temperature)
 
 
-def choose_logit_rows(values: Tensor) -> LogitRows:
-    """Return what computes rows on the device of ``values``, which have the type of the logits."""
+def choose_logit_rows(values: Tensor) -> Any:
+    """Return the module that computes rows on the device of ``values``, which have the type of the logits."""
     if values.is_cuda and values.dtype == torch.float32:
-        from grpo_dist.policy.logit_kernels import KernelLogitRows  # Triton, which CPUs do not need
+        from grpo_dist.policy import logit_kernels  # Triton, which CPUs do not need
 
-        return KernelLogitRows()
-    return TorchLogitRows()
+        return logit_kernels
+    return logit_rows
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

@@ -305,11 +305,24 @@ def is_maximum(name: str) -> bool:
     return name.endswith("_max")
 
 
-# Metrics that only some settings have: shares of the trained tokens.
-_SHARES = {
-    "selected": "policy/selected_share",
-    "off_policy": "policy/off_policy_share",
-    "rejected": "correction/rejected_share",
+# Metrics and the statistics they come from, those that an update has: as they are, means over the trained
+# tokens, and effective sample sizes of importance weights, from their sum and that of their squares.
+_PLAIN = {
+    "loss/policy": "loss_policy", "loss/entropy": "loss_entropy", "loss/kl": "loss_kl",
+    "policy/ratio_max": "ratio_max", "mismatch/logprob_diff_max": "mismatch_max",
+    "correction/weight_max": "correction_weight_max",
+}  # fmt: skip
+_MEANS = {
+    "policy/entropy": "entropy", "policy/ratio_mean": "ratio", "policy/clip_low_share": "clip_low",
+    "policy/clip_high_share": "clip_high", "policy/dual_clip_share": "dual_clip",
+    "policy/approx_kl": "approx_kl", "mismatch/logprob_diff_mean": "mismatch", "mismatch/kl": "mismatch_kl",
+    "policy/selected_share": "selected", "policy/off_policy_share": "off_policy",
+    "correction/rejected_share": "rejected", "correction/weight_mean": "correction_weight",
+    "correction/outside_share": "correction_outside", "correction/dropped_share": "correction_dropped",
+}  # fmt: skip
+_EFFECTIVE = {
+    "mismatch/ess_share": ("mismatch_w", "mismatch_w2"),
+    "correction/ess_share": ("correction_weight", "correction_weight_sq"),
 }
 
 
@@ -327,43 +340,12 @@ def finish_stats(stats: Stats) -> dict[str, float]:
     tokens = s["tokens"]
     if not tokens:
         return metrics
-    if "entropy" in s:
-        metrics["policy/entropy"] = s["entropy"] / tokens
-    if "loss_policy" not in s:  # cross-entropy
-        return metrics
-    metrics |= {
-        "loss/policy": s["loss_policy"],
-        "policy/ratio_mean": s["ratio"] / tokens,
-        "policy/ratio_max": s["ratio_max"],
-        "policy/clip_low_share": s["clip_low"] / tokens,
-        "policy/clip_high_share": s["clip_high"] / tokens,
-        "policy/dual_clip_share": s["dual_clip"] / tokens,
-        "policy/approx_kl": s["approx_kl"] / tokens,
-        "mismatch/logprob_diff_mean": s["mismatch"] / tokens,
-        "mismatch/logprob_diff_max": s["mismatch_max"],
-        "mismatch/kl": s["mismatch_kl"] / tokens,
-        "mismatch/ess_share": _effective_share(s["mismatch_w"], s["mismatch_w2"], tokens),
-    }
-    if "loss_entropy" in s:
-        metrics["loss/entropy"] = s["loss_entropy"]
-    if "kl" in s:
-        metrics["loss/kl"] = s["loss_kl"]
+    metrics |= {name: s[stat] for name, stat in _PLAIN.items() if stat in s}
+    metrics |= {name: s[stat] / tokens for name, stat in _MEANS.items() if stat in s}
     if s.get("kl_tokens"):
         metrics["ref/kl"] = s["kl"] / s["kl_tokens"]
-    for stat, name in _SHARES.items():
-        if stat in s:
-            metrics[name] = s[stat] / tokens
-    if "correction_weight" in s:
-        metrics |= {
-            "correction/weight_mean": s["correction_weight"] / tokens,
-            "correction/weight_max": s["correction_weight_max"],
-            "correction/outside_share": s["correction_outside"] / tokens,
-            "correction/dropped_share": s["correction_dropped"] / tokens,
-            "correction/ess_share": _effective_share(
-                s["correction_weight"], s["correction_weight_sq"], tokens
-            ),
-        }
-    return metrics
+    shares = ((name, s[w], s[w2]) for name, (w, w2) in _EFFECTIVE.items() if w in s)
+    return metrics | {name: _effective_share(weights, squares, tokens) for name, weights, squares in shares}
 
 
 def _effective_share(weights: float, squares: float, tokens: float) -> float:

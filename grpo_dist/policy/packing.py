@@ -112,7 +112,7 @@ def packed(
     stream, positions = np.zeros((2, 1, size), np.int64)
     stream[0, indices[inside]] = rows.tokens.numpy()[inside]
     positions[0, indices[inside]] = columns[inside]
-    spans = kernel.spans(
+    spans = kernel(
         [row_indices[:length] for row_indices, length in zip(indices, lengths, strict=True)],
         prefixes.groups,
         size,

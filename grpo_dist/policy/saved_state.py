@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from grpo_dist.config import PolicyConfig
-from grpo_dist.policy.deepspeed_config import create_moments, optimizer_device, set_steps
+from grpo_dist.policy.deepspeed_config import create_moments, set_steps
 from grpo_dist.runtime.concurrency import Background
 
 _FILES_PENDING = 64  # of one checkpoint; each holds its state in memory anyway
@@ -412,7 +412,7 @@ class SavedState:
 
     def _load_unchanged(self, directory: Path) -> Mapping[str, Any]:
         """Let DeepSpeed load its own files, bit by bit: as many ranks wrote them at the same ZeRO stage."""
-        on_disk = optimizer_device(self._policy) == "nvme"
+        on_disk = self._policy.offload.optimizer == "nvme"
         if on_disk:
             create_moments(self._engine.optimizer)
         whole = self._policy.lora is None

@@ -19,7 +19,6 @@ from grpo_dist.data.repeats import ByUid
 from grpo_dist.health.bounds import HealthState
 from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch, ScheduleState
 from grpo_dist.observe.samples import read_groups
-from grpo_dist.policy.deepspeed_config import offload_devices
 from grpo_dist.runs.checkpoint import STATE, CheckpointState
 from grpo_dist.runs.identity import (
     Change,
@@ -152,7 +151,9 @@ def _check_sharding(checkpoint: Path, changed: list[Change], policy: PolicyConfi
     what = "states on NVMe disks (`policy.offload`)"
     if policy.optimizer.name == "adamw_8bit":
         what = "averages in 8 bits (`policy.optimizer.name`)"
-    elif "nvme" not in (*offload_devices(policy).values(), *(change.was for change in other)):
+    elif "nvme" not in (
+        policy.offload.optimizer, policy.offload.parameters, *(change.was for change in other),
+    ):  # fmt: skip
         return
     if other:
         raise ValueError(

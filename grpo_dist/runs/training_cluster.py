@@ -46,7 +46,7 @@ from grpo_dist.runs.run_weights import pinned
 from grpo_dist.runs.start import load_inputs
 from grpo_dist.runtime.concurrency import deadline, gather, sample_until_enough
 from grpo_dist.runtime.metering import Stopwatch
-from grpo_dist.runtime.recorder import NullRecorder
+from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
 from grpo_dist.types import Group, Prompt, Rollout, Sampling, training_rows
@@ -60,7 +60,7 @@ T = TypeVar("T")
 _CLOSED = "the cluster was closed during this call; close it once all threads have their results"
 
 
-class Notes(NullRecorder):
+class Notes(Recorder):
     """Prints warnings, and keeps nothing."""
 
     def quarantine(self, step: int, groups: list[Group]) -> str:

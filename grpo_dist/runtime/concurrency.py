@@ -85,19 +85,11 @@ def run_in_thread(function: Callable[[], T]) -> Awaitable[T]:
 @asynccontextmanager
 async def deadline(
     seconds: float, stage: str, *, explain: Callable[[], Awaitable[str]] | None = None
-) -> AsyncIterator[None]:
-    """Raise TimeoutError naming ``stage`` when the body takes longer than ``seconds``. The lines after the
-    first are what ``explain`` then returns. A TimeoutError of the body passes unchanged.
-    """
-    async with progressing(seconds, stage, explain=explain):
-        yield
-
-
-@asynccontextmanager
-async def progressing(
-    seconds: float, stage: str, *, explain: Callable[[], Awaitable[str]] | None = None
 ) -> AsyncIterator[Callable[[], None]]:
-    """A `deadline` for each step of the body. The body calls the yielded function after each step."""
+    """Raise TimeoutError naming ``stage`` when the body takes longer than ``seconds``, or longer than that
+    after its last call of the yielded function. The lines after the first are what ``explain`` then returns.
+    A TimeoutError of the body passes unchanged.
+    """
     timeout = asyncio.timeout(seconds)
     try:
         async with timeout:
@@ -245,8 +237,7 @@ class Budget:
         if self._settings is None or not self._recent:
             return ""
         return (
-            f" after {len(self._recent)} restart(s) within an hour, all of "
-            "`cluster.restarts.max_per_worker`"
+            f" after {len(self._recent)} restart(s) within an hour, all of `cluster.restarts.max_per_worker`"
         )
 
 

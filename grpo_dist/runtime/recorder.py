@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.types import Group
@@ -16,12 +16,10 @@ if TYPE_CHECKING:  # imports torch, which `grpo-dist report` does not need
 LedgerEntry = Mapping[str, Sequence[str]]
 
 
-class Recorder(Protocol):
-    """Every part of the loop writes to this one protocol."""
+class Recorder:
+    """Every part of the loop writes to one of these. This one keeps nothing."""
 
-    @property
-    def directory(self) -> Path:
-        """The run directory."""
+    directory = Path()  # of the run
 
     def phase(self, name: str) -> None:
         """The loop enters the phase ``name``; `end` when it has ended and its last checkpoint is written."""
@@ -40,6 +38,7 @@ class Recorder(Protocol):
 
     def quarantine(self, step: int, groups: list[Group]) -> str:
         """Keep the batch of a step that went wrong; return its path."""
+        return "nowhere"
 
     def warn(self, message: str) -> None:
         """Report something that the user may have to act on."""
@@ -52,30 +51,3 @@ class Recorder(Protocol):
 
     def back_to(self, step: int) -> None:
         """Drop what was written of later steps: the run repeats them."""
-
-
-class NullRecorder:
-    """A recorder of the driver's loop that writes nothing."""
-
-    directory = Path()
-
-    def phase(self, name: str) -> None: ...
-
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None: ...
-
-    def spans(self, step: int, loop_spans: Sequence[Span], workers: Mapping[str, Usage]) -> None: ...
-
-    def ledger(self, step: int, entry: LedgerEntry) -> None: ...
-
-    def quarantine(self, step: int, groups: list[Group]) -> str:
-        return "nowhere"
-
-    def warn(self, message: str) -> None: ...
-
-    def note(self, message: str) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def back_to(self, step: int) -> None: ...

@@ -79,20 +79,6 @@ def test_extreme_ratios_stay_finite():
     close(weights, [[2.0, 0.1, 2.0]])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kind": "sis"}, "kind 'sis', level 'token': expected kind tis, mis, icepop"),
-        ({"level": "word"}, "level 'word'"),
-        ({"low": 2.0, "high": 2.0}, "low = 2.0, high = 2.0: expected 0 <= low < high"),
-    ],
-)
-def test_an_unknown_correction_is_refused(change, message):
-    how = {"kind": "tis", "level": "token", "low": 0.0, "high": 2.0} | change
-    with pytest.raises(ValueError, match=message):
-        correction(RATIOS, RATIOS, UNMASKED, **how)
-
-
 def test_one_vetoed_token_drops_its_sequence_and_no_other():
     train = torch.log(row(1.0, 0.05, 1.0).repeat(2, 1))
     train[1, 1] = 0.0

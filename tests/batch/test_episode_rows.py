@@ -21,7 +21,7 @@ from grpo_dist.batch.sharding import packed_micro_batches
 from grpo_dist.batch.shared_prefixes import shared_prefixes
 from grpo_dist.batch.token_values import by_sample, values_of_rows
 from grpo_dist.observe.samples import read_groups, write_groups
-from grpo_dist.policy.attention import BlockKernel
+from grpo_dist.policy.attention import block_spans
 from grpo_dist.policy.loss import batch_loss
 from grpo_dist.policy.packing import packed
 from grpo_dist.types import FurtherRow, PackedSamples, Rollout
@@ -139,7 +139,7 @@ def test_packed_rows_share_the_prompt_only_with_rows_that_begin_with_it(order):
     assert further.any() and len(set(batch.prompt_lengths[~further].tolist())) == 2
     if order != "as made":
         batch = batch.select(list(reversed(range(len(batch)))))
-    layout = packed(batch, batch.wanted, BlockKernel())
+    layout = packed(batch, batch.wanted, block_spans)
     # What each wanted token is predicted from: the stream, read along the row's own positions.
     stream, positions = layout.tokens[0], layout.positions[0]
     shared = [(int(g), int(n)) for g, n in zip(batch.group_ids, batch.prompt_lengths, strict=True) if n]

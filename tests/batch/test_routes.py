@@ -9,7 +9,7 @@ import torch
 from grpo_dist.batch.rows import context_ids, make_batch, split_updates
 from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.environments.dialogue import Dialogue
-from grpo_dist.policy.attention import BlockKernel
+from grpo_dist.policy.attention import block_spans
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.types import HeldRoutes, Prompt, Task
 from tests.support import made_groups
@@ -79,7 +79,7 @@ def test_every_token_of_a_micro_batch_has_its_own_routes():
     """Padded and packed; the last token of a row, padding and an empty micro-batch have none."""
     groups = routed(made_groups.episode_groups(samples=2))
     batch = batch_of(groups)
-    for kernel in (None, BlockKernel()):
+    for kernel in (None, block_spans):
         micro = MicroBatches(10_000, kernel, 8, torch.device("cpu"))
         part = micro.part(batch, [4, 0])
         layout = micro.layout(part, part.wanted)
@@ -107,7 +107,7 @@ def test_the_budget_of_a_micro_batch_counts_a_prompt_for_each_way_it_was_routed(
         for length in alike.lengths.tolist()
     )
     other = replace(alike, routes=routes)
-    micro = MicroBatches(60, BlockKernel(), 1, torch.device("cpu"))
+    micro = MicroBatches(60, block_spans, 1, torch.device("cpu"))
     sizes = {}
     for name, batch in (("alike", alike), ("other", other)):
         plan = micro.plan(batch)

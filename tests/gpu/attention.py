@@ -71,7 +71,7 @@ def _errors(
         1.0  # the others are arbitrary
     )
     groups = [*range(len(lengths)), 1]  # the last row shares its beginning with the second
-    spans = choose_kernel("auto", this_device(), dtype).spans(rows, groups, size, this_device())
+    spans = choose_kernel("auto", this_device(), dtype)(rows, groups, size, this_device())
     scale = width**-0.5
     out = spans.attend(q, k, v, scale=scale, window=window, dropout=0.0) * read
     own = torch.autograd.grad((out.float() * weight).sum(), (q, k, v))
@@ -111,9 +111,7 @@ def _speed(task: CheckTask, dtype: torch.dtype) -> dict[str, float]:
         for h in (queries, keys, keys)
     )
     indices = [np.arange(i * length, (i + 1) * length) for i in range(rows)]
-    spans = choose_kernel("auto", this_device(), dtype).spans(
-        indices, range(rows), rows * length, this_device()
-    )
+    spans = choose_kernel("auto", this_device(), dtype)(indices, range(rows), rows * length, this_device())
 
     upstream = torch.ones_like(q)
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from grpo_dist.config import LoRAConfig
-from grpo_dist.policy.attention import BlockKernel
+from grpo_dist.policy.attention import block_spans
 from grpo_dist.policy.checkpoint_format import CheckpointFormat, check_expert_names, keep_used_conversions
 from grpo_dist.policy.lora import (
     adapter_parameters,
@@ -106,7 +106,7 @@ def test_conversions_that_loading_did_not_need_are_dropped():
 
 def logprobs(model, batch, **how):
     rows = (
-        packed(batch, batch.wanted, BlockKernel())
+        packed(batch, batch.wanted, block_spans)
         if how.get("packing")
         else padded(batch.tokens, batch.policy.mask)
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_dist.batch.rows import context_ids
-from grpo_dist.policy.attention import BlockKernel
+from grpo_dist.policy.attention import block_spans
 from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs, load_causal_lm
@@ -23,7 +23,7 @@ def loaded(path, packing):
 
 
 @pytest.mark.parametrize("budget", [1, 60, 10_000])
-@pytest.mark.parametrize("kernel", [None, BlockKernel()], ids=["padded", "packed"])
+@pytest.mark.parametrize("kernel", [None, block_spans], ids=["padded", "packed"])
 def test_each_row_of_an_episode_has_the_log_probs_of_the_row_alone_and_0_for_given_tokens(
     tiny_model, kernel, budget
 ):
@@ -47,7 +47,7 @@ def test_each_row_of_an_episode_has_the_log_probs_of_the_row_alone_and_0_for_giv
             np.testing.assert_allclose(values[row.sampled], expected[row.sampled], atol=2e-5)
 
 
-@pytest.mark.parametrize("kernel", [None, BlockKernel()], ids=["padded", "packed"])
+@pytest.mark.parametrize("kernel", [None, block_spans], ids=["padded", "packed"])
 def test_samples_have_the_log_probs_of_the_temperature_that_they_were_drawn_at(tiny_model, kernel):
     """In one micro-batch with others of another temperature, too: a reference knows nothing of steps."""
     module = loaded(str(tiny_model), kernel is not None)
@@ -65,7 +65,7 @@ def test_samples_have_the_log_probs_of_the_temperature_that_they_were_drawn_at(t
 
 
 @pytest.mark.parametrize("budget", [60, 10_000])
-@pytest.mark.parametrize("kernel", [None, BlockKernel()], ids=["padded", "packed"])
+@pytest.mark.parametrize("kernel", [None, block_spans], ids=["padded", "packed"])
 def test_the_likeliest_tokens_of_a_row_are_those_of_the_row_alone(tiny_model, kernel, budget):
     groups = made_groups.episode_groups(groups=2, rewritten=0.5)
     module, alone = loaded(str(tiny_model), kernel is not None), loaded(str(tiny_model), False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_dist.policy import logprobs
-from grpo_dist.policy.attention import BlockKernel
+from grpo_dist.policy.attention import block_spans
 from grpo_dist.policy.group_logprobs import group_logprobs
 from grpo_dist.policy.logit_mask import LogitMask
 from grpo_dist.policy.micro_batches import MicroBatches
@@ -143,7 +143,7 @@ def exact_logprobs(module, rows, row):
     return out
 
 
-@pytest.mark.parametrize("kernel", [None, BlockKernel()], ids=["padded", "packed"])
+@pytest.mark.parametrize("kernel", [None, block_spans], ids=["padded", "packed"])
 def test_every_wanted_token_of_a_micro_batch_has_its_own_mask(tiny_model, kernel):
     """Packed behind shared prompts, padded, of episodes with further rows, and without masks."""
     model = load_causal_lm(

@@ -258,13 +258,6 @@ def test_on_tensor_cores_the_weights_gradient_is_added_up_in_place(monkeypatch):
     assert not [name for name in whole if "mm" in name], whole
 
 
-@pytest.mark.parametrize("change", [{"temperature": 0.0}, {"chunk_tokens": 0}])
-def test_a_temperature_or_chunk_of_zero_is_refused(change):
-    (hidden, weight, _), tokens, _ = problem()
-    with pytest.raises(ValueError, match="expected a temperature above 0 and at least one token a chunk"):
-        token_logprobs(hidden, weight, tokens, **({"temperature": 1.0, "chunk_tokens": 1} | change))
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
 def test_each_token_has_the_log_probs_entropy_and_gradients_of_its_own_temperature(chunk_tokens):
     """Row by row against calls with one temperature, in float64."""

@@ -37,9 +37,9 @@ def batch_of_one_row(**changes):
     return train_batch(**(fields | changes))
 
 
-def loss_and_gradient(batch, settings, logprobs, entropy=None, **make_update_bounds):
+def loss_and_gradient(batch, settings, logprobs, entropy=None, **weights):
     logprobs = logprobs.clone().requires_grad_()
-    loss, stats = batch_loss(logprobs, batch, settings, entropy=entropy, **make_update_bounds)
+    loss, stats = batch_loss(logprobs, batch, settings, entropy=entropy, **weights)
     loss.backward()
     return loss.item(), logprobs.grad, finish_stats(stats)
 

@@ -1,6 +1,7 @@
 """What a rank keeps of its micro-batches: log-probs of each row, brought to the host once an update."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.config.algorithm import EntropyConfig
 from grpo_dist.policy import trainer
-from grpo_dist.policy.attention import NAME, BlockKernel, VarlenKernel, register
+from grpo_dist.policy.attention import NAME, block_spans, register, varlen_spans
 from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.loss import batch_loss, divergence_from_teacher
 from grpo_dist.policy.micro_batches import MicroBatches
@@ -86,7 +87,9 @@ SHAPE = {
 
 
 @pytest.mark.parametrize("temperatures", [False, True], ids=["one temperature", "temperatures"])
-@pytest.mark.parametrize("kernel", [BlockKernel(), VarlenKernel(varlen_that_keeps)], ids=["blocks", "varlen"])
+@pytest.mark.parametrize(
+    "kernel", [block_spans, partial(varlen_spans, varlen_that_keeps)], ids=["blocks", "varlen"]
+)
 @pytest.mark.parametrize(
     "settings",
     slow_after(

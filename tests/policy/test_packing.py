@@ -1,6 +1,7 @@
 """Packed rows: attention and gradient of each row are those of the row alone."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,14 +14,14 @@ from grpo_dist.batch.sharding import packed_micro_batches
 from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
 from grpo_dist.config import AlgorithmConfig
 from grpo_dist.policy.attention import (
-    BlockKernel,
     Segments,
-    VarlenKernel,
     VarlenSpans,
     _Repeated,
+    block_spans,
     choose_kernel,
     flash_varlen,
     torch_varlen,
+    varlen_spans,
 )
 from grpo_dist.policy.loss import Objective, batch_loss
 from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm, reads_packed_rows
@@ -55,7 +56,7 @@ def pack(rows, kernel, **how):
 
 def test_the_worked_example():
     """The example of the module: one prompt, two completions."""
-    layout = pack(rows_of([[7, 8, 9]], [[[4, 5, 2], [6, 2]]]), BlockKernel())
+    layout = pack(rows_of([[7, 8, 9]], [[[4, 5, 2], [6, 2]]]), block_spans)
     assert layout.tokens.tolist() == [[7, 8, 9, 4, 5, 2, 6, 2]]
     assert layout.positions.tolist() == [[0, 1, 2, 3, 4, 5, 3, 4]]
     # 4 and 6, the first of each completion, both come from the prompt's last token.
@@ -71,7 +72,7 @@ def test_what_prompts_begin_with_is_computed_once():
     begin, other = [7] * 9, [8] * 10
     prompts = [[*begin, 5], [*other, 1], [*begin, 2], [*begin, 5], [*other, 3]]
     rows = rows_of(prompts, [[[4], [6]], [[4]], [[5]], [[9]], [[4]]])
-    layout = pack(rows, BlockKernel())
+    layout = pack(rows, block_spans)
     assert layout.tokens.tolist() == [[*begin, 2, 5, 5, 4, 6, 9, *other, 1, 4, 3, 4]]
     assert layout.positions.tolist() == [[*range(11), 9, 10, 10, 10, *range(12), 10, 11]]
     assert layout.targets.tolist() == [4, 6, 4, 5, 9, 4]  # in the order of the rows
@@ -87,7 +88,7 @@ def test_every_row_finds_its_own_tokens_in_a_stream_no_longer_than_needed(data):
     drawn = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=3)
     rows = rows_of(prompts, [data.draw(drawn) for _ in prompts])
     indices = _stream_indices(rows.lengths.tolist(), shared_prefixes(rows))
-    stream = pack(rows, BlockKernel()).tokens[0]
+    stream = pack(rows, block_spans).tokens[0]
     for own, length, tokens in zip(indices, rows.lengths.tolist(), rows.tokens, strict=True):
         assert torch.equal(stream[own[:length]], tokens[:length])
     alike = {tuple(p[:n]) for p in prompts for n in range(8, len(p) + 1)}  # of a tree, below its 7th token
@@ -136,7 +137,7 @@ BEGUN = ([[1] * 12, [1] * 10 + [2] * 3, [1] * 9], [[[4] * 2, [5]], [[7], [8] * 2
 )
 def test_block_attention_is_that_of_each_row_alone_with_its_gradient(window, kv_heads, made, masks):
     packs = rows_of(*made)
-    layout = pack(packs, BlockKernel(), multiple=7)
+    layout = pack(packs, block_spans, multiple=7)
     assert sum(block.mask is not None for block in layout.spans.blocks) == masks
     size = layout.tokens.shape[1]
     indices = _stream_indices(packs.lengths.tolist(), shared_prefixes(packs))
@@ -156,12 +157,12 @@ def test_a_group_is_masked_where_it_compares_no_more_pairs_than_its_rows():
     no kernel for a mask and fewer key heads.
     """
     rows = rows_of([[1] * 6, [1] * 6], [[[4] * 3] * 4, [[4] * 4] * 4])
-    blocks = pack(rows, BlockKernel()).spans.blocks
+    blocks = pack(rows, block_spans).spans.blocks
     found = [(block.rows, block.longest, block.mask is None) for block in blocks]
     assert found == [(4, 10, True), (1, 18, False)]
     shared = [np.r_[0:6, 6 + 3 * i : 9 + 3 * i] for i in range(4)]
     for device, masked in ((CPU, True), (torch.device("meta"), False)):
-        (block,) = BlockKernel().spans(shared, [0] * 4, 18, device).blocks
+        (block,) = block_spans(shared, [0] * 4, 18, device).blocks
         assert (block.mask is not None) is masked
 
 
@@ -184,17 +185,20 @@ def varlen_stand_in(q, k, v, own, whole, scale, left, dropout):
     return out
 
 
+VARLEN = partial(varlen_spans, varlen_stand_in)
+
+
 def test_variable_length_kernels_get_what_rows_share_as_keys_alone():
     """A prompt of 3 with completions of 3 and 2, then three tokens that no row reads, which see each other; a
     row that is another's is not computed again.
     """
-    kernel = VarlenKernel(varlen_stand_in)
+    kernel = VARLEN
     spans = pack(rows_of([[7, 8, 9]], [[[4, 5, 2], [6, 2]]]), kernel, multiple=11).spans
     assert spans.queries.ends.tolist() == [0, 6, 8, 11] and spans.queries.longest == 6
     assert spans.keys.ends.tolist() == [0, 6, 11, 14] and spans.keys.longest == 6
     assert spans.indices.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 8, 9, 10]
     rows = [np.arange(5), np.arange(5)]
-    spans = kernel.spans(rows, [0, 0], 5, CPU)
+    spans = kernel(rows, [0, 0], 5, CPU)
     assert spans.queries.ends.tolist() == spans.keys.ends.tolist() == [0, 5] and spans.indices is None
     leaves = [heads(i, 5, n) for i, n in enumerate((4, 2, 2))]
     ours = spans.attend(*leaves, scale=0.3, window=None, dropout=0.0)
@@ -205,7 +209,7 @@ def test_variable_length_kernels_get_what_rows_share_as_keys_alone():
 @pytest.mark.parametrize("made", [LONG, SHORT, BEGUN], ids=["long", "short", "begun"])
 def test_variable_length_attention_is_that_of_each_row_alone_with_its_gradient(window, made):
     packs = rows_of(*made)
-    layout = pack(packs, VarlenKernel(varlen_stand_in), multiple=7)
+    layout = pack(packs, VARLEN, multiple=7)
     indices = _stream_indices(packs.lengths.tolist(), shared_prefixes(packs))
     rows = [own[:length] for own, length in zip(indices, packs.lengths.tolist(), strict=True)]
     leaves = [heads(i, layout.tokens.shape[1], n).requires_grad_() for i, n in enumerate((4, 2, 2))]
@@ -221,7 +225,7 @@ def test_variable_length_attention_is_that_of_each_row_alone_with_its_gradient(w
 def test_a_temperature_that_is_not_positive_is_refused_where_rows_are_laid_out():
     rows = replace(rows_of([[1] * 3], [[[4], [5]]]), temperatures=torch.tensor([1.0, 0.0]))
     with pytest.raises(ValueError, match=r"temperature = 0\.0: expected temperatures above 0"):
-        pack(rows, BlockKernel())
+        pack(rows, block_spans)
 
 
 def test_gradients_of_what_rows_share_are_added_up_in_float32():
@@ -239,7 +243,7 @@ def test_gradients_of_what_rows_share_are_added_up_in_float32():
 def test_variable_length_kernels_get_each_row_whole(completions):
     """With and without shared prompts; without, the stream goes to the kernel unchanged."""
     rows = rows_of([[1] * 3, [2]], completions)
-    by_blocks, by_kernel = (pack(rows, k) for k in (BlockKernel(), VarlenKernel(varlen_stand_in)))
+    by_blocks, by_kernel = (pack(rows, k) for k in (block_spans, VARLEN))
     assert (by_kernel.spans.indices is None) == (max(map(len, completions)) == 1)
     leaves = [heads(i, by_blocks.tokens.shape[1], n) for i, n in enumerate((4, 2, 2))]
     how = {"scale": 0.3, "window": 4, "dropout": 0.0}
@@ -250,9 +254,7 @@ def test_kernels_agree_on_rows_of_episodes_of_which_some_share_the_prompt():
     """Further rows of an episode that begin with the prompt, and others that do not."""
     batch = made_groups.episode_batch(groups=2, rewritten=0.6)
     assert (batch.prompt_lengths == 0).any() and len(set(batch.prompt_lengths.tolist())) == 3
-    by_blocks, by_kernel = (
-        packed(batch, batch.wanted, k) for k in (BlockKernel(), VarlenKernel(varlen_stand_in))
-    )
+    by_blocks, by_kernel = (packed(batch, batch.wanted, k) for k in (block_spans, VARLEN))
     leaves = [heads(i, by_blocks.tokens.shape[1], n) for i, n in enumerate((4, 2, 2))]
     how = {"scale": 0.3, "window": None, "dropout": 0.0}
     ours = by_blocks.spans.attend(*leaves, **how)
@@ -268,7 +270,7 @@ def test_kernels_agree_on_rows_of_episodes_of_which_some_share_the_prompt():
 def test_padding_as_long_as_the_shared_prompt_hides_no_sharing():
     """Two rows of one prompt of 3, and a stream filled up by 3: as many places as tokens, and others."""
     rows = rows_of([[1] * 3], [[[4] * 3, [5] * 3]])
-    by_blocks, by_kernel = (pack(rows, k, multiple=4) for k in (BlockKernel(), VarlenKernel(varlen_stand_in)))
+    by_blocks, by_kernel = (pack(rows, k, multiple=4) for k in (block_spans, VARLEN))
     assert by_kernel.tokens.shape[1] == 12
     leaves = [heads(i, 12, n) for i, n in enumerate((4, 2, 2))]
     how = {"scale": 0.3, "window": None, "dropout": 0.0}
@@ -278,11 +280,11 @@ def test_padding_as_long_as_the_shared_prompt_hides_no_sharing():
 
 def test_the_kernel_for_packed_rows_depends_on_device_dtype_and_setting():
     cuda = torch.device("cuda")
-    assert isinstance(choose_kernel("auto", CPU, torch.float32), BlockKernel)
-    assert isinstance(choose_kernel("auto", cuda, torch.float32), BlockKernel)
-    assert isinstance(choose_kernel("sdpa", cuda, torch.bfloat16), BlockKernel)
-    assert choose_kernel("auto", cuda, torch.bfloat16)._function is torch_varlen
-    assert choose_kernel("flash_attention_2", cuda, torch.bfloat16)._function is flash_varlen
+    assert choose_kernel("auto", CPU, torch.float32) is block_spans
+    assert choose_kernel("auto", cuda, torch.float32) is block_spans
+    assert choose_kernel("sdpa", cuda, torch.bfloat16) is block_spans
+    assert choose_kernel("auto", cuda, torch.bfloat16).args[0] is torch_varlen
+    assert choose_kernel("flash_attention_2", cuda, torch.bfloat16).args[0] is flash_varlen
     with pytest.raises(ValueError, match=r"model\.attention = flash_attention_2 on cpu"):
         choose_kernel("flash_attention_2", CPU, torch.float32)
     with pytest.raises(ValueError, match=r"eager reads no packed rows.*model\.packing=false"):
@@ -357,7 +359,7 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(name, tmp_path):
         batch.tokens.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
     results = []
-    for layout in (padded(batch.tokens, batch.policy.mask), packed(batch, batch.wanted, BlockKernel())):
+    for layout in (padded(batch.tokens, batch.policy.mask), packed(batch, batch.wanted, block_spans)):
         module = loaded(path, packing=layout.spans is not None)
         logprobs, entropies, _ = module(layout, with_entropy=True)
         ((logprobs + 0.3 * entropies) * upstream).sum().backward()
@@ -388,7 +390,7 @@ def test_sources_have_their_own_losses_in_packed_rows(tmp_path):
         plan = packed_micro_batches(batch.lengths.tolist(), shared_prefixes(batch), 100)
         for rows in plan:
             part = batch.select(rows)
-            how = packed(part, part.wanted, BlockKernel()) if packing else padded(part.tokens, part.wanted)
+            how = packed(part, part.wanted, block_spans) if packing else padded(part.tokens, part.wanted)
             batch_loss(module(how)[0], part, objective)[0].backward()
         results.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
     assert len(plan) > 2 and float((results[1] - results[0]).norm() / results[0].norm()) < 1e-6

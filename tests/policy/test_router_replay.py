@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear, sigmoid, silu
 from transformers import AutoModelForCausalLM
 
-from grpo_dist.policy.attention import BlockKernel
+from grpo_dist.policy.attention import block_spans
 from grpo_dist.policy.model import TokenLogprobs, load_causal_lm
 from grpo_dist.policy.packing import packed, padded
 from grpo_dist.policy.router_replay import check_routes, replay_routes
@@ -33,7 +33,7 @@ def load(model_dir, *, replays=True, **how):
 
 def layout_of(batch, *, packing):
     if packing:
-        return packed(batch, batch.wanted, BlockKernel())
+        return packed(batch, batch.wanted, block_spans)
     return padded(batch.tokens, batch.wanted, None, batch.routes)
 
 
@@ -183,7 +183,7 @@ def test_checkpointed_layers_are_computed_again_with_the_same_routes(tmp_path, p
 def test_ranks_that_share_a_stream_take_its_parts():
     batch = made_groups.batch()
     batch = replace(batch, routes=other_routes(batch))
-    layout = packed(batch, batch.wanted, BlockKernel(), multiple=4)
+    layout = packed(batch, batch.wanted, block_spans, multiple=4)
     parts = [SequenceGroup(None, 4, i).own_slice(layout)[0] for i in range(4)]
     assert all(len(part.routes) == part.tokens.shape[1] for part in parts)
     assert torch.equal(torch.cat([part.routes for part in parts]), layout.routes)

@@ -76,11 +76,8 @@ def refusal(capsys, *overrides, command="train"):
             ["`policy.offload.nvme_path` = /no/such/disk", "expected a directory"],
         ),
         (
-            [
-                "policy.offload.optimizer=cpu",
-                "policy.deepspeed.zero_optimization.offload_optimizer.device=nvme",
-            ],
-            ["`policy.offload.optimizer` = cpu", "offload_optimizer.device` = nvme", "remove the latter"],
+            ["policy.deepspeed.zero_optimization.offload_optimizer.device=nvme"],
+            ["offload_optimizer.device` = nvme", "set `policy.offload.optimizer` instead"],
         ),
         (["rewards.functions=[{function: 'no_such_module:f'}]"], ["no_such_module", "code_paths"]),
         (["rewards.functions=[{function: maths}]"], ["'maths'", "`module:function`"]),

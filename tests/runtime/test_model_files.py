@@ -71,15 +71,15 @@ def test_what_a_directory_is_is_said(tmp_path, names, words):
     assert words.format(dir=tmp_path) in said(place(tmp_path, *names))
 
 
-@pytest.mark.parametrize("make_run_bounds", ["checkpoints", "checkpoints/step_000002"])
-def test_a_checkpoint_of_a_run_leads_to_the_model_of_the_run(tmp_path, make_run_bounds):
+@pytest.mark.parametrize("folder", ["checkpoints", "checkpoints/step_000002"])
+def test_a_checkpoint_of_a_run_leads_to_the_model_of_the_run(tmp_path, folder):
     place(
         tmp_path, "checkpoints/step_000002/manifest.json", "checkpoints/step_000002/policy/state/mp_rank_00"
     )
     place(tmp_path, "model/config.json")
     assert (
         f"for resuming it, and the model of that run is in `model`; set `model.path` to {tmp_path}/model"
-        in said(tmp_path / make_run_bounds)
+        in said(tmp_path / folder)
     )
 
 

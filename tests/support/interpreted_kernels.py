@@ -10,9 +10,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined
 
 import torch
 
-from grpo_dist.policy import logprobs
-from grpo_dist.policy.logit_kernels import _BLOCK, KernelLogitRows
-from grpo_dist.policy.logit_rows import TorchLogitRows
+from grpo_dist.policy import logit_kernels, logit_rows, logprobs
+from grpo_dist.policy.logit_kernels import _BLOCK
 from grpo_dist.runtime.logit_transform import IDENTITY, LogitTransform
 
 
@@ -63,12 +62,13 @@ def largest(own, expected):
 
 
 def results(logits, targets, temperature, grad, entropy_grad, dtype=torch.float32, transform=IDENTITY):
-    kernels = KernelLogitRows()
-    values, sums = kernels.logprobs(logits, targets, temperature, with_entropy=True)
+    values, sums = logit_kernels.logprobs(logits, targets, temperature, with_entropy=True)
     return (
         values,
         sums.entropies,
-        kernels.gradient(logits, targets, temperature, sums, grad, entropy_grad, dtype, transform=transform),
+        logit_kernels.gradient(
+            logits, targets, temperature, sums, grad, entropy_grad, dtype, transform=transform
+        ),
     )
 
 
@@ -100,7 +100,7 @@ def no_tokens():
     """The log-probs of targets that are no tokens."""
     logits, targets, _ = problem(100, 3.0)
     targets[1], targets[4] = -100, 100
-    return [float(v) for v in KernelLogitRows().logprobs(logits, targets, 1.0, with_entropy=True)[0].isnan()]
+    return [float(v) for v in logit_kernels.logprobs(logits, targets, 1.0, with_entropy=True)[0].isnan()]
 
 
 def layouts():
@@ -115,7 +115,7 @@ def layouts():
 
 def whole(use_kernels, transform=IDENTITY):
     """Values, and the gradients of rows, weight and bias through `selected_logprobs`, in blocks."""
-    logprobs.choose_logit_rows = lambda values: KernelLogitRows() if use_kernels else TorchLogitRows()
+    logprobs.choose_logit_rows = lambda values: logit_kernels if use_kernels else logit_rows
     generator = torch.Generator().manual_seed(0)
     rows, weight, bias = (
         torch.randn(*shape, generator=generator).requires_grad_() for shape in ((7, 8), (50, 8), (50,))

@@ -9,6 +9,7 @@ functions.
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from triton.runtime import interpreter
 
 from grpo_dist.policy import layer_kernels, model
-from grpo_dist.policy.attention import BlockKernel, VarlenKernel
+from grpo_dist.policy.attention import block_spans, varlen_spans
 from grpo_dist.policy.layer_kernels import _ACTIVATIONS, replace_operations
 from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.policy.sequence_parallel import check_heads
@@ -81,7 +82,7 @@ def results(own):
 def kept(dtype):
     """What a forward pass of `SHAPE` keeps with the kernels: bytes, and tokens of the stream and its rows."""
     how = {"checkpointing": False, "prompt": 16, "total": 32, "change": replace_operations}
-    kernel = VarlenKernel(varlen_that_keeps) if dtype == torch.bfloat16 else BlockKernel()
+    kernel = partial(varlen_spans, varlen_that_keeps) if dtype == torch.bfloat16 else block_spans
     return kept_for_backward(SHAPE, dtype, kernel, **how)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.loop.progress import Progress
 from grpo_dist.runtime.metering import Span, Usage
-from grpo_dist.runtime.recorder import NullRecorder
+from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.runtime.seeds import request_seed
 from grpo_dist.types import Group
 from grpo_dist.workers import Workers
@@ -55,7 +55,7 @@ class NoCheckpoints:
     async def settle(self) -> None: ...
 
 
-class BenchRecorder(NullRecorder):
+class BenchRecorder(Recorder):
     """The recorder of a benchmark; its clock starts when it is made."""
 
     def __init__(self, seed: int, directory: Path, say: Callable[[int, dict[str, float]], None]) -> None:

@@ -31,7 +31,7 @@ from grpo_dist.config import (
     WeightSyncConfig,
 )
 from grpo_dist.errors import UserError
-from grpo_dist.policy.deepspeed_config import optimizer_device, overlaps_reduction
+from grpo_dist.policy.deepspeed_config import overlaps_reduction
 from grpo_dist.runtime.hardware import (
     COLD_START_LOGITS,
     GIB,
@@ -225,7 +225,7 @@ def _states(policy: PolicyConfig, model: ModelShape, sizes: Sizes) -> tuple[dict
     optimizer = (4 + averages) * trained // ranks if stage else averages * trained
     parts = {"weights": weights, "gradients": gradients, "optimiser": optimizer}
     host: dict[str, int] = {}
-    where = optimizer_device(policy)
+    where = policy.offload.optimizer
     if where != "none":
         parts["optimiser"] = 0
         summed = share if b == 2 else 0
@@ -326,7 +326,7 @@ def _buckets(policy: PolicyConfig, model: ModelShape, sizes: Sizes) -> int:
     if stage == 0:  # flattened to be sent
         return min(bucket, loaded) * b if policy.num_workers > 1 else 0
     if stage == 1 and b == 2:
-        if optimizer_device(policy) == "none":  # reduced where they are
+        if policy.offload.optimizer == "none":  # reduced where they are
             return 0
         b = 4
     # Without GPUs the system allocates pages as they are written.

@@ -19,7 +19,6 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from grpo_dist.config import Config, RewardModelConfig
-from grpo_dist.policy.deepspeed_config import optimizer_device
 from grpo_dist.tools.plan.accelerators import Peaks
 from grpo_dist.tools.plan.memory import Sizes, is_quantised, lora_parameters, states
 from grpo_dist.tools.plan.models import FrozenModel, ModelShape
@@ -357,7 +356,7 @@ class Rates:
 
     def _optimizer_s(self) -> float:
         own = lora_parameters(self.config.policy, self.model) / max(1, self.config.policy.num_workers)
-        if optimizer_device(self.config.policy) == "none":
+        if self.config.policy.offload.optimizer == "none":
             return 7 * 4 * own / (self.peaks.memory * self.reached.decode)
         inside = min(self.config.policy.num_workers, self.peaks.node)
         sent = own * (4 + self.sizes.itemsize) / (self.peaks.host * self.reached.host)

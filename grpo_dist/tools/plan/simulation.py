@@ -46,7 +46,7 @@ from grpo_dist.loop.staging import Staged, Staging
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.load_balancer import QUEUE_DEPTH, LoadBalancer
 from grpo_dist.runtime.metering import Span
-from grpo_dist.runtime.recorder import NullRecorder
+from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.tools.bench.figures import covered_s
 from grpo_dist.tools.bench.record import NoCheckpoints
@@ -794,7 +794,7 @@ class SimulatedStep:
     length_bias: float  # NaN without `batch.order` completion
 
 
-class StepRecorder(NullRecorder):
+class StepRecorder(Recorder):
     """The recorder of a simulated run: it keeps the time and the tokens of each step."""
 
     def __init__(self) -> None:

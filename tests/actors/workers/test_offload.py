@@ -35,7 +35,8 @@ CPU = {
     },
     "the user's own section": {
         "stage": 2,
-        "deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}},
+        "offload": OffloadConfig(optimizer="cpu"),
+        "deepspeed": {"zero_optimization": {"offload_optimizer": {"pin_memory": False}}},
     },
 }
 

@@ -12,7 +12,7 @@ from grpo_dist.batch.rows import make_batch
 from grpo_dist.batch.shared_prefixes import needed_tokens
 from grpo_dist.config import OptimizerConfig, PolicyConfig
 from grpo_dist.data.prompts import PromptFormat
-from grpo_dist.policy.attention import BlockKernel
+from grpo_dist.policy.attention import block_spans
 from grpo_dist.policy.model import TokenLogprobs, load_causal_lm
 from grpo_dist.policy.packing import packed, padded
 from grpo_dist.types import Group, Prompt
@@ -80,7 +80,7 @@ def test_packed_rows_behind_one_system_prompt_have_the_numbers_of_rows_alone():
     directory = real_model()
     prompts = prompts_of(directory)
     batch, results = batch_of(groups_of(prompts)), []
-    for layout in (packed(batch, batch.wanted, BlockKernel()), padded(batch.tokens, batch.policy.mask)):
+    for layout in (packed(batch, batch.wanted, block_spans), padded(batch.tokens, batch.policy.mask)):
         packing = layout.spans is not None
         how = {"dtype": torch.float32, "attention": "auto", "trust_remote_code": False}
         module = TokenLogprobs(

@@ -18,7 +18,7 @@ from grpo_dist.config.files import load_config
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.runs import run_directory as dated_config
 from grpo_dist.runs.prepare import PromptSections
-from grpo_dist.runtime.concurrency import progressing
+from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.files import alone
 from grpo_dist.tools.evaluate import run, store
 from grpo_dist.tools.evaluate.run import evaluate_model
@@ -387,7 +387,7 @@ def test_a_pipeline_stage_is_evaluated_the_same_way_and_keeps_its_result(here, t
 
 def test_a_deadline_restarts_with_each_progress():
     async def steps(count, seconds):
-        async with progressing(0.5, "evaluate: the next prompt") as still_going:
+        async with deadline(0.5, "evaluate: the next prompt") as still_going:
             for _ in range(count):
                 await asyncio.sleep(seconds)
                 still_going()

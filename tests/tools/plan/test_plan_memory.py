@@ -1,13 +1,14 @@
 """The memory model of `grpo-dist plan`: by hand, and against activations that real models keep."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_dist.errors import UserError
-from grpo_dist.policy.attention import BlockKernel, VarlenKernel
+from grpo_dist.policy.attention import block_spans, varlen_spans
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.memory import (
     GIB,
@@ -130,7 +131,7 @@ def test_low_rank_training_keeps_gradients_and_moments_of_the_adapters_alone():
 def test_activations_are_those_that_a_real_forward_pass_keeps(dtype, itemsize, kind, prompt):
     shape = SHAPE | {"model_type": kind, "num_hidden_layers": 8}
     how = {"checkpointing": False, "prompt": max(prompt, 1), "total": 128}
-    kept, stream, rows = kept_for_backward(shape, dtype, BlockKernel(), **how)
+    kept, stream, rows = kept_for_backward(shape, dtype, block_spans, **how)
     sizes = Sizes(False, itemsize, 0, 0, 0)
     found = activation_bytes(
         from_config_json(shape, ""), sizes, tokens=stream, attended=rows, longest=128, checkpointing=False
@@ -141,7 +142,7 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(dtype, itemsize, k
 @pytest.mark.parametrize("prompt", [1, 48])
 def test_activations_on_gpus_are_those_of_a_variable_length_kernel(prompt):
     shape = SHAPE | {"num_hidden_layers": 8}
-    kernel = VarlenKernel(varlen_that_keeps)
+    kernel = partial(varlen_spans, varlen_that_keeps)
     kept, stream, rows = kept_for_backward(
         shape, torch.bfloat16, kernel, checkpointing=False, prompt=prompt, total=128
     )
@@ -155,7 +156,7 @@ def test_activations_on_gpus_are_those_of_a_variable_length_kernel(prompt):
 def test_with_checkpointing_a_layer_keeps_its_input_and_one_is_computed_again():
     few, many = SHAPE | {"num_hidden_layers": 2}, SHAPE | {"num_hidden_layers": 10}
     how = {"checkpointing": True, "prompt": 1, "total": 64}
-    kept = [kept_for_backward(s, torch.bfloat16, BlockKernel(), **how) for s in (few, many)]
+    kept = [kept_for_backward(s, torch.bfloat16, block_spans, **how) for s in (few, many)]
     sizes = Sizes(False, 2, 0, 0, 0)
     found = [
         activation_bytes(
