@@ -75,7 +75,7 @@ class ModelConfig(Section):
     """The trained model and its format."""
 
     path: str = Field(
-        description="local directory, hub id, GGUF file, `RUN@latest` or `RUN@STEP`, `demo:<name>`, or"
+        description="local directory, hub id, `RUN@latest` or `RUN@STEP`, `demo:<name>`, or"
         " `random:<config.json>` for random weights"
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")

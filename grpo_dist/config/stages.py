@@ -85,7 +85,7 @@ class SFTConfig(Section):
 
     section: ClassVar[str] = "sft"
 
-    model: str = Field(description="local directory, hub id, GGUF file, or `demo:<name>`")
+    model: str = Field(description="local directory, hub id, or `demo:<name>`")
     data: Annotated[tuple[DemonstrationsConfig, ...], Field(min_length=1), BeforeValidator(read_sources)] = (
         Field(description="a path as in `sft.data.0.path`, or a list of sources to mix")
     )

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.demo.smollm2 import NAME as SMOLLM2
 from grpo_dist.demo.smollm2 import smollm2
 from grpo_dist.demo.tokenizer import character_tokenizer
-from grpo_dist.errors import expanded
-from grpo_dist.policy.gguf_model import gguf_model, is_gguf, loss_of
 from grpo_dist.runtime.model_files import cached
 
 _VERSION = 2  # of the files this module writes; raise it when they change
@@ -42,30 +39,9 @@ def cached_model(name: str, *, seed: int) -> Path:
     return cached(f"model-{name}", decides, lambda directory: _make(name, seed, directory))
 
 
-def is_made(path: str) -> bool:
-    """Return whether `made_model` makes the model ``path``."""
-    return path.startswith("demo:") or is_gguf(path)
-
-
 def is_toy(path: str) -> bool:
     """Return whether the model ``path`` is one of random weights that are made in a moment."""
     return path.startswith("demo:") and path.removeprefix("demo:") in _SHAPES
-
-
-def made_model(path: str, key: str, say: Callable[[str], None], *, seed: int) -> Path | None:
-    """Return the cached directory of a model that is made here: `demo:NAME`, or a GGUF file; None: ``path``
-    is neither. ``say`` gets what quantisation has cost its weights, if anything. ``key``: of ``path``, for
-    messages. Raises ValueError for one that cannot be made.
-    """
-    if path.startswith("demo:"):
-        directory = cached_model(path.removeprefix("demo:"), seed=seed)
-    elif is_gguf(path):
-        directory = gguf_model(expanded(path), f"{key} = {path}")
-    else:
-        return None
-    if loss := loss_of(directory):
-        say(loss)
-    return directory
 
 
 def random_model(file: Path, *, seed: int) -> Path:

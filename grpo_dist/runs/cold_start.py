@@ -18,7 +18,7 @@ from grpo_dist.algorithms.schedules import learning_rate
 from grpo_dist.chat.template import writes_date
 from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import Pair, contents, load_pairs
-from grpo_dist.demo.model import is_made, is_toy
+from grpo_dist.demo.model import is_toy
 from grpo_dist.policy.full_weights import save_pretrained
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.model import load_causal_lm
@@ -90,7 +90,7 @@ def identify_result(settings: SFTConfig, model_dir: Path, tokenizer: Any, day: d
         "version": _VERSION,
         "settings": settings.model_dump(mode="json", exclude={"data", "validation_share", "validate_every"}),
         # The name of a directory in the cache identifies its content.
-        "model": model_dir.name if is_made(settings.model) else fingerprint(model_dir),
+        "model": model_dir.name if settings.model.startswith("demo:") else fingerprint(model_dir),
         "data": contents(settings),
     }
     if writes_date(tokenizer):

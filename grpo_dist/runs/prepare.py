@@ -55,7 +55,7 @@ from grpo_dist.data.repeats import Chained, Prompts, Repeated, column, distinct_
 from grpo_dist.data.sources import find_hub_failure
 from grpo_dist.data.stream import check_weights
 from grpo_dist.data.tasks import source_tasks
-from grpo_dist.demo.model import made_model, random_model
+from grpo_dist.demo.model import cached_model, random_model
 from grpo_dist.errors import expanded, refuse, searched
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.loop.admission import Admission
@@ -80,7 +80,7 @@ from grpo_dist.runs.start_checks import readable_model
 from grpo_dist.runs.user_trials import user_code_problems
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.hardware import quiet_libraries
-from grpo_dist.runtime.model_files import cached, fingerprint, is_checkpoint
+from grpo_dist.runtime.model_files import cached, describe_gguf, fingerprint, is_checkpoint
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.types import Prompt, Thought
 
@@ -285,8 +285,8 @@ def resolve_model(
     key: str = "model.path",
     day: date | None = None,
 ) -> Path:
-    """Return the model's directory: made here (`demo:`, `random:`), trained here (`sft`), converted from a
-    GGUF file, local, or downloaded from the hub; with `model.adapter`.
+    """Return the model's directory: made here (`demo:`, `random:`), trained here (`sft`), local, or
+    downloaded from the hub; with `model.adapter`.
 
     Args:
         trains: False for what samples alone, also from quantised weights.
@@ -360,17 +360,18 @@ def _named_model(
 
     if is_checkpoint(path):
         return usable(checkpoint_model(path, say, starting_model=partial(starting_model, say=say)))
-    if demo_model := made_model(path, key, say, seed=seed):
-        return demo_model
+    if path.startswith("demo:"):
+        return cached_model(path.removeprefix("demo:"), seed=seed)
     if path.startswith("random:"):
         return usable(random_model(expanded(path.removeprefix("random:")), seed=seed))
     local = expanded(path)
     if local.is_dir():
         return usable(local.resolve())
     if local.is_file():
-        raise ValueError(
-            f"{where}: a file; expected the directory that holds it with config.json, or a GGUF file"
-        )
+        what = "the directory that holds it with config.json"
+        if local.suffix.lower() == ".gguf":
+            what = describe_gguf(local)
+        raise ValueError(f"{where}: a file; expected {what}")
     if local.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
         raise ValueError(
             f"{where}: no such directory{searched(path)}; expected a local model directory or a hub id "

@@ -321,7 +321,7 @@ def _sharded(directory: Path, here: list[str], key: str) -> str:
 def _weights_of_others(directory: Path, here: list[str], key: str) -> str:
     """Describe weights in formats that transformers does not load."""
     if files := [name for name in here if name.lower().endswith(".gguf")]:
-        return f"it holds GGUF files; name one: {directory / files[0]}"
+        return f"it holds GGUF files; expected {describe_gguf(directory / files[0])}"
     if "model_index.json" in here:
         return "it is a diffusion pipeline, not a language model"
     if any(name.startswith("consolidated") for name in here):
@@ -335,6 +335,15 @@ def _weights_of_others(directory: Path, here: list[str], key: str) -> str:
         if name in here:
             return f"it holds weights for {kind} alone ({name}); expected safetensors"
     return ""
+
+
+def describe_gguf(file: Path) -> str:
+    """Say what is expected in place of the GGUF ``file``, whose weights are quantised for llama.cpp."""
+    return (
+        "the checkpoint in Hugging Face format that it was made from; where there is none, convert it once "
+        f"(transformers: from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}) of model and "
+        "tokenizer, save_pretrained)"
+    )
 
 
 def _describe_run_files(directory: Path, here: list[str], key: str) -> str:

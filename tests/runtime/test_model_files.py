@@ -50,7 +50,7 @@ def said(directory, key="model.path"):
         (["config.json", "tf_model.h5"], "TensorFlow"),
         (["config.json", "onnx.onnx"], "ONNX"),
         (["model_index.json", "unet/"], "diffusion"),
-        (["a-Q8_0.gguf", "config.json"], "name one: {dir}/a-Q8_0.gguf"),
+        (["a-Q8_0.gguf", "config.json"], "gguf_file='a-Q8_0.gguf')"),
         (
             ["checkpoint-90/config.json", "checkpoint-90/model.safetensors", "checkpoint-100/config.json",
              "checkpoint-100/model.safetensors"],

@@ -17,7 +17,6 @@ from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.config import Config, ModelConfig, RewardModelConfig, SFTConfig, TeacherConfig
 from grpo_dist.config.files import load_config
 from grpo_dist.errors import UserError, as_user_errors, expanded, searched
-from grpo_dist.policy.gguf_model import gguf_config, is_gguf
 from grpo_dist.runtime.files import read_json
 from grpo_dist.runtime.model_config import heads_of_layers, keep_attention_cap, position_limit
 from grpo_dist.runtime.model_files import cached, is_checkpoint
@@ -356,9 +355,6 @@ def model_of(model: ModelConfig, sft: SFTConfig | None, seed: int) -> ModelShape
 
         with as_user_errors():
             return _read(cached_model(path.removeprefix("demo:"), seed=seed) / "config.json", _policy(path))
-    if is_gguf(path):
-        with as_user_errors():
-            return from_config_json(gguf_config(expanded(path), _policy(path)), path)
     if found := _known_locally(path, model.revision, _policy(path)):
         return found
     if expanded(path).is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
