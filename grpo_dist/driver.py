@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from grpo_dist.config import Config
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
-from grpo_dist.health.watch import HealthWatch
+from grpo_dist.health import HealthWatch
 from grpo_dist.loop.chores import Checkpointer, Chores, StatefulParts
 from grpo_dist.loop.first_come import PIPELINES
 from grpo_dist.loop.kl_controller import KLController

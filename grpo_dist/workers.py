@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from grpo_dist.health.bounds import Bound
+from grpo_dist.health import Bound
 from grpo_dist.runtime.metering import Usage
 from grpo_dist.types import EpochUpdate, Group, Prompt, Rollout, Sampling, TeacherLogprobs, TrainBatch
 

@@ -22,7 +22,7 @@ from actors.transfer.stream import send, send_changes
 from actors.transfer.transport import Transport, free_port, open_transport
 from actors.workers.exchange import from_arguments
 from grpo_dist.config import ModelConfig, PolicyConfig, ProfileConfig, TransferBackend
-from grpo_dist.health.bounds import Bound
+from grpo_dist.health import Bound
 from grpo_dist.observe.profiling import profiled, trace_path
 from grpo_dist.policy.extensions import build_in_own_directory, build_kernels, list_kernels
 from grpo_dist.policy.snapshots import SnapshotWriter
@@ -223,8 +223,8 @@ class PolicyWorker(WeightSender, Probeable):
     def base_top_logprobs(
         self, top_k: int, prompts: Sequence[Prompt], samples: Sequence[Any], *stored: PackedSamples
     ) -> list[list[TeacherLogprobs]]:
-        """Return `Trainer.base_top_logprobs`, as `base_logprobs` does."""
-        logprobs: list[list[TeacherLogprobs]] = self._trainer.base_top_logprobs(
+        """Return `Trainer.base_logprobs` with ``top_k``, as `base_logprobs` does."""
+        logprobs: list[list[TeacherLogprobs]] = self._trainer.base_logprobs(
             _groups(prompts, samples, stored), top_k
         )
         return logprobs

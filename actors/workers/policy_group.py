@@ -31,7 +31,7 @@ from grpo_dist.config import (
     TimeoutsConfig,
 )
 from grpo_dist.errors import StateLost, TransferLost
-from grpo_dist.health.bounds import Bound
+from grpo_dist.health import Bound
 from grpo_dist.policy.loss import Objective
 from grpo_dist.policy.snapshots import WEIGHTS, Snapshot
 from grpo_dist.policy.trainer import TrainerSettings

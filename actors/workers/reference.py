@@ -22,7 +22,7 @@ from actors.transfer.transport import Transport, open_transport
 from actors.workers.exchange import as_arguments, from_arguments
 from grpo_dist.config import ModelConfig, ReferenceConfig, TeacherConfig, TransferBackend
 from grpo_dist.policy.attention import choose_kernel
-from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs
+from grpo_dist.policy.group_logprobs import group_logprobs
 from grpo_dist.policy.lora import base_weights, find_start_adapter, merge_start
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs, load_causal_lm, reads_packed_rows
@@ -140,7 +140,7 @@ class ReferenceWorker(Metered, Probeable):
         temperature.
         """
         groups = [(prompt, from_arguments(samples, stored))]
-        (logprobs,) = group_logprobs(lambda layout: self._module(layout)[0], groups, self._micro)
+        (logprobs,) = group_logprobs(self._module, groups, self._micro)
         return logprobs
 
     @metered("logprobs")
@@ -149,9 +149,7 @@ class ReferenceWorker(Metered, Probeable):
     ) -> list[TeacherLogprobs]:
         """Return what `logprobs` does, with the ``top_k`` likeliest tokens at each position."""
         groups = [(prompt, from_arguments(samples, stored))]
-        (logprobs,) = group_top_logprobs(
-            lambda layout: self._module(layout, top_k=top_k), groups, self._micro
-        )
+        (logprobs,) = group_logprobs(self._module, groups, self._micro, top_k=top_k)
         return logprobs
 
 

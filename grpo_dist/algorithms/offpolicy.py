@@ -56,12 +56,6 @@ from torch import Tensor
 from grpo_dist.algorithms.kl import binary_kl, total_variation
 from grpo_dist.algorithms.ratios import segment_mean, sequence_mean
 
-DIVERGENCES = ("k1", "k2", "k3", "binary_kl", "tv")
-SCOPES = ("token", "segment_mean", "seq_mean", "seq_sum", "seq_max")
-RULES = tuple(
-    f"{scope}_{name}" for scope in SCOPES for name in DIVERGENCES if (scope, name) != ("seq_max", "k1")
-)
-
 
 @torch.no_grad()
 def correction(
@@ -193,18 +187,13 @@ def accepted(
         rollout_logprobs: nats, as the engine sampled. A sequence with one that is NaN is never accepted by
             a rule of sequences, and its token by none.
         veto: a sequence with a token whose own ratio exp(d) is below this is not accepted; 0: no veto.
-
-    Raises:
-        ValueError: an unknown rule.
     """
     train, rollout = (torch.where(mask, v.double(), 0.0) for v in (train_logprobs, rollout_logprobs))
     keep = mask.clone()
     for rule in rules:
-        if rule.rule not in RULES:
-            raise ValueError(f"rejection rule {rule.rule!r}: expected one of {', '.join(RULES)}")
-        scope, name = next((s, rule.rule[len(s) + 1 :]) for s in SCOPES if rule.rule.startswith(f"{s}_"))
-        values = _OVER[scope](torch.where(mask, _DIVERGENCES[name](train, rollout), 0.0), mask)
-        of_ratio = name == "k1"
+        over, divergence = RULES[rule.rule]
+        values = over(torch.where(mask, divergence(train, rollout), 0.0), mask)
+        of_ratio = rule.rule.endswith("_k1")
         if rule.high is not None:
             keep &= values <= (_log(rule.high) if of_ratio else rule.high)
         if rule.low is not None:
@@ -258,4 +247,10 @@ _OVER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "seq_mean": sequence_mean,
     "seq_sum": lambda values, mask: values.sum(dim=1, keepdim=True),
     "seq_max": _sequence_max,
+}
+RULES = {
+    f"{scope}_{name}": (over, divergence)
+    for scope, over in _OVER.items()
+    for name, divergence in _DIVERGENCES.items()
+    if (scope, name) != ("seq_max", "k1")
 }

@@ -60,29 +60,16 @@ def interpolated(points: Sequence[tuple[int, float]], step: int) -> float:
     return low + (high - low) * (step - begin) / (end - begin)
 
 
-def next_temperature(temperature: float, entropy: float, *, target: float, gain: float) -> float:
-    """Return ``temperature`` * (1 - gain * clip(entropy / target - 1, -0.2, 0.2)).
-
-    The proportional controller of Ziegler et al. 2019 (arXiv:1909.08593, section 2.2) with the opposite sign:
-    entropy rises with the temperature, so one that is too low raises it.
-
-    Args:
-        entropy: measured, nats per token.
-        target: wanted, nats per token, above 0.
-    """
-    error = min(max(entropy / target - 1.0, -_LARGEST_ERROR), _LARGEST_ERROR)
-    return temperature * (1.0 - gain * error)
-
-
-def next_kl_coef(coef: float, kl: float, *, target: float, gain: float) -> float:
-    """Return ``coef`` * (1 + gain * clip(kl / target - 1, -0.2, 0.2)), Ziegler et al. 2019, arXiv:1909.08593,
-    section 2.2.
+def steer(value: float, measured: float, *, target: float, gain: float) -> float:
+    """Return ``value`` * (1 + gain * clip(measured / target - 1, -0.2, 0.2)): the proportional controller of
+    Ziegler et al. 2019, arXiv:1909.08593, section 2.2, for the weight of a KL term. A temperature has a
+    ``gain`` below 0: entropy rises with it.
 
     Args:
-        kl: measured, nats per token. NaN changes nothing.
+        measured: KL or entropy, nats per token. NaN changes nothing.
         target: wanted, nats per token, above 0.
     """
-    if kl != kl:
-        return coef
-    error = min(max(kl / target - 1.0, -_LARGEST_ERROR), _LARGEST_ERROR)
-    return coef * (1.0 + gain * error)
+    if math.isnan(measured):
+        return value
+    error = min(max(measured / target - 1.0, -_LARGEST_ERROR), _LARGEST_ERROR)
+    return value * (1.0 + gain * error)

@@ -16,8 +16,7 @@ from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.config import CheckpointConfig, Config, EvaluationConfig
 from grpo_dist.errors import RERUN, Preempted
-from grpo_dist.health.bounds import SKIPPED
-from grpo_dist.health.watch import HealthWatch
+from grpo_dist.health import SKIPPED, HealthWatch
 from grpo_dist.loop.concurrent_evaluation import ConcurrentEvaluation, discard_snapshots
 from grpo_dist.loop.groups import ScoredBatch
 from grpo_dist.loop.kl_controller import KLController

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from grpo_dist.algorithms.schedules import next_kl_coef
+from grpo_dist.algorithms.schedules import steer
 from grpo_dist.config import KLConfig
 
 
@@ -25,5 +25,5 @@ class KLController:
         used, observed = self.coef, metrics.get("ref/kl")
         target, gain = self._settings.target, self._settings.gain
         if target is not None and observed is not None and math.isfinite(observed):
-            self.coef = next_kl_coef(used, observed, target=target, gain=gain)
+            self.coef = steer(used, observed, target=target, gain=gain)
         return {"ref/kl_coef": used}

@@ -20,7 +20,7 @@ from grpo_dist.config import MetricConfig, RewardsConfig
 from grpo_dist.config.environments import BudgetOutcome
 from grpo_dist.data.pools import pool_metrics
 from grpo_dist.errors import raised
-from grpo_dist.health.watch import TRAINED_TOKENS
+from grpo_dist.health import TRAINED_TOKENS
 from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.plugins.inputs import MetricInputs
 from grpo_dist.plugins.user_code import METRIC, call, call_in_time, failures_named, load

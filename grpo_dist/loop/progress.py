@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.data.order import OrderState
-from grpo_dist.health.bounds import HealthState
+from grpo_dist.health import HealthState
 from grpo_dist.types import Group, Sampling
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from grpo_dist.algorithms.schedules import interpolated, latest, next_temperature
+from grpo_dist.algorithms.schedules import interpolated, latest, steer
 from grpo_dist.config.sampling import (
     AdaptiveLength,
     AdaptiveTemperature,
@@ -78,7 +78,7 @@ class SamplingSchedule:
         now = self._temperature(0)
         if sampled_at != now or not math.isfinite(entropy):
             return now
-        temperature = next_temperature(now, entropy, target=settings.entropy, gain=settings.gain)
+        temperature = steer(now, entropy, target=settings.entropy, gain=-settings.gain)
         return min(max(temperature, settings.lowest), settings.highest)
 
     def _raised(self, settings: AdaptiveLength, truncated: float, length: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from grpo_dist.batch.streams import batch_of
 from grpo_dist.config import Config, SFTConfig
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.order import step_indices
-from grpo_dist.health.watch import HealthWatch
+from grpo_dist.health import HealthWatch
 from grpo_dist.loop.chores import Checkpointer, StepChores, StepTimes
 from grpo_dist.loop.progress import Progress
 from grpo_dist.runtime.metering import Stopwatch

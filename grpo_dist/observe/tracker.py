@@ -9,7 +9,7 @@
     samples/         every sample (`samples`), at some steps with values per token (`token_values`)
     quarantine/      quarantined batches
 
-A failed write to the directory ends the run. The terminal and the trackers never do (`sinks`).
+A failed write to the directory ends the run. The terminal and the trackers never do (`trackers`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,16 @@ from grpo_dist.observe.console import Console
 from grpo_dist.observe.metrics_file import METRICS, MetricsFile
 from grpo_dist.observe.profiling import TIMELINE, write_timeline
 from grpo_dist.observe.samples import remove_after, write_groups
-from grpo_dist.observe.sinks import AsyncSink, Sink, close_all
-from grpo_dist.observe.trackers import ShownConfig, SwanLabRun, TensorBoard, TrackioRun, WandbRun
+from grpo_dist.observe.trackers import (
+    AsyncSink,
+    ShownConfig,
+    Sink,
+    SwanLabRun,
+    TensorBoard,
+    TrackioRun,
+    WandbRun,
+    close_all,
+)
 from grpo_dist.plugins.inputs import SinkInputs
 from grpo_dist.plugins.user_code import SINK, call, load
 from grpo_dist.runtime.concurrency import Background

@@ -14,55 +14,42 @@ from grpo_dist.config.secrets import shown_value
 
 # Set by the trainer itself: a user's value would change the gradient or be ignored silently.
 _OURS = {
-    "train_batch_size": "batch.prompts_per_step and batch.samples_per_prompt",
-    "train_micro_batch_size_per_gpu": "batch.micro_batch_tokens",
-    "gradient_accumulation_steps": "batch.micro_batch_tokens",
-    "gradient_clipping": "policy.optimizer.max_grad_norm",
-    "optimizer": "policy.optimizer",
-    "scheduler": "policy.optimizer.schedule",
-    "bf16": "model.dtype",
-    "fp16": "model.dtype (float32 or bfloat16)",
-    "amp": "model.dtype",
-    "torch_autocast": "model.dtype",
-    "data_types": "model.dtype",
-}
-# Factors on gradients: the losses carry the denominators of the whole step already.
-_FACTORS = ("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor")
-# Of its section zero_optimization.
-_SETTINGS = {
-    "stage": "policy.zero_stage",
-    "offload_optimizer.device": "policy.offload.optimizer",
-    "offload_param.device": "policy.offload.parameters",
-}
+    "train_batch_size": "is set by batch.prompts_per_step and batch.samples_per_prompt",
+    "train_micro_batch_size_per_gpu": "is set by batch.micro_batch_tokens",
+    "gradient_accumulation_steps": "is set by batch.micro_batch_tokens",
+    "gradient_clipping": "is set by policy.optimizer.max_grad_norm",
+    "optimizer": "is set by policy.optimizer",
+    "scheduler": "is set by policy.optimizer.schedule",
+    "bf16": "is set by model.dtype",
+    "fp16": "is set by model.dtype (float32 or bfloat16)",
+    "amp": "is set by model.dtype",
+    "torch_autocast": "is set by model.dtype",
+    "data_types": "is set by model.dtype",
+    "zero_optimization.stage": "is set by policy.zero_stage",
+    "zero_optimization.offload_optimizer.device": "is set by policy.offload.optimizer",
+    "zero_optimization.offload_param.device": "is set by policy.offload.parameters",
+} | dict.fromkeys(
+    ("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor"),
+    "would scale gradients, whose denominators are those of the whole step already",
+)
 
 
 def deepspeed_config(policy: PolicyConfig, *, bfloat16: bool) -> dict[str, Any]:
     """Return the dictionary for `deepspeed.initialize` of weights in bfloat16, or else in float32. Raises
     ValueError for keys that the trainer sets.
     """
-    for key, ours in _OURS.items():
-        if key in policy.deepspeed:
-            raise ValueError(
-                f"`policy.deepspeed.{key}` = {policy.deepspeed[key]} is set by {ours}; remove it"
-            )
-    for key in _FACTORS:
-        if key in policy.deepspeed:
-            raise ValueError(
-                f"`policy.deepspeed.{key}` = {policy.deepspeed[key]} would scale gradients, whose "
-                "denominators are those of the whole step already; remove it"
-            )
     zero = policy.deepspeed.get("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ValueError(
             f"`policy.deepspeed.zero_optimization` = {zero}: expected a mapping of DeepSpeed's keys to values"
         )
-    for key, ours in _SETTINGS.items():
-        section, _, name = key.rpartition(".")
-        values = zero.get(section, {}) if section else zero
-        if name in values:
-            raise ValueError(
-                f"`policy.deepspeed.zero_optimization.{key}` = {values[name]}: set `{ours}` instead"
-            )
+    values = dict(policy.deepspeed)
+    for section in ("zero_optimization", *(f"zero_optimization.offload_{p}" for p in ("optimizer", "param"))):
+        if isinstance(inner := values.get(section), dict):
+            values |= {f"{section}.{key}": value for key, value in inner.items()}
+    for key, why in _OURS.items():
+        if key in values:
+            raise ValueError(f"`policy.deepspeed.{key}` = {values[key]} {why}; remove it")
     offloads = {
         f"offload_{part}": {"device": device}
         | ({"nvme_path": policy.offload.nvme_path} if device == "nvme" else {})

@@ -60,11 +60,9 @@ def initialize(module: TokenLogprobs, policy: PolicyConfig, settings: dict[str, 
         # it lies, by another stream than the backward pass, which lets go of it at once. DeepSpeed notes this
         # for the allocator only with offload.
         engine.optimizer._record_gradient_stream = torch.Tensor.record_stream
-    if policy.zero_stage == 0:
-        make_states(optimizer)
-        if dist.get_world_size() == 1:
-            # DeepSpeed would copy all gradients into one tensor, reduce it over one rank, and copy them back.
-            engine._reduce_non_expert_gradients = lambda *_: None
+    if policy.zero_stage == 0 and dist.get_world_size() == 1:
+        # DeepSpeed would copy all gradients into one tensor, reduce it over one rank, and copy them back.
+        engine._reduce_non_expert_gradients = lambda *_: None
     return engine
 
 
@@ -89,25 +87,6 @@ def forward_only(engine: Any) -> Iterator[None]:
         yield
     if engine.zero_optimization_partition_weights():
         engine.optimizer.empty_partition_cache()
-
-
-@torch.no_grad()
-def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Make the states that ``optimizer`` would make in its first step, as ZeRO does, so that the first update
-    takes as long as the others. No weight changes: a step of 0 with gradients of 0, which is not counted.
-    """
-    rates = [group["lr"] for group in optimizer.param_groups]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for p in parameters:
-        optimizer.state[p]["step"] *= 0  # a tensor of torch's, a number of bitsandbytes'
 
 
 class NormGate:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from grpo_dist.batch.rows import context_ids, pad_rows, shared_tokens
 from grpo_dist.batch.shared_prefixes import Prefixes
 from grpo_dist.policy.micro_batches import MicroBatches
+from grpo_dist.policy.model import HeadOutputs
 from grpo_dist.policy.packing import Layout
 from grpo_dist.types import KeptTokens, Prompt, Rollout, Rows, TeacherLogprobs
 
@@ -23,67 +25,42 @@ SampledGroup = tuple[Prompt, Sequence[Rollout]]
 
 @torch.no_grad()
 def group_logprobs(
-    forward: Callable[[Layout], Tensor],
+    forward: Callable[..., HeadOutputs],
     groups: Sequence[SampledGroup],
     micro: MicroBatches,
     *,
+    top_k: int = 0,
     together: bool = False,
-) -> list[list[np.ndarray]]:
+) -> list[list[Any]]:
     """Return for each group the log-probs of the rows of its samples, float32 [C], nats; 0 for given tokens.
 
     Args:
-        forward: float32 [B, T] of a layout, 0 where nothing is wanted.
+        forward: that of `TokenLogprobs`.
+        top_k: return `TeacherLogprobs`, of this number of likeliest tokens, instead; 0: log-probs alone.
         together: ``forward`` is a collective, which all ranks call equally often.
     """
-    values_of_groups = _values_of_rows(lambda layout: (forward(layout),), groups, micro, together=together)
-    return [[values for (values,) in group_values] for group_values in values_of_groups]
 
-
-@torch.no_grad()
-def group_top_logprobs(
-    forward: Callable[[Layout], tuple[Tensor, Tensor, Tensor]],
-    groups: Sequence[SampledGroup],
-    micro: MicroBatches,
-    *,
-    together: bool = False,
-) -> list[list[TeacherLogprobs]]:
-    """Do as `group_logprobs`, with the likeliest tokens instead of each sampled one.
-
-    ``forward``: of a layout log-probs [B, T], and likeliest tokens, int32, and their log-probs [M, K].
-    """
-
-    def on_host(layout: Layout) -> tuple[Tensor, ...]:
-        # One micro-batch after the other: together they are K times as much as log-probs.
-        values, *tops = (t.cpu() for t in forward(layout))
+    def compute(layout: Layout) -> tuple[Tensor, ...]:
+        values, *tops = (t for t in forward(layout, top_k=top_k) if t is not None)
+        if not top_k:
+            return (values,)
+        # On the host, one micro-batch after the other: together they are K times as much as log-probs.
         there = replace(layout, places=layout.places.cpu())
-        return values, *map(there.unpack_rows, tops)
+        return values.cpu(), *(there.unpack_rows(t.cpu()) for t in tops)
 
-    values_of_groups = _values_of_rows(on_host, groups, micro, together=together)
-    return [[TeacherLogprobs(*row) for row in rows] for rows in values_of_groups]
-
-
-def _values_of_rows(
-    forward: Callable[[Layout], tuple[Tensor, ...]],
-    groups: Sequence[SampledGroup],
-    micro: MicroBatches,
-    *,
-    together: bool,
-) -> list[list[tuple[np.ndarray, ...]]]:
-    """Return for each group and each row of its samples what ``forward`` gives for its completion, each of
-    the tensors [C, ...].
-    """
     rows = [_rows(prompt, samples) for prompt, samples in groups]
     plan = [(group, chosen) for group, group_rows in enumerate(rows) for chosen in _plan(group_rows, micro)]
-    out: list[list[tuple[np.ndarray, ...]]] = [[()] * len(group_rows) for group_rows in rows]
+    out: list[list[Any]] = [[None] * len(group_rows) for group_rows in rows]
     # Before the first pass: under ZeRO-3 passes are collectives, which no other may come between.
     further = micro.max_over_ranks(len(plan)) - len(plan) if together else 0
-    values = [forward(_layout([rows[group][i] for i in chosen], micro)) for group, chosen in plan]
+    values = [compute(_layout([rows[group][i] for i in chosen], micro)) for group, chosen in plan]
     for (group, chosen), outputs in zip(plan, values, strict=True):
         for i, parts in zip(chosen, zip(*(t.cpu().numpy() for t in outputs), strict=True), strict=True):
             row = rows[group][i]
-            out[group][i] = tuple(part[row.start : len(row.tokens)].copy() for part in parts)
+            own, *tops = (part[row.start : len(row.tokens)].copy() for part in parts)
+            out[group][i] = TeacherLogprobs(own, *tops) if top_k else own
     for _ in range(further):
-        forward(_layout([_SampleRow(np.zeros(2, np.int32), 1, 1, None)], micro))
+        compute(_layout([_SampleRow(np.zeros(2, np.int32), 1, 1, None)], micro))
     return out
 
 

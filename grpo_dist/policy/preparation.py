@@ -1,11 +1,13 @@
-"""What a rank computes of a batch before its weights move: old log-probs, and choices over all tokens of an
-update, which no rank sees alone.
+"""What a rank computes of a batch before its weights move: old log-probs, choices over all tokens of an
+update, which no rank sees alone, and the weight of the entropy bonus.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +17,13 @@ from torch import Tensor
 from grpo_dist.algorithms.offpolicy import correction, mean_weight_sums
 from grpo_dist.algorithms.ratios import LOG_LIMIT, clipped_surrogate
 from grpo_dist.algorithms.selection import lowest, random_keys, token_covariances, up_to
-from grpo_dist.config import AlgorithmConfig
-from grpo_dist.config.algorithm import ClipCovLoss, KLCovLoss, WeightedCorrection
+from grpo_dist.config import AdaptiveEntropyConfig, AlgorithmConfig
+from grpo_dist.config.algorithm import ClipCovLoss, Entropy, KLCovLoss, WeightedCorrection
 from grpo_dist.policy.ranks import find_top_threshold, gather_values
 from grpo_dist.types import PolicyStream, TokenChoice, TrainBatch
 
 _ROW = 1 << 20  # more than the tokens of any row: the id of a token is row * this + column
+_BONUS = "entropy_bonus"  # of a checkpoint's counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +148,48 @@ def _is_clipped(
     ratio = (logprobs - old).clamp(max=LOG_LIMIT).exp()
     _, falls, rises = clipped_surrogate(ratio, advantages, clip_low=loss.clip_low, clip_high=loss.clip_high)
     return falls | rises
+
+
+class EntropyBonus:
+    """Steers the weight of an adaptive bonus: adaptive entropy control, Skywork-OR1 (He et al. 2025,
+    arXiv:2505.22312), section 3.3. The same on every rank: it follows a metric of all ranks. `state` belongs
+    to a checkpoint.
+
+        target 0.2, delta 0.005     entropy 0.15   0.15    0.25    0.18
+        coefficient, from 0.01      0.01   0.015   0.02    0.015   0.02
+        applied in the update       0      0.015   0.02    0       0.02
+    """
+
+    def __init__(self, config: Entropy) -> None:
+        self._config = config
+        self._coef, self._entropy = config.coef, math.inf
+
+    @property
+    def weight(self) -> float:
+        """Weight in the next update: 0 for an adaptive bonus while the entropy is above its target."""
+        is_off = isinstance(self._config, AdaptiveEntropyConfig) and self._entropy > self._config.target
+        return 0.0 if is_off else self._coef
+
+    def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Take the entropy of an update from its ``metrics``; return the metric of the weight that it had. An
+        update without a token of the policy loss has no entropy, and moves nothing.
+        """
+        config = self._config
+        if not isinstance(config, AdaptiveEntropyConfig):
+            return {}
+        applied = self.weight
+        entropy = metrics.get("policy/entropy", math.nan)
+        if not math.isnan(entropy):
+            moved = self._coef + (config.delta if entropy <= config.target else -config.delta)
+            self._coef = min(max(moved, config.low), config.high)
+        self._entropy = entropy if math.isfinite(entropy) else self._entropy
+        return {"policy/entropy_coef": applied}
+
+    def state(self) -> dict[str, Any]:
+        is_steered = isinstance(self._config, AdaptiveEntropyConfig)
+        return {_BONUS: (self._coef, self._entropy)} if is_steered else {}
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Continue from `state`. A checkpoint of a constant bonus has none; the first weight stays."""
+        if isinstance(self._config, AdaptiveEntropyConfig) and _BONUS in counters:
+            self._coef, self._entropy = counters[_BONUS]

@@ -22,7 +22,6 @@ class RankMemory:
         self._engine, self._device = engine, device
         self._weights, self._rest = HostCopies(device), HostCopies(device)
         self._frozen, self._scratch = HostCopies(device, constant=True), HostCopies(device, scratch=True)
-        self._reserved = False
 
     def offload(self, *, keep_weights: bool = False, timed: Timer = untimed) -> None:
         """Move the state to host memory, and give the memory it took, and that of the last update, back to
@@ -40,9 +39,6 @@ class RankMemory:
             self._frozen.offload((_parts(p)[-1] for p in parameters if not p.requires_grad), timed)
             self._weights.offload(weights, timed)
         release_cache(timed)
-        if not self._reserved:
-            self._reserved = True
-            self._reserve_for_moments()
 
     def reload(self, *, only_weights: bool = False) -> None:
         """Undo `offload`; ``only_weights``: of what sending the weights needs."""
@@ -51,14 +47,6 @@ class RankMemory:
         if not only_weights:
             self._rest.reload()
             self._scratch.reload()
-
-    def _reserve_for_moments(self) -> None:
-        """Begin to allocate host memory for what the optimiser makes at its first step, two moments of each
-        master weight: engines sample before it, and the offload after it would wait for that memory.
-        """
-        inner = getattr(self._engine.optimizer, "optimizer", None)
-        if inner is not None and not inner.state:
-            self._rest.reserve(3 * self._rest.num_bytes)
 
     def _buckets(self) -> Iterator[Tensor]:
         """Yield DeepSpeed's buffers of gradients on their way between ranks, empty between two updates."""

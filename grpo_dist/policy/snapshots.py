@@ -13,10 +13,11 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from grpo_dist.policy.weight_buckets import ParameterSpec
@@ -43,9 +44,7 @@ class Snapshot:
 
     def describe(self) -> None:
         """Write what a reader must know, once the weights are written: it marks the snapshot as whole."""
-        kept = asdict(self)
-        del kept["directory"]
-        write_text(Path(self.directory) / DESCRIPTION, json.dumps(kept))
+        write_text(Path(self.directory) / DESCRIPTION, json.dumps(asdict(self)))
 
 
 def read_snapshot(directory: Path) -> Snapshot | None:
@@ -56,13 +55,11 @@ def read_snapshot(directory: Path) -> Snapshot | None:
     if not path.exists():
         return None
     try:
-        kept = json.loads(path.read_text())
-        specs = tuple(ParameterSpec(s["name"], s["dtype"], tuple(s["shape"])) for s in kept.pop("parameters"))
-        return Snapshot(directory=str(directory), parameters=specs, **kept)
-    except (TypeError, KeyError, ValueError) as error:
+        return replace(TypeAdapter(Snapshot).validate_json(path.read_bytes()), directory=str(directory))
+    except ValueError as error:
         raise ValueError(
-            f"{path}: expected the description of a snapshot ({error}); delete {directory}, whose evaluation "
-            "is then left out"
+            f"{path}: expected the description of a snapshot ({' '.join(str(error).split())}); delete "
+            f"{directory}, whose evaluation is then left out"
         ) from error
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,18 +23,23 @@ from grpo_dist.algorithms.schedules import learning_rate
 from grpo_dist.batch.epochs import regrouped
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.config import ModelConfig, PolicyConfig
-from grpo_dist.health.bounds import BAD_WEIGHTS, GRAD_NORM, REFUSED, SKIPPED, Bound, passed
+from grpo_dist.health import BAD_WEIGHTS, GRAD_NORM, REFUSED, SKIPPED, Bound, passed
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.deepspeed_config import check_offload, deepspeed_config, size_buffers
 from grpo_dist.policy.deepspeed_engine import NormGate, forward_only, initialize, zero3_loading
-from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.full_weights import FullWeights
-from grpo_dist.policy.group_logprobs import SampledGroup, group_logprobs, group_top_logprobs
+from grpo_dist.policy.group_logprobs import SampledGroup, group_logprobs
 from grpo_dist.policy.lora import empty_model, untrained
 from grpo_dist.policy.loss import Objective, add_stats, batch_loss, divergence_from_teacher, finish_stats
 from grpo_dist.policy.micro_batches import MicroBatches, values_by_row
-from grpo_dist.policy.model import TokenLogprobs, attention_cost, reads_packed_rows, trainable_model
-from grpo_dist.policy.preparation import Preparation
+from grpo_dist.policy.model import (
+    HeadOutputs,
+    TokenLogprobs,
+    attention_cost,
+    reads_packed_rows,
+    trainable_model,
+)
+from grpo_dist.policy.preparation import EntropyBonus, Preparation
 from grpo_dist.policy.rank_memory import RankMemory
 from grpo_dist.policy.ranks import join, reduce_over_ranks
 from grpo_dist.policy.router_replay import check_routes
@@ -41,7 +47,7 @@ from grpo_dist.policy.saved_state import SavedState
 from grpo_dist.policy.sequence_parallel import SequenceGroup
 from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
 from grpo_dist.runtime.rendezvous import Rank
-from grpo_dist.types import EpochUpdate, TeacherLogprobs, TrainBatch
+from grpo_dist.types import EpochUpdate, TrainBatch
 
 # ZeRO 1 and 2 add up squares in float32: they skip a longer gradient, which stages 0 and 3 would clip.
 _LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
@@ -177,11 +183,9 @@ class Trainer:
         logprobs, entropies = (torch.zeros_like(batch.policy.rollout_logprobs) for _ in range(2))
         batch = batch.drop_candidates()
         with forward_only(self.engine):
-            plan = self._micro.plan(batch)
-            parts = (self._micro.part(batch, rows) for rows in plan)
-            layouts = (self._micro.layout(part, part.wanted) for part in parts)
-            outputs = [self.engine(layout, with_entropy=True) for layout in layouts]
+            plan, outputs = self._forward(batch, with_entropy=True)
         for rows, (values, entropy, _) in zip(plan, outputs, strict=True):
+            assert entropy is not None, "they are asked for"
             if rows:
                 logprobs[rows, : values.shape[1]] = values.cpu()
                 entropies[rows, : values.shape[1]] = entropy.cpu()
@@ -196,24 +200,20 @@ class Trainer:
         by_row: dict[int, np.ndarray] = {}
         with forward_only(self.engine):
             for batch in (each.drop_candidates() for each in batches):
-                plan = self._micro.plan(batch)
-                parts = (self._micro.part(batch, rows) for rows in plan)
-                layouts = (self._micro.layout(part, part.wanted) for part in parts)
-                values = [self.engine(each, score_norms=score_norms)[0] for each in layouts]
-                by_row |= values_by_row(batch, plan, values)
+                plan, outputs = self._forward(batch, score_norms=score_norms)
+                by_row |= values_by_row(batch, plan, [values for values, *_ in outputs])
         return by_row
 
-    def base_logprobs(self, groups: Sequence[SampledGroup]) -> list[list[np.ndarray]]:
+    def _forward(self, batch: TrainBatch, **how: bool) -> tuple[list[list[int]], list[HeadOutputs]]:
+        """Return the rows of each micro-batch, and what the engine computes of it. Collective."""
+        plan = self._micro.plan(batch)
+        parts = (self._micro.part(batch, rows) for rows in plan)
+        return plan, [self.engine(self._micro.layout(part, part.wanted), **how) for part in parts]
+
+    def base_logprobs(self, groups: Sequence[SampledGroup], top_k: int = 0) -> list[list[Any]]:
         """Return `group_logprobs` of the model that training started from. Collective."""
         with forward_only(self.engine), untrained(self.engine.module):
-            return group_logprobs(lambda layout: self.engine(layout)[0], groups, self._micro, together=True)
-
-    def base_top_logprobs(self, groups: Sequence[SampledGroup], top_k: int) -> list[list[TeacherLogprobs]]:
-        """Return `group_top_logprobs` of the model that training started from. Collective."""
-        with forward_only(self.engine), untrained(self.engine.module):
-            return group_top_logprobs(
-                lambda layout: self.engine(layout, top_k=top_k), groups, self._micro, together=True
-            )
+            return group_logprobs(self.engine, groups, self._micro, top_k=top_k, together=True)
 
     def accumulate(
         self, batch: TrainBatch, kl_coef: float | None = None, *, keep_logprobs: bool = False

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from grpo_dist.config import CheckpointConfig, Config
 from grpo_dist.errors import RERUN, RunEnded, UserError
-from grpo_dist.observe import Tracker
+from grpo_dist.observe.tracker import Tracker
 from grpo_dist.policy.full_weights import why_no_export
 from grpo_dist.runs.checkpoint import (
     CHECKPOINTS,

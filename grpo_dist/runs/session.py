@@ -23,8 +23,8 @@ from grpo_dist.evaluation.sampling import evaluate
 from grpo_dist.loop import ledger, supervised
 from grpo_dist.loop.chores import evaluates_export
 from grpo_dist.loop.ledger import DROPPED
-from grpo_dist.observe import LEDGER, Tracker
 from grpo_dist.observe.console import print_before_after
+from grpo_dist.observe.tracker import LEDGER, Tracker
 from grpo_dist.observe.trackers import check_trackers
 from grpo_dist.policy.full_weights import add_file, why_no_export
 from grpo_dist.policy.text_model import usable_model

@@ -29,8 +29,7 @@ from grpo_dist.data.order import OrderState
 from grpo_dist.data.repeats import uids_of
 from grpo_dist.errors import SamplesLost, UserError, as_user_errors
 from grpo_dist.evaluation.sampling import evaluate
-from grpo_dist.health.bounds import HealthState
-from grpo_dist.health.watch import HealthWatch
+from grpo_dist.health import HealthState, HealthWatch
 from grpo_dist.loop.groups import FrozenModels, GroupDraw, GroupScorer, ScoredBatch, ScoredGroup
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.metrics import staleness_metrics, trained_metrics

@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import logging
 from collections.abc import Iterable, Iterator
-from threading import Thread
 
 import torch
 from torch import Tensor
 
 from grpo_dist.runtime.metering import Timer, untimed
-
-logger = logging.getLogger("grpo_dist")
 
 # Host memory is pinned in chunks of this many bytes: torch rounds a pinned allocation up to a power of two.
 _CHUNK = 64 * 2**20
@@ -41,28 +37,6 @@ class HostCopies:
         # Those of `_begins`, kept so that no other gets the address of one.
         self._storages: list[torch.UntypedStorage] = []
         self._away: list[tuple[torch.UntypedStorage, int]] = []
-        self._reserving: Thread | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the last `offload` copied, or found copied."""
-        return self._end
-
-    def reserve(self, num_bytes: int) -> None:
-        """Begin to allocate host memory for this number of bytes, and return. Pinning takes a second for two
-        GB or so. A failure is logged, and `offload` tries again.
-        """
-        if self._reserving is None:
-            sizes = (num_bytes,)
-            # Not a daemon: Python would end it inside torch at exit, which aborts the process.
-            self._reserving = Thread(target=self._reserve, args=sizes, name="pin host memory")
-            self._reserving.start()
-
-    def _reserve(self, num_bytes: int) -> None:
-        try:
-            self._grow(num_bytes)
-        except RuntimeError as error:
-            logger.warning("pinning %d bytes of host memory ahead of an offload failed: %s", num_bytes, error)
 
     def offload(self, tensors: Iterable[Tensor], timed: Timer = untimed) -> None:
         """Move the memory of ``tensors``, and of all that share it, to the host. Nothing may use them before
@@ -106,10 +80,7 @@ class HostCopies:
         with timed("offload_look"):
             copied = self._assign(new)
         with timed("offload_pin"):
-            if self._reserving is not None:
-                self._reserving.join()  # bounded: it allocates
-                self._reserving = None
-            self._grow(self._end)  # also where the thread could not
+            self._grow(self._end)
         with timed("offload_copies"):
             for storage in copied:
                 memory = _bytes_of(storage)

@@ -243,15 +243,18 @@ def _sections(config: Any) -> Iterator[dict[str, Any]]:
 def _what_else(directory: Path, key: str) -> str:
     """Return what a directory without a whole model is, and what to do; "": nothing that is known."""
     here = sorted(os.listdir(directory))
-    for describe in (_adapter, _describe_run_files, _models_below, _sharded, _weights_of_others):
+    for describe in (_adapter, _run_files, _models_below, _sharded):
         if problem := describe(directory, here, key):
             return problem
+    for pattern, problem in _FILES:
+        if names := [name for name in here if re.fullmatch(pattern, name)]:
+            return problem.format(name=names[0], gguf=describe_gguf(directory / names[0]))
     if "config.json" not in here and any(name in here for name in _WEIGHTS):
         return (
             "it has weights, but no config.json; copy config.json and the tokenizer's files from the model "
             "that it was trained from"
         )
-    if any(name in here for name in ("optimizer.pt", "optimizer.bin", "scheduler.pt", "training_args.bin")):
+    if any(re.fullmatch(r"optimizer\.(pt|bin)|scheduler\.pt|training_args\.bin", name) for name in here):
         return (
             "it holds the state of a trainer (optimizer, scheduler) without the model's weights; name the "
             "directory to which that trainer saved the model"
@@ -263,18 +266,14 @@ def _adapter(directory: Path, here: list[str], key: str) -> str:
     """Describe a directory with adapters of peft."""
     if ADAPTER_CONFIG not in here:
         return ""
-    what = f"it is a LoRA adapter of {base_of_adapter(directory) or 'another model'}, not a whole model"
+    try:
+        base = str(read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
+    except (OSError, ValueError, AttributeError):
+        base = ""
+    what = f"it is a LoRA adapter of {base or 'another model'}, not a whole model"
     if key == "model.path":
         return f"{what}; set `model.path` to the model that it adapts and `model.adapter` to {directory}"
     return f"{what}; merge it (peft: merge_and_unload, save_pretrained) and name the result"
-
-
-def base_of_adapter(directory: Path) -> str:
-    """Return the model that an adapter of peft names as its base; "": none."""
-    try:
-        return str(read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
-    except (OSError, ValueError, AttributeError):
-        return ""
 
 
 # Files of a trainer's shards or states, by a regular expression of their names; what they are, and how they
@@ -304,6 +303,20 @@ _SHARDS = (
         "that it was trained from to OUT",
     ),
 )
+# Weights that transformers does not load.
+_FILES = (
+    (r"(?i).*\.gguf", "it holds GGUF files; expected {gguf}"),
+    (r"model_index\.json", "it is a diffusion pipeline, not a language model"),
+    (
+        r"consolidated.*",
+        "it holds weights in the format of the model's own authors (consolidated.*, params.json); use the "
+        "checkpoint in Hugging Face format, which the same hub page or its -hf twin has",
+    ),
+    (r"tf_model\.h5", "it holds weights for TensorFlow alone ({name}); expected safetensors"),
+    (r"flax_model\.msgpack", "it holds weights for Flax alone ({name}); expected safetensors"),
+    (r"weights\.npz", "it holds weights for MLX alone ({name}); expected safetensors"),
+    (r".*\.onnx", "it holds weights for ONNX alone ({name}); expected safetensors"),
+)
 _BELOW = re.compile(r"actor|policy|model|(global_)?step_?\d+|iter_\d+|checkpoint-\d+")  # folders of shards
 
 
@@ -318,25 +331,6 @@ def _sharded(directory: Path, here: list[str], key: str) -> str:
     return ""
 
 
-def _weights_of_others(directory: Path, here: list[str], key: str) -> str:
-    """Describe weights in formats that transformers does not load."""
-    if files := [name for name in here if name.lower().endswith(".gguf")]:
-        return f"it holds GGUF files; expected {describe_gguf(directory / files[0])}"
-    if "model_index.json" in here:
-        return "it is a diffusion pipeline, not a language model"
-    if any(name.startswith("consolidated") for name in here):
-        return (
-            "it holds weights in the format of the model's own authors (consolidated.*, params.json); use "
-            "the checkpoint in Hugging Face format, which the same hub page or its -hf twin has"
-        )
-    others = {"tf_model.h5": "TensorFlow", "flax_model.msgpack": "Flax", "weights.npz": "MLX"}
-    others |= {name: "ONNX" for name in here if name.endswith(".onnx")}
-    for name, kind in others.items():
-        if name in here:
-            return f"it holds weights for {kind} alone ({name}); expected safetensors"
-    return ""
-
-
 def describe_gguf(file: Path) -> str:
     """Say what is expected in place of the GGUF ``file``, whose weights are quantised for llama.cpp."""
     return (
@@ -346,7 +340,7 @@ def describe_gguf(file: Path) -> str:
     )
 
 
-def _describe_run_files(directory: Path, here: list[str], key: str) -> str:
+def _run_files(directory: Path, here: list[str], key: str) -> str:
     """Describe the directory of a run of this project, one of its checkpoints, or the folder of them."""
     runs = [run for run in (directory, *directory.absolute().parents[:2]) if (run / "checkpoints").is_dir()]
     if not runs or not (directory == runs[0] or {"manifest.json", "checkpoints"} & {*here, directory.name}):

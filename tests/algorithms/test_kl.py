@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_dist.algorithms.kl import DIVERGENCES, KL_ESTIMATORS, binary_kl, k3, total_variation
-from grpo_dist.algorithms.schedules import next_kl_coef
+from grpo_dist.algorithms.schedules import steer
 from tests.support.numbers_by_hand import close, row
 
 
@@ -94,11 +94,11 @@ def test_half_precision_logprobs_give_the_divergence_of_their_exact_values():
 
 def test_the_kl_weight_moves_towards_the_target():
     how = {"target": 0.1, "gain": 0.5}
-    assert next_kl_coef(0.2, 0.1, **how) == 0.2
-    assert next_kl_coef(0.2, 0.11, **how) == pytest.approx(0.2 * (1 + 0.5 * 0.1))
-    assert next_kl_coef(0.2, 9.0, **how) == pytest.approx(0.2 * 1.1)
-    assert next_kl_coef(0.2, 0.0, **how) == pytest.approx(0.2 * 0.9)
-    assert next_kl_coef(0.2, math.nan, **how) == 0.2
+    assert steer(0.2, 0.1, **how) == 0.2
+    assert steer(0.2, 0.11, **how) == pytest.approx(0.2 * (1 + 0.5 * 0.1))
+    assert steer(0.2, 9.0, **how) == pytest.approx(0.2 * 1.1)
+    assert steer(0.2, 0.0, **how) == pytest.approx(0.2 * 0.9)
+    assert steer(0.2, math.nan, **how) == 0.2
 
 
 def test_binary_divergences_have_the_values_of_the_table():

@@ -18,7 +18,7 @@ from random import Random
 import psutil
 
 from grpo_dist.loop.ledger import audit
-from grpo_dist.observe import LEDGER
+from grpo_dist.observe.tracker import LEDGER
 from tests.support import reward_models
 
 from . import sandbox, verdict

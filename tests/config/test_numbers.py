@@ -19,9 +19,8 @@ from grpo_dist.config.files import load_config
 from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.updates import make_updates
-from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.loss import Objective, batch_loss, finish_stats
-from grpo_dist.policy.preparation import Preparation
+from grpo_dist.policy.preparation import EntropyBonus, Preparation
 from tests.support import made_groups
 from tests.support.documents import ROOT
 

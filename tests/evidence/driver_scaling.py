@@ -32,7 +32,7 @@ import numpy as np
 
 from grpo_dist import driver
 from grpo_dist.config import Config
-from grpo_dist.observe import Tracker
+from grpo_dist.observe.tracker import Tracker
 from grpo_dist.runtime.load_balancer import LoadBalancer
 from grpo_dist.tools.bench.record import NoCheckpoints
 from grpo_dist.types import Group, Prompt, Sampling, TrainBatch

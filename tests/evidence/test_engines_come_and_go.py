@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.loop.ledger import audit
-from grpo_dist.observe import LEDGER
+from grpo_dist.observe.tracker import LEDGER
 from tests.support.multi_node_elastic import STEPS, command
 from tests.support.multi_node_run import lines
 from tests.support.real_runs import without_clock

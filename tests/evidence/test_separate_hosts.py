@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from grpo_dist.loop.ledger import audit
-from grpo_dist.observe import LEDGER
+from grpo_dist.observe.tracker import LEDGER
 from tests.support.separate_hosts import hosts, refusal
 
 pytestmark = pytest.mark.evidence

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from grpo_dist import driver
 from grpo_dist.config import Config
-from grpo_dist.health.watch import BAD_WEIGHTS, SKIPPED
+from grpo_dist.health import BAD_WEIGHTS, SKIPPED
 from grpo_dist.loop.sync_probe import BOUNDS
 from grpo_dist.observe.console import step_line
 from grpo_dist.runs.start import load_inputs

@@ -8,14 +8,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from grpo_dist import health as health_watch
 from grpo_dist.cli import report_end
 from grpo_dist.config import HealthConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import Unhealthy
-from grpo_dist.health import watch as health_watch
-from grpo_dist.health.bounds import HealthState, passed
-from grpo_dist.health.watch import HealthWatch
-from grpo_dist.observe import Tracker
+from grpo_dist.health import HealthState, HealthWatch, passed
+from grpo_dist.observe.tracker import Tracker
 from grpo_dist.types import Group
 from tests.support import fakes
 from tests.support.made_groups import group

@@ -92,7 +92,7 @@ def test_each_sample_learns_from_exactly_the_teachers_of_its_source():
 @pytest.mark.parametrize("reward_coef", [0.0, 1.0])
 def test_groups_without_reward_signal_are_trained_on_where_they_have_a_teacher(kl, reward_coef, monkeypatch):
     """Also samples without a reward; no health check, no idle row and no ledger line says otherwise."""
-    monkeypatch.setattr("grpo_dist.health.watch._MOST_IDLE", 1)
+    monkeypatch.setattr("grpo_dist.health._MOST_IDLE", 1)
     world = EqualRewards()
     world.unscored = ("p1",)
     config = fakes.config(
@@ -118,7 +118,7 @@ def test_groups_without_reward_signal_are_trained_on_where_they_have_a_teacher(k
 @pytest.mark.parametrize("kl", ["advantage", "sampled"])
 def test_a_token_that_only_a_teacher_trains_is_a_trained_token(kl, unscored, monkeypatch):
     """Tokens of two streams count once, and the run does not end as one that trains on none."""
-    monkeypatch.setattr("grpo_dist.health.watch._MOST_IDLE", 1)
+    monkeypatch.setattr("grpo_dist.health._MOST_IDLE", 1)
     world = EqualRewards()
     world.unscored = unscored
     config = fakes.config(steps=2, distillation={"teachers": [teacher("t")], "kl": kl})

@@ -221,9 +221,7 @@ def test_a_run_ends_early_by_its_best_evaluation_and_so_does_its_resume(ends, la
     how = {"before": False, "every": 2, "samples_per_prompt": 2}
     checkpoint = {"every": 5, "keep_best": "eval/held/pass@1", **ends}
     data = {"train": DEMO, "eval": DEMO}
-    config = fakes.config(
-        steps=12, evaluation=how, checkpoint=checkpoint, data=data, max_staleness=staleness
-    )
+    config = fakes.config(steps=12, evaluation=how, checkpoint=checkpoint, data=data, max_staleness=staleness)
     sets = [EvalSet("held", fakes.prompts(3))]
     world, resumed = Peak(), Peak()
     assert train(world, config, fakes.prompts(20), sets) == last == max(world.saved)

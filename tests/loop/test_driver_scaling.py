@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from grpo_dist import driver
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import TrackingConfig
-from grpo_dist.observe import Tracker, samples
+from grpo_dist.observe import samples
 from grpo_dist.observe.samples import read_groups, write_groups
+from grpo_dist.observe.tracker import Tracker
 from grpo_dist.types import (
     Group,
     HeldRoutes,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.algorithms.schedules import interpolated, latest, next_temperature
+from grpo_dist.algorithms.schedules import interpolated, latest, steer
 from grpo_dist.config import Config
 from grpo_dist.config.files import ConfigError, dump_config, load_config
 from grpo_dist.driver import run
@@ -66,8 +66,8 @@ def test_values_of_a_schedule_by_hand():
     assert [latest([(0, 8), (5, 16)], step) for step in (0, 4, 5, 99)] == [8, 8, 16, 16]
     assert [interpolated([(0, 1.0), (10, 0.5)], step) for step in (0, 5, 10, 99)] == [1.0, 0.75, 0.5, 0.5]
     # entropy 10 % too low: up by half of 10 %; far too high: down by half of the largest error, 20 %
-    assert next_temperature(0.8, 0.45, target=0.5, gain=0.5) == pytest.approx(0.8 * 1.05)
-    assert next_temperature(0.8, 5.0, target=0.5, gain=0.5) == pytest.approx(0.8 * 0.9)
+    assert steer(0.8, 0.45, target=0.5, gain=-0.5) == pytest.approx(0.8 * 1.05)
+    assert steer(0.8, 5.0, target=0.5, gain=-0.5) == pytest.approx(0.8 * 0.9)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

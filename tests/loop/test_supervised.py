@@ -11,7 +11,7 @@ from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.config import SupervisedConfig
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.errors import Preempted
-from grpo_dist.health.bounds import HealthState
+from grpo_dist.health import HealthState
 from grpo_dist.loop import supervised
 from grpo_dist.loop.progress import Progress
 from grpo_dist.workers import NO_SAMPLING, Workers

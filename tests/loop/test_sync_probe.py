@@ -13,8 +13,7 @@ from grpo_dist.config import Config
 from grpo_dist.driver import run
 from grpo_dist.errors import Unhealthy
 from grpo_dist.loop.sync_probe import BOUNDS
-from grpo_dist.observe import Tracker
-from grpo_dist.observe.tracker import EVENTS
+from grpo_dist.observe.tracker import EVENTS, Tracker
 from grpo_dist.runs.identity import fingerprint
 from grpo_dist.types import HeldRoutes
 from tests.support import fakes

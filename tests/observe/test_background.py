@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from grpo_dist.observe import Tracker
+from grpo_dist.observe.tracker import Tracker
 from grpo_dist.runtime.concurrency import Background
 from tests.support import fakes
 from tests.support.patience import HANG_S

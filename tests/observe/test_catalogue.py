@@ -13,7 +13,7 @@ import torch
 
 from grpo_dist.driver import run
 from grpo_dist.evaluation.sampling import EvalSet
-from grpo_dist.health.bounds import REFUSED
+from grpo_dist.health import REFUSED
 from grpo_dist.loop.metrics import OUTCOMES
 from grpo_dist.observe.catalogue import described, metrics
 from grpo_dist.policy.loss import batch_loss, finish_stats

@@ -11,8 +11,8 @@ import torch
 from actors.workers import reward
 from grpo_dist.cli import main
 from grpo_dist.errors import Preempted, Unhealthy, UserError
-from grpo_dist.observe import EVENTS, Tracker
 from grpo_dist.observe.console import step_line
+from grpo_dist.observe.tracker import EVENTS, Tracker
 from grpo_dist.plugins.algorithm import UserCode, user_advantages
 from grpo_dist.plugins.inputs import AdvantageInputs
 from grpo_dist.runs import session

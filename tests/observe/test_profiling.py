@@ -9,8 +9,8 @@ import torch
 
 from grpo_dist.config import Config, ProfileConfig
 from grpo_dist.driver import run
-from grpo_dist.observe import Tracker
 from grpo_dist.observe.profiling import profiled, trace_path
+from grpo_dist.observe.tracker import Tracker
 from grpo_dist.runtime.metering import Span, Usage
 from tests.support import fakes
 

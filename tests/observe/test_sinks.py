@@ -18,11 +18,11 @@ import pytest
 
 from grpo_dist.batch.token_values import TokenValues
 from grpo_dist.errors import UserError
-from grpo_dist.observe import EVENTS, Tracker, sinks
+from grpo_dist.observe import trackers
 from grpo_dist.observe.completions import COLUMNS, Table, step_of, table_of
 from grpo_dist.observe.console import print_before_after
-from grpo_dist.observe.sinks import AsyncSink, close_all
-from grpo_dist.observe.trackers import ShownConfig, check_trackers, online_mode
+from grpo_dist.observe.tracker import EVENTS, Tracker
+from grpo_dist.observe.trackers import AsyncSink, ShownConfig, check_trackers, close_all, online_mode
 from grpo_dist.runtime.stage_log import drop_unread_output, print_line
 from tests.support import fakes, services
 from tests.support.made_groups import group
@@ -102,7 +102,7 @@ def test_a_tracker_that_does_not_start_is_left_out():
 
 def test_a_hanging_tracker_delays_neither_the_loop_nor_the_end(monkeypatch):
     for close_s in longer(0.3):
-        monkeypatch.setattr(sinks, "_CLOSE_S", close_s)
+        monkeypatch.setattr(trackers, "_CLOSE_S", close_s)
         kept, other = Kept(gate=threading.Event()), Kept()
         sink, warnings = beside(kept)
         second, _ = beside(other)
@@ -271,7 +271,7 @@ os.environ |= {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{
 sys.path.insert(0, ".")
 from tests.support import fakes
 from pathlib import Path
-from grpo_dist.observe import Tracker
+from grpo_dist.observe.tracker import Tracker
 config = fakes.config(tracking={"console": False, "tensorboard": False, "wandb": "w"})
 with Tracker(config, Path(sys.argv[1])) as tracker:
     for step in range(1, 4):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from grpo_dist.config import Config
-from grpo_dist.observe import EVENTS, TIMELINE, Tracker
+from grpo_dist.observe.tracker import EVENTS, TIMELINE, Tracker
 from grpo_dist.runtime.files import kept_lines
 from grpo_dist.runtime.metering import Span, Usage
 from tests.support.made_groups import group

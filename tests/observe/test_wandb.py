@@ -5,8 +5,8 @@ import sys
 import pytest
 import wandb
 
-from grpo_dist.observe import Tracker
 from grpo_dist.observe.completions import Table
+from grpo_dist.observe.tracker import Tracker
 from grpo_dist.observe.trackers import ShownConfig, WandbRun
 from tests.support import fakes
 from tests.support.services import history, offline_run

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from grpo_dist.config.algorithm import AdaptiveEntropyConfig, EntropyConfig
-from grpo_dist.policy.entropy_bonus import EntropyBonus
+from grpo_dist.policy.preparation import EntropyBonus
 
 STEERED = AdaptiveEntropyConfig(coef=0.02, target=1.0, delta=0.01, high=0.05)
 

@@ -8,7 +8,7 @@ import torch
 
 from grpo_dist.batch.rows import context_ids
 from grpo_dist.policy.attention import block_spans
-from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs
+from grpo_dist.policy.group_logprobs import group_logprobs
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs, load_causal_lm
 from grpo_dist.policy.packing import padded
@@ -30,7 +30,7 @@ def test_each_row_of_an_episode_has_the_log_probs_of_the_row_alone_and_0_for_giv
     groups = made_groups.episode_groups(groups=2, rewritten=0.5)
     module, alone = loaded(str(tiny_model), kernel is not None), loaded(str(tiny_model), False)
     found = group_logprobs(
-        lambda layout: module(layout)[0],
+        module,
         [(g.prompt, g.rollouts) for g in groups],
         MicroBatches(budget, kernel, 1, CPU),
     )
@@ -56,7 +56,7 @@ def test_samples_have_the_log_probs_of_the_temperature_that_they_were_drawn_at(t
     def at(*temperatures):
         rollouts = [replace(r, temperature=t) for r, t in zip(group.rollouts, temperatures, strict=True)]
         micro = MicroBatches(10_000, kernel, 1, CPU)
-        return group_logprobs(lambda layout: module(layout)[0], [(group.prompt, rollouts)], micro)[0]
+        return group_logprobs(module, [(group.prompt, rollouts)], micro)[0]
 
     hot, own, mixed = at(*[1.6] * 4), at(*[None] * 4), at(1.6, 0.8, 1.6, 0.8)
     for i in range(4):
@@ -71,8 +71,8 @@ def test_the_likeliest_tokens_of_a_row_are_those_of_the_row_alone(tiny_model, ke
     module, alone = loaded(str(tiny_model), kernel is not None), loaded(str(tiny_model), False)
     asked = [(g.prompt, g.rollouts) for g in groups]
     micro = MicroBatches(budget, kernel, 1, CPU)
-    found = group_top_logprobs(lambda layout: module(layout, top_k=3), asked, micro)
-    plain = group_logprobs(lambda layout: module(layout)[0], asked, micro)
+    found = group_logprobs(module, asked, micro, top_k=3)
+    plain = group_logprobs(module, asked, micro)
     for group, own, same in zip(groups, found, plain, strict=True):
         rows = [row for r in group.rollouts for row in r.rows]
         for row, taught, values in zip(rows, own, same, strict=True):

@@ -175,7 +175,7 @@ def test_every_wanted_token_of_a_micro_batch_has_its_own_mask(tiny_model, kernel
             assert micro.layout(bare, bare.wanted).mask is None
         # The reference has the same softmax.
         sampled = [(g.prompt, g.rollouts) for g in groups]
-        (first, *_), *_ = group_logprobs(lambda layout: module(layout)[0], sampled, micro)
+        (first, *_), *_ = group_logprobs(module, sampled, micro)
         mask = batch.policy.mask[0]
         columns = mask.nonzero()[:, 0]
         ours = torch.from_numpy(first[groups[0].rollouts[0].sampled]).double()

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.lifecycle.calls import results
 from grpo_dist.config import LoRAConfig
-from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs
+from grpo_dist.policy.group_logprobs import group_logprobs
 from grpo_dist.policy.lora import (
     Adapter,
     adapter_parameters,
@@ -152,7 +152,7 @@ def test_the_base_gives_the_log_probs_and_likeliest_tokens_of_the_model_before_i
         TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8),
         MicroBatches(999, None, 1, CPU),
     )
-    expected = group_top_logprobs(lambda layout: module(layout, top_k=3), asked, micro)
+    expected = group_logprobs(module, asked, micro, top_k=3)
     for taught, values, exact in zip(chain(*found), chain(*plain), chain(*expected), strict=True):
         np.testing.assert_allclose(values, exact.sampled, atol=2e-5)
         np.testing.assert_allclose(taught.sampled, exact.sampled, atol=2e-5)
@@ -240,7 +240,7 @@ def test_an_adapter_is_continued_and_stays_the_reference(
         TokenLogprobs(merged, temperature=TEMPERATURE, chunk_mib=8),
         MicroBatches(999, None, 1, CPU),
     )
-    expected = group_logprobs(lambda layout: module(layout)[0], asked, micro)
+    expected = group_logprobs(module, asked, micro)
     for values, again, exact in zip(
         chain(*reference), chain(*reference_again), chain(*expected), strict=True
     ):

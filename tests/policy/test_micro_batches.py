@@ -12,10 +12,10 @@ from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.config.algorithm import EntropyConfig
 from grpo_dist.policy import trainer
 from grpo_dist.policy.attention import NAME, block_spans, register, varlen_spans
-from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.loss import batch_loss, divergence_from_teacher
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs
+from grpo_dist.policy.preparation import EntropyBonus
 from grpo_dist.policy.trainer import Trainer
 from tests.support import made_groups
 from tests.support.kept_tensors import varlen_that_keeps

@@ -130,28 +130,6 @@ SHORT = ([[1] * 12, [2] * 12, [3] * 40], [[[4] * 2, [5], [6] * 3], [[7], [8] * 2
 BEGUN = ([[1] * 12, [1] * 10 + [2] * 3, [1] * 9], [[[4] * 2, [5]], [[7], [8] * 2], [[4] * 30, [5] * 30]])
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("made", "masks"), [(LONG, 0), (SHORT, 2), (BEGUN, 1)], ids=["long", "short", "begun"]
-)
-def test_block_attention_is_that_of_each_row_alone_with_its_gradient(window, kv_heads, made, masks):
-    packs = rows_of(*made)
-    layout = pack(packs, block_spans, multiple=7)
-    assert sum(block.mask is not None for block in layout.spans.blocks) == masks
-    size = layout.tokens.shape[1]
-    indices = _stream_indices(packs.lengths.tolist(), shared_prefixes(packs))
-    rows = [own[:length] for own, length in zip(indices, packs.lengths.tolist(), strict=True)]
-    leaves = [heads(i, size, n).requires_grad_() for i, n in enumerate((4, kv_heads, kv_heads))]
-    ours = layout.spans.attend(*leaves, scale=0.3, window=window, dropout=0.0)
-    expected = row_by_row(*leaves, rows, scale=0.3, window=window)
-    read = np.unique(np.concatenate(rows))  # what no row reads has no output
-    torch.testing.assert_close(ours[read], expected[read])
-    upstream = heads(9, size, 4)[read]
-    for a, b in zip(*(torch.autograd.grad(o[read], leaves, upstream) for o in (ours, expected)), strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_a_group_is_masked_where_it_compares_no_more_pairs_than_its_rows():
     """A prompt of 6 and four samples of 3: 18 x 18 = 4 x 9 x 9 pairs; of 4: 22 x 22 > 4 x 10 x 10. GPUs have
     no kernel for a mask and fewer key heads.
@@ -206,18 +184,26 @@ def test_variable_length_kernels_get_what_rows_share_as_keys_alone():
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-@pytest.mark.parametrize("made", [LONG, SHORT, BEGUN], ids=["long", "short", "begun"])
-def test_variable_length_attention_is_that_of_each_row_alone_with_its_gradient(window, made):
+@pytest.mark.parametrize(
+    ("kernel", "kv_heads"), [(block_spans, 1), (block_spans, 2), (block_spans, 4), (VARLEN, 2)]
+)
+@pytest.mark.parametrize(
+    ("made", "masks"), [(LONG, 0), (SHORT, 2), (BEGUN, 1)], ids=["long", "short", "begun"]
+)
+def test_attention_is_that_of_each_row_alone_with_its_gradient(window, kernel, kv_heads, made, masks):
     packs = rows_of(*made)
-    layout = pack(packs, VARLEN, multiple=7)
+    layout = pack(packs, kernel, multiple=7)
+    if kernel is block_spans:
+        assert sum(block.mask is not None for block in layout.spans.blocks) == masks
+    size = layout.tokens.shape[1]
     indices = _stream_indices(packs.lengths.tolist(), shared_prefixes(packs))
     rows = [own[:length] for own, length in zip(indices, packs.lengths.tolist(), strict=True)]
-    leaves = [heads(i, layout.tokens.shape[1], n).requires_grad_() for i, n in enumerate((4, 2, 2))]
+    leaves = [heads(i, size, n).requires_grad_() for i, n in enumerate((4, kv_heads, kv_heads))]
     ours = layout.spans.attend(*leaves, scale=0.3, window=window, dropout=0.0)
     expected = row_by_row(*leaves, rows, scale=0.3, window=window)
     read = np.unique(np.concatenate(rows))  # what no row reads has no output
     torch.testing.assert_close(ours[read], expected[read])
-    upstream = heads(9, len(ours), 4)[read]
+    upstream = heads(9, size, 4)[read]
     for a, b in zip(*(torch.autograd.grad(o[read], leaves, upstream) for o in (ours, expected)), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -239,15 +225,23 @@ def test_gradients_of_what_rows_share_are_added_up_in_float32():
     assert own[:, 0, 0].tolist() == [300.0, 2.0, 1.0]  # 301 in bfloat16
 
 
-@pytest.mark.parametrize("completions", [[[[4] * 5, [5], [6] * 9], [[7]]], [[[4] * 5], [[7] * 3]]])
-def test_variable_length_kernels_get_each_row_whole(completions):
-    """With and without shared prompts; without, the stream goes to the kernel unchanged."""
+@pytest.mark.parametrize(
+    ("completions", "multiple", "window"),
+    [
+        ([[[4] * 5, [5], [6] * 9], [[7]]], 1, 4),
+        ([[[4] * 5], [[7] * 3]], 1, 4),  # without shared prompts the stream goes to the kernel unchanged
+        ([[[4] * 3, [5] * 3], [[7]]], 7, None),  # filled up by as many places as the prompt has tokens
+    ],
+)
+def test_variable_length_kernels_get_each_row_whole(completions, multiple, window):
     rows = rows_of([[1] * 3, [2]], completions)
-    by_blocks, by_kernel = (pack(rows, k) for k in (block_spans, VARLEN))
+    by_blocks, by_kernel = (pack(rows, k, multiple=multiple) for k in (block_spans, VARLEN))
     assert (by_kernel.spans.indices is None) == (max(map(len, completions)) == 1)
     leaves = [heads(i, by_blocks.tokens.shape[1], n) for i, n in enumerate((4, 2, 2))]
-    how = {"scale": 0.3, "window": 4, "dropout": 0.0}
-    torch.testing.assert_close(by_kernel.spans.attend(*leaves, **how), by_blocks.spans.attend(*leaves, **how))
+    how = {"scale": 0.3, "window": window, "dropout": 0.0}
+    used = 11 if multiple > 1 else by_blocks.tokens.shape[1]
+    ours, theirs = (layout.spans.attend(*leaves, **how)[:used] for layout in (by_kernel, by_blocks))
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_kernels_agree_on_rows_of_episodes_of_which_some_share_the_prompt():
@@ -265,17 +259,6 @@ def test_kernels_agree_on_rows_of_episodes_of_which_some_share_the_prompt():
     for row, tokens in zip(rows, batch.tokens, strict=True):
         assert torch.equal(by_blocks.tokens[0, row], tokens[: len(row)])
     torch.testing.assert_close(ours, row_by_row(*leaves, rows, scale=0.3, window=None))
-
-
-def test_padding_as_long_as_the_shared_prompt_hides_no_sharing():
-    """Two rows of one prompt of 3, and a stream filled up by 3: as many places as tokens, and others."""
-    rows = rows_of([[1] * 3], [[[4] * 3, [5] * 3]])
-    by_blocks, by_kernel = (pack(rows, k, multiple=4) for k in (block_spans, VARLEN))
-    assert by_kernel.tokens.shape[1] == 12
-    leaves = [heads(i, 12, n) for i, n in enumerate((4, 2, 2))]
-    how = {"scale": 0.3, "window": None, "dropout": 0.0}
-    ours, theirs = (layout.spans.attend(*leaves, **how)[:9] for layout in (by_kernel, by_blocks))
-    torch.testing.assert_close(ours, theirs)
 
 
 def test_the_kernel_for_packed_rows_depends_on_device_dtype_and_setting():

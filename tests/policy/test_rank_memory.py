@@ -5,7 +5,6 @@ import torch
 
 from grpo_dist.policy import rank_memory
 from grpo_dist.policy.rank_memory import RankMemory, tensors_in
-from grpo_dist.runtime.memory import HostCopies
 
 pytestmark = pytest.mark.usefixtures("frozen_heap")
 
@@ -80,27 +79,3 @@ def test_a_frozen_weight_that_zero3_gathers_again_comes_back_as_it_is():
         memory.reload()
         assert [norm[0].item() for norm in norms] == [first + i for i in range(8)]
         assert [norm.ds_tensor[0].item() for norm in norms] == list(range(8))
-
-
-def test_host_memory_for_moments_is_reserved_once_before_the_first_step(monkeypatch):
-    """As DeepSpeed has them: a master weight, and an optimiser without states, of another optimiser."""
-    module = torch.nn.Linear(4, 4, bias=False)
-    master = torch.nn.Parameter(module.weight.detach().clone())
-    inner = torch.optim.AdamW([master])
-    optimizer = type("Optimizer", (), {})()
-    optimizer.masters, optimizer.optimizer = [master], inner
-    engine = type("Engine", (), {"module": module, "optimizer": optimizer})()
-    asked = []
-    monkeypatch.setattr(HostCopies, "reserve", lambda self, size: asked.append(size))
-    memory = RankMemory(engine, CPU)
-    for _ in range(2):
-        memory.offload()
-        memory.reload()
-    assert asked == [3 * 4 * 4 * 4]
-    master.grad = torch.ones_like(master)
-    inner.step()
-    memory = RankMemory(engine, CPU)
-    memory.offload()
-    assert len(asked) == 1
-    master.grad = None
-    assert memory._rest.num_bytes == 4 * 4 * 4 * 4 + 4  # weights, gradient, two moments, and a count of steps

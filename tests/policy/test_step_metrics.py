@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_dist.health.bounds import GRAD_NORM, SKIPPED
+from grpo_dist.health import GRAD_NORM, SKIPPED
 from grpo_dist.policy.trainer import step_metrics
 
 ONE = {"policy/entropy": 2.0, "policy/ratio_max": 1.5, "mismatch/kl": 0.4, GRAD_NORM: 1.0, SKIPPED: 1.0}

@@ -15,7 +15,7 @@ from grpo_dist.algorithms.moments import Moments
 from grpo_dist.cli import main
 from grpo_dist.config.files import dump_config
 from grpo_dist.data.order import OrderState
-from grpo_dist.health.bounds import HealthState
+from grpo_dist.health import HealthState
 from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch
 from grpo_dist.runs.checkpoint import (
     Checkpoints,

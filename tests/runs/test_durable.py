@@ -11,8 +11,8 @@ import pytest
 
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
-from grpo_dist.observe import Tracker
 from grpo_dist.observe.samples import write_groups
+from grpo_dist.observe.tracker import Tracker
 from grpo_dist.runs.run import exclusive_directory
 from grpo_dist.runtime.files import LOCK, DiskFull, alone, check_room, clear, exchange, publish, write_text
 from grpo_dist.runtime.model_files import cached

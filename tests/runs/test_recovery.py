@@ -18,7 +18,7 @@ from actors.cluster import Cluster
 from grpo_dist.config import RestartsConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import RERUN, RunEnded, StateLost, Unhealthy
-from grpo_dist.observe import LEDGER
+from grpo_dist.observe.tracker import LEDGER
 from grpo_dist.runs.checkpoint import CHECKPOINTS, CheckpointState, newest_whole
 from grpo_dist.runs.identity import data_digest, fingerprint
 from grpo_dist.runs.recovery import Recovery

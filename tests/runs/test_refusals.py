@@ -77,7 +77,7 @@ def refusal(capsys, *overrides, command="train"):
         ),
         (
             ["policy.deepspeed.zero_optimization.offload_optimizer.device=nvme"],
-            ["offload_optimizer.device` = nvme", "set `policy.offload.optimizer` instead"],
+            ["offload_optimizer.device` = nvme", "is set by policy.offload.optimizer; remove it"],
         ),
         (["rewards.functions=[{function: 'no_such_module:f'}]"], ["no_such_module", "code_paths"]),
         (["rewards.functions=[{function: maths}]"], ["'maths'", "`module:function`"]),

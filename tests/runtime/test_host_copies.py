@@ -72,37 +72,6 @@ def test_an_offload_that_failed_is_made_anew(monkeypatch, constant):
     assert torch.equal(value, torch.arange(40.0))
 
 
-def test_memory_that_is_reserved_is_used_and_no_more_is_taken(monkeypatch):
-    monkeypatch.setattr(host_copies, "_CHUNK", 64)
-    copies, value = HostCopies(CPU), torch.arange(40.0)
-    copies.reserve(160)
-    copies._reserving.join()
-    reserved = [chunk.data_ptr() for chunk in copies._chunks]
-    copies.offload([value])
-    assert len(reserved) == 3 and copies.num_bytes == 160
-    assert [chunk.data_ptr() for chunk in copies._chunks] == reserved
-    copies.reload()
-    assert torch.equal(value, torch.arange(40.0))
-
-
-def test_memory_that_a_thread_could_not_reserve_is_taken_by_the_offload(monkeypatch):
-    copies, value, tries = HostCopies(CPU), torch.arange(40.0), []
-
-    def fails_once(*arguments, **options):
-        tries.append(arguments)
-        if len(tries) == 1:
-            raise RuntimeError("made: no memory can be pinned")
-        return make(*arguments, **options)
-
-    make = torch.empty
-    monkeypatch.setattr(torch, "empty", fails_once)
-    copies.reserve(160)
-    copies._reserving.join()
-    copies.offload([value])
-    copies.reload()
-    assert len(tries) > 1 and torch.equal(value, torch.arange(40.0))
-
-
 def test_what_never_changes_is_copied_once_and_again_when_it_changed():
     frozen = torch.arange(5.0)
     copies = HostCopies(CPU, constant=True)

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_dist.cli import main
 from grpo_dist.errors import Preempted
-from grpo_dist.observe import Tracker
+from grpo_dist.observe.tracker import Tracker
 from grpo_dist.runs import session
 from grpo_dist.runtime import stage_log
 from grpo_dist.runtime.stage_log import (

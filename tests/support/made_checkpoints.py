@@ -7,7 +7,7 @@ import numpy as np
 
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.data.order import OrderState
-from grpo_dist.health.bounds import HealthState
+from grpo_dist.health import HealthState
 from grpo_dist.loop.progress import PipelineState, Progress
 from grpo_dist.runs.checkpoint import Checkpoints
 from grpo_dist.types import Group, Rollout

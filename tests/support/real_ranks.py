@@ -19,10 +19,10 @@ from grpo_dist.config import (
     PolicyConfig,
     TimeoutsConfig,
 )
-from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.logit_mask import LogitMask
 from grpo_dist.policy.loss import Objective, batch_loss, divergence_from_teacher
 from grpo_dist.policy.packing import padded
+from grpo_dist.policy.preparation import EntropyBonus
 from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.hardware import thread_environment
 from tests.support import losses, made_groups

@@ -37,7 +37,7 @@ from grpo_dist.config.data import EpochsOrderConfig, LengthOrderConfig
 from grpo_dist.config.distillation import SampledKL
 from grpo_dist.data.order import OrderState
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
-from grpo_dist.health.bounds import Bound
+from grpo_dist.health import Bound
 from grpo_dist.loop.first_come import PIPELINES
 from grpo_dist.loop.groups import ScoredBatch, ScoredGroup
 from grpo_dist.loop.pipeline import Pipeline

@@ -19,7 +19,7 @@ from grpo_dist.config import (
     KLConfig,
     OffloadConfig,
 )
-from grpo_dist.health.bounds import Bound
+from grpo_dist.health import Bound
 from grpo_dist.policy.loss import Objective
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded

@@ -9,9 +9,9 @@ from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.normalise import whiten
 from grpo_dist.algorithms.offpolicy import accepted, correction, mean_weight_sums
 from grpo_dist.algorithms.ratios import segment_mean
-from grpo_dist.algorithms.schedules import next_kl_coef
-from grpo_dist.policy.entropy_bonus import EntropyBonus
+from grpo_dist.algorithms.schedules import steer
 from grpo_dist.policy.logprobs import selected_logprobs
+from grpo_dist.policy.preparation import EntropyBonus
 from grpo_dist.rewards.builtin import overlong_punishment, repeated_share
 from tests.algorithms.peers import ours
 
@@ -90,7 +90,7 @@ def kept(x, section):
 def kl_control(x, section, *, start, target, gain, observed):
     coefs, coef = [], start
     for own in observed:
-        coef = next_kl_coef(coef, own, target=target, gain=gain)
+        coef = steer(coef, own, target=target, gain=gain)
         coefs.append(coef)
     return {"coefs": torch.tensor(coefs, dtype=torch.float64)}
 
