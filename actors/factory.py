@@ -112,7 +112,6 @@ class Factory:
             PolicySpec.from_config(config, model_dir),
             replace(self._actors("policy"), generation=generation),
             timeouts=config.cluster.timeouts,
-            profile=config.profile,
         )
 
     def environments(self) -> EnvironmentPool | None:

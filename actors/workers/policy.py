@@ -21,7 +21,7 @@ from actors.transfer.connections import Seat, open_store
 from actors.transfer.stream import send, send_changes
 from actors.transfer.transport import Transport, free_port, open_transport
 from actors.workers.exchange import from_arguments
-from grpo_dist.config import ModelConfig, PolicyConfig, ProfileConfig, TransferBackend
+from grpo_dist.config import ModelConfig, PolicyConfig, TransferBackend
 from grpo_dist.health import Bound
 from grpo_dist.observe.profiling import profiled, trace_path
 from grpo_dist.policy.extensions import build_in_own_directory, build_kernels, list_kernels
@@ -155,7 +155,6 @@ class PolicyWorker(WeightSender, Probeable):
     def __init__(self) -> None:
         super().__init__()
         self._trace: Path | None = None
-        self._profile = ProfileConfig()
 
     def address(self) -> tuple[str, int]:
         """Return an address at which this rank can listen: that of its node, and a free port."""
@@ -187,15 +186,15 @@ class PolicyWorker(WeightSender, Probeable):
         ``bounds``: no update that passes one is made.
         """
         trace, self._trace = self._trace, None
-        with self.meter("update"), profiled(trace, self._profile):
+        with self.meter("update"), profiled(trace):
             return self._trainer.update(
                 updates.batches, bounds, kl_coef=kl_coef, keep_logprobs=updates.keep_logprobs,
                 later_epochs=updates.later_epochs,
             )  # fmt: skip
 
-    def trace_next(self, run_dir: str, step: int, settings: ProfileConfig) -> None:
+    def trace_next(self, run_dir: str, step: int) -> None:
         """Write a trace of the next `update`, that of ``step``."""
-        self._trace, self._profile = trace_path(Path(run_dir), step, self._trainer.rank.index), settings
+        self._trace = trace_path(Path(run_dir), step, self._trainer.rank.index)
 
     def token_logprobs(self) -> dict[int, np.ndarray]:
         return self._trainer.token_logprobs

@@ -23,13 +23,7 @@ from actors.transfer.connections import new_secret
 from actors.workers.exchange import as_arguments
 from actors.workers.policy import Held, PolicyWorker, RankUpdates, Taken
 from grpo_dist.batch.sharding import rows_of_ranks
-from grpo_dist.config import (
-    Config,
-    ModelConfig,
-    PolicyConfig,
-    ProfileConfig,
-    TimeoutsConfig,
-)
+from grpo_dist.config import Config, ModelConfig, PolicyConfig, TimeoutsConfig
 from grpo_dist.errors import StateLost, TransferLost
 from grpo_dist.health import Bound
 from grpo_dist.policy.loss import Objective
@@ -83,10 +77,9 @@ class PolicyGroup:
         *,
         timeouts: TimeoutsConfig,
         worker: type[PolicyWorker] = PolicyWorker,
-        profile: ProfileConfig | None = None,
     ) -> None:
         self._spec, self._settings = spec, spec.settings
-        self._timeouts, self._profile = timeouts, profile or ProfileConfig()
+        self._timeouts = timeouts
         actors = replace(actors, start_s=timeouts.start_s, irreplaceable=_SHARDED)
         self.team = Team("policy", actors.makers(one_at_a_time(worker), spec.settings.num_workers), actors)
         self.ranks = self.team.workers
@@ -153,7 +146,7 @@ class PolicyGroup:
     async def trace_next(self, run_dir: Path, step: int) -> None:
         """Have each rank write a trace of the next update to ``run_dir``, which all ranks can write to."""
         async with self._deadline(self.update_s, "start of the profiler"):
-            await self._all("trace_next", str(run_dir.absolute()), step, self._profile)
+            await self._all("trace_next", str(run_dir.absolute()), step)
 
     async def token_logprobs(self) -> dict[int, np.ndarray]:
         """Return by row id the log-probs of the tokens that the last `update` trained, float32 [C], nats.

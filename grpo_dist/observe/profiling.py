@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import ProfileConfig
 from grpo_dist.runtime.files import clear, kept_lines, publish, write_text
 from grpo_dist.runtime.metering import Span
 
@@ -23,7 +22,7 @@ TIMELINE = "timeline.jsonl"  # spans of every actor, one line per step
 
 
 @contextmanager
-def profiled(path: Path | None, settings: ProfileConfig) -> Iterator[None]:
+def profiled(path: Path | None) -> Iterator[None]:
     """Run the block under torch's profiler and write the trace to ``path``. None disables the profiler."""
     if path is None:
         yield
@@ -34,10 +33,7 @@ def profiled(path: Path | None, settings: ProfileConfig) -> Iterator[None]:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    with profile(
-        activities=activities,
-        record_shapes=True,
-    ) as profiler:
+    with profile(activities=activities, record_shapes=True) as profiler:
         yield
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".partial.{path.name}")  # torch compresses a file whose name ends in .gz

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from grpo_dist.config import Config, ProfileConfig
+from grpo_dist.config import Config
 from grpo_dist.driver import run
 from grpo_dist.observe.profiling import profiled, trace_path
 from grpo_dist.observe.tracker import Tracker
@@ -18,7 +18,7 @@ from tests.support import fakes
 def test_the_block_is_traced_with_the_shapes_of_its_operators(tmp_path):
     path = trace_path(tmp_path, 3, 1)
     assert path == tmp_path / "profile" / "step_000003_policy-1.json.gz"
-    with profiled(path, ProfileConfig()):
+    with profiled(path):
         torch.ones(7, 11) @ torch.ones(11, 5)
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     product = next(e for e in events if e["name"] == "aten::mm")
@@ -27,7 +27,7 @@ def test_the_block_is_traced_with_the_shapes_of_its_operators(tmp_path):
 
 
 def test_an_error_under_the_profiler_is_raised_unchanged(tmp_path):
-    with pytest.raises(ZeroDivisionError), profiled(tmp_path / "x.json.gz", ProfileConfig()):
+    with pytest.raises(ZeroDivisionError), profiled(tmp_path / "x.json.gz"):
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
 
