@@ -26,8 +26,8 @@ from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.config.environments import AGENT
 from grpo_dist.environments.agent_rows import AgentRows, play_agent
 from grpo_dist.environments.base import Problem
-from grpo_dist.environments.dialogue import Dialogue, Renderer, template_text
-from grpo_dist.environments.episode import Action, Budgets, Generation, Observed, play
+from grpo_dist.environments.dialogue import Budgets, Dialogue, Renderer, play, template_text
+from grpo_dist.environments.episode import Action, Generation, Observed
 from grpo_dist.environments.tools import resolve_format
 from grpo_dist.errors import SamplesFailed
 from grpo_dist.runtime.metering import Meter
@@ -109,8 +109,8 @@ class EpisodeSampler:
                     asked = AgentRows(
                         self._renderer, prompt, sampling, max_length=self._max_length, tokens=tokens
                     )
-                    return await play_agent(asked, ends, ends, budgets, seed=seed, sample=sample)
-                finish_reason = await play(rows, ends, ends, budgets, seed=seed)
+                    return await play_agent(asked, ends, budgets, seed=seed, sample=sample)
+                finish_reason = await play(rows, ends, budgets, seed=seed)
                 return rows.rollout(sample, finish_reason)
             except LOST as error:
                 self.workers.suspect(worker, dead=isinstance(error, ActorDiedError))

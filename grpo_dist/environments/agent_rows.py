@@ -14,13 +14,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from grpo_dist.chat.template import REJECTED
-from grpo_dist.environments.dialogue import Dialogue, Renderer
-from grpo_dist.environments.episode import Action, Budgets, EpisodeEnvironment, Generation, Observed
+from grpo_dist.environments.dialogue import Budgets, Dialogue, EpisodeEnds, Renderer
+from grpo_dist.environments.episode import Action, Generation, Observed
 from grpo_dist.errors import SamplesFailed
 from grpo_dist.runtime.seeds import turn_seed
 from grpo_dist.types import FurtherRow, Prompt, Rollout, Sampling, Task, Turn
@@ -144,12 +144,6 @@ class _Thread:
     dialogue: Dialogue
     keys: Any
     tools: str = ""
-
-
-class AgentEngine(Protocol):
-    async def generate(
-        self, token_ids: list[int], seed: int, max_tokens: int, stop: Sequence[str] = ()
-    ) -> Generation: ...
 
 
 class AgentRows:
@@ -339,13 +333,7 @@ class AgentRows:
 
 
 async def play_agent(
-    rows: AgentRows,
-    engine: AgentEngine,
-    environment: EpisodeEnvironment,
-    budgets: Budgets,
-    *,
-    seed: int,
-    sample: int,
+    rows: AgentRows, ends: EpisodeEnds, budgets: Budgets, *, seed: int, sample: int
 ) -> Rollout:
     """Answer the requests of an agent until it ends. Once a budget has run out, requests are answered with
     an error that names it, and the budget is the finish reason, however the agent then ends.
@@ -354,7 +342,7 @@ async def play_agent(
     """
     action, reason, turns, calls = Action(""), "", 0, 0
     for number in range(budgets.turns + _REFUSED_MORE + 1):
-        observed = await environment.act(action, number)
+        observed = await ends.act(action, number)
         if observed.failed and not reason:
             return rows.rollout(sample, "error", failed=observed.failed)
         if observed.request is None:
@@ -368,7 +356,7 @@ async def play_agent(
             reason, action = reason or refused.budget, Action("", reply=refused.reply)
             continue
         room = min(rows.room, budgets.turn_tokens or rows.room)
-        generation = await engine.generate(rows.context, turn_seed(seed, turns), room, rows.stop)
+        generation = await ends.generate(rows.context, turn_seed(seed, turns), room, rows.stop)
         turns += 1
         if generation.finish_reason == "length" and rows.is_last and room == rows.room:
             reason = reason or "length"

@@ -10,30 +10,27 @@ A request starts, calls tools and closes for each episode by itself, then steps 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.environments.base import Environment
-from grpo_dist.environments.program import EnvironmentPrograms, Program, awaited, check_step, make_programs
+from grpo_dist.environments.program import Program, awaited, check_step
+from grpo_dist.environments.registry import load_environment
 from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
 
-BATCHES = "grpo_dist.environments.batches"
 _ALL = "all"  # the one process, for its host
 _CLOSE_S = 60.0  # deadline of a `close` request, for which no caller waits
-
-
-def __getattr__(name: str) -> EnvironmentPrograms:
-    """Return the program of the environment ``name``, as in ``batches:my_module:Guess``."""
-    return make_programs(name, BatchProgram)
 
 
 class BatchProgram:
     """Episodes by name. An exception fails one episode; one of `step_batch` fails all that share the call."""
 
-    def __init__(self, environment: type[Environment], /, **kwargs: Any) -> None:
-        self._class, self._kwargs = environment, kwargs
+    preload = staticmethod(Program.preload)
+
+    def __init__(self, environment: str, kwargs: Mapping[str, Any]) -> None:
+        self._class, self._kwargs = load_environment(environment), kwargs
         self._live: dict[str, Program] = {}
 
     async def handle(self, kind: str, payload: list[tuple[str, str, dict[str, Any]]]) -> list[list[Any]]:
@@ -74,7 +71,7 @@ class BatchProgram:
 
     def _program(self, episode: str) -> Program:
         if episode not in self._live:
-            self._live[episode] = Program(self._class, **self._kwargs)
+            self._live[episode] = Program(self._class, self._kwargs)
         return self._live[episode]
 
 

@@ -7,6 +7,22 @@ An observation is rendered by the chat template behind the real conversation, an
 are appended. Where the text in front of the tail is not that of the row (templates that drop the thoughts of
 earlier turns), the episode continues in a further row.
 
+The loop: the policy acts and the environment answers, until one of them ends the episode or a budget runs
+out.
+
+    engine        action 0          action 1          action 2
+    environment            answer            answer            done
+    row     prompt a a a a  o o o o  a a a a  o o o o  a a a        a: sampled, o: given
+
+
+| finish reason | the episode ended because |
+|---|---|
+| "stop" | the environment was done |
+| "length" | no token was left for an action, or for the rest of one |
+| "turns" | the last action that `environments.max_turns` allows did not end it |
+| "tool_limit" | an action had more tool calls than were left; none of them was run |
+| "error" | the environment failed; the sample cannot be scored |
+
 `Renderer` reads actions and renders observations for one tokenizer: chat template, form of calls, results.
 """
 
@@ -14,7 +30,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import count
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,6 +49,7 @@ from grpo_dist.environments.tools import (
     read_code,
     resolve_format,
 )
+from grpo_dist.runtime.seeds import turn_seed
 from grpo_dist.types import FurtherRow, KeptTokens, Prompt, Rollout, Routes, Task, Thought, ToolCall, Turn
 
 # Text around turns
@@ -213,7 +231,7 @@ def _middle_cut(text: str, half: int) -> str:
 
 
 @dataclass(slots=True)
-class _GrowingRow:
+class GrowingRow:
     """A row behind its context; ``end``: index behind its last sampled token."""
 
     context: list[int]
@@ -259,7 +277,7 @@ class Dialogue:
     def __init__(self, renderer: Renderer, prompt: Prompt) -> None:
         assert prompt.task is not None, "a prompt without a task has no turns"
         self._renderer, self._prompt, self._task = renderer, prompt, prompt.task
-        self._rows = [_GrowingRow(prompt.token_ids.tolist())]
+        self._rows = [GrowingRow(prompt.token_ids.tolist())]
         self._turns: list[Turn] = []
         self._history: list[Message] = list(prompt.task.messages)
         self._action_ids: list[int] = []
@@ -382,7 +400,7 @@ class Dialogue:
             self._rows[-1].give(self._tail_ids(rendered.tail))
             self._written += content + rendered.tail
         else:
-            self._rows.append(_GrowingRow(self._renderer.ids(rendered.text)))
+            self._rows.append(GrowingRow(self._renderer.ids(rendered.text)))
             self._written = rendered.text
 
     def _is_kept(self, content: str, rendered: Rendered) -> bool:
@@ -412,3 +430,74 @@ def _text(message: Message) -> str:
 
 def _squashed(text: str) -> str:
     return "".join(text.split())
+
+
+# The loop over turns
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What an episode may use. ``tokens``: behind its prompt, sampled and given. None: no limit."""
+
+    tokens: int
+    turns: int
+    turn_tokens: int | None = None
+    tool_calls: int | None = None
+
+    @classmethod
+    def from_config(cls, settings: EnvironmentsConfig, *, tokens: int) -> Budgets:
+        return cls(tokens, settings.max_turns, settings.max_turn_tokens, settings.max_tool_calls)
+
+
+class EpisodeEnds(Protocol):
+    """Both ends of an episode: the engine, and the environment."""
+
+    async def generate(
+        self, token_ids: list[int], seed: int, max_tokens: int, stop: Sequence[str] = ()
+    ) -> Generation: ...
+    async def act(self, action: Action, turn: int) -> Observed: ...
+
+
+async def play(rows: Dialogue, ends: EpisodeEnds, budgets: Budgets, *, seed: int) -> str:
+    """Play an episode from its start and return its finish reason. ``rows`` then hold its tokens.
+
+    The action of the last turn is answered like any other: it may be the one that ends the episode well. The
+    answer is then cut off, because no action follows it.
+    """
+    numbers, calls = count(), 0
+    for turn in range(budgets.turns):
+        action = await _sample_action(rows, ends, budgets, seed, numbers)
+        if action is None:
+            return "length"
+        calls += len(action.calls)
+        if budgets.tool_calls is not None and calls > budgets.tool_calls:
+            return "tool_limit"
+        observed = await ends.act(action, turn)
+        rows.observe(observed)
+        if observed.failed:
+            return "error"
+        if observed.done:
+            return "stop"
+        if rows.used >= budgets.tokens and turn + 1 < budgets.turns:
+            return "length"
+    return "turns"
+
+
+async def _sample_action(
+    rows: Dialogue, ends: EpisodeEnds, budgets: Budgets, seed: int, numbers: count[int]
+) -> Action | None:
+    """Sample an action, with further requests while a stop string ends one before the action is over.
+
+    Returns None when the tokens of the episode end before the action does. One cut at
+    ``budgets.turn_tokens`` is an action.
+    """
+    left = budgets.tokens if budgets.turn_tokens is None else budgets.turn_tokens
+    while True:
+        room = min(left, budgets.tokens - rows.used)
+        output = await ends.generate(list(rows.context), turn_seed(seed, next(numbers)), room)
+        action = rows.add_action(output)
+        left -= len(output.token_ids)
+        if rows.used >= budgets.tokens and (output.finish_reason == "length" or action.unfinished):
+            return None
+        if not action.unfinished or left <= 0:
+            return action

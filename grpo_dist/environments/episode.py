@@ -1,31 +1,15 @@
-"""One episode: the policy acts and the environment answers, until one of them ends it or a budget runs out.
-
-    engine        action 0          action 1          action 2
-    environment            answer            answer            done
-    row     prompt a a a a  o o o o  a a a a  o o o o  a a a        a: sampled, o: given
-
-| finish reason | the episode ended because |
-|---|---|
-| "stop" | the environment was done |
-| "length" | no token was left for an action, or for the rest of one |
-| "turns" | the last action that `environments.max_turns` allows did not end it |
-| "tool_limit" | an action had more tool calls than were left; none of them was run |
-| "error" | the environment failed; the sample cannot be scored |
-"""
+"""What policy and environment say to each other in an episode: actions, and answers to them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
-from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.environments.base import Messages
-from grpo_dist.runtime.seeds import turn_seed
 from grpo_dist.types import KeptTokens, Routes, ToolCall
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -41,6 +25,8 @@ def replace_surrogates(value: Any) -> Any:
         return {replace_surrogates(key): replace_surrogates(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(replace_surrogates(item) for item in value)
+    if isinstance(value, ToolCall):
+        return replace(value, **{f.name: replace_surrogates(getattr(value, f.name)) for f in fields(value)})
     return value
 
 
@@ -58,8 +44,8 @@ class Call:
     raw: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", replace_surrogates(self.name))
-        object.__setattr__(self, "arguments", replace_surrogates(self.arguments))
+        for name in ("name", "arguments"):
+            object.__setattr__(self, name, replace_surrogates(getattr(self, name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +87,8 @@ class Observed:
     request: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "observation", replace_surrogates(self.observation))
-        object.__setattr__(self, "failed", replace_surrogates(self.failed))
-        object.__setattr__(self, "request", replace_surrogates(self.request))
-        calls = tuple(
-            replace(
-                call,
-                name=replace_surrogates(call.name),
-                arguments=replace_surrogates(call.arguments),
-                result=replace_surrogates(call.result),
-            )
-            for call in self.calls
-        )
-        object.__setattr__(self, "calls", calls)
+        for name in ("observation", "calls", "failed", "request"):
+            object.__setattr__(self, name, replace_surrogates(getattr(self, name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,95 +111,3 @@ class Generation:
     cached: int = 0
     routes: Routes | None = None
     kept: KeptTokens | None = None  # [C]; None: all were sampled from the whole vocabulary
-
-
-class EpisodeEngine(Protocol):
-    async def generate(self, token_ids: list[int], seed: int, max_tokens: int) -> Generation: ...
-
-
-class EpisodeEnvironment(Protocol):
-    async def act(self, action: Action, turn: int) -> Observed: ...
-
-
-class EpisodeRows(Protocol):
-    """See `grpo_dist.environments.dialogue.Dialogue`."""
-
-    @property
-    def context(self) -> Sequence[int]:
-        """Token ids that the next action is sampled behind."""
-        ...
-
-    @property
-    def used(self) -> int:
-        """Tokens of the episode behind its prompt, sampled and given."""
-        ...
-
-    def add_action(self, sampled: Generation) -> Action: ...
-    def observe(self, observed: Observed) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Budgets:
-    """What an episode may use. ``tokens``: behind its prompt, sampled and given. None: no limit."""
-
-    tokens: int
-    turns: int
-    turn_tokens: int | None = None
-    tool_calls: int | None = None
-
-    @classmethod
-    def from_config(cls, settings: EnvironmentsConfig, *, tokens: int) -> Budgets:
-        return cls(tokens, settings.max_turns, settings.max_turn_tokens, settings.max_tool_calls)
-
-
-async def play(
-    rows: EpisodeRows,
-    engine: EpisodeEngine,
-    environment: EpisodeEnvironment,
-    budgets: Budgets,
-    *,
-    seed: int,
-) -> str:
-    """Play an episode from its start and return its finish reason. ``rows`` then hold its tokens.
-
-    The action of the last turn is answered like any other: it may be the one that ends the episode well. The
-    answer is then cut off, because no action follows it.
-    """
-    numbers, calls = count(), 0
-    for turn in range(budgets.turns):
-        action = await _sampled(rows, engine, budgets, seed, numbers)
-        if action is None:
-            return "length"
-        calls += len(action.calls)
-        if budgets.tool_calls is not None and calls > budgets.tool_calls:
-            return "tool_limit"
-        observed = await environment.act(action, turn)
-        rows.observe(observed)
-        if observed.failed:
-            return "error"
-        if observed.done:
-            return "stop"
-        if rows.used >= budgets.tokens and turn + 1 < budgets.turns:
-            return "length"
-    return "turns"
-
-
-async def _sampled(
-    rows: EpisodeRows, engine: EpisodeEngine, budgets: Budgets, seed: int, numbers: count[int]
-) -> Action | None:
-    """Sample an action, with further requests while a stop string ends one before the action is over.
-
-    Returns None when the tokens of the episode end before the action does. One cut at
-    ``budgets.turn_tokens`` is an action.
-    """
-    left = budgets.tokens if budgets.turn_tokens is None else budgets.turn_tokens
-    while True:
-        room = min(left, budgets.tokens - rows.used)
-        own_seed = turn_seed(seed, next(numbers))
-        output = await engine.generate(list(rows.context), own_seed, room)
-        action = rows.add_action(output)
-        left -= len(output.token_ids)
-        if rows.used >= budgets.tokens and (output.finish_reason == "length" or action.unfinished):
-            return None
-        if not action.unfinished or left <= 0:
-            return action

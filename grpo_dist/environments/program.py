@@ -1,14 +1,13 @@
 """The program in an episode's process: an instance of its environment, and its tools.
 
-`sandbox.host.ProcessHost` is given ``grpo_dist.environments.program:NAME`` with the name of an environment,
-so that the process that others are forked from has imported it. Requests and replies are JSON.
+The process that others are forked from has imported the environment. Requests and replies are JSON.
 """
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -18,46 +17,26 @@ from grpo_dist.environments.episode import Call
 from grpo_dist.environments.registry import load_environment
 from grpo_dist.environments.tools import BadCall, as_text, typed_tools
 
-PROGRAM = "grpo_dist.environments.program"
 _REASON = 2000  # characters of an error that the policy reads
 _ROWS = 500  # problems of one reply
 
 
-def __getattr__(name: str) -> EnvironmentPrograms:
-    """Return the programs of the environment ``name``, as in ``program:my_module:Guess``."""
-    return make_programs(name, Program)
-
-
-def make_programs(name: str, program: Callable[..., Any]) -> EnvironmentPrograms:
-    """Return what makes each ``program`` of the environment ``name``. Raises AttributeError for ``__path__``
-    and the like, which Python asks every module for.
-    """
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return EnvironmentPrograms(load_environment(name), program)
-
-
-class EnvironmentPrograms:
-    """Makes the programs of one environment, in a process that has preloaded what they share."""
-
-    def __init__(self, environment: type[Environment], program: Callable[..., Any]) -> None:
-        self._environment, self._program = environment, program
-        self.preload = environment.preload
-
-    def __call__(self, **kwargs: Any) -> Any:
-        return self._program(self._environment, **kwargs)
-
-
 class Program:
     """One episode of an environment. An exception of a tool becomes the result of the call; any other
-    exception is a failure of the environment.
+    exception is a failure of the environment. ``kwargs``: of the environment.
     """
 
-    def __init__(self, environment: type[Environment], /, **kwargs: Any) -> None:
-        self._class, self._kwargs = environment, kwargs
+    def __init__(self, environment: str | type[Environment], kwargs: Mapping[str, Any]) -> None:
+        self._class = load_environment(environment) if isinstance(environment, str) else environment
+        self._kwargs = kwargs
         self._environment: Environment | None = None
         self._rows: Iterator[Mapping[str, Any]] | None = None
         self._tools = typed_tools(self._class.tools)
+
+    @staticmethod
+    def preload(environment: str, kwargs: Mapping[str, Any]) -> None:
+        """Load what all episodes share, in the process that theirs are forked from."""
+        load_environment(environment).preload(**kwargs)
 
     async def handle(self, kind: str, payload: Any) -> Any:
         """Answer a request: describe, start, problems, call, step or close."""

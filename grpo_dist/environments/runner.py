@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -23,9 +23,9 @@ from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.config.environments import AGENT
 from grpo_dist.config.secrets import masked_text
 from grpo_dist.environments.base import Environment, Problem, Step
-from grpo_dist.environments.batches import BATCHES, BatchHost
+from grpo_dist.environments.batches import BatchHost
 from grpo_dist.environments.episode import Action, Call, Observed, replace_surrogates
-from grpo_dist.environments.program import PROGRAM, Program
+from grpo_dist.environments.program import Program
 from grpo_dist.environments.registry import BUILTIN
 from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
 from grpo_dist.environments.sandbox.isolation import Limits
@@ -90,15 +90,15 @@ def make_host(
     ``batched``: its episodes share a process, and are answered many at once.
     """
     if environment in BUILTIN:
-        return _LocalHost(partial(Program, BUILTIN[environment], **kwargs))
+        return _LocalHost(partial(Program, BUILTIN[environment], kwargs))
     if environment.startswith(AGENT):
         from grpo_dist.environments.agent import command_of
 
         command_of(environment, settings)
-        return _LocalHost(partial(Program, _Agent))
+        return _LocalHost(partial(Program, _Agent, {}))
     host = ProcessHost(
-        f"{BATCHES if batched else PROGRAM}:{environment}",
-        dict(kwargs),
+        f"grpo_dist.environments.{'batches:BatchProgram' if batched else 'program:Program'}",
+        {"environment": environment, "kwargs": dict(kwargs)},
         limits=Limits(memory_mb=settings.memory_mb),
         isolation=None,
         code_paths=settings.code_paths,
@@ -310,10 +310,7 @@ class EnvironmentProbe:
     settings: EnvironmentsConfig
 
     def describe(self) -> Description:
-        async def ask(host: Host) -> Description:
-            return Description(**await self._ask(host, "describe", {}))
-
-        return self._run(ask)
+        return self._run(self._describe)
 
     def questions(self, problems: Sequence[Problem]) -> tuple[Description, list[Any]]:
         """Return the description, and what `start` asks for each problem: text or messages.
@@ -322,7 +319,7 @@ class EnvironmentProbe:
         """
 
         async def ask(host: Host) -> tuple[Description, list[Any]]:
-            described = Description(**await self._ask(host, "describe", {}))
+            described = await self._describe(host)
             asked: list[Any] = [problem.text for problem in problems]
             for index, problem in enumerate(problems if described.asks else problems[:1]):
                 try:
@@ -330,9 +327,7 @@ class EnvironmentProbe:
                 except ValueError as error:
                     raise StartFailed(index, str(error)) from error
             if described.asks:
-                await self._ask(
-                    host, "close", {}
-                )  # ends the last problem; each `start` closes the one before
+                await self._ask(host, "close", {})  # the last problem; each `start` closes the one before
             return described, asked
 
         return self._run(ask)
@@ -341,7 +336,7 @@ class EnvironmentProbe:
         """Return the rows that the environment brings; at most ``count``."""
 
         async def ask(host: Host) -> list[dict[str, Any]]:
-            if not Description(**await self._ask(host, "describe", {})).has_problems:
+            if not (await self._describe(host)).has_problems:
                 raise ValueError(
                     f"environment {self.name} brings no problems of its own; set the source's `path`, or "
                     "give the environment a class method `problems`"
@@ -358,18 +353,16 @@ class EnvironmentProbe:
 
     def _run(self, ask: Callable[[Host], Coroutine[Any, Any, T]]) -> T:
         async def run() -> T:
-            async with self._host() as host:
+            host = make_host(self.name, self.kwargs, self.settings)
+            try:
                 return await ask(host)
+            finally:
+                await host.close()
 
         return asyncio.run(run())
 
-    @asynccontextmanager
-    async def _host(self) -> AsyncIterator[Host]:
-        host = make_host(self.name, self.kwargs, self.settings)
-        try:
-            yield host
-        finally:
-            await host.close()
+    async def _describe(self, host: Host) -> Description:
+        return Description(**await self._ask(host, "describe", {}))
 
     async def _ask(self, host: Host, kind: str, payload: Mapping[str, Any]) -> Any:
         try:

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-import numpy as np
-
 from grpo_dist.config import RolloutConfig
+from grpo_dist.environments.dialogue import GrowingRow
 from grpo_dist.environments.episode import Generation
 from grpo_dist.plugins.inputs import RolloutInputs
 from grpo_dist.plugins.user_code import ROLLOUT, call, load
 from grpo_dist.runtime.seeds import turn_seed
-from grpo_dist.types import KeptTokens, Prompt, Rollout, Sampling
+from grpo_dist.types import Prompt, Rollout, Sampling
 
 # Samples a continuation: (token ids, seed, sampling, most tokens, stop=texts).
 Generate = Callable[..., Awaitable[Generation]]
@@ -75,9 +74,9 @@ class UserRollout:
         inputs = RolloutInputs(start, generated, prompt, tokenizer, max_new_tokens)
         parts = await call(self.function, inputs, self.kwargs)
         self._check_parts(parts, len(tokenizer))
-        return self._assembled(prompt, sample, parts, asked, tokenizer, max_new_tokens)
+        return self._assemble(prompt, sample, parts, asked, tokenizer, max_new_tokens)
 
-    def _assembled(
+    def _assemble(
         self,
         prompt: Prompt,
         sample: int,
@@ -86,44 +85,24 @@ class UserRollout:
         tokenizer: Any,
         max_new_tokens: int,
     ) -> Rollout:
-        start = prompt.token_ids.tolist()
-        ids: list[int] = []
-        logprobs, versions, sampled, masks = [], [], [], list[tuple[KeptTokens | None, int]]()
-        reason = ""
+        row, reason = GrowingRow(prompt.token_ids.tolist()), ""
         for part in parts:
             if isinstance(part, Generation):
-                self._check_context([*start, *ids], part, asked)
-                ids += part.token_ids
-                logprobs.append(part.logprobs)
-                versions.append(part.versions)
-                sampled.append(np.ones(len(part.token_ids), bool))
-                masks.append((part.kept, len(part.token_ids)))
+                self._check_context([*row.context, *row.ids], part, asked)
+                row.add(part)
                 reason = part.finish_reason
             else:
-                tokens = [int(token) for token in part]
-                ids += tokens
-                logprobs.append(np.zeros(len(tokens), np.float32))
-                versions.append(np.full(len(tokens), -1, np.int32))
-                sampled.append(np.zeros(len(tokens), bool))
-                masks.append((None, len(tokens)))
-        if not reason or len(ids) > max_new_tokens:
-            what = f"{len(ids)} tokens" if reason else "no part that `generate` returned"
+                row.give([int(token) for token in part])
+        if not reason or len(row.ids) > max_new_tokens:
+            what = f"{len(row.ids)} tokens" if reason else "no part that `generate` returned"
             raise ValueError(
                 f"rollout function {self.name} returned {what}; expected at least one such part, and at most "
                 f"{max_new_tokens} tokens"
             )
-        mask = np.concatenate(sampled)
-        return Rollout(
-            prompt_uid=prompt.uid,
-            sample=sample,
-            completion_ids=np.asarray(ids, dtype=np.int32),
-            logprobs=np.concatenate(logprobs).astype(np.float32),
-            finish_reason=reason,
-            text=tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
-            policy_versions=np.concatenate(versions).astype(np.int32),
-            sampled=None if mask.all() else mask,
-            kept=KeptTokens.join(masks),
-        )
+        row.masks.append((None, len(row.ids) - row.end))
+        row.end, row.routes = len(row.ids), None
+        text = tokenizer.decode(row.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return Rollout(prompt_uid=prompt.uid, sample=sample, finish_reason=reason, text=text, **row.arrays())
 
     def _check_parts(self, parts: Any, vocabulary: int) -> None:
         """Raise ValueError unless ``parts`` is a list of generations and token ids below ``vocabulary``."""

@@ -20,8 +20,8 @@ from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
 from grpo_dist.environments.agent import Agents, chunks
 from grpo_dist.environments.agent_rows import AgentRows, Refused, play_agent
 from grpo_dist.environments.base import Problem
-from grpo_dist.environments.dialogue import Renderer
-from grpo_dist.environments.episode import Action, Budgets, Call, Generation, Observed
+from grpo_dist.environments.dialogue import Budgets, Renderer
+from grpo_dist.environments.episode import Action, Call, Generation, Observed
 from grpo_dist.environments.runner import EnvironmentProbe, EpisodeRunner
 from grpo_dist.errors import SamplesFailed
 from grpo_dist.observe.samples import read_groups, write_groups
@@ -261,6 +261,8 @@ def test_what_changes_the_distribution_or_cannot_be_read_is_refused(more: Any, w
 class _Engine:
     """Answers the texts in turn; the last one again and again."""
 
+    act: Any  # of the environment
+
     def __init__(self, renderer: Renderer, *texts: str) -> None:
         self._renderer, self.texts = renderer, list(texts)
         self.contexts: list[list[int]] = []
@@ -310,13 +312,13 @@ def _play(
     async def session() -> Rollout:
         runner = EpisodeRunner(settings)
 
-        class Ends:
-            async def act(self, action: Action, turn: int) -> Observed:
-                problem = Problem("12*34", "408", {"level": 3})
-                return await runner.act("e", task, problem, action, turn=turn)
+        async def act(action: Action, turn: int) -> Observed:
+            problem = Problem("12*34", "408", {"level": 3})
+            return await runner.act("e", task, problem, action, turn=turn)
 
+        engine.act = act
         try:
-            return await play_agent(rows, engine, Ends(), budgets or Budgets(200, 8), seed=0, sample=1)
+            return await play_agent(rows, engine, budgets or Budgets(200, 8), seed=0, sample=1)
         finally:
             await runner.end("e")
             await runner.close()

@@ -12,8 +12,8 @@ from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
 from grpo_dist.data.prompts import detect_thought
 from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.environments.builtin import calculator
-from grpo_dist.environments.dialogue import Dialogue, Renderer
-from grpo_dist.environments.episode import Action, Budgets, Call, Generation, Observed, play
+from grpo_dist.environments.dialogue import Budgets, Dialogue, Renderer, play
+from grpo_dist.environments.episode import Action, Call, Generation, Observed
 from grpo_dist.environments.tools import TypedTool
 from grpo_dist.types import Prompt, Rollout, Task, ToolCall
 from tests.support.chat_templates import real_tokenizer
@@ -284,7 +284,7 @@ def test_an_episode_goes_on_behind_a_block_without_a_language() -> None:
             return Observed(done=True)
 
     dialogue, scripted = Dialogue(renderer, prompt), Scripted()
-    reason = asyncio.run(play(dialogue, scripted, scripted, Budgets(500, 8), seed=0))
+    reason = asyncio.run(play(dialogue, scripted, Budgets(500, 8), seed=0))
     assert (reason, acted, parts) == ("stop", [text.removesuffix(END)], [])
     assert tokenizer.decode(dialogue.rollout(0, reason).completion_ids.tolist()) == text
 

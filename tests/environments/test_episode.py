@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from grpo_dist.config import EnvironmentsConfig
-from grpo_dist.environments.episode import Action, Budgets, Call, Generation, Observed, play
+from grpo_dist.environments.dialogue import Budgets, play
+from grpo_dist.environments.episode import Action, Call, Generation, Observed
 from grpo_dist.runtime.seeds import turn_seed
 
 PROMPT = [7, 8]
@@ -61,7 +62,7 @@ class Scripted:
 def played(actions, answers, *, tokens=100, turns=8, turn_tokens=None, tool_calls=None, seed=5):
     rows, parts = Rows(), Scripted(actions, answers)
     budgets = Budgets(tokens, turns, turn_tokens, tool_calls)
-    reason = asyncio.run(play(rows, parts, parts, budgets, seed=seed))
+    reason = asyncio.run(play(rows, parts, budgets, seed=seed))
     return reason, rows, parts
 
 

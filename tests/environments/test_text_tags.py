@@ -102,7 +102,7 @@ def test_a_stop_that_is_no_list_of_texts_is_refused() -> None:
     for stop in ("</a>", ["</a>", ""]):
         wrong = type("Wrong", (Environment,), {"stop": stop})
         with pytest.raises(ValueError, match=r"`stop` = .*expected a list of texts"):
-            asyncio.run(Program(wrong).handle("describe", {}))
+            asyncio.run(Program(wrong, {}).handle("describe", {}))
 
 
 # The example

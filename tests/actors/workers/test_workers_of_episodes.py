@@ -144,8 +144,8 @@ class FakeRows:
 
 @pytest.fixture
 def sampler(monkeypatch):
-    async def play(rows, engine, environment, budgets, *, seed):
-        rows.observe(await environment.act(Action("a"), 0))
+    async def play(rows, ends, budgets, *, seed):
+        rows.observe(await ends.act(Action("a"), 0))
         return "stop"
 
     engine = SimpleNamespace(get_actor_id=lambda: "engine")
@@ -164,8 +164,8 @@ def test_what_ends_an_action(sampler, monkeypatch):
         asked.append(tuple(stop))
         return Generation([1], np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
 
-    async def play(rows, engine, environment, budgets, *, seed):
-        await engine.generate([1], seed, 8)
+    async def play(rows, ends, budgets, *, seed):
+        await ends.generate([1], seed, 8)
         return "stop"
 
     monkeypatch.setattr(episodes, "play", play)
