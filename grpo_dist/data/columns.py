@@ -63,26 +63,6 @@ class Computed(Sequence[T], Generic[T]):
         return [self._at(place) for place in range(*places.indices(len(self)))]
 
 
-class Assembled(Computed[T]):
-    """The same for records that are costly to put together: of few, each is made once. A subclass writes
-    `__len__` and `_make`.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[int, T] = {}
-
-    def _at(self, place: int) -> T:
-        if place in self._made:
-            return self._made[place]
-        value = self._make(place)
-        if len(self) < STORED_FROM:
-            self._made[place] = value
-        return value
-
-    def _make(self, place: int) -> T:
-        raise NotImplementedError
-
-
 class Slices(Computed[T]):
     """Values of different lengths in one array: number i is ``values[begins[i]:ends[i]]``."""
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from itertools import islice, repeat
 from operator import attrgetter
@@ -51,8 +51,8 @@ from grpo_dist.config.data import data_ending
 from grpo_dist.data import repeats
 from grpo_dist.data.columns import (
     STORED_FROM,
-    Assembled,
     Column,
+    Computed,
     Texts,
     TokenIds,
     files_digest,
@@ -76,7 +76,7 @@ from grpo_dist.data.readers import (
     read_messages,
     split_location,
 )
-from grpo_dist.data.repeats import Repeated
+from grpo_dist.data.repeats import Repeated, Table
 from grpo_dist.data.sources import records, source_files
 from grpo_dist.environments.base import Message
 from grpo_dist.errors import expanded
@@ -252,112 +252,81 @@ class Demonstration(Prompt):
         return Group(self, (rollout,), np.ones(1, np.float32), {}, ("",))
 
 
-class DemonstrationTable(Assembled[Demonstration]):
+@dataclass(eq=False)
+class RowTokens(Table):
+    """Tokens of rows.
+
+    Attributes:
+        learned: uint8 of each token of a completion; nothing: all are learned.
+        uids, row_uids: uint64.
+    """
+
+    prompts: TokenIds
+    completions: TokenIds
+    learned: Texts
+    uids: np.ndarray
+    row_uids: np.ndarray
+
+
+@dataclass(eq=False)
+class DemonstrationTable(RowTokens, Computed[Demonstration]):
     """Demonstrations as columns. One is put together when it is asked for; rows that are the same share their
     tokens.
 
-    Args:
-        learned: uint8 of each token of a completion; nothing: all are learned.
-        uids, row_uids: uint64.
+    Attributes:
         sources, files, lines: of each row, the last two its location.
-
-    ``key``: a name of all that decides them, see `columns.store_key`; "": it is unknown.
+        key: a name of all that decides them, see `columns.store_key`; "": it is unknown.
     """
 
-    key = ""
-
-    def __init__(
-        self,
-        prompts: TokenIds,
-        completions: TokenIds,
-        learned: Texts,
-        uids: np.ndarray,
-        row_uids: np.ndarray,
-        lines: np.ndarray,
-        sources: Repeated[str],
-        files: Repeated[str],
-    ) -> None:
-        super().__init__()
-        self._prompts, self._completions, self._learned = prompts, completions, learned
-        self._uids, self._row_uids, self._lines = uids, row_uids, lines
-        self._sources, self._files = sources, files
+    sources: Repeated[str]
+    files: Repeated[str]
+    lines: np.ndarray
+    key: str = ""
 
     @classmethod
-    def join(cls, tables: Sequence[DemonstrationTable]) -> DemonstrationTable:
-        """Return the rows of all ``tables`` in order."""
-        if len(tables) == 1:
-            return tables[0]
-        return cls(
-            TokenIds.join([table._prompts for table in tables]),
-            TokenIds.join([table._completions for table in tables]),
-            Texts.join([table._learned for table in tables]),
-            np.concatenate([table._uids for table in tables]),
-            np.concatenate([table._row_uids for table in tables]),
-            np.concatenate([table._lines for table in tables]),
-            Repeated.join([table._sources for table in tables]),
-            Repeated.join([table._files for table in tables]),
-        )
-
-    @classmethod
-    def from_arrays(
+    def from_stored(
         cls, arrays: Mapping[str, np.ndarray], source: str, files: Sequence[str], key: str
     ) -> DemonstrationTable:
         """Return the rows of a source. ``arrays``: of its distinct rows, and of each row `codes`, which it
         is, `lines` and `files`.
         """
-        codes = arrays["codes"]
-        table = cls(
-            TokenIds.from_ends(arrays["prompts"], arrays["prompts_ends"]).select(codes),
-            TokenIds.from_ends(arrays["completions"], arrays["completions_ends"]).select(codes),
-            Texts.from_ends(arrays["learned"], arrays["learned_ends"]).select(codes),
-            arrays["uids"][codes],
-            arrays["row_uids"][codes],
-            arrays["lines"],
-            Repeated([source], np.zeros(len(codes), np.int32)),
-            Repeated(files, arrays["files"]),
+        tokens = RowTokens.from_store(arrays, {}).select(arrays["codes"])
+        sources = Repeated([source], np.zeros(len(tokens.uids), np.int32))
+        return cls(
+            **vars(tokens),
+            sources=sources,
+            files=Repeated(files, arrays["files"]),
+            lines=arrays["lines"],
+            key=key,
         )
-        table.key = key
-        return table
 
     def __len__(self) -> int:
-        return len(self._uids)
+        return len(self.uids)
 
-    def _make(self, number: int) -> Demonstration:
-        begin, end = int(self._learned.begins[number]), int(self._learned.ends[number])
-        learned = self._learned.values[begin:end].astype(bool) if end > begin else None
-        uid, row_uid = f"{self._uids[number]:016x}", f"{self._row_uids[number]:016x}"
-        where = join_location(self._files[number], self._lines[number])
+    def _at(self, number: int) -> Demonstration:
+        begin, end = int(self.learned.begins[number]), int(self.learned.ends[number])
+        learned = self.learned.values[begin:end].astype(bool) if end > begin else None
+        uid, row_uid = f"{self.uids[number]:016x}", f"{self.row_uids[number]:016x}"
+        where = join_location(self.files[number], self.lines[number])
         return Demonstration(
-            uid, self._prompts[number], "", self._sources[number], where,
-            completion_ids=self._completions[number], sampled=learned, row_uid=row_uid,
+            uid, self.prompts[number], "", self.sources[number], where,
+            completion_ids=self.completions[number], sampled=learned, row_uid=row_uid,
         )  # fmt: skip
 
     @property
     def lengths(self) -> np.ndarray:
         """Return the tokens of prompt and completion of each, int64."""
-        return self._prompts.lengths + self._completions.lengths
+        return self.prompts.lengths + self.completions.lengths
 
     def column(self, name: str) -> Iterable[Any]:
         """Return an attribute of all demonstrations."""
         if name in ("uid", "row_uid"):
-            return hex_texts(self._uids if name == "uid" else self._row_uids)
+            return hex_texts(self.uids if name == "uid" else self.row_uids)
         if name in ("token_ids", "source"):
-            return self._prompts if name == "token_ids" else self._sources
+            return self.prompts if name == "token_ids" else self.sources
         if name in ("columns", "teacher_ids"):
             return repeat({}, len(self))
         return map(attrgetter(name), self)
-
-    def select(self, numbers: np.ndarray) -> DemonstrationTable:
-        return DemonstrationTable(
-            self._prompts.select(numbers),
-            self._completions.select(numbers),
-            self._learned.select(numbers),
-            self._uids[numbers],
-            self._row_uids[numbers],
-            self._lines[numbers],
-            self._sources.select_codes(numbers),
-            self._files.select_codes(numbers),
-        )
 
 
 def load_pairs(
@@ -383,9 +352,9 @@ def load_demonstrations(
     settings: Sources, tokenizer: Any, *, day: date | None = None, say: Say = _quiet
 ) -> DemonstrationTable:
     """Load the rows of all sources, as `load_pairs`."""
-    return DemonstrationTable.join(
-        [load_source(source, settings, tokenizer, day=day, say=say) for source in settings.data]
-    )
+    first, *others = [load_source(source, settings, tokenizer, day=day, say=say) for source in settings.data]
+    table = first.join(*others)
+    return replace(table, key="") if others else table
 
 
 def count_rows(settings: SFTConfig) -> int:
@@ -440,16 +409,16 @@ def load_source(
         arrays, (files, warnings) = stored
         for warning in warnings:
             say(f"{source.path}: {warning}")
-        return DemonstrationTable.from_arrays(arrays, source.path, files, key)
+        return DemonstrationTable.from_stored(arrays, source.path, files, key)
     tokeniser, writer = _Tokeniser(tokenizer, settings, day), _Writer()
     try:
         _read_plain(path, source, tokeniser, writer)
     except OtherValues:
         tokeniser, writer = _Tokeniser(tokenizer, settings, day), _Writer()
         _read_records(_records(source, settings), tokeniser, writer)
-    if not writer.count:
+    if not writer.numbers.count:
         raise ValueError(f"{source.path}: no rows; expected objects with `prompt` and `completion`")
-    arrays, files = writer.arrays(), writer.file_names()
+    arrays, files = writer.arrays()
     warnings = list(tokeniser.warnings(np.bincount(arrays["codes"])))
     if len(arrays["codes"]) < STORED_FROM or files_state(paths) != state:
         key = ""
@@ -457,7 +426,7 @@ def load_source(
         save(key, arrays, [files, warnings])
     for warning in warnings:
         say(f"{source.path}: {warning}")
-    return DemonstrationTable.from_arrays(arrays, source.path, files, key)
+    return DemonstrationTable.from_stored(arrays, source.path, files, key)
 
 
 def _plain_parts(
@@ -484,12 +453,12 @@ def _read_plain(
     path: Path | None, source: DemonstrationsConfig, tokeniser: _Tokeniser, writer: _Writer
 ) -> None:
     """Read rows as `_read_records` does, without an object for each; errors are those of `_plain_parts`."""
-    numbers = repeats.Numbers()
     for first, prompts, completions in _plain_parts(path, source):
         dumped = map(_DUMPED.format, map(_dumped, completions), map(_dumped, prompts))
         row_uids = hashes_of(map(str.encode, dumped))
-        new = numbers.extend(row_uids)
-        before, asked = writer.count, [prompts[row] for row in new]
+        before, known = writer.numbers.count, len(writer.numbers.codes)
+        new = writer.numbers.extend(row_uids)
+        asked = [prompts[row] for row in new]
         answers = [completions[row] for row in new]
         tokens = tokeniser.encode_plain(asked, answers) if new else None
         if tokens is not None:
@@ -502,32 +471,27 @@ def _read_plain(
             ]
             for row_tokens in tokeniser.finish(begun):
                 writer.append_tokens(*row_tokens)
-        writer.extend_rows(numbers.codes[len(writer.codes) :], str(path), first)
+        writer.extend_locations(len(writer.numbers.codes) - known, str(path), first)
 
 
 def _read_records(
     rows: Iterator[tuple[str, Mapping[str, Any]]], tokeniser: _Tokeniser, writer: _Writer
 ) -> None:
-    known = dict[bytes, int]()  # numbers of distinct rows
+    numbers = writer.numbers
     failure: ValueError | None = None
     while failure is None:
         begun: list[_Begun] = []
-        before = len(writer.codes)
+        before = len(numbers.codes)
         try:
             for where, record in islice(rows, _BATCH):
-                content = repeats.content(record)
-                number = None if content is None else known.get(content)
-                if number is None:
-                    number = writer.count + len(begun)
-                    begun.append(tokeniser.begin(record, where, number))
-                    if content is not None and len(known) < repeats.REMEMBERED:
-                        known[content] = number
-                writer.append_row(number, where)
+                if numbers.add(repeats.content(record) if numbers.finds_repeats else None):
+                    begun.append(tokeniser.begin(record, where, numbers.count - 1))
+                writer.append_location(where)
         except ValueError as error:  # rows before this one may fail, too
             failure = error
         for tokens in tokeniser.finish(begun):
             writer.append_tokens(*tokens)
-        if len(writer.codes) == before:
+        if len(numbers.codes) == before:
             break
     if failure is not None:
         raise failure
@@ -550,28 +514,22 @@ def _stored_name(
 
 
 class _Writer:
-    """Collects the rows of a source as columns. ``count``: distinct rows; ``codes``: which each row is."""
+    """Collects the rows of a source as columns. ``numbers``: which distinct row each is."""
 
     def __init__(self) -> None:
         self._prompts, self._completions, self._learned = Column(), Column(), Column()
         self._uids, self._row_uids, self._lines = array("Q"), array("Q"), array("q")
-        self.codes, self._files = array("i"), Names()
+        self.numbers, self._files = repeats.Numbers(), Names()
 
-    @property
-    def count(self) -> int:
-        return len(self._uids)
-
-    def append_row(self, number: int, where: str) -> None:
+    def append_location(self, where: str) -> None:
         file, line = split_location(where)
-        self.codes.append(number)
         self._files.append(file)
         self._lines.append(line)
 
-    def extend_rows(self, numbers: array[int], file: str, first: int) -> None:
-        """Append rows of ``file``, of which the first stands on line ``first``."""
-        self.codes.extend(numbers)
-        self._files.append(file, len(numbers))
-        self._lines.extend(range(first, first + len(numbers)))
+    def extend_locations(self, count: int, file: str, first: int) -> None:
+        """Append those of rows of ``file``, of which the first stands on line ``first``."""
+        self._files.append(file, count)
+        self._lines.extend(range(first, first + count))
 
     def extend_tokens(self, row_uids: np.ndarray, prompts: TokenIds, completions: TokenIds) -> None:
         """Append distinct rows of which all of the completion is learned."""
@@ -594,26 +552,18 @@ class _Writer:
         self._uids.append(hash_of(prompt + b"|" + completion + mask))
         self._row_uids.append(hash_of(json.dumps(record, sort_keys=True, default=str).encode()))
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return what `DemonstrationTable.from_arrays` takes."""
-        prompts, completions = self._prompts.token_ids(), self._completions.token_ids()
-        learned = self._learned.texts()
-        return {
-            "prompts": prompts.values,
-            "prompts_ends": prompts.ends,
-            "completions": completions.values,
-            "completions_ends": completions.ends,
-            "learned": learned.values,
-            "learned_ends": learned.ends,
-            "uids": np.array(self._uids, np.uint64),
-            "row_uids": np.array(self._row_uids, np.uint64),
-            "codes": np.array(self.codes, np.int32),
-            "lines": np.array(self._lines, np.int64),
-            "files": self._files.repeated().codes,
-        }
-
-    def file_names(self) -> list[str]:
-        return list(self._files.repeated().distinct)
+    def arrays(self) -> tuple[dict[str, np.ndarray], list[str]]:
+        """Return what `DemonstrationTable.from_stored` takes, and the names of files."""
+        tokens = RowTokens(
+            self._prompts.token_ids(),
+            self._completions.token_ids(),
+            self._learned.texts(),
+            np.array(self._uids),
+            np.array(self._row_uids),
+        )
+        files = self._files.repeated()
+        rows = {"codes": np.array(self.numbers.codes), "lines": np.array(self._lines), "files": files.codes}
+        return tokens.stored()[0] | rows, list(files.distinct)
 
 
 def contents(settings: SFTConfig) -> list[Any]:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, Literal
 
 import numpy as np
@@ -30,9 +30,9 @@ from grpo_dist.chat.template import (
 from grpo_dist.config import DataConfig, DataSourceConfig
 from grpo_dist.config.text import fill
 from grpo_dist.data import repeats
-from grpo_dist.data.columns import Assembled, Column, Texts, TokenIds, load, save, store_key
-from grpo_dist.data.readers import DataRow, DataRows, RowTable, RowUids, hashes_of
-from grpo_dist.data.repeats import Prompts, Repeated, column, occurrences
+from grpo_dist.data.columns import Column, Computed, Texts, TokenIds, load, save, store_key
+from grpo_dist.data.readers import DataRow, DataRows, RowTable, hashes_of
+from grpo_dist.data.repeats import Prompts, Repeated, Table, column, occurrences
 from grpo_dist.data.tasks import SourceTasks
 from grpo_dist.environments.base import Message
 from grpo_dist.types import Prompt, Task, Thought
@@ -252,8 +252,8 @@ class Dropped:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedRows:
+@dataclass(eq=False)
+class EncodedRows(Table):
     """What the distinct rows of a source are as prompts, in order.
 
     Attributes:
@@ -265,8 +265,8 @@ class EncodedRows:
     token_ids: TokenIds
     thoughts: Repeated[Thought]
     messages: Texts
-    tasks: Sequence[Task | None]
-    warnings: Sequence[str]
+    tasks: Sequence[Task | None] = ()
+    warnings: Sequence[str] = ()
 
 
 def encode_rows(
@@ -375,19 +375,18 @@ class UidCounts:
         return UidCounts({**self._counts, source: (union, total)}, joined)
 
 
-class PromptTable(Assembled[Prompt]):
+class PromptTable(Computed[Prompt]):
     """Prompts as columns. A prompt is put together when it is asked for. ``rows`` and ``encoded`` have the
     same length.
     """
 
     def __init__(self, rows: RowTable, encoded: EncodedRows, prefill: str) -> None:
-        super().__init__()
         self._rows, self._encoded, self._prefill = rows, encoded, prefill
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def _make(self, number: int) -> Prompt:
+    def _at(self, number: int) -> Prompt:
         row, encoded = self._rows[number], self._encoded
         messages = encoded.messages[number]
         return Prompt(
@@ -410,15 +409,20 @@ class BuiltPrompts:
     """Prompts in row order, and the rows dropped.
 
     Attributes:
-        row_uids: of every row, dropped ones too: they depend on no tokenizer.
+        rows: of each source, with the dropped ones.
         warnings: on special tokens that nobody asked for, with their rows.
     """
 
     prompts: Prompts
     dropped: list[Dropped]
     uid_counts: UidCounts
-    row_uids: Sequence[str] = ()
+    rows: tuple[DataRows, ...] = ()
     warnings: Sequence[str] = ()
+
+    @property
+    def row_uids(self) -> Iterator[str]:
+        """Yield the uid of every row, of dropped ones too."""
+        return chain.from_iterable(rows.uids() for rows in self.rows)
 
 
 def build_prompts(
@@ -480,13 +484,8 @@ def build_prompts(
         used, index = np.unique(index, return_inverse=True)
         index = index.astype(np.int32)
         table = table.select(used)
-        encoded = replace(
-            encoded,
-            token_ids=encoded.token_ids.select(used),
-            thoughts=encoded.thoughts.select_codes(used),
-            messages=encoded.messages.select(used),
-            tasks=[encoded.tasks[i] for i in used.tolist()] if encoded.tasks else (),
-        )
+        tasks_used = [encoded.tasks[i] for i in used.tolist()] if encoded.tasks else ()
+        encoded = replace(encoded.select(used), tasks=tasks_used)
     earlier = "" if uid_counts is None else uid_counts.key
     return BuiltPrompts(
         Prompts(
@@ -497,7 +496,7 @@ def build_prompts(
         ),
         dropped,
         counts,
-        RowUids(rows),
+        (rows,),
         encoded.warnings,
     )
 

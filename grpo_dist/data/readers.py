@@ -24,7 +24,7 @@ from decimal import Decimal
 from itertools import islice, repeat
 from operator import add, attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import regex
@@ -45,7 +45,7 @@ from grpo_dist.data.columns import (
     store_key,
 )
 from grpo_dist.data.files import OtherValues, text_columns
-from grpo_dist.data.repeats import Repeated, each_place
+from grpo_dist.data.repeats import Repeated, Table, each_place
 from grpo_dist.data.sources import EnvironmentProblems, records, source_files
 from grpo_dist.environments.base import Message
 from grpo_dist.errors import expanded
@@ -153,40 +153,40 @@ _FIELDS = attrgetter("columns", "messages", "left_out", "values")  # what few ro
 _Further = tuple[Mapping[str, Any], tuple[Message, ...], str, Mapping[str, str]]  # these
 
 
-class RowTable(Computed[DataRow]):
+@dataclass(eq=False)
+class RowTable(Table, Computed[DataRow]):
     """Rows as columns. A row is put together when it is asked for.
 
-    Args:
-        uids, problem_hashes: uint64, of the row's uid, and of its problem without white space around it.
-        sources, files: of each row, the part of its location before the line.
-        lines: int64, -1 where a location has none.
+    Attributes:
         further: JSON of `_FIELDS`; "": the row has none of them.
+        uids, problem_hashes: uint64, of the row's uid, and of its problem without white space around it.
+        lines: int64, -1 where a location has none.
+        sources, files: of each row, the part of its location before the line.
         others: those that JSON would change, by number.
     """
 
-    def __init__(
-        self,
-        problems: Texts,
-        answers: Texts,
-        further: Texts,
-        uids: np.ndarray,
-        problem_hashes: np.ndarray,
-        lines: np.ndarray,
-        sources: Repeated[str],
-        files: Repeated[str],
-        others: Mapping[int, _Further],
-    ) -> None:
-        self.problems, self.answers, self.further = problems, answers, further
-        self.uids, self.problem_hashes, self.lines = uids, problem_hashes, lines
-        self.sources, self.files, self.others = sources, files, others
-        self.is_plain = not others and not further.lengths.any()  # each row is a problem and an answer
+    problems: Texts
+    answers: Texts
+    further: Texts
+    uids: np.ndarray
+    problem_hashes: np.ndarray
+    lines: np.ndarray
+    sources: Repeated[str]
+    files: Repeated[str]
+    others: Mapping[int, _Further] = field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each row is a problem and an answer."""
+        return not self.others and not self.further.lengths.any()
 
     def __len__(self) -> int:
         return len(self.uids)
 
     def _at(self, number: int) -> DataRow:
         problem, answer, source = self.problems[number], self.answers[number], self.sources[number]
-        return DataRow(problem, answer, source, self._location(number), *self._further(number))
+        location = join_location(self.files[number], self.lines[number])
+        return DataRow(problem, answer, source, location, *self._further(number))
 
     def column(self, name: str) -> Iterable[Any]:
         """Return an attribute of all rows."""
@@ -204,23 +204,10 @@ class RowTable(Computed[DataRow]):
         """Return a name of the source, the problem and the answer of a row."""
         return f"{self.sources[number]}-{self.uids[number]:016x}"
 
-    def select(self, numbers: np.ndarray) -> RowTable:
+    def select(self, numbers: np.ndarray) -> Self:
         chosen = enumerate(numbers.tolist() if self.others else ())
         others = {i: self.others[number] for i, number in chosen if number in self.others}
-        return RowTable(
-            self.problems.select(numbers),
-            self.answers.select(numbers),
-            self.further.select(numbers),
-            self.uids[numbers],
-            self.problem_hashes[numbers],
-            self.lines[numbers],
-            self.sources.select_codes(numbers),
-            self.files.select_codes(numbers),
-            others,
-        )
-
-    def _location(self, number: int) -> str:
-        return join_location(self.files[number], self.lines[number])
+        return replace(super().select(numbers), others=others)
 
     def _further(self, number: int) -> _Further:
         if number in self.others:
@@ -230,40 +217,7 @@ class RowTable(Computed[DataRow]):
         columns, messages, left_out, values = json.loads(stored)
         return columns, tuple(messages), left_out, values
 
-    def stored(self) -> tuple[dict[str, np.ndarray], list[Any]]:
-        """Return arrays and a value of JSON, from which `from_store` makes the table."""
-        arrays = {"uids": self.uids, "problem_hashes": self.problem_hashes, "first_lines": self.lines}
-        for name, texts in zip(_TEXTS, (self.problems, self.answers, self.further), strict=True):
-            arrays[name], arrays[f"{name}_ends"] = texts.packed()
-        arrays |= {"sources": self.sources.codes, "files": self.files.codes}
-        return arrays, [self.sources.distinct, self.files.distinct]
 
-    @classmethod
-    def from_store(cls, arrays: Mapping[str, np.ndarray], names: Sequence[list[str]]) -> RowTable:
-        problems, answers, further = (Texts.from_ends(arrays[n], arrays[f"{n}_ends"]) for n in _TEXTS)
-        sources, files = (Repeated(n, arrays[of]) for n, of in zip(names, ("sources", "files"), strict=True))
-        uids, hashes, lines = arrays["uids"], arrays["problem_hashes"], arrays["first_lines"]
-        return cls(problems, answers, further, uids, hashes, lines, sources, files, {})
-
-
-class RowUids(Computed[str]):
-    """The uids of ``rows``."""
-
-    def __init__(self, rows: DataRows) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[str]:
-        uids = self._rows.distinct.column("uid")
-        return iter(uids if self._rows.is_distinct else each_place(uids, self._rows.codes))
-
-    def _at(self, place: int) -> str:
-        return self._rows.distinct.uid(int(self._rows.codes[place]))
-
-
-_TEXTS = ("problems", "answers", "further")
 _NOTHING: tuple[Any, ...] = ({}, (), "", {})
 
 
@@ -289,9 +243,6 @@ class _RowWriter:
         self._uids, self._hashes, self._lines = array("Q"), array("Q"), array("q")
         self._sources, self._files = Names(), Names()
         self._others: dict[int, _Further] = {}
-
-    def __len__(self) -> int:
-        return len(self._uids)
 
     def append(self, row: DataRow) -> None:
         asked, dumped = row.problem, b""
@@ -422,6 +373,11 @@ class DataRows(Repeated[DataRow]):
     def location(self, place: int) -> str:
         return join_location(self.files[bisect_right(self._starts, place) - 1][1], self.lines[place])
 
+    def uids(self) -> Iterator[str]:
+        """Yield the uid of each row, which depends on no tokenizer."""
+        uids = self.distinct.column("uid")
+        return iter(uids if self.is_distinct else each_place(uids, self.codes))
+
     def apart(self) -> DataRows:
         """Return the rows as if no two of them were the same."""
         return self if self.is_distinct else DataRows.from_rows(list(self))
@@ -470,7 +426,7 @@ def read(
     if (stored := load(key)) is not None:
         arrays, (names, places) = stored
         table = RowTable.from_store(arrays, names)
-        return DataRows(table, arrays["index"], arrays["lines"], [(at, name) for at, name in places], key)
+        return DataRows(table, arrays["places"], arrays["place_lines"], list(map(tuple, places)), key)
     rows_read = None
     is_large = sum(size for size, _ in before) > LARGE
     if is_large and not asked and files == [expanded(str(source.path))]:
@@ -481,7 +437,7 @@ def read(
         rows_read.key = ""  # a file was written meanwhile: what was read need not be what was hashed
     elif len(rows_read) >= STORED_FROM and not rows_read.distinct.others:
         arrays, names = rows_read.distinct.stored()
-        arrays |= {"index": rows_read.codes, "lines": rows_read.lines}
+        arrays |= {"places": rows_read.codes, "place_lines": rows_read.lines}
         save(key, arrays, [names, rows_read.files])
     return rows_read
 
@@ -507,33 +463,25 @@ def _read(
     key: str,
 ) -> DataRows:
     label, may_repeat = source_name(source), not (brings_columns(source) or source.is_own)
-    writer = _RowWriter()
-    numbers: dict[bytes, int] = {}  # of distinct rows, by their records
-    index, lines, files = array("i"), array("q"), list[tuple[int, str]]()
+    writer, numbers = _RowWriter(), repeats.Numbers()
+    lines, files = array("q"), list[tuple[int, str]]()
     for location, record in records(source, own, names):
-        if source.max_rows is not None and len(index) >= source.max_rows:
+        if source.max_rows is not None and len(lines) >= source.max_rows:
             break
-        content = repeats.content(record) if may_repeat else None
-        number = None if content is None else numbers.get(content)
-        name, line = split_location(location)
-        if number is None:
-            number = len(writer)
+        if numbers.add(repeats.content(record) if may_repeat and numbers.finds_repeats else None):
             row = _row(record, location, source, label)
             more = {name: record[name] for name in asked if name in record and name not in row.columns}
             writer.append(replace(row, columns={**row.columns, **more}) if more else row)
-            if content is not None and len(numbers) < repeats.REMEMBERED:
-                numbers[content] = number
-                may_repeat = len(numbers) < repeats.REMEMBERED or len(index) > 2 * len(numbers)
+        name, line = split_location(location)
         if not files or files[-1][1] != name:
-            files.append((len(index), name))
-        index.append(number)
+            files.append((len(lines), name))
         lines.append(line)
-    if not index:
+    if not lines:
         raise ValueError(
             f"{source.path or label}: no rows; expected at least one with `{source.problem_column}` and "
             f"`{source.answer_column}`"
         )
-    return DataRows(writer.table(), np.array(index, np.int32), np.array(lines, np.int64), files, key)
+    return DataRows(writer.table(), np.array(numbers.codes), np.array(lines), files, key)
 
 
 def _read_plain(source: DataSourceConfig, file: Path, key: str) -> DataRows | None:

@@ -11,14 +11,14 @@ import marshal
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from grpo_dist.data.columns import Computed, digest_parts, load, save, store_key
+from grpo_dist.data.columns import Computed, Slices, Texts, TokenIds, digest_parts, load, save, store_key
 from grpo_dist.types import Prompt
 
 T = TypeVar("T")
@@ -46,9 +46,9 @@ class Repeated(Computed[T]):
             count += len(part.distinct)
         return Repeated(Chained([part.distinct for part in parts]), np.concatenate(codes))
 
-    def select_codes(self, places: np.ndarray) -> Repeated[T]:
-        """Return the values at ``places``, of the same distinct ones."""
-        return Repeated(self.distinct, self.codes[places])
+    def select(self, numbers: np.ndarray) -> Repeated[T]:
+        """Return the values at these places, of the same distinct ones."""
+        return Repeated(self.distinct, self.codes[numbers])
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -102,6 +102,63 @@ class Chained(Computed[T]):
 
     def column(self, name: str) -> Iterable[Any]:
         return chain.from_iterable(column(part, name) for part in self._parts)
+
+
+@dataclass(eq=False)
+class Table:
+    """Columns of the same length: arrays, `Slices`, and names as `Repeated`. A subclass is a dataclass of
+    them; its other fields are of the whole table.
+    """
+
+    def _columns(self) -> Iterator[tuple[str, np.ndarray | Slices[Any] | Repeated[Any]]]:
+        for column_field in fields(self):
+            if isinstance(values := getattr(self, column_field.name), np.ndarray | Slices | Repeated):
+                yield column_field.name, values
+
+    def select(self, numbers: np.ndarray) -> Self:
+        """Return the rows with these numbers."""
+        chosen = {
+            name: values[numbers] if isinstance(values, np.ndarray) else values.select(numbers)
+            for name, values in self._columns()
+        }
+        return replace(self, **chosen)
+
+    def join(self, *others: Self) -> Self:
+        """Return the rows of this table and of ``others``, in order."""
+        joined = {
+            name: np.concatenate(parts) if isinstance(values, np.ndarray) else type(values).join(parts)
+            for name, values in self._columns()
+            for parts in [[values, *(getattr(other, name) for other in others)]]
+        }
+        return replace(self, **joined) if others else self
+
+    def stored(self) -> tuple[dict[str, np.ndarray], dict[str, list[Any]]]:
+        """Return arrays and names, from which `from_store` makes the table."""
+        arrays, names = {}, {}
+        for name, values in self._columns():
+            if isinstance(values, Slices):
+                arrays[name], arrays[f"{name}_ends"] = values.packed()
+            elif isinstance(values, Repeated):
+                arrays[name], names[name] = values.codes, list(values.distinct)
+            else:
+                arrays[name] = values
+        return arrays, names
+
+    @classmethod
+    def from_store(
+        cls, arrays: Mapping[str, np.ndarray], names: Mapping[str, Sequence[Any]], **further: Any
+    ) -> Self:
+        """``further``: fields that are no columns."""
+        for name in [column_field.name for column_field in fields(cls)]:
+            if name not in arrays:
+                continue
+            values = further[name] = arrays[name]
+            if f"{name}_ends" in arrays:
+                kind = Texts if values.dtype == np.uint8 else TokenIds
+                further[name] = kind.from_ends(values, arrays[f"{name}_ends"])
+            elif name in names:
+                further[name] = Repeated(names[name], values)
+        return cls(**further)
 
 
 class Prompts(Repeated[Prompt]):
@@ -231,14 +288,31 @@ def each_place(distinct: Iterable[V], codes: np.ndarray) -> Iterator[V]:
 
 
 class Numbers:
-    """Numbers rows by their hashes, of which the first `REMEMBERED` are compared with later ones.
+    """Numbers rows by hashes of what they are; the first `REMEMBERED` are compared with later ones.
 
     ``codes``: int32 of each row. ``count``: of the numbers.
     """
 
     def __init__(self) -> None:
         self.codes, self.count = array("i"), 0
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[int | bytes, int] = {}
+
+    @property
+    def finds_repeats(self) -> bool:
+        """Whether to hash further rows: not all are remembered yet, or many occurred again."""
+        known = len(self._numbers)
+        return known < REMEMBERED or len(self.codes) > 2 * known
+
+    def add(self, row_hash: bytes | None) -> bool:
+        """Number a row, and return whether it is new. None: it is compared with no other."""
+        number = None if row_hash is None else self._numbers.get(row_hash)
+        self.codes.append(self.count if number is None else number)
+        if number is not None:
+            return False
+        if row_hash is not None and len(self._numbers) < REMEMBERED:
+            self._numbers[row_hash] = self.count
+        self.count += 1
+        return True
 
     def extend(self, hashes: np.ndarray) -> list[int]:
         """Number rows with these ``hashes``, uint64, and return the places of the new ones among them."""

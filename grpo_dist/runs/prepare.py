@@ -28,7 +28,7 @@ from grpo_dist.config import (
     SFTConfig,
 )
 from grpo_dist.config.text import names_in
-from grpo_dist.data.columns import STORED_FROM, Texts, TokenIds, load, save, store_key
+from grpo_dist.data.columns import STORED_FROM, load, save, store_key
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.pools import check_pools
 from grpo_dist.data.prompts import (
@@ -51,7 +51,7 @@ from grpo_dist.data.readers import (
     media_problem,
     source_name,
 )
-from grpo_dist.data.repeats import Chained, Prompts, Repeated, column, distinct_of, each_place
+from grpo_dist.data.repeats import Prompts, Repeated, column, distinct_of, each_place
 from grpo_dist.data.sources import find_hub_failure
 from grpo_dist.data.stream import check_weights
 from grpo_dist.data.tasks import source_tasks
@@ -225,8 +225,8 @@ def train_prompts(
         parts.append(load_prompts(sections, source, rows, tokenizer, say, uid_counts))
         uid_counts = parts[-1].uid_counts
     dropped = [row for built in parts for row in built.dropped]
-    row_uids = Chained([built.row_uids for built in parts])
-    return BuiltPrompts(Prompts.join(built.prompts for built in parts), dropped, uid_counts, row_uids)
+    rows_read = tuple(rows for built in parts for rows in built.rows)
+    return BuiltPrompts(Prompts.join(built.prompts for built in parts), dropped, uid_counts, rows_read)
 
 
 def drop_duplicates(
@@ -451,13 +451,8 @@ def load_prompts(
     said: list[str] | None = None
     if key and (stored := load(key)) is not None:
         arrays, (kinds, warnings, said) = stored
-        encoded = EncodedRows(
-            TokenIds.from_ends(arrays["ids"], arrays["ends"]),
-            Repeated([Thought(*kind) for kind in kinds], arrays["thoughts"]),
-            Texts.from_ends(arrays["messages"], arrays["messages_ends"]),
-            (),
-            warnings,
-        )
+        thoughts = [Thought(*kind) for kind in kinds]
+        encoded = EncodedRows.from_store(arrays, {"thoughts": thoughts}, warnings=warnings)
     else:
         encoded = encode_rows(rows, tokenizer, prompt_format, tasks)
     built = build_prompts(
@@ -473,10 +468,8 @@ def load_prompts(
     if said is None:
         said = list(_remarks(sections, source, rows, built))
         if key:
-            arrays = {"thoughts": encoded.thoughts.codes}
-            arrays["ids"], arrays["ends"] = encoded.token_ids.packed()
-            arrays["messages"], arrays["messages_ends"] = encoded.messages.packed()
-            save(key, arrays, [list(map(astuple, encoded.thoughts.distinct)), encoded.warnings, said])
+            arrays, names = encoded.stored()
+            save(key, arrays, [list(map(astuple, names["thoughts"])), encoded.warnings, said])
     for remark in said:
         say(remark)
     return built

@@ -302,7 +302,7 @@ def test_a_prompt_that_occurs_again_is_found_by_its_uid():
     built = build_prompts([*SAME, *SAME[:1]], character_tokenizer(), max_prompt_tokens=99)
     assert uids_of(built.prompts) == [prompt.uid for prompt in built.prompts]
     by_uid = ByUid(built.prompts)
-    assert all(by_uid[prompt.uid] == prompt for prompt in built.prompts) and "other" not in by_uid
+    assert [by_uid[uid].uid for uid in by_uid] == uids_of(built.prompts) and "other" not in by_uid
     assert occurrences(np.array([0, 1, 0, 0]), np.array([2, 0])).tolist() == [3, 1, 4, 5]
 
 
