@@ -3,18 +3,25 @@
 Text of data is text: control tokens that stand in it are broken by a space before it is rendered.
 
 `PartsCheck` finds parts of a conversation that a template silently drops, because it has no branch for them.
+
+`writes_text_as_it_is` finds templates that write the text of a message whatever it says, with the same around
+it:
+
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}    writes every text
+{{ message['content'].split('</think>')[-1] }}                          writes what depends on the text
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _CLOCK = "strftime_now"  # the function with which templates write the date
 _MARK = "0content0"
@@ -201,9 +208,7 @@ class PartsCheck:
         self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], *, open_turn: bool = True
     ) -> str:
         """Return which part of ``messages``, or of the tools in ``template_kwargs``, the template drops, in
-        words; "": none, or that shape has been checked.
-
-        Raises those of `template.REJECTED` as `render`.
+        words; "": none, that shape has been checked, or the template rejects it, and so the row itself.
         """
         shape = json.dumps([_shape(messages), template_kwargs, open_turn], sort_keys=True, default=str)
         if shape in self._checked:
@@ -213,13 +218,16 @@ class PartsCheck:
         arguments = dict(template_kwargs)
         if tools := arguments.get("tools"):
             arguments["tools"] = [markers.tool(tool, number) for number, tool in enumerate(tools)]
-        text = render(self._tokenizer, marked, arguments, day=self._day, open_turn=open_turn)
-        lacking = [part for mark, part in markers.parts.items() if mark not in text]
-        if not lacking:
-            self._checked.add(shape)
+        try:
+            text = render(self._tokenizer, marked, arguments, day=self._day, open_turn=open_turn)
+            lacking = [part for mark, part in markers.parts.items() if mark not in text]
+            if not lacking:
+                self._checked.add(shape)
+                return ""
+            # A template may decide by what a text says, so that the row itself has the last word.
+            whole = render(self._tokenizer, messages, template_kwargs, day=self._day, open_turn=open_turn)
+        except REJECTED:
             return ""
-        # A template may decide by what a text says, so that the row itself has the last word.
-        whole = render(self._tokenizer, messages, template_kwargs, day=self._day, open_turn=open_turn)
         return next((part.words for part in lacking if part.text in text or part.text not in whole), "")
 
 
@@ -288,3 +296,101 @@ class _Markers:
         mark = f"{name}name"
         self.parts[mark] = _Part(what)
         return {**tool, "name": mark}
+
+
+# Templates that write every text
+
+
+_CONTENT = "content"
+_PLAIN_KEYS = ("role", "name", "tool_calls", "tool_call_id")  # of a message, besides its text
+_COUNTS = ("length", "count")  # filters that say nothing of texts
+_KINDS = ("defined", "undefined", "none", "string", "mapping", "iterable", "sequence")  # tests, the same
+_NEIGHBOURS = ("previtem", "nextitem")  # messages that a loop has besides its own
+# Statements after which what was written may be read again.
+_CAPTURES = (
+    nodes.AssignBlock, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.Include, nodes.Import,
+    nodes.FromImport, nodes.Extends, nodes.Block, nodes.EvalContextModifier,
+)  # fmt: skip
+
+
+@lru_cache(maxsize=16)
+def writes_text_as_it_is(template: str) -> bool:
+    """Return whether ``template`` does nothing with the text of messages but to write it, or its `trim`."""
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        tree = environment.parse(template)
+    except TemplateSyntaxError:
+        return False
+    every = [tree, *tree.find_all(nodes.Node)]
+    parents = {child: node for node in every for child in node.iter_child_nodes()}
+    names = _names_of_messages(tree)
+    holders = [node for node in tree.find_all(nodes.Name) if node.name in names and node.ctx == "load"]
+    if any(isinstance(node, _CAPTURES) or _key(node) in _NEIGHBOURS for node in every):
+        return False
+    return all(_is_only_written(node, parents) for node in holders)
+
+
+def _names_of_messages(tree: nodes.Template) -> set[str]:
+    """Return the variables that may hold messages."""
+    names, before = {"messages"}, 0
+    while len(names) > before:
+        before = len(names)
+        pairs: list[tuple[nodes.Node, nodes.Node]]
+        pairs = [(node.target, node.node) for node in tree.find_all(nodes.Assign)]
+        pairs += [(node.target, node.iter) for node in tree.find_all(nodes.For)]
+        for target, value in pairs:
+            if names & set(_names(value)):
+                names |= set(_names(target))
+    return names
+
+
+def _names(node: nodes.Node) -> Iterator[str]:
+    for each in [node, *node.find_all((nodes.Name, nodes.NSRef))]:
+        if isinstance(each, nodes.Name | nodes.NSRef):
+            yield each.name
+
+
+def _key(node: nodes.Node) -> Any:
+    """Return the attribute, or the constant item, that ``node`` reads; None: it reads none."""
+    if isinstance(node, nodes.Getattr):
+        return node.attr
+    return node.arg.value if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) else None
+
+
+def _is_only_written(node: nodes.Node, parents: Mapping[nodes.Node, nodes.Node]) -> bool:
+    """Return whether the texts of ``node``, which holds messages, are written and nothing else."""
+    parent = parents[node]
+    if isinstance(parent, nodes.Assign):
+        return True
+    if isinstance(parent, nodes.For):
+        return parent.iter is node
+    if isinstance(parent, nodes.Filter | nodes.Test):
+        return parent.node is node and parent.name in (
+            _COUNTS if isinstance(parent, nodes.Filter) else _KINDS
+        )
+    if not isinstance(parent, nodes.Getattr | nodes.Getitem) or parent.node is not node:
+        return False
+    key = _key(parent)
+    if key == _CONTENT:
+        return _is_output(parent, parents)
+    return key in _PLAIN_KEYS or (_is_index(parent) and _is_only_written(parent, parents))
+
+
+def _is_index(node: nodes.Node) -> bool:
+    """Return whether ``node`` reads one message of a list, or a part of the list."""
+    if not isinstance(node, nodes.Getitem):
+        return False
+    if isinstance(node.arg, nodes.Slice):
+        return True
+    return isinstance(_key(node), int) or (
+        isinstance(node.arg, nodes.Add | nodes.Sub | nodes.Getattr) and set(_names(node.arg)) == {"loop"}
+    )
+
+
+def _is_output(text: nodes.Node, parents: Mapping[nodes.Node, nodes.Node]) -> bool:
+    parent = parents[text]
+    if isinstance(parent, nodes.Filter) and parent.name == "trim" and not parent.args and not parent.kwargs:
+        parent = parents[parent]
+    while isinstance(parent, nodes.Add | nodes.Concat):
+        parent = parents[parent]
+    return isinstance(parent, nodes.Output)

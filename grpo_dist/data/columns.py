@@ -1,5 +1,9 @@
 """Columns of many rows, texts and token ids end to end in one array each, and their store.
 
+What repeats is held once: DAPO-Math-17k's file has each of its 17,000 problems some 100 times. All work per
+row (reading, rendering, tokenising, checks) is done for the distinct rows; a row is put together when it is
+asked for.
+
 What took long to read or to tokenise is stored in `GRPO_DIST_CACHE/rows`, under a name that is a hash of all
 that decides it. The next start maps it into memory.
 """
@@ -8,26 +12,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import marshal
 import mmap
 import os
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import islice
+from itertools import accumulate, chain, islice
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 import numpy as np
 
 from grpo_dist.runtime.files import publish
 from grpo_dist.runtime.hardware import available_cpus
 from grpo_dist.runtime.model_files import cache_dir
+from grpo_dist.types import Prompt
 
 T = TypeVar("T")
-Self = TypeVar("Self", bound="Slices[Any]")
+V = TypeVar("V")
 
 STORED_FROM = 10_000  # rows of a source; reading fewer takes no longer than a look at what is stored
 _KEPT_DAYS = 30  # since a stored file was last read
@@ -36,6 +45,7 @@ _PART = 4096  # values encoded, or hashed, at once
 _DIGEST_BYTES = 16
 _BLOCK_BYTES = 2**23  # hashed at once
 _ALIGNED = 64  # bytes, where an array begins in a stored file
+REMEMBERED = 2**18  # distinct rows that later ones are compared with
 
 
 class Computed(Sequence[T], Generic[T]):
@@ -70,12 +80,12 @@ class Slices(Computed[T]):
         self.values, self.begins, self.ends = values, begins, ends
 
     @classmethod
-    def from_ends(cls: type[Self], values: np.ndarray, ends: np.ndarray) -> Self:
+    def from_ends(cls, values: np.ndarray, ends: np.ndarray) -> Self:
         """Return slices of ``values`` without gaps; ``ends``: int64, of each."""
         return cls(values, np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)], ends)
 
     @classmethod
-    def join(cls: type[Self], parts: Sequence[Self]) -> Self:
+    def join(cls, parts: Sequence[Self]) -> Self:
         """Return the values of all ``parts`` in order."""
         offsets = np.cumsum([0, *(len(part.values) for part in parts)])
         return cls(
@@ -96,7 +106,7 @@ class Slices(Computed[T]):
         """Return the length of each in ``values``, int64."""
         return self.ends - self.begins
 
-    def select(self: Self, numbers: np.ndarray) -> Self:
+    def select(self, numbers: np.ndarray) -> Self:
         return type(self)(self.values, self.begins[numbers], self.ends[numbers])
 
     def packed(self) -> tuple[np.ndarray, np.ndarray]:
@@ -197,6 +207,346 @@ def hex_texts(values: np.ndarray) -> Iterator[str]:
     """Yield the 16 hexadecimal digits of each of ``values``, uint64."""
     digits = values.astype(">u8").tobytes().hex()
     return (digits[begin : begin + 16] for begin in range(0, len(digits), 16))
+
+
+# What repeats
+
+
+class Repeated(Computed[T]):
+    """A sequence of ``distinct`` values, some of which stand at several places.
+
+    ``codes``: int32 [n], which of them stands at each place; None: each at one, in order.
+    """
+
+    def __init__(self, distinct: Sequence[T], codes: np.ndarray | None = None) -> None:
+        self.distinct = distinct
+        self.codes: np.ndarray = np.arange(len(distinct), dtype=np.int32) if codes is None else codes
+
+    @classmethod
+    def join(cls, parts: Sequence[Repeated[T]]) -> Repeated[T]:
+        """Return the values of all ``parts`` in order."""
+        codes, count = [np.empty(0, np.int32)], 0
+        for part in parts:
+            codes.append(part.codes + np.int32(count))
+            count += len(part.distinct)
+        return Repeated(Chained([part.distinct for part in parts]), np.concatenate(codes))
+
+    def select(self, numbers: np.ndarray) -> Repeated[T]:
+        """Return the values at these places, of the same distinct ones."""
+        return Repeated(self.distinct, self.codes[numbers])
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def _at(self, place: int) -> T:
+        return self.distinct[self.codes[place]]
+
+    @property
+    def is_distinct(self) -> bool:
+        """Whether each distinct value stands at one place, in order."""
+        return len(self.distinct) == len(self.codes) and bool((self.codes[:-1] < self.codes[1:]).all())
+
+    def counts(self) -> np.ndarray:
+        """Return at how many places each distinct value stands, int64 [distinct]."""
+        return np.bincount(self.codes, minlength=len(self.distinct))
+
+    def first_places(self) -> np.ndarray:
+        """Return the first place of each distinct value, int64 [distinct]."""
+        return np.unique(self.codes, return_index=True)[1]
+
+    def where(self, is_wanted: Callable[[T], bool]) -> np.ndarray:
+        """Return the places of the values that are wanted, int64; asks once about each distinct one."""
+        return self._where(map(is_wanted, self.distinct))
+
+    def places(self, name: str, is_wanted: Callable[[Any], bool]) -> np.ndarray:
+        """Return the places of the values whose attribute ``name`` is wanted, as `where`."""
+        return self._where(map(is_wanted, column(self.distinct, name)))
+
+    def _where(self, of_distinct: Iterable[bool]) -> np.ndarray:
+        return np.flatnonzero(np.fromiter(of_distinct, bool, len(self.distinct))[self.codes])
+
+
+class Chained(Computed[T]):
+    """Sequences one behind another."""
+
+    def __init__(self, parts: Sequence[Sequence[T]]) -> None:
+        self._parts, self._ends = parts, list(accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __iter__(self) -> Iterator[T]:
+        return chain.from_iterable(self._parts)
+
+    def _at(self, place: int) -> T:
+        part = bisect_right(self._ends, place)
+        return self._parts[part][place - (self._ends[part - 1] if part else 0)]
+
+    def column(self, name: str) -> Iterable[Any]:
+        return chain.from_iterable(column(part, name) for part in self._parts)
+
+
+@dataclass(eq=False)
+class Table:
+    """Columns of the same length: arrays, `Slices`, and names as `Repeated`. A subclass is a dataclass of
+    them; its other fields are of the whole table.
+    """
+
+    def _columns(self) -> Iterator[tuple[str, np.ndarray | Slices[Any] | Repeated[Any]]]:
+        for column_field in fields(self):
+            if isinstance(values := getattr(self, column_field.name), np.ndarray | Slices | Repeated):
+                yield column_field.name, values
+
+    def select(self, numbers: np.ndarray) -> Self:
+        """Return the rows with these numbers."""
+        chosen = {
+            name: values[numbers] if isinstance(values, np.ndarray) else values.select(numbers)
+            for name, values in self._columns()
+        }
+        return replace(self, **chosen)
+
+    def join(self, *others: Self) -> Self:
+        """Return the rows of this table and of ``others``, in order."""
+        joined = {
+            name: np.concatenate(parts) if isinstance(values, np.ndarray) else type(values).join(parts)
+            for name, values in self._columns()
+            for parts in [[values, *(getattr(other, name) for other in others)]]
+        }
+        return replace(self, **joined) if others else self
+
+    def stored(self) -> tuple[dict[str, np.ndarray], dict[str, list[Any]]]:
+        """Return arrays and names, from which `from_store` makes the table."""
+        arrays, names = {}, {}
+        for name, values in self._columns():
+            if isinstance(values, Slices):
+                arrays[name], arrays[f"{name}_ends"] = values.packed()
+            elif isinstance(values, Repeated):
+                arrays[name], names[name] = values.codes, list(values.distinct)
+            else:
+                arrays[name] = values
+        return arrays, names
+
+    @classmethod
+    def from_store(
+        cls, arrays: Mapping[str, np.ndarray], names: Mapping[str, Sequence[Any]], **further: Any
+    ) -> Self:
+        """``further``: fields that are no columns."""
+        for name in [column_field.name for column_field in fields(cls)]:
+            if name not in arrays:
+                continue
+            values = further[name] = arrays[name]
+            if f"{name}_ends" in arrays:
+                kind = Texts if values.dtype == np.uint8 else TokenIds
+                further[name] = kind.from_ends(values, arrays[f"{name}_ends"])
+            elif name in names:
+                further[name] = Repeated(names[name], values)
+        return cls(**further)
+
+
+class Prompts(Repeated[Prompt]):
+    """Prompts of which the same row may be several: each has a uid of its own.
+
+    ``numbers``: int32 [n], how often the uid of each has occurred so far: "set-1f", "set-1f-2", ...
+    ``key``: a name of all that decides the prompts, see `columns.store_key`; "": it is unknown.
+    """
+
+    def __init__(
+        self,
+        distinct: Sequence[Prompt],
+        codes: np.ndarray | None = None,
+        numbers: np.ndarray | None = None,
+        key: str = "",
+    ) -> None:
+        super().__init__(distinct, codes)
+        self._numbers = np.ones(len(self), np.int32) if numbers is None else numbers
+        self.key = key
+
+    @classmethod
+    def join(cls, parts: Iterable[Sequence[Prompt]]) -> Prompts:
+        """Return the prompts of all ``parts`` in order."""
+        joined = [
+            part if isinstance(part, Prompts) else cls(part, key=getattr(part, "key", ""))
+            for part in parts
+            if len(part)
+        ]
+        if len(joined) == 1:
+            return joined[0]
+        together, keys = Repeated.join(joined), [part.key for part in joined]
+        return cls(
+            together.distinct,
+            together.codes,
+            np.concatenate([np.empty(0, np.int32), *(part._numbers for part in joined)]),
+            store_key(["joined", keys]) if all(keys) else "",
+        )
+
+    def _at(self, place: int) -> Prompt:
+        prompt, number = self.distinct[self.codes[place]], self._numbers[place]
+        return prompt if number == 1 else replace(prompt, uid=f"{prompt.uid}-{number}")
+
+    def digest(self, name: str, parts: Callable[[], Iterable[bytes]], *, with_uids: bool) -> str:
+        """Return the first 16 digits of the SHA-256 of a part of each prompt, with its uid in front, one
+        behind another; where the prompts have a key it is stored.
+
+        ``parts``: returns a part of each distinct prompt, which ``name`` names.
+        """
+        key = self.key and store_key(["digest", name, self.key])
+        if key and (stored := load(key)) is not None:
+            return str(stored[1])
+        of_places = parts() if self.is_distinct else each_place(parts(), self.codes)
+        if with_uids:
+            of_places = chain.from_iterable(
+                (uid.encode(), part) for uid, part in zip(self.uids(), of_places, strict=True)
+            )
+        digest = digest_parts(of_places)
+        if key:
+            save(key, {}, digest)
+        return digest
+
+    def uids(self) -> Iterator[str]:
+        if self.is_distinct and (self._numbers == 1).all():
+            yield from column(self.distinct, "uid")
+            return
+        names = list(column(self.distinct, "uid"))
+        for at, number in zip(self.codes.tolist(), self._numbers.tolist(), strict=True):
+            yield names[at] if number == 1 else f"{names[at]}-{number}"
+
+
+class ByUid(Mapping[str, Prompt]):
+    """``prompts`` by uid, of which only the places are in memory."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+        self._places: dict[str, int] | None = None
+
+    @property
+    def places(self) -> dict[str, int]:
+        if self._places is None:
+            self._places = {uid: place for place, uid in enumerate(uids_of(self._prompts))}
+        return self._places
+
+    def __getitem__(self, uid: str) -> Prompt:
+        return self._prompts[self.places[uid]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+
+def distinct_of(values: Sequence[T]) -> Sequence[T]:
+    """Return the distinct values in the order of their first places, where it is known which are the same."""
+    return values.distinct if isinstance(values, Repeated) else values
+
+
+def column(values: Sequence[Any], name: str) -> Iterable[Any]:
+    """Return the attribute ``name`` of each of ``values``, which are not made where they are columns."""
+    return values.column(name) if hasattr(values, "column") else map(attrgetter(name), values)
+
+
+def sources_of(prompts: Sequence[Prompt]) -> list[str]:
+    """Return the source of each prompt."""
+    values = Prompts.join([prompts])
+    return list(each_place(column(values.distinct, "source"), values.codes))
+
+
+def uids_of(prompts: Sequence[Prompt]) -> list[str]:
+    """Return the uid of each prompt."""
+    return list(prompts.uids()) if isinstance(prompts, Prompts) else [prompt.uid for prompt in prompts]
+
+
+def each(values: Sequence[T], read: Callable[[T], V]) -> list[V]:
+    """Return what ``read`` returns for each value; it is called once for each distinct one, and reads no uid
+    and no location.
+    """
+    if not isinstance(values, Repeated):
+        return [read(value) for value in values]
+    return list(each_place(map(read, values.distinct), values.codes))
+
+
+def each_place(distinct: Iterable[V], codes: np.ndarray) -> Iterator[V]:
+    """Yield that of the ``distinct`` values which stands at each place, by ``codes``."""
+    return map(list(distinct).__getitem__, codes.tolist())
+
+
+class Numbers:
+    """Numbers rows by hashes of what they are; the first `REMEMBERED` are compared with later ones.
+
+    ``codes``: int32 of each row. ``count``: of the numbers.
+    """
+
+    def __init__(self) -> None:
+        self.codes, self.count = array("i"), 0
+        self._numbers: dict[int | bytes, int] = {}
+
+    @property
+    def finds_repeats(self) -> bool:
+        """Whether to hash further rows: not all are remembered yet, or many occurred again."""
+        known = len(self._numbers)
+        return known < REMEMBERED or len(self.codes) > 2 * known
+
+    def add(self, row_hash: bytes | None) -> bool:
+        """Number a row, and return whether it is new. None: it is compared with no other."""
+        number = None if row_hash is None else self._numbers.get(row_hash)
+        self.codes.append(self.count if number is None else number)
+        if number is not None:
+            return False
+        if row_hash is not None and len(self._numbers) < REMEMBERED:
+            self._numbers[row_hash] = self.count
+        self.count += 1
+        return True
+
+    def extend(self, hashes: np.ndarray) -> list[int]:
+        """Number rows with these ``hashes``, uint64, and return the places of the new ones among them."""
+        new = []
+        for place, row_hash in enumerate(hashes.tolist()):
+            number = self._numbers.get(row_hash)
+            if number is None:
+                number = self.count
+                self.count += 1
+                new.append(place)
+                if number < REMEMBERED:
+                    self._numbers[row_hash] = number
+            self.codes.append(number)
+        return new
+
+
+def record_hash(record: Any) -> bytes | None:
+    """Return a hash that only an equal record has, with values of the same types; None for other values than
+    those of JSON. A record may be long: what is remembered of many must not be.
+    """
+    try:
+        dumped = marshal.dumps(record, 2)  # later versions depend on how often a value is referred to
+    except ValueError:
+        return None
+    return hashlib.blake2b(dumped, digest_size=16).digest()
+
+
+def sorted_counts(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct ``values`` in order, and how often each occurs, int64: `numpy.unique` takes four
+    times as long.
+    """
+    ordered = np.sort(values)
+    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)])
+    return ordered[starts], np.diff(np.append(starts, len(ordered)))
+
+
+def occurrences(codes: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Return how often each of ``codes`` has occurred up to its place, int32 [n].
+
+    ``before``: int [codes], how often each has occurred earlier.
+
+        [0, 1, 0, 0], [2, 0] -> [3, 1, 4, 5]
+    """
+    order = np.argsort(codes, kind="stable")
+    ordered = codes[order]
+    starts = np.searchsorted(ordered, ordered)  # the first place of the same code
+    numbers = np.empty(len(codes), np.int32)
+    numbers[order] = np.arange(len(codes)) - starts + 1 + before[ordered]
+    return numbers
 
 
 # Storage

@@ -39,26 +39,29 @@ from datetime import date
 from itertools import islice, repeat
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
 from grpo_dist.chat.batches import BatchEncoder, as_bytes, tokenizer_state
 from grpo_dist.chat.ends import SampleEnds, named_ends, sample_ends
-from grpo_dist.chat.template import REJECTED, ControlTokens, PartsCheck, added_ids
+from grpo_dist.chat.template import ControlTokens, PartsCheck, added_ids
 from grpo_dist.config import DataSourceConfig, DemonstrationsConfig, SFTConfig
 from grpo_dist.config.data import data_ending
-from grpo_dist.data import repeats
 from grpo_dist.data.columns import (
     STORED_FROM,
     Column,
     Computed,
+    Numbers,
+    Repeated,
+    Table,
     Texts,
     TokenIds,
     files_digest,
     files_state,
     hex_texts,
     load,
+    record_hash,
     save,
     store_key,
 )
@@ -68,15 +71,13 @@ from grpo_dist.data.order import shuffled
 from grpo_dist.data.prompts import PromptFormat, render_messages
 from grpo_dist.data.readers import (
     LARGE,
-    Names,
+    Locations,
     hash_of,
     hashes_of,
     is_conversation,
     join_location,
     read_messages,
-    split_location,
 )
-from grpo_dist.data.repeats import Repeated, Table
 from grpo_dist.data.sources import records, source_files
 from grpo_dist.environments.base import Message
 from grpo_dist.errors import expanded
@@ -111,21 +112,21 @@ def read_completion(completion: Any) -> list[Segment]:
     """Read the key `completion`: text, or a list of {"text", "given"}. Raises ValueError for others."""
     if isinstance(completion, str) and completion:
         return [Segment(completion)]
+    segments = []
     if not isinstance(completion, list) or not completion:
         raise ValueError(
             "`completion` is missing or neither text nor a list of segments; expected an object with "
             "`prompt` and `completion`"
         )
     for number, part in enumerate(completion):
-        text, is_given = (
-            (part.get("text"), part.get("given", False)) if isinstance(part, dict) else ("", False)
-        )
+        known = part if isinstance(part, dict) else {}
+        text, is_given = known.get("text"), known.get("given", False)
         if not isinstance(text, str) or not text or not isinstance(is_given, bool):
             raise ValueError(
                 f'`completion`: segment {number} must be an object like {{"text": "...", "given": true}}, '
                 "where `text` is not empty; `given` marks what a tool or an environment put in"
             )
-    segments = [Segment(part["text"], part.get("given", False)) for part in completion]
+        segments.append(Segment(text, is_given))
     if segments[-1].given:
         raise ValueError(
             "`completion`: the last segment is given; expected the answer, which the model learns, at the end"
@@ -221,9 +222,10 @@ _dumped = json.encoder.encode_basestring_ascii  # text as `json.dumps` writes it
 _DUMPED = '{{"completion": {}, "prompt": {}}}'  # a row of these alone, the same
 _LIMITS = {SFTConfig.section: "sft.max_length", Stream.section: "model.max_length"}
 _KEYS_OF_A_ROW = "the row's messages and `template_kwargs`"
-_OPTIONAL: dict[str, type] = {
-    "system": str, "template_kwargs": dict, "chat_template": str, "special_tokens": str,
-    "prefill": str,
+# Keys beside the texts: their type, or their values, of which the first is the default.
+_OPTIONAL: dict[str, type | tuple[str, str]] = {
+    "system": str, "template_kwargs": dict, "prefill": str,
+    "chat_template": ("model", "none"), "special_tokens": ("text", "keep"),
 }  # fmt: skip
 
 
@@ -299,6 +301,9 @@ class DemonstrationTable(RowTokens, Computed[Demonstration]):
             lines=arrays["lines"],
             key=key,
         )
+
+    def select(self, numbers: np.ndarray) -> Self:
+        return replace(super().select(numbers), key="")
 
     def __len__(self) -> int:
         return len(self.uids)
@@ -407,23 +412,21 @@ def load_source(
     key = _stored_name(source, settings, tokenizer, day, paths)
     if key and (stored := load(key)) is not None:
         arrays, (files, warnings) = stored
-        for warning in warnings:
-            say(f"{source.path}: {warning}")
-        return DemonstrationTable.from_stored(arrays, source.path, files, key)
-    tokeniser, writer = _Tokeniser(tokenizer, settings, day), _Writer()
-    try:
-        _read_plain(path, source, tokeniser, writer)
-    except OtherValues:
+    else:
         tokeniser, writer = _Tokeniser(tokenizer, settings, day), _Writer()
-        _read_records(_records(source, settings), tokeniser, writer)
-    if not writer.numbers.count:
-        raise ValueError(f"{source.path}: no rows; expected objects with `prompt` and `completion`")
-    arrays, files = writer.arrays()
-    warnings = list(tokeniser.warnings(np.bincount(arrays["codes"])))
-    if len(arrays["codes"]) < STORED_FROM or files_state(paths) != state:
-        key = ""
-    if key:
-        save(key, arrays, [files, warnings])
+        try:
+            _read_plain(path, source, tokeniser, writer)
+        except OtherValues:
+            tokeniser, writer = _Tokeniser(tokenizer, settings, day), _Writer()
+            _read_records(_records(source, settings), tokeniser, writer)
+        if not writer.numbers.count:
+            raise ValueError(f"{source.path}: no rows; expected objects with `prompt` and `completion`")
+        arrays, files = writer.arrays()
+        warnings = list(tokeniser.warnings(np.bincount(arrays["codes"])))
+        if len(arrays["codes"]) < STORED_FROM or files_state(paths) != state:
+            key = ""
+        if key:
+            save(key, arrays, [files, warnings])
     for warning in warnings:
         say(f"{source.path}: {warning}")
     return DemonstrationTable.from_stored(arrays, source.path, files, key)
@@ -456,7 +459,7 @@ def _read_plain(
     for first, prompts, completions in _plain_parts(path, source):
         dumped = map(_DUMPED.format, map(_dumped, completions), map(_dumped, prompts))
         row_uids = hashes_of(map(str.encode, dumped))
-        before, known = writer.numbers.count, len(writer.numbers.codes)
+        before = writer.numbers.count
         new = writer.numbers.extend(row_uids)
         asked = [prompts[row] for row in new]
         answers = [completions[row] for row in new]
@@ -471,7 +474,7 @@ def _read_plain(
             ]
             for row_tokens in tokeniser.finish(begun):
                 writer.append_tokens(*row_tokens)
-        writer.extend_locations(len(writer.numbers.codes) - known, str(path), first)
+        writer.locations.extend(str(path), range(first, first + len(prompts)))
 
 
 def _read_records(
@@ -484,9 +487,9 @@ def _read_records(
         before = len(numbers.codes)
         try:
             for where, record in islice(rows, _BATCH):
-                if numbers.add(repeats.content(record) if numbers.finds_repeats else None):
+                if numbers.add(record_hash(record) if numbers.finds_repeats else None):
                     begun.append(tokeniser.begin(record, where, numbers.count - 1))
-                writer.append_location(where)
+                writer.locations.append(where)
         except ValueError as error:  # rows before this one may fail, too
             failure = error
         for tokens in tokeniser.finish(begun):
@@ -518,18 +521,8 @@ class _Writer:
 
     def __init__(self) -> None:
         self._prompts, self._completions, self._learned = Column(), Column(), Column()
-        self._uids, self._row_uids, self._lines = array("Q"), array("Q"), array("q")
-        self.numbers, self._files = repeats.Numbers(), Names()
-
-    def append_location(self, where: str) -> None:
-        file, line = split_location(where)
-        self._files.append(file)
-        self._lines.append(line)
-
-    def extend_locations(self, count: int, file: str, first: int) -> None:
-        """Append those of rows of ``file``, of which the first stands on line ``first``."""
-        self._files.append(file, count)
-        self._lines.extend(range(first, first + count))
+        self._uids, self._row_uids = array("Q"), array("Q")
+        self.numbers, self.locations = Numbers(), Locations()
 
     def extend_tokens(self, row_uids: np.ndarray, prompts: TokenIds, completions: TokenIds) -> None:
         """Append distinct rows of which all of the completion is learned."""
@@ -561,8 +554,8 @@ class _Writer:
             np.array(self._uids),
             np.array(self._row_uids),
         )
-        files = self._files.repeated()
-        rows = {"codes": np.array(self.numbers.codes), "lines": np.array(self._lines), "files": files.codes}
+        files, lines = self.locations.columns()
+        rows = {"codes": np.array(self.numbers.codes), "lines": lines, "files": files.codes}
         return tokens.stored()[0] | rows, list(files.distinct)
 
 
@@ -630,20 +623,16 @@ def _checked(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             read_completion(record.get("completion"))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    for key, kind in _OPTIONAL.items():
-        if not isinstance(record.get(key), kind | None):
-            raise ValueError(f"{where}: `{key}` is a {type(record[key]).__name__}; expected {kind.__name__}")
+    for key, expected in _OPTIONAL.items():
+        value = record.get(key)
+        if isinstance(expected, type) and not isinstance(value, expected | None):
+            raise ValueError(f"{where}: `{key}` is a {type(value).__name__}; expected {expected.__name__}")
+        if isinstance(expected, tuple) and value is not None and value not in expected:
+            default, other = expected
+            raise ValueError(f"{where}: `{key}` = {value!r}; expected {default} (the default) or {other}")
     if record.get("prefill") and "completion" not in record:
         raise ValueError(
             f"{where}: `prefill` without a `completion` that goes on behind it; write the last answer there"
-        )
-    if record.get("chat_template") not in (None, "model", "none"):
-        raise ValueError(
-            f"{where}: `chat_template` = {record['chat_template']!r}; expected model (the default) or none"
-        )
-    if record.get("special_tokens") not in (None, "text", "keep"):
-        raise ValueError(
-            f"{where}: `special_tokens` = {record['special_tokens']!r}; expected text (the default) or keep"
         )
     doubled = [key for key in ("prompt", "system") if record.get(key)]
     if "messages" in record and (doubled or record.get("chat_template") == "none"):
@@ -798,11 +787,7 @@ class _Tokeniser:
         messages, open_turn = record.get("messages"), "completion" in record
         if messages is None:
             messages = PromptFormat(record.get("system")).messages(record["prompt"])
-        try:
-            dropped = self._parts.dropped(messages, arguments, open_turn=open_turn)
-        except REJECTED:  # so it does the row itself, which is reported with the row's own text
-            return
-        if dropped:
+        if dropped := self._parts.dropped(messages, arguments, open_turn=open_turn):
             raise ValueError(
                 f"the model's chat template does not show {dropped}: the model would never read it; remove "
                 "it from the row, or use a model whose chat template has it"

@@ -179,17 +179,14 @@ def _json_rows(path: Path, name: str) -> Iterator[Located]:
     try:
         with _open(path, name) as file:
             text = b"".join(_lines(file, name)).decode("utf-8-sig")
-        values = list(_items(text) if text.lstrip().startswith("[") else _objects(text))
+        is_list = text.lstrip().startswith("[")
+        values = list(enumerate(json.loads(text), 1) if is_list else _objects(text))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}: {_complaint(error, _EXPECTED)}") from error
     rows = [(f"{name}:{number}", _row(f"{name}:{number}", value, text)) for number, value in values]
     columns = dict.fromkeys(column for _, row in rows for column in row)
     for location, row in rows:
         yield location, {**columns, **row}
-
-
-def _items(text: str) -> Iterator[tuple[int, Any]]:
-    yield from enumerate(json.loads(text), 1)
 
 
 def _objects(text: str) -> Iterator[tuple[int, Any]]:

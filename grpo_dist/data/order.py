@@ -2,18 +2,32 @@
 
 The plain order is a function of (seed, step), so resuming needs only the step number. Other orders also
 depend on earlier samples, and a checkpoint stores their state.
+
+Curriculum by observed pass rate: prompts that are solved sometimes are sampled more often. The learning
+signal of a group with pass rate p is proportional to p (1 - p), the variance of its rewards: zero if all
+samples are correct or all are wrong. Pass rates are running averages with decay. Unseen prompts count as half
+correct, so a run starts with equal weights. A user-supplied order is a function that chooses the prompts of a
+batch by these rates.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Protocol
+from functools import lru_cache, partial
+from typing import Any, Protocol
 
 import numpy as np
 
-from grpo_dist.types import Group
+from grpo_dist.config.data import UserOrderConfig
+from grpo_dist.data.columns import uids_of
+from grpo_dist.plugins.inputs import OrderInputs
+from grpo_dist.plugins.user_code import ORDER, call, call_in_time, failures_named, load
+from grpo_dist.types import Group, Prompt, correctness
+
+_DECAY = 0.5  # weight of earlier observations when a prompt is observed again
+_FLOOR = 0.02  # weight of a prompt that is always correct or always wrong, since the policy changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +37,9 @@ class OrderState:
     ``position``, ``waiting`` and ``left_out`` (turns passed over by uid, see `stream.SolvedPrompts`) belong
     to `stream.PromptStream`; ``position`` counts the calls of any other order where groups are launched one
     by one (`batch.order` completion). ``pass_rates`` belong to
-    `curriculum.Curriculum`, ``pools`` (useful, useless), ``outcomes`` (right, wrong, by uid),
+    `Curriculum`, ``pools`` (useful, useless), ``outcomes`` (right, wrong, by uid),
     ``reward_scales`` (see `pools.RewardScale`, by source) to `pools.PoolOrder`, ``lengths``
-    (expected tokens by uid) to `stream.LengthOrder`. A ``reward_range`` of older checkpoints is not read.
+    (expected tokens by uid) to `stream.LengthOrder`.
     """
 
     position: int = 0
@@ -110,29 +124,16 @@ def _epoch(n: int, per_step: int, seed: int, epoch: int) -> np.ndarray:
     # the previous one therefore ends like its plain permutation. Shorter epochs are replayed from the first.
     if n >= 2 * per_step:
         return _follow(shuffled(n, seed, epoch - 1), n, per_step, seed, epoch)
-    return _short_epochs(n, per_step, seed).order(epoch)
+    orders = _short_epochs(n, per_step, seed)
+    while len(orders) <= epoch:
+        orders.append(_follow(orders[-1], n, per_step, seed, len(orders)))
+    return orders[epoch]
 
 
 @lru_cache(maxsize=4)
-def _short_epochs(n: int, per_step: int, seed: int) -> _ShortEpochs:
-    return _ShortEpochs(n, per_step, seed)
-
-
-class _ShortEpochs:
-    """Epochs that depend on all earlier ones; keeps the latest, so that consecutive calls need no replay."""
-
-    def __init__(self, n: int, per_step: int, seed: int) -> None:
-        self._settings = n, per_step, seed
-        self._epoch, self._order = 0, shuffled(n, seed, 0)
-
-    def order(self, epoch: int) -> np.ndarray:
-        n, per_step, seed = self._settings
-        if epoch < self._epoch:
-            self._epoch, self._order = 0, shuffled(n, seed, 0)
-        while self._epoch < epoch:
-            self._epoch += 1
-            self._order = _follow(self._order, n, per_step, seed, self._epoch)
-        return self._order
+def _short_epochs(n: int, per_step: int, seed: int) -> list[np.ndarray]:
+    """Return the first epochs, to which `_epoch` appends: each depends on all earlier ones."""
+    return [shuffled(n, seed, 0)]
 
 
 def _follow(before: np.ndarray, n: int, per_step: int, seed: int, epoch: int) -> np.ndarray:
@@ -151,3 +152,109 @@ def _follow(before: np.ndarray, n: int, per_step: int, seed: int, epoch: int) ->
 def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
     """Return the plain permutation of an epoch, int64 [n], read-only; that of epoch 0 for a negative one."""
     return np.random.default_rng((seed, max(epoch, 0))).permutation(n)
+
+
+# By pass rate
+
+
+Rates = dict[str, tuple[float, float]]  # uid -> (correct, scored), both decayed
+
+
+class Curriculum:
+    """Draws prompts by observed pass rate, deterministic in rates, seed and batch.
+
+    An order index is the index of a prompt.
+    """
+
+    def __init__(
+        self, uids: Sequence[str], per_batch: int, *, seed: int, rates: Mapping[str, tuple[float, float]]
+    ) -> None:
+        """``per_batch`` is the number of prompts a batch takes, including those it may not need."""
+        self._uids, self._per_batch, self._seed = list(uids), per_batch, seed
+        self._rates: Rates = {uid: (right, scored) for uid, (right, scored) in rates.items()}
+
+    @property
+    def state(self) -> OrderState:
+        return OrderState(pass_rates=dict(self._rates))
+
+    def prompt(self, index: int) -> int:
+        return index
+
+    def trained(self, indices: Sequence[int], sampled: Sequence[Group]) -> None:
+        """Update the pass rates from the rewards."""
+        for group in sampled:
+            right = correctness(group)
+            scored = right[~np.isnan(right)]
+            before = self._rates.get(group.prompt.uid, (0.0, 0.0))
+            self._rates[group.prompt.uid] = (
+                _DECAY * before[0] + float(scored.sum()),
+                _DECAY * before[1] + float(len(scored)),
+            )
+
+    def take(self, batch: int) -> list[int]:
+        """Draw by weight without replacement (Gumbel top-k; Efraimidis and Spirakis 2006)."""
+        noise = np.random.default_rng((self._seed, batch, 2)).gumbel(size=len(self._uids))
+        return np.argsort(-(np.log(self._weights()) + noise), kind="stable")[: self._per_batch].tolist()
+
+    def _weights(self) -> np.ndarray:
+        """Compute float64 [prompts]; 0.25 for an unseen prompt."""
+        right, scored = np.array([self._rates.get(uid, (0.0, 0.0)) for uid in self._uids]).T
+        share = (right + 1.0) / (scored + 2.0)
+        return np.maximum(share * (1.0 - share), _FLOOR)
+
+
+class UserOrder(Curriculum):
+    """Takes the prompts that the function names. Its state are the pass rates, as `Curriculum` keeps them."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        per_batch: int,
+        order: UserOrderConfig,
+        code_paths: Sequence[str],
+        *,
+        seed: int,
+        rates: Mapping[str, tuple[float, float]],
+        limit_s: float,
+    ) -> None:
+        """``per_batch`` is the number of prompts a batch takes, including those it may not need; ``limit_s``
+        the deadline of a call.
+        """
+        super().__init__(uids_of(prompts), per_batch, seed=seed, rates=rates)
+        self._prompts, self._name, self._kwargs = prompts, order.name, order.kwargs
+        self._code_paths, self._limit_s = code_paths, limit_s
+
+    def take(self, batch: int) -> list[int]:
+        """Return what the function chooses.
+
+        Raises ValueError where that is no list of distinct prompts, or is not there in time.
+        """
+        inputs = OrderInputs(batch, self._per_batch, self._prompts, dict(self._rates), self._seed)
+        choose = partial(chosen, self._name, self._code_paths, self._kwargs, inputs)
+        try:
+            return call_in_time(choose, self._limit_s, f"{ORDER.title} {self._name}")
+        except TimeoutError as error:
+            raise ValueError(f"batch {batch}: {error}") from error
+
+
+def chosen(name: str, code_paths: Sequence[str], kwargs: Mapping[str, Any], inputs: OrderInputs) -> list[int]:
+    """Call the function ``name``. Raises ValueError unless it returns distinct indices of prompts."""
+    choose = load(ORDER, name, code_paths)
+    with failures_named(ORDER, name):
+        chosen_indices = call(choose, inputs, kwargs)
+    last = len(inputs.prompts) - 1
+    try:
+        indices = [operator.index(index) for index in chosen_indices]
+    except TypeError as error:  # no list, or scores in place of indices
+        raise ValueError(
+            f"{ORDER.title} {name} returned {str(chosen_indices)[:80]} ({error}); expected {inputs.count} "
+            f"different indices of 0 to {last}, as whole numbers"
+        ) from error
+    wrong = [index for index in indices if not 0 <= index <= last]
+    if len(indices) != inputs.count or len(set(indices)) != len(indices) or wrong:
+        example = f"{wrong[0]}, which is no prompt" if wrong else f"{len(set(indices))} different ones"
+        raise ValueError(
+            f"{ORDER.title} {name} returned {len(indices)} indices with {example}; expected {inputs.count} "
+            f"different ones of 0 to {last}"
+        )
+    return indices

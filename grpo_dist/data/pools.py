@@ -35,8 +35,8 @@ from dataclasses import astuple, dataclass
 import numpy as np
 
 from grpo_dist.config import DataConfig
+from grpo_dist.data.columns import each, uids_of
 from grpo_dist.data.order import OrderState
-from grpo_dist.data.repeats import each, uids_of
 from grpo_dist.types import Group, Prompt, correctness
 
 _BORROWED = 2.0  # samples of its pool that the posterior of a prompt begins with
@@ -177,13 +177,10 @@ class RewardScale:
         """
         if len(rewards) < 2 or rewards.min() == rewards.max():
             return 0.0
-        return min(1.0, float(rewards.var(ddof=1)) / self._largest_variance)
-
-    @property
-    def _largest_variance(self) -> float:
-        """The mean squared distance from the middle of the range, above 0 where rewards differ."""
+        # The mean squared distance from the middle of the range, above 0 where rewards differ.
         middle, mean = (self.low + self.high) / 2, self.total / self.count
-        return self.squares / self.count - 2 * middle * mean + middle**2
+        largest = self.squares / self.count - 2 * middle * mean + middle**2
+        return min(1.0, float(rewards.var(ddof=1)) / largest)
 
 
 def _known_rewards(group: Group) -> np.ndarray:
@@ -199,10 +196,6 @@ def _scales(groups: Sequence[Group], known: Mapping[str, RewardScale]) -> dict[s
             source = group.prompt.source
             scales[source] = scales.get(source, RewardScale()).add_rewards(rewards)
     return scales
-
-
-def _usefulness(group: Group, scales: Mapping[str, RewardScale]) -> float:
-    return scales.get(group.prompt.source, RewardScale()).usefulness(_known_rewards(group))
 
 
 def check_pools(data: DataConfig, prompts: Sequence[Prompt], names: Sequence[str]) -> None:
@@ -257,7 +250,10 @@ def pool_metrics(groups: Sequence[Group], by: str) -> Mapping[str, float]:
         pool_groups = [group for group, pool in zip(groups, pools, strict=True) if pool == name]
         right = np.concatenate([correctness(group) for group in pool_groups])
         scored = right[~np.isnan(right)]
-        useful = [_usefulness(group, scales) for group in pool_groups]
+        useful = [
+            scales.get(group.prompt.source, RewardScale()).usefulness(_known_rewards(group))
+            for group in pool_groups
+        ]
         metrics[f"pool/{name}/share"] = len(pool_groups) / len(groups)
         metrics[f"pool/{name}/pass_rate"] = float(scored.mean()) if len(scored) else float("nan")
         metrics[f"pool/{name}/usefulness"] = float(np.mean(useful))

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import numpy as np
 
 from grpo_dist.chat.batches import BatchEncoder
-from grpo_dist.chat.frames import writes_text_as_it_is
 from grpo_dist.chat.template import (
     REJECTED,
     ControlTokens,
@@ -26,13 +25,26 @@ from grpo_dist.chat.template import (
     is_of_library,
     render,
     render_all,
+    writes_text_as_it_is,
 )
 from grpo_dist.config import DataConfig, DataSourceConfig
 from grpo_dist.config.text import fill
-from grpo_dist.data import repeats
-from grpo_dist.data.columns import Column, Computed, Texts, TokenIds, load, save, store_key
+from grpo_dist.data.columns import (
+    Column,
+    Computed,
+    Prompts,
+    Repeated,
+    Table,
+    Texts,
+    TokenIds,
+    column,
+    load,
+    occurrences,
+    save,
+    sorted_counts,
+    store_key,
+)
 from grpo_dist.data.readers import DataRow, DataRows, RowTable, hashes_of
-from grpo_dist.data.repeats import Prompts, Repeated, Table, column, occurrences
 from grpo_dist.data.tasks import SourceTasks
 from grpo_dist.environments.base import Message
 from grpo_dist.types import Prompt, Task, Thought
@@ -337,7 +349,7 @@ def encode_rows(
         Repeated(list(thoughts), np.array(thought_codes, np.int32)),
         all_messages.texts(),
         asks,
-        specials.warnings(rows),
+        list(specials.warnings(rows)),
     )
 
 
@@ -475,7 +487,7 @@ def build_prompts(
     for code, source in enumerate(table.sources.distinct):
         is_its = table.sources.codes[index] == code
         uids = table.uids[index[is_its]]
-        hashes, times = repeats.sorted_counts(uids)
+        hashes, times = sorted_counts(uids)
         before = counts.of(source, hashes)
         if before.any() or len(hashes) < len(uids):
             numbers[is_its] = occurrences(np.searchsorted(hashes, uids), before)
@@ -516,11 +528,7 @@ def _check_parts(
     parts: PartsCheck, prompt_format: PromptFormat, asked: str | Sequence[Message], row: DataRow
 ) -> None:
     """Raise ValueError where the chat template drops a part of the prompt, on its first row of this shape."""
-    try:
-        dropped = parts.dropped(prompt_format.messages(asked), prompt_format.template_kwargs)
-    except REJECTED:  # so it does the row itself, which is reported with the row's own text
-        return
-    if dropped:
+    if dropped := parts.dropped(prompt_format.messages(asked), prompt_format.template_kwargs):
         keys = {"the system prompt": " (`data.system_prompt`, or the row's own)"}
         raise ValueError(
             f"{row.location}: the model's chat template does not show {dropped}{keys.get(dropped, '')}: the "
@@ -560,36 +568,29 @@ class _SpecialTokens:
         """
         self._ended += (first + np.flatnonzero(last_ids == self._eos)).tolist()
 
-    def warnings(self, rows: DataRows) -> list[str]:
-        """Return what to tell the user of ``rows``."""
-        return [*self._text_warnings(rows), *self._end_warnings(rows), *self._tokenizer_warnings()]
-
-    def _text_warnings(self, rows: DataRows) -> Iterator[str]:
-        if not self._written:
-            return
-        times, found = rows.counts(), Counter[str]()
+    def warnings(self, rows: DataRows) -> Iterator[str]:
+        """Yield what to tell the user of ``rows``."""
+        times, places = rows.counts(), Counter[str]()
         for number, controls in self._written.items():
-            found.update(dict.fromkeys(controls, int(times[number])))
-        names = ", ".join(repr(name) for name, _ in found.most_common(3))
-        treated = (
-            "each is broken by a space, so that it stays text" if self._breaks
-            else "`data.chat_template` = none takes a row as the rendered prompt, so they are read as tokens"
-        )  # fmt: skip
-        yield (
-            f"warning: the text of {times[list(self._written)].sum()} of {len(rows)} rows has special tokens "
-            f"of the tokenizer ({names}), e.g. {rows.distinct[min(self._written)].location}; {treated}"
-        )
-
-    def _end_warnings(self, rows: DataRows) -> Iterator[str]:
+            places.update(dict.fromkeys(controls, int(times[number])))
+        if self._written:
+            names = ", ".join(repr(name) for name, _ in places.most_common(3))
+            treated = (
+                "each is broken by a space, so that it stays text" if self._breaks else
+                "`data.chat_template` = none takes a row as the rendered prompt, so they are read as tokens"
+            )  # fmt: skip
+            yield (
+                f"warning: the text of {times[list(self._written)].sum()} of {len(rows)} rows has special "
+                f"tokens of the tokenizer ({names}), e.g. {rows.distinct[min(self._written)].location}; "
+                f"{treated}"
+            )
         if self._ended:
             yield (
-                f"warning: {rows.counts()[self._ended].sum()} of {len(rows)} prompts end with the EOS token "
+                f"warning: {times[self._ended].sum()} of {len(rows)} prompts end with the EOS token "
                 f"{self._tokenizer.eos_token!r}, e.g. {rows.distinct[self._ended[0]].location}; the policy "
                 "goes on behind the end of a text: remove it from the row, or use a chat template that "
                 "begins the answer"
             )
-
-    def _tokenizer_warnings(self) -> Iterator[str]:
         if not self._templated and (behind := added_ids(self._tokenizer)[1]):
             names = ", ".join(map(repr, self._tokenizer.convert_ids_to_tokens(behind)))
             yield (

@@ -16,7 +16,6 @@ import json
 import math
 import re
 from array import array
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -31,21 +30,25 @@ import regex
 
 from grpo_dist.config import DataConfig, DataSourceConfig
 from grpo_dist.config.text import fill, names_in
-from grpo_dist.data import repeats
 from grpo_dist.data.columns import (
     STORED_FROM,
     Column,
     Computed,
+    Numbers,
+    Repeated,
+    Table,
     Texts,
+    each_place,
     files_digest,
     files_state,
     hex_texts,
     load,
+    record_hash,
     save,
+    sorted_counts,
     store_key,
 )
 from grpo_dist.data.files import OtherValues, text_columns
-from grpo_dist.data.repeats import Repeated, Table, each_place
 from grpo_dist.data.sources import EnvironmentProblems, records, source_files
 from grpo_dist.environments.base import Message
 from grpo_dist.errors import expanded
@@ -232,7 +235,29 @@ class Names:
         self._codes.extend([self._numbers.setdefault(name, len(self._numbers))] * times)
 
     def repeated(self) -> Repeated[str]:
-        return Repeated(list(self._numbers), np.array(self._codes, np.int32))
+        return Repeated(list(self._numbers), np.array(self._codes))
+
+
+class Locations:
+    """Collects where rows stand: names of files, and lines, -1 where a location is the name alone."""
+
+    def __init__(self) -> None:
+        self._names, self._lines = Names(), array("q")
+
+    def append(self, location: str) -> None:
+        name, _, line = location.rpartition(":")
+        is_number = line.isascii() and line.isdigit() and (line == "0" or line[0] != "0")
+        name, number = (name, int(line)) if name and is_number else (location, -1)
+        self._names.append(name)
+        self._lines.append(number)
+
+    def extend(self, file: str, lines: Sequence[int] | np.ndarray) -> None:
+        self._names.append(file, len(lines))
+        self._lines.frombytes(np.asarray(lines, np.int64).tobytes())
+
+    def columns(self) -> tuple[Repeated[str], np.ndarray]:
+        """Return the files, and the lines, int64."""
+        return self._names.repeated(), np.array(self._lines)
 
 
 class _RowWriter:
@@ -240,8 +265,8 @@ class _RowWriter:
 
     def __init__(self) -> None:
         self._problems, self._answers, self._further = Column(), Column(), Column()
-        self._uids, self._hashes, self._lines = array("Q"), array("Q"), array("q")
-        self._sources, self._files = Names(), Names()
+        self._uids, self._hashes = array("Q"), array("Q")
+        self._sources, self._locations = Names(), Locations()
         self._others: dict[int, _Further] = {}
 
     def append(self, row: DataRow) -> None:
@@ -252,15 +277,13 @@ class _RowWriter:
             if stored is None:
                 self._others[len(self._uids)] = further
             dumped = stored or b""
-        file, line = split_location(row.location)
         self._problems.append_text(row.problem)
         self._answers.append_text(row.answer)
         self._further.append(dumped)
         self._uids.append(_hash(f"{asked}\x1f{row.answer}"))
         self._hashes.append(_hash(row.problem.strip()))
-        self._lines.append(line)
         self._sources.append(row.source)
-        self._files.append(file)
+        self._locations.append(row.location)
 
     def extend_plain(
         self,
@@ -277,20 +300,20 @@ class _RowWriter:
         self._further.extend([b""] * count)
         self._uids.frombytes(uids.tobytes())
         self._hashes.frombytes(hashes_of(map(_encoded, map(str.strip, problems))).tobytes())
-        self._lines.frombytes(lines.tobytes())
         self._sources.append(names[0], count)
-        self._files.append(names[1], count)
+        self._locations.extend(names[1], lines)
 
     def table(self) -> RowTable:
+        files, lines = self._locations.columns()
         return RowTable(
             self._problems.texts(),
             self._answers.texts(),
             self._further.texts(),
-            np.array(self._uids, np.uint64),
-            np.array(self._hashes, np.uint64),
-            np.array(self._lines, np.int64),
+            np.array(self._uids),
+            np.array(self._hashes),
+            lines,
             self._sources.repeated(),
-            self._files.repeated(),
+            files,
             self._others,
         )
 
@@ -336,8 +359,8 @@ def _is_json(value: Any) -> bool:
 class DataRows(Repeated[DataRow]):
     """Rows of a data source. The distinct ones have the location of their first place.
 
-    ``files``, ``lines``: int64 [files] the first place of each file by its name, and int64 [n]: -1 where a
-    location is the name alone. ``key``: a name of what they are, see `columns.store_key`; "": it is unknown.
+    ``files``, ``lines``: where each row stands, as in `RowTable`. ``key``: a name of what the rows are, see
+    `columns.store_key`; "": it is unknown.
     """
 
     distinct: RowTable
@@ -346,13 +369,12 @@ class DataRows(Repeated[DataRow]):
         self,
         distinct: RowTable,
         codes: np.ndarray,
+        files: Repeated[str],
         lines: np.ndarray,
-        files: Sequence[tuple[int, str]],
         key: str = "",
     ) -> None:
         super().__init__(distinct, codes)
-        self.lines, self.files, self.key = lines, files, key
-        self._starts = [start for start, _ in files]
+        self.files, self.lines, self.key = files, lines, key
 
     @classmethod
     def from_rows(cls, rows: Sequence[DataRow]) -> DataRows:
@@ -363,15 +385,13 @@ class DataRows(Repeated[DataRow]):
         for row in rows:
             writer.append(row)
         table = writer.table()
-        codes = table.files.codes
-        files = [(i, table.files[i]) for i in np.flatnonzero(np.diff(codes, prepend=-1)).tolist()]
-        return cls(table, np.arange(len(rows), dtype=np.int32), table.lines, files)
+        return cls(table, np.arange(len(rows), dtype=np.int32), table.files, table.lines)
 
     def _at(self, place: int) -> DataRow:
         return replace(self.distinct[int(self.codes[place])], location=self.location(place))
 
     def location(self, place: int) -> str:
-        return join_location(self.files[bisect_right(self._starts, place) - 1][1], self.lines[place])
+        return join_location(self.files[place], self.lines[place])
 
     def uids(self) -> Iterator[str]:
         """Yield the uid of each row, which depends on no tokenizer."""
@@ -385,23 +405,18 @@ class DataRows(Repeated[DataRow]):
     def select(self, places: np.ndarray) -> DataRows:
         """Return the rows at ``places``, int64 in order. They begin with the first of each distinct one."""
         chosen, codes = np.unique(self.codes[places], return_inverse=True)
-        starts = np.searchsorted(places, self._starts)
-        files = [(int(start), name) for start, (_, name) in zip(starts, self.files, strict=True)]
         key = self.key and store_key([self.key, hashlib.sha256(places.tobytes()).hexdigest()])
         return DataRows(
-            self.distinct.select(chosen), codes.astype(np.int32), self.lines[places], files, key
-        )  # fmt: skip
+            self.distinct.select(chosen),
+            codes.astype(np.int32),
+            self.files.select(places),
+            self.lines[places],
+            key,
+        )
 
 
 def join_location(file: str, line: int) -> str:
     return file if line < 0 else f"{file}:{line}"
-
-
-def split_location(location: str) -> tuple[str, int]:
-    """Return name and number of ``name:number``; the whole and -1 for another."""
-    name, _, line = location.rpartition(":")
-    is_number = line.isascii() and line.isdigit() and (line == "0" or line[0] != "0")
-    return (name, int(line)) if name and is_number else (location, -1)
 
 
 def read(
@@ -424,9 +439,9 @@ def read(
     decides = [source.model_dump(mode="json", exclude=_NOT_OF_ROWS), sorted(asked), files_digest(files)]
     key = store_key(["rows", decides, list(map(str, files))])
     if (stored := load(key)) is not None:
-        arrays, (names, places) = stored
-        table = RowTable.from_store(arrays, names)
-        return DataRows(table, arrays["places"], arrays["place_lines"], list(map(tuple, places)), key)
+        arrays, (names, files) = stored
+        table, files = RowTable.from_store(arrays, names), Repeated(files, arrays["row_files"])
+        return DataRows(table, arrays["rows"], files, arrays["row_lines"], key)
     rows_read = None
     is_large = sum(size for size, _ in before) > LARGE
     if is_large and not asked and files == [expanded(str(source.path))]:
@@ -437,8 +452,9 @@ def read(
         rows_read.key = ""  # a file was written meanwhile: what was read need not be what was hashed
     elif len(rows_read) >= STORED_FROM and not rows_read.distinct.others:
         arrays, names = rows_read.distinct.stored()
-        arrays |= {"places": rows_read.codes, "place_lines": rows_read.lines}
-        save(key, arrays, [names, rows_read.files])
+        files = rows_read.files
+        arrays |= {"rows": rows_read.codes, "row_files": files.codes, "row_lines": rows_read.lines}
+        save(key, arrays, [names, list(files.distinct)])
     return rows_read
 
 
@@ -462,26 +478,22 @@ def _read(
     asked: Collection[str],
     key: str,
 ) -> DataRows:
-    label, may_repeat = source_name(source), not (brings_columns(source) or source.is_own)
-    writer, numbers = _RowWriter(), repeats.Numbers()
-    lines, files = array("q"), list[tuple[int, str]]()
+    label, may_repeat = source.label, not (brings_columns(source) or source.is_own)
+    writer, numbers, locations = _RowWriter(), Numbers(), Locations()
     for location, record in records(source, own, names):
-        if source.max_rows is not None and len(lines) >= source.max_rows:
+        if source.max_rows is not None and len(numbers.codes) >= source.max_rows:
             break
-        if numbers.add(repeats.content(record) if may_repeat and numbers.finds_repeats else None):
+        if numbers.add(record_hash(record) if may_repeat and numbers.finds_repeats else None):
             row = _row(record, location, source, label)
             more = {name: record[name] for name in asked if name in record and name not in row.columns}
             writer.append(replace(row, columns={**row.columns, **more}) if more else row)
-        name, line = split_location(location)
-        if not files or files[-1][1] != name:
-            files.append((len(lines), name))
-        lines.append(line)
-    if not lines:
+        locations.append(location)
+    if not numbers.codes:
         raise ValueError(
             f"{source.path or label}: no rows; expected at least one with `{source.problem_column}` and "
             f"`{source.answer_column}`"
         )
-    return DataRows(writer.table(), np.array(numbers.codes), np.array(lines), files, key)
+    return DataRows(writer.table(), np.array(numbers.codes), *locations.columns(), key)
 
 
 def _read_plain(source: DataSourceConfig, file: Path, key: str) -> DataRows | None:
@@ -492,11 +504,11 @@ def _read_plain(source: DataSourceConfig, file: Path, key: str) -> DataRows | No
     has_part = not re.fullmatch(r"\w+", source.split)
     if source.template or source.columns or has_part or any(setting is not None for setting in settings):
         return None
-    names, label, most = (source.problem_column, source.answer_column), source_name(source), source.max_rows
+    names, label, most = (source.problem_column, source.answer_column), source.label, source.max_rows
     if any("." in name for name in names) or source.subset is not None:
         return None
     name, writer = str(expanded(str(source.path))), _RowWriter()
-    numbers = repeats.Numbers()
+    numbers = Numbers()
     try:
         for first, (problems, answers) in text_columns(file, name, names):
             if most is not None:
@@ -517,8 +529,9 @@ def _read_plain(source: DataSourceConfig, file: Path, key: str) -> DataRows | No
         return None
     if not numbers.codes:
         return None
-    lines = np.arange(1, len(numbers.codes) + 1, dtype=np.int64)
-    return DataRows(writer.table(), np.array(numbers.codes, np.int32), lines, [(0, name)], key)
+    codes = np.array(numbers.codes)
+    lines = np.arange(1, len(codes) + 1, dtype=np.int64)
+    return DataRows(writer.table(), codes, Repeated([name], np.zeros(len(codes), np.int32)), lines, key)
 
 
 class _WrongKind(ValueError):
@@ -579,11 +592,6 @@ def brings_columns(source: DataSourceConfig) -> bool:
     reasoning-gym, which score by them.
     """
     return source.path is None or source.is_generated_by_reasoning_gym
-
-
-def source_name(source: DataSourceConfig) -> str:
-    """Return the name of a source in metrics and samples."""
-    return source.label
 
 
 # Columns
@@ -769,7 +777,10 @@ def _earlier_turns(
         pairs = _column(record, name, location, "history_column") or []
         if isinstance(pairs, str):
             pairs = _stored_in(pairs)
-        if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
+        if not isinstance(pairs, list) or not all(
+            isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+            for pair in pairs
+        ):
             raise ValueError(
                 f"{location}: `{name}` is {str(pairs)[:60]!r}; expected a list of pairs of question and "
                 "answer, both text: correct the row, or remove `history_column`"
@@ -782,10 +793,6 @@ def _earlier_turns(
             "`system_column` and `history_column`; remove these settings, or name a column of text"
         )
     return turns
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
 def _filled(record: Mapping[str, Any], name: str, location: str, setting: str) -> str:
@@ -932,7 +939,7 @@ def find_duplicates(data: DataConfig, sources: Sequence[SourceRows]) -> Duplicat
     begins = np.cumsum([0, *map(len, hashes)])
     joined = np.concatenate([np.empty(0, np.uint64), *hashes])
     first_of = np.arange(len(joined))  # of each distinct row of all sources, the first with its problem
-    if len(repeats.sorted_counts(joined)[0]) < len(joined):
+    if len(sorted_counts(joined)[0]) < len(joined):
         _, first, inverse = np.unique(joined, return_index=True, return_inverse=True)
         first_of = first[inverse]
 

@@ -65,8 +65,8 @@ from dataclasses import replace
 import numpy as np
 
 from grpo_dist.config import DataConfig
+from grpo_dist.data.columns import sources_of, uids_of
 from grpo_dist.data.order import OrderState, shuffled
-from grpo_dist.data.repeats import sources_of, uids_of
 from grpo_dist.types import Group, Prompt, correctness
 
 _GOLDEN = (5**0.5 - 1) / 2

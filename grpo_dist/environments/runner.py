@@ -181,7 +181,7 @@ class EpisodeRunner:
             answer = await self._ask(episode, state, "step", action=action.text)
         except ProcessFailure as failure:
             state.failed = True
-            return Observed(failed=_described(task, failure))
+            return Observed(failed=f"{task.environment}: {failure.outcome}: {failure}"[:_REASON])
         except asyncio.CancelledError:
             state.failed = True  # its process has been killed, and none is started to close it
             raise
@@ -243,7 +243,10 @@ class EpisodeRunner:
         try:
             answer = await self._ask(episode, state, "call", **asdict(call))
         except ProcessFailure as failure:
-            if failure.infrastructure or not failure.lost or not await self._is_stateless(episode, state):
+            if failure.infrastructure or not failure.lost:
+                raise
+            described = await state.host.ask(episode, "describe", {}, timeout_s=self._settings.timeout_s)
+            if not described["stateless"]:
                 raise
             return ToolCall(call.name, call.arguments, str(failure), failure.outcome, 0.0)
         if "code" in answer:
@@ -251,14 +254,6 @@ class EpisodeRunner:
             ran = await self._sandbox.run(episode, replace_surrogates(answer["code"]))
             return ToolCall(call.name, call.arguments, ran.output, ran.outcome, ran.seconds)
         return ToolCall(call.name, call.arguments, answer["result"], answer["outcome"], answer["seconds"])
-
-    async def _is_stateless(self, episode: str, state: _Episode) -> bool:
-        described = await state.host.ask(episode, "describe", {}, timeout_s=self._settings.timeout_s)
-        return bool(described["stateless"])
-
-
-def _described(task: Task, failure: ProcessFailure) -> str:
-    return f"{task.environment}: {failure.outcome}: {failure}"[:_REASON]
 
 
 # Before a run

@@ -59,7 +59,7 @@ class TypedTool:
         description = inspect.getdoc(function)
         if not description:
             raise ValueError(f"tool `{self.name}` has no docstring; the policy reads it to know what it does")
-        items = {n: _item(hints[n], parameters[n].default) for n in self._names}
+        items = {n: (Required if n in self._required else NotRequired)[hints[n]] for n in self._names}
         arguments = TypedDict(self.name, items)  # type: ignore[misc]
         arguments.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
         try:
@@ -126,10 +126,6 @@ def as_text(result: Any) -> str:
         return json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError):
         return str(result)
-
-
-def _item(hint: Any, default: Any) -> Any:
-    return Required[hint] if default is inspect.Parameter.empty else NotRequired[hint]
 
 
 def _decoded(text: str) -> Any:

@@ -27,10 +27,9 @@ from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.batch.signal import SignalRule
 from grpo_dist.config import Config, DynamicSamplingConfig, ReferenceConfig
 from grpo_dist.config.data import LengthOrderConfig, PassRateOrderConfig, PoolsOrderConfig, UserOrderConfig
-from grpo_dist.data.curriculum import Curriculum, UserOrder
-from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
+from grpo_dist.data.columns import uids_of
+from grpo_dist.data.order import Curriculum, EpochOrder, OrderState, PromptOrder, UserOrder
 from grpo_dist.data.pools import PoolOrder
-from grpo_dist.data.repeats import uids_of
 from grpo_dist.data.stream import LengthOrder, PromptStream, SolvedPrompts
 from grpo_dist.loop.admission import Admission, rounded_up
 from grpo_dist.loop.groups import FrozenModels, GroupDraw, GroupScorer, ScoredBatch

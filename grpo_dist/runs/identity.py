@@ -39,8 +39,7 @@ from grpo_dist.config.differences import drop, flat, has_place
 from grpo_dist.config.environments import BUILTIN_ENVIRONMENTS
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.text import unescaped
-from grpo_dist.data.columns import digest_parts
-from grpo_dist.data.repeats import Prompts, column
+from grpo_dist.data.columns import Prompts, column, digest_parts
 from grpo_dist.environments.registry import own_environments
 from grpo_dist.plugins.user_code import (
     ADVANTAGE,

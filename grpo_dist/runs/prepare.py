@@ -28,7 +28,17 @@ from grpo_dist.config import (
     SFTConfig,
 )
 from grpo_dist.config.text import names_in
-from grpo_dist.data.columns import STORED_FROM, load, save, store_key
+from grpo_dist.data.columns import (
+    STORED_FROM,
+    Prompts,
+    Repeated,
+    column,
+    distinct_of,
+    each_place,
+    load,
+    save,
+    store_key,
+)
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.pools import check_pools
 from grpo_dist.data.prompts import (
@@ -49,9 +59,7 @@ from grpo_dist.data.readers import (
     common_columns,
     find_duplicates,
     media_problem,
-    source_name,
 )
-from grpo_dist.data.repeats import Prompts, Repeated, column, distinct_of, each_place
 from grpo_dist.data.sources import find_hub_failure
 from grpo_dist.data.stream import check_weights
 from grpo_dist.data.tasks import source_tasks
@@ -142,7 +150,7 @@ def build_inputs(
             f"data.train: {len(prompts)} prompts, but `batch.prompts_per_step` = {needed} must be drawn "
             f"without repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
-    check_pools(config.data, prompts, [source_name(source) for source, _ in train_rows])
+    check_pools(config.data, prompts, [source.label for source, _ in train_rows])
     check_weights(config.data, prompts, in_flight=Admission.from_config(config, prompts).drawn)
     with stage("evaluation sets", quiet=True):
         eval_sets = prepare_eval(sections, eval_rows, tokenizer, prompts, warn)
@@ -253,12 +261,12 @@ def prepare_eval(
     """
     data, eval_sets = sections.data, []
     whole = {
-        source_name(source)
+        source.label
         for source in data.resolve_prompts((*data.train, *data.eval))
         if set(names_in(source.template or "")) - {"problem"}
     }
     for source, rows in sources:
-        name = source_name(source)
+        name = source.label
         ((_, rows),) = drop_duplicates(data, [(source, rows)], f"data.eval {name}", say)
         eval_set = EvalSet(name, load_prompts(sections, source, rows, tokenizer, say).prompts)
         overlap = check_overlap(prompts, eval_set.prompts, whole)
@@ -491,7 +499,7 @@ def _remarks(
     sections: PromptSections, source: DataSourceConfig, rows: DataRows, built: BuiltPrompts
 ) -> Iterator[str]:
     """Yield what to tell the user of the rows of a source."""
-    name, dropped = source_name(source), built.dropped
+    name, dropped = source.label, built.dropped
     table = rows.distinct
     distinct = dict[str, int]()  # answers, with their numbers
     codes = np.array([distinct.setdefault(answer, len(distinct)) for answer in table.answers], np.int32)

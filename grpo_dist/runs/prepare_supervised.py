@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo_dist.config import Config, SupervisedConfig
+from grpo_dist.data.columns import column
 from grpo_dist.data.demonstrations import (
     Demonstration,
     count_held_out,
@@ -13,7 +14,6 @@ from grpo_dist.data.demonstrations import (
     load_demonstrations,
     split,
 )
-from grpo_dist.data.repeats import column
 from grpo_dist.errors import refuse
 from grpo_dist.runs.identity import DataOrigin
 from grpo_dist.runs.prepare import RunInputs, load_tokenizer, sft_model

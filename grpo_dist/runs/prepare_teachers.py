@@ -20,9 +20,9 @@ from grpo_dist.config import (
     TeacherConfig,
 )
 from grpo_dist.config.text import fill
+from grpo_dist.data.columns import sources_of
 from grpo_dist.data.demonstrations import Demonstration, Stream, load_demonstrations
 from grpo_dist.data.prompts import PromptFormat
-from grpo_dist.data.repeats import sources_of
 from grpo_dist.errors import refuse
 from grpo_dist.policy.lora import empty_model
 from grpo_dist.policy.model import check_supported, vocabulary_size

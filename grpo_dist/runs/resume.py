@@ -14,8 +14,8 @@ from grpo_dist.algorithms.moments import Moments
 from grpo_dist.config import Config, PolicyConfig
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.secrets import HIDDEN
+from grpo_dist.data.columns import ByUid
 from grpo_dist.data.order import OrderState
-from grpo_dist.data.repeats import ByUid
 from grpo_dist.health import HealthState
 from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch, ScheduleState
 from grpo_dist.observe.samples import read_groups

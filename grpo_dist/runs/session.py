@@ -15,8 +15,8 @@ from grpo_dist import driver
 from grpo_dist.config import BatchConfig, Config
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.presets import described
+from grpo_dist.data.columns import uids_of
 from grpo_dist.data.order import step_prompts
-from grpo_dist.data.repeats import uids_of
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.errors import RERUN, RunEnded, UserError, as_user_errors
 from grpo_dist.evaluation.sampling import evaluate

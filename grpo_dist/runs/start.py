@@ -13,7 +13,7 @@ from grpo_dist.config import Config
 from grpo_dist.config.presets import described
 from grpo_dist.data.demonstrations import load_source
 from grpo_dist.data.pools import pool_sizes
-from grpo_dist.data.readers import SourceRows, read_all, source_name
+from grpo_dist.data.readers import SourceRows, read_all
 from grpo_dist.data.tasks import environment_problems
 from grpo_dist.rewards.checks import asked_columns
 from grpo_dist.runs.cold_start import find_trained
@@ -68,7 +68,7 @@ def check_data(start: Start) -> str:
     train, held_out = read_sets.values()
     start.rows = (train, held_out)
     counts = [
-        ", ".join(f"{len(rows)} of {source_name(source)}" for source, rows in read_rows)
+        ", ".join(f"{len(rows)} of {source.label}" for source, rows in read_rows)
         for read_rows in start.rows
     ]
     return f"rows for training: {counts[0]}; held out: {counts[1] or 'none'}"

@@ -25,8 +25,8 @@ import numpy as np
 
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.config import AlgorithmConfig, Config, DistillationConfig
+from grpo_dist.data.columns import uids_of
 from grpo_dist.data.order import OrderState
-from grpo_dist.data.repeats import uids_of
 from grpo_dist.errors import SamplesLost, UserError, as_user_errors
 from grpo_dist.evaluation.sampling import evaluate
 from grpo_dist.health import HealthState, HealthWatch

@@ -17,8 +17,8 @@ import numpy as np
 
 from grpo_dist.config import Config, EnvironmentsConfig, RewardsConfig, SamplingConfig
 from grpo_dist.config.environments import AGENT
+from grpo_dist.data.columns import distinct_of, sources_of
 from grpo_dist.data.readers import SourceRows, common_columns
-from grpo_dist.data.repeats import distinct_of, sources_of
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.dialogue import template_text
 from grpo_dist.environments.episode import Action, Call, Observed

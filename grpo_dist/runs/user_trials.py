@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from grpo_dist.config.secrets import masked_text
-from grpo_dist.data.curriculum import chosen
+from grpo_dist.data.order import chosen
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.user_rollout import UserRollout
 from grpo_dist.errors import raised

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from grpo_dist.config import DataSourceConfig, RewardsConfig
-from grpo_dist.data.readers import read, source_name
+from grpo_dist.data.readers import read
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.environments import reasoning_gym as adapter
 from grpo_dist.rewards.checks import check_rewards
@@ -34,7 +34,7 @@ def test_rows_are_different_problems_with_answers():
     own = source(max_terms=3, seed=1)
     rows = read(own)
     assert len({row.problem for row in rows}) == 40 and all(int(row.answer) is not None for row in rows)
-    assert source_name(own) == rows[0].source == "chain_sum"
+    assert own.label == rows[0].source == "chain_sum"
     assert rows[0].location == "reasoning_gym:chain_sum/train:1"
     assert read(source(max_terms=3, seed=2))[0].problem != rows[0].problem
 

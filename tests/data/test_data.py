@@ -14,7 +14,7 @@ from grpo_dist.config import DataSourceConfig, SFTConfig
 from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.prompts import PromptFormat, build_prompts, check_overlap
-from grpo_dist.data.readers import DataRow, read, source_name
+from grpo_dist.data.readers import DataRow, read
 from grpo_dist.runtime.seeds import derived_seed, request_seed, request_seeds
 from tests.support.tiers import slow_after
 
@@ -282,7 +282,7 @@ def test_an_unreachable_hub_id_is_rejected_with_a_remedy(monkeypatch):
 def test_real_problem_sets_read_without_loss(shared_data):
     for name, count in (("gsm8k_train", 7473), ("gsm8k_test", 1319), ("math500", 500), ("svamp", 1000)):
         source = DataSourceConfig(path=str(shared_data / f"{name}.jsonl"))
-        assert (source_name(source), len(read(source))) == (name, count)
+        assert (source.label, len(read(source))) == (name, count)
     assert len(read(DataSourceConfig(path=str(shared_data / "gsm8k_train.jsonl"), max_rows=10))) == 10
 
 

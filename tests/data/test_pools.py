@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from pydantic import TypeAdapter
 from grpo_dist.config import DataConfig
 from grpo_dist.data.order import OrderState
 from grpo_dist.data.pools import PoolOrder, RewardScale, check_pools, pool_metrics, pool_of, pool_sizes
-from grpo_dist.data.readers import source_name
 from grpo_dist.driver import run
 from grpo_dist.types import Group
 from tests.support import fakes
@@ -134,17 +133,6 @@ def test_rewards_without_bounds_count_by_what_varies_within_their_groups():
     assert np.mean([scale.usefulness(own) for own in same]) < 0.05
 
 
-def test_the_state_of_an_older_checkpoint_with_one_range_for_all_sources_is_read():
-    state = TypeAdapter(OrderState).validate_python(
-        {"reward_range": [-9.0, 9.0], "pools": {"easy": [3.0, 1.0]}}
-    )
-    own = prompts(3)
-    pools = order(own, 3, state=state)
-    assert pools.state.pools["easy"] == (3.0, 1.0)
-    pools.trained([0], [outcome(own[0], 4)])
-    assert pools.state.reward_scales == {"easy": astuple(RewardScale(0.0, 1.0, 8, 4.0, 4.0))}
-
-
 @pytest.mark.parametrize(
     ("train", "settings", "said"),
     [
@@ -157,7 +145,7 @@ def test_a_single_pool_is_refused_and_so_are_sources_that_would_share_one(train,
     data = DataConfig(train=train, order="pools", pools=settings)
     own = [replace(p, source="math") for p in fakes.prompts(4)]
     with pytest.raises(ValueError, match=said):
-        check_pools(data, own, [source_name(source) for source in data.train])
+        check_pools(data, own, [source.label for source in data.train])
     check_pools(data.model_copy(update={"order": "epochs"}), own, ["a", "b"])
 
 

@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, RewardsConfig, SFTConfig
 from grpo_dist.data import readers
+from grpo_dist.data.columns import ByUid, occurrences, record_hash, uids_of
 from grpo_dist.data.demonstrations import count_rows, load_demonstrations
 from grpo_dist.data.files import json_lines
 from grpo_dist.data.order import EpochOrder, OrderState
 from grpo_dist.data.prompts import build_prompts
 from grpo_dist.data.readers import DataRow, read, read_all
-from grpo_dist.data.repeats import ByUid, content, occurrences, uids_of
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.runs.identity import columns_digest, data_digest
@@ -308,8 +308,8 @@ def test_a_prompt_that_occurs_again_is_found_by_its_uid():
 
 def test_what_is_remembered_of_rows_does_not_grow_with_their_length(tmp_path, monkeypatch):
     solution = "x" * 100_000
-    assert len(content({"problem": "1+1", "solution": solution})) == 16
-    assert content({"level": 1}) != content({"level": True}) != content({"level": 1.0})
+    assert len(record_hash({"problem": "1+1", "solution": solution})) == 16
+    assert record_hash({"level": 1}) != record_hash({"level": True}) != record_hash({"level": 1.0})
     path = tmp_path / "long.jsonl"
     lines = [json.dumps({"problem": f"{i}+1", "solution": solution}) for i in (0, 1, 1, 2, 2, 1)]
     path.write_text("\n".join(lines) + "\n")
@@ -337,6 +337,7 @@ def test_demonstrations_that_repeat_are_those_of_each_row_also_when_they_are_rea
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         said = []
         table = load_demonstrations(settings, tokenizer, say=said.append)
+        assert not table.select(np.arange(1)).key
         return [
             [d.uid, d.row_uid, d.text, d.token_ids.tolist(), d.completion_ids.tolist(), str(d.sampled)]
             for d in table

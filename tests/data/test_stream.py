@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from grpo_dist.config import DataConfig
-from grpo_dist.data.curriculum import Curriculum
-from grpo_dist.data.order import OrderState, shuffled, step_prompts
+from grpo_dist.data.order import Curriculum, OrderState, shuffled, step_prompts
 from grpo_dist.data.stream import Mixture, PromptStream, check_weights, most_at_once
 from grpo_dist.loop.admission import Admission
 from grpo_dist.loop.pipeline import build_order

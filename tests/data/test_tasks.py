@@ -9,7 +9,7 @@ import pytest
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
 from grpo_dist.data.prompts import PromptFormat, build_prompts
-from grpo_dist.data.readers import read, read_all, source_name
+from grpo_dist.data.readers import read, read_all
 from grpo_dist.data.tasks import environment_problems, source_tasks
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.types import Prompt
@@ -85,7 +85,7 @@ def test_a_source_without_a_path_takes_the_problems_of_its_environment(
 ) -> None:
     source = _source("riddles:Riddle", path=None, split="test", columns=("hint",))
     first, second = _prompts(character_tokenizer(), environments, source)
-    assert source_name(source) == "Riddle" and first.source == "Riddle"
+    assert source.label == "Riddle" and first.source == "Riddle"
     assert (first.text, first.answer, first.columns) == ("a test riddle", "1", {"hint": "h"})
     assert first.task is not None and first.task.environment == "riddles:Riddle"
     assert first.task.messages == ({"role": "user", "content": "Riddle: a test riddle h"},)

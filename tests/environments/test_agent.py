@@ -55,6 +55,11 @@ def _rows(renderer: Renderer, *, tokens: int = 200, max_length: int = 1000, **kw
     return AgentRows(renderer, prompt, Sampling(), max_length=max_length, tokens=tokens)
 
 
+def _begin(name: str = "qwen2.5", **data: Any) -> tuple[Renderer, AgentRows]:
+    renderer = _renderer(name, **data)
+    return renderer, _rows(renderer)
+
+
 def _generated(renderer: Renderer, text: str, *, end: bool = True, reason: str = "stop") -> Generation:
     ids = renderer.ids(text) + [next(iter(renderer.ends.ids))] * end
     size = len(ids)
@@ -78,8 +83,7 @@ def _sampled(rollout: Rollout) -> list[int]:
 
 def test_a_conversation_that_grows_is_one_row_with_the_ids_as_sampled() -> None:
     """The agent strips an answer, as many frameworks do; the row keeps the policy's own tokens."""
-    renderer = _renderer()
-    rows = _rows(renderer)
+    renderer, rows = _begin()
     _answer(rows, renderer, "  I guess 400. ", [_S, _U])
     own = {"role": "assistant", "content": "I guess 400."}
     more = [{"type": "text", "text": "Too "}, {"type": "text", "text": "low <|im_end|>."}]
@@ -98,8 +102,7 @@ def test_a_conversation_that_grows_is_one_row_with_the_ids_as_sampled() -> None:
 
 
 def test_the_question_of_the_row_itself_shares_the_prompt_of_its_group() -> None:
-    renderer = _renderer()
-    rows = _rows(renderer)
+    renderer, rows = _begin()
     _answer(rows, renderer, "408", [_U])
     rollout = rows.rollout(0, "stop")
     assert rollout.context_ids is None and rollout.sampled is None
@@ -113,8 +116,7 @@ def test_the_question_of_the_row_itself_shares_the_prompt_of_its_group() -> None
     [_U],
 ])  # fmt: skip
 def test_a_history_that_the_agent_rewrote_begins_a_row(history: list[Any]) -> None:
-    renderer = _renderer()
-    rows = _rows(renderer)
+    renderer, rows = _begin()
     _answer(rows, renderer, "400", [_S, _U])
     _answer(rows, renderer, "408", history)
     rollout = rows.rollout(2, "stop", reward=1.0)
@@ -127,8 +129,7 @@ def test_a_history_that_the_agent_rewrote_begins_a_row(history: list[Any]) -> No
 
 
 def test_two_conversations_that_alternate_each_have_their_row() -> None:
-    renderer = _renderer()
-    rows = _rows(renderer)
+    renderer, rows = _begin()
     first = _answer(rows, renderer, "a", [_S, _U])
     other = _answer(rows, renderer, "b", [_U])
     _answer(rows, renderer, "c", [_S, _U, first, _U])
@@ -142,8 +143,7 @@ def test_two_conversations_that_alternate_each_have_their_row() -> None:
 
 def test_each_sampled_token_has_the_mask_that_it_was_sampled_with() -> None:
     """With top_p: in a row that grows, and in one that begins anew."""
-    renderer = _renderer()
-    rows = _rows(renderer)
+    renderer, rows = _begin()
     expected: list[list[int]] = []
     for number, messages in enumerate(([_S, _U], [_U], [_S, _U, {"role": "assistant", "content": "t0"}, _U])):
         made = _generated(renderer, f"t{number}")
@@ -161,8 +161,7 @@ def test_each_sampled_token_has_the_mask_that_it_was_sampled_with() -> None:
 
 
 def test_a_tool_call_makes_a_round_trip() -> None:
-    renderer = _renderer()
-    rows = _rows(renderer)
+    renderer, rows = _begin()
     text = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     message = _answer(rows, renderer, text, [_U], tools=[_WEATHER])
     (call,) = message["tool_calls"]
@@ -184,8 +183,7 @@ def test_a_tool_call_makes_a_round_trip() -> None:
 
 
 def test_a_template_that_drops_thoughts_begins_a_row_within_the_conversation() -> None:
-    renderer = _renderer("qwen3")
-    rows = _rows(renderer)
+    renderer, rows = _begin("qwen3")
     own = _answer(rows, renderer, "<think>\nhm\n</think>\n\n400", [_U])
     _answer(rows, renderer, "408", [_U, own, _U])
     _answer(rows, renderer, "b", [_S])
@@ -195,8 +193,7 @@ def test_a_template_that_drops_thoughts_begins_a_row_within_the_conversation() -
 
 
 def test_a_stop_text_is_kept_in_the_row_and_left_out_of_the_answer() -> None:
-    renderer = _renderer()
-    rows = _rows(renderer)
+    renderer, rows = _begin()
     rows.ask({"messages": [_U], "stop": "</search>", "max_tokens": 9})
     assert (rows.stop, rows.room) == (("</search>",), 9)
     action = rows.add_action(_generated(renderer, "<search>a</search>\n", end=False))
@@ -210,8 +207,7 @@ def test_a_stop_text_is_kept_in_the_row_and_left_out_of_the_answer() -> None:
 
 
 def test_plain_completions_continue_their_text() -> None:
-    renderer = _renderer(chat_template="none")
-    rows = _rows(renderer)
+    renderer, rows = _begin(chat_template="none")
     texts = []
     for prompt, text, end in (("Q: 1+1\nA:", " 2\n", False), ("Q: 1+1\nA: 2\nQ: 2+2\nA:", " 4", True),
                               ("Q: 1+1\nA: 2\nQ: 2+2\nA: 4.", "?", True)):  # fmt: skip
@@ -245,8 +241,7 @@ def test_plain_completions_continue_their_text() -> None:
     ({"messages": [{"role": "assistant", "tool_calls": [{"x": 1}]}, _U]}, ["no calls of functions"]),
 ])  # fmt: skip
 def test_what_changes_the_distribution_or_cannot_be_read_is_refused(more: Any, words: Sequence[str]) -> None:
-    renderer = _renderer()
-    rows = _rows(renderer)
+    renderer, rows = _begin()
     with pytest.raises(Refused) as refused:
         rows.ask({"messages": [_U]} | more)
     assert all(word in str(refused.value) for word in words), refused.value
@@ -541,8 +536,7 @@ def test_the_configuration_names_a_program(given: Any, name: str) -> None:
 
 
 def test_rows_with_a_context_of_their_own_reach_the_batch_and_its_table(tmp_path: Path) -> None:
-    renderer = _renderer()
-    rows = _rows(renderer)
+    renderer, rows = _begin()
     _answer(rows, renderer, "408", [_S, _U])
     rollout = rows.rollout(0, "stop", reward=1.0)
     (copy,) = PackedSamples.from_groups([[rollout]]).group(0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from grpo_dist.environments.base import Problem
 from grpo_dist.environments.episode import Action, Call, Observed
 from grpo_dist.environments.runner import EpisodeRunner
 from grpo_dist.types import Task
+from tests.environments.test_runner import session
 from tests.support.patience import HANG_S
 
 _CODE = '''
@@ -98,15 +98,9 @@ def settings(tmp_path: Path) -> EnvironmentsConfig:
     return EnvironmentsConfig(code_paths=(str(tmp_path),), timeout_s=HANG_S)
 
 
-def play(settings: EnvironmentsConfig, script: Callable[[EpisodeRunner], Awaitable[None]]) -> None:
-    async def played() -> None:
-        runner = EpisodeRunner(settings)
-        try:
-            await script(runner)
-        finally:
-            await runner.close()
-
-    asyncio.run(played())
+@pytest.fixture
+def runner(settings: EnvironmentsConfig) -> EpisodeRunner:
+    return EpisodeRunner(settings)
 
 
 def task(directory: Path) -> Task:
@@ -132,124 +126,110 @@ def calls(directory: Path) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-def test_actions_that_come_during_a_call_share_the_next_one(
-    tmp_path: Path, settings: EnvironmentsConfig
+@session
+async def test_actions_that_come_during_a_call_share_the_next_one(
+    tmp_path: Path, runner: EpisodeRunner
 ) -> None:
-    async def script(runner: EpisodeRunner) -> None:
-        first = asyncio.ensure_future(act(runner, tmp_path, "e0", "a"))
-        while not runner._hosts or not next(iter(runner._hosts.values()))._host.is_live("all"):
-            await asyncio.sleep(0.01)
-        others = [asyncio.ensure_future(act(runner, tmp_path, f"e{i}", f"a{i}")) for i in range(1, 20)]
-        await asyncio.sleep(0.1)
-        (tmp_path / "gate").touch()
-        assert (await first).observation == "e0: a"
-        answers = await asyncio.gather(*others)
-        assert [o.observation for o in answers] == [f"e{i}: a{i}" for i in range(1, 20)]
-        again = await asyncio.gather(*(act(runner, tmp_path, f"e{i}", "end", 1) for i in range(20)))
-        assert [(o.done, o.reward, o.failed) for o in again] == [(True, 2.0, "")] * 20
-        assert [count for count, _ in calls(tmp_path)] == [1, 19, 20]
-        assert len({pid for _, pid in calls(tmp_path)} | {os.getpid()}) == 2, "one process, and not this one"
-        await asyncio.gather(*(runner.end(f"e{i}") for i in range(20)))
-        assert sorted((tmp_path / "closed").read_text().split()) == sorted(f"e{i}" for i in range(20))
-
-    play(settings, script)
+    first = asyncio.ensure_future(act(runner, tmp_path, "e0", "a"))
+    while not runner._hosts or not next(iter(runner._hosts.values()))._host.is_live("all"):
+        await asyncio.sleep(0.01)
+    others = [asyncio.ensure_future(act(runner, tmp_path, f"e{i}", f"a{i}")) for i in range(1, 20)]
+    await asyncio.sleep(0.1)
+    (tmp_path / "gate").touch()
+    assert (await first).observation == "e0: a"
+    answers = await asyncio.gather(*others)
+    assert [o.observation for o in answers] == [f"e{i}: a{i}" for i in range(1, 20)]
+    again = await asyncio.gather(*(act(runner, tmp_path, f"e{i}", "end", 1) for i in range(20)))
+    assert [(o.done, o.reward, o.failed) for o in again] == [(True, 2.0, "")] * 20
+    assert [count for count, _ in calls(tmp_path)] == [1, 19, 20]
+    assert len({pid for _, pid in calls(tmp_path)} | {os.getpid()}) == 2, "one process, and not this one"
+    await asyncio.gather(*(runner.end(f"e{i}") for i in range(20)))
+    assert sorted((tmp_path / "closed").read_text().split()) == sorted(f"e{i}" for i in range(20))
 
 
 @pytest.mark.slow
-def test_what_one_episode_raises_only_it_gets(tmp_path: Path, settings: EnvironmentsConfig) -> None:
+@session
+async def test_what_one_episode_raises_only_it_gets(tmp_path: Path, runner: EpisodeRunner) -> None:
     (tmp_path / "gate").touch()
-
-    async def script(runner: EpisodeRunner) -> None:
-        call = Action("", (Call("where", "{}"),))
-        fine, none, unstarted, called = await asyncio.gather(
-            act(runner, tmp_path, "a", "x"),
-            act(runner, tmp_path, "b", "none"),
-            act(runner, tmp_path, "c", "x", answer="cannot"),
-            act(runner, tmp_path, "d", call),
+    call = Action("", (Call("where", "{}"),))
+    fine, none, unstarted, called = await asyncio.gather(
+        act(runner, tmp_path, "a", "x"),
+        act(runner, tmp_path, "b", "none"),
+        act(runner, tmp_path, "c", "x", answer="cannot"),
+        act(runner, tmp_path, "d", call),
+    )
+    assert (fine.observation, fine.failed) == ("a: x", "")
+    assert (
+        "step returned a NoneType, expected a Step" in none.failed
+        and "no such problem" in unstarted.failed
+    )
+    assert int(called.calls[0].result) == calls(tmp_path)[0][1], "tools run in the same process"
+    assert (await act(runner, tmp_path, "a", "y", 1)).observation == "a: x y"
+    for word, reason in (("all", "all of them"), ("few", "step_batch returned 0 answers to 2 actions")):
+        both = await asyncio.gather(
+            act(runner, tmp_path, f"a{word}", word), act(runner, tmp_path, f"b{word}", "x")
         )
-        assert (fine.observation, fine.failed) == ("a: x", "")
-        assert (
-            "step returned a NoneType, expected a Step" in none.failed
-            and "no such problem" in unstarted.failed
-        )
-        assert int(called.calls[0].result) == calls(tmp_path)[0][1], "tools run in the same process"
-        assert (await act(runner, tmp_path, "a", "y", 1)).observation == "a: x y"
-        for word, reason in (("all", "all of them"), ("few", "step_batch returned 0 answers to 2 actions")):
-            both = await asyncio.gather(
-                act(runner, tmp_path, f"a{word}", word), act(runner, tmp_path, f"b{word}", "x")
-            )
-            assert all(reason in observed.failed for observed in both)
-        assert (await act(runner, tmp_path, "a", "z", 2)).observation == "a: x y z"
-
-    play(settings, script)
+        assert all(reason in observed.failed for observed in both)
+    assert (await act(runner, tmp_path, "a", "z", 2)).observation == "a: x y z"
 
 
 @pytest.mark.parametrize("how", ["exit", "kill"])
-def test_a_process_that_dies_fails_its_episodes_and_later_ones_get_another(
-    tmp_path: Path, settings: EnvironmentsConfig, how: str
+@session
+async def test_a_process_that_dies_fails_its_episodes_and_later_ones_get_another(
+    tmp_path: Path, runner: EpisodeRunner, how: str
 ) -> None:
     (tmp_path / "gate").touch()
-
-    async def script(runner: EpisodeRunner) -> None:
-        await asyncio.gather(act(runner, tmp_path, "a", "x"), act(runner, tmp_path, "b", "x"))
-        if how == "kill":  # between two calls
-            os.kill(calls(tmp_path)[0][1], signal.SIGKILL)
-        ended = await act(runner, tmp_path, "a", "exit", 1)
-        assert "died" in ended.failed
-        lost = await act(runner, tmp_path, "b", "y", 1)
-        assert "was lost, and its state with it" in lost.failed
-        assert (await act(runner, tmp_path, "c", "x")).observation == "c: x"
-
-    play(settings, script)
+    await asyncio.gather(act(runner, tmp_path, "a", "x"), act(runner, tmp_path, "b", "x"))
+    if how == "kill":  # between two calls
+        os.kill(calls(tmp_path)[0][1], signal.SIGKILL)
+    ended = await act(runner, tmp_path, "a", "exit", 1)
+    assert "died" in ended.failed
+    lost = await act(runner, tmp_path, "b", "y", 1)
+    assert "was lost, and its state with it" in lost.failed
+    assert (await act(runner, tmp_path, "c", "x")).observation == "c: x"
 
 
 @pytest.mark.slow
-def test_a_call_over_its_deadline_fails_those_that_wait_for_it(
-    tmp_path: Path, settings: EnvironmentsConfig
+@session
+async def test_a_call_over_its_deadline_fails_those_that_wait_for_it(
+    tmp_path: Path, runner: EpisodeRunner, settings: EnvironmentsConfig
 ) -> None:
-    async def script(runner: EpisodeRunner) -> None:
-        hung = await act(runner, tmp_path, "a", "x")
-        assert "timeout: no result within 3 s" in hung.failed
-        (tmp_path / "gate").touch()
-        runner._settings = settings
-        assert (await act(runner, tmp_path, "b", "x")).observation == "b: x"
-
-    play(settings.model_copy(update={"timeout_s": 3.0}), script)
+    runner._settings = settings.model_copy(update={"timeout_s": 3.0})
+    hung = await act(runner, tmp_path, "a", "x")
+    assert "timeout: no result within 3 s" in hung.failed
+    (tmp_path / "gate").touch()
+    runner._settings = settings
+    assert (await act(runner, tmp_path, "b", "x")).observation == "b: x"
 
 
-def test_an_abandoned_episode_is_closed_and_disturbs_no_other(
-    tmp_path: Path, settings: EnvironmentsConfig
+@session
+async def test_an_abandoned_episode_is_closed_and_disturbs_no_other(
+    tmp_path: Path, runner: EpisodeRunner
 ) -> None:
-    async def script(runner: EpisodeRunner) -> None:
-        acting = [asyncio.ensure_future(act(runner, tmp_path, name, "x")) for name in "ab"]
-        while not runner._hosts or not next(iter(runner._hosts.values()))._host.is_live("all"):
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
-        acting[0].cancel()
-        ended = asyncio.ensure_future(runner.end("a"))
-        await asyncio.sleep(0.05)
-        (tmp_path / "gate").touch()
-        assert (await acting[1]).observation == "b: x"
-        await ended
-        assert (tmp_path / "closed").read_text() == "a\n"
-
-    play(settings, script)
+    acting = [asyncio.ensure_future(act(runner, tmp_path, name, "x")) for name in "ab"]
+    while not runner._hosts or not next(iter(runner._hosts.values()))._host.is_live("all"):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    acting[0].cancel()
+    ended = asyncio.ensure_future(runner.end("a"))
+    await asyncio.sleep(0.05)
+    (tmp_path / "gate").touch()
+    assert (await acting[1]).observation == "b: x"
+    await ended
+    assert (tmp_path / "closed").read_text() == "a\n"
 
 
 @pytest.mark.slow
-def test_what_episodes_share_is_loaded_once_before_them(tmp_path: Path, settings: EnvironmentsConfig) -> None:
+@session
+async def test_what_episodes_share_is_loaded_once_before_them(tmp_path: Path, runner: EpisodeRunner) -> None:
     file = tmp_path / "file"
     file.write_text("known")
     loaded = Task("together:Loaded", {"file": str(file)})
-
-    async def script(runner: EpisodeRunner) -> None:
-        observed = await asyncio.gather(
-            *(runner.act(f"e{i}", loaded, Problem("", ""), Action("?"), turn=0) for i in range(3))
-        )
-        assert [o.observation for o in observed] == ["known"] * 3
-        assert file.read_text() == "knownx"
-        gone = Task("together:Loaded", {"file": str(tmp_path / "absent")})
-        failed = await runner.act("f", gone, Problem("", ""), Action("?"), turn=0)
-        assert "FileNotFoundError" in failed.failed
-
-    play(settings, script)
+    observed = await asyncio.gather(
+        *(runner.act(f"e{i}", loaded, Problem("", ""), Action("?"), turn=0) for i in range(3))
+    )
+    assert [o.observation for o in observed] == ["known"] * 3
+    assert file.read_text() == "knownx"
+    gone = Task("together:Loaded", {"file": str(tmp_path / "absent")})
+    failed = await runner.act("f", gone, Problem("", ""), Action("?"), turn=0)
+    assert "FileNotFoundError" in failed.failed

@@ -57,6 +57,13 @@ def _prompt(
     return Prompt("p", ids, "408", "s", "12*34", task=made, thought=thought, prefill=scored)
 
 
+def _begin(name: str, **prompt: Any) -> tuple[Any, Renderer, Dialogue]:
+    """Return the tokenizer of a model, its renderer, and an episode."""
+    tokenizer = real_tokenizer(name)
+    renderer = _renderer(tokenizer)
+    return tokenizer, renderer, Dialogue(renderer, _prompt(renderer, **prompt))
+
+
 def _act(dialogue: Dialogue, renderer: Renderer, text: str, end: str | None) -> list[int]:
     ids = renderer.ids(text) + ([renderer.ids(end)[0]] if end else [])
     dialogue.add_action(generated(ids, -0.5, 3))
@@ -163,9 +170,7 @@ def test_tool_results_keep_the_thoughts_of_qwen3() -> None:
 
 
 def test_rows_after_a_rewriting_are_appended_to_until_the_next() -> None:
-    tokenizer = real_tokenizer("qwen3")
-    renderer = _renderer(tokenizer)
-    dialogue = Dialogue(renderer, _prompt(renderer))
+    tokenizer, renderer, dialogue = _begin("qwen3")
     for text, observed in [
         ("<think>\na\n</think>\n\nfirst", Observed("no")),
         ("<think>\nb\n</think>\n\n<tool_call>", _result("408")),
@@ -197,9 +202,7 @@ def test_a_cut_action_is_ended_by_given_tokens() -> None:
 
 
 def test_given_tokens_behind_the_last_action_are_no_part_of_the_rollout() -> None:
-    tokenizer = real_tokenizer("qwen2.5")
-    renderer = _renderer(tokenizer)
-    dialogue = Dialogue(renderer, _prompt(renderer))
+    tokenizer, renderer, dialogue = _begin("qwen2.5")
     ids = _act(dialogue, renderer, "Is it 400?", tokenizer.eos_token)
     dialogue.observe(Observed("Too low. " * 100, reward=0.25))
     assert dialogue.used > 900
@@ -209,9 +212,7 @@ def test_given_tokens_behind_the_last_action_are_no_part_of_the_rollout() -> Non
 
 
 def test_a_row_that_nothing_was_sampled_in_is_dropped() -> None:
-    tokenizer = real_tokenizer("qwen3")
-    renderer = _renderer(tokenizer)
-    dialogue = Dialogue(renderer, _prompt(renderer))
+    tokenizer, renderer, dialogue = _begin("qwen3")
     _act(dialogue, renderer, "<think>\na\n</think>\n\nfirst", tokenizer.eos_token)
     dialogue.observe(Observed("no"))
     assert dialogue.rollout(0, "length").further_rows == ()
@@ -339,9 +340,7 @@ def test_a_prefill_stands_in_front_of_a_message_and_not_behind_what_an_environme
 
 
 def test_an_episode_with_a_prefill_goes_on_in_its_further_row() -> None:
-    tokenizer = real_tokenizer("qwen3")
-    renderer = _renderer(tokenizer)
-    dialogue = Dialogue(renderer, _prompt(renderer, prefill="<think>\n"))
+    tokenizer, renderer, dialogue = _begin("qwen3", prefill="<think>\n")
     for text, observed in [("a\n</think>\n\nfirst", Observed("no")),
                            ("b\n</think>\n\n<tool_call>", _result("408")),
                            ("c\n</think>\n\nthird", Observed(done=True))]:  # fmt: skip
@@ -354,9 +353,7 @@ def test_an_episode_with_a_prefill_goes_on_in_its_further_row() -> None:
 
 
 def test_a_tool_cannot_write_a_turn_of_its_own() -> None:
-    tokenizer = real_tokenizer("qwen2.5")
-    renderer = _renderer(tokenizer)
-    dialogue = Dialogue(renderer, _prompt(renderer))
+    tokenizer, renderer, dialogue = _begin("qwen2.5")
     _act(dialogue, renderer, "<tool_call>", tokenizer.eos_token)
     start = renderer.ids("<|im_start|>")[0]
     before = dialogue.context.count(start)
@@ -379,9 +376,7 @@ def test_results_are_cut_in_the_middle_to_max_tool_tokens(length: int) -> None:
 
 
 def test_calls_inside_a_thought_are_none() -> None:
-    tokenizer = real_tokenizer("qwen3")
-    renderer = _renderer(tokenizer)
-    dialogue = Dialogue(renderer, _prompt(renderer))
+    _, renderer, dialogue = _begin("qwen3")
     for text, calls in [
         ("<think>\n<tool_call>{12*34}", 0),
         ("<think>\n{12*34}</think>\n<tool_call>{12*34}", 1),
@@ -411,9 +406,7 @@ def test_a_code_block_inside_a_thought_is_a_call_and_the_thought_goes_on_behind_
 
 
 def test_a_call_that_cannot_be_read_is_malformed() -> None:
-    tokenizer = real_tokenizer("qwen2.5")
-    renderer = _renderer(tokenizer)
-    dialogue = Dialogue(renderer, _prompt(renderer))
+    _, renderer, dialogue = _begin("qwen2.5")
     ids = renderer.ids("<tool_call>{broken")
     action = dialogue.add_action(generated(ids))
     assert not action.calls and "<tool_call>" in action.malformed

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from grpo_dist.environments.runner import EnvironmentProbe, EpisodeRunner, Start
 from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
 from grpo_dist.errors import UserError
 from grpo_dist.types import Task
-from tests.support.patience import HANG_S
 
 _CODE = '''
 import asyncio, os, time
@@ -160,16 +160,27 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentsCon
     return EnvironmentsConfig(code_paths=(str(tmp_path),), timeout_s=60.0)
 
 
-def _play(settings: EnvironmentsConfig, played: Callable[[EpisodeRunner], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        runner = EpisodeRunner(settings)
-        await runner.start()
-        try:
-            return await played(runner)
-        finally:
-            await runner.close()
+@pytest.fixture
+def runner(settings: EnvironmentsConfig) -> EpisodeRunner:
+    made = EpisodeRunner(settings)
+    asyncio.run(made.start())
+    return made
 
-    return asyncio.run(run())
+
+def session(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an asynchronous test; its runner is closed behind it."""
+
+    @wraps(test)
+    def run(runner: EpisodeRunner, **arguments: Any) -> None:
+        async def played() -> None:
+            try:
+                await test(runner=runner, **arguments)
+            finally:
+                await runner.close()
+
+        asyncio.run(played())
+
+    return run
 
 
 @contextmanager
@@ -200,17 +211,15 @@ async def _acts(runner: EpisodeRunner, episode: str, task: Task, *actions: Actio
 
 
 @pytest.mark.slow
-def test_an_episode_keeps_its_state_and_others_have_their_own(settings: EnvironmentsConfig) -> None:
-    async def played(runner: EpisodeRunner) -> None:
-        one, two = await asyncio.gather(
-            _acts(runner, "a", _task("Guess"), "1", "2", "7"),
-            _acts(runner, "b", _task("Guess", most=2), "1", "2"),
-        )
-        assert one == [Observed("2 left", reward=0.0), Observed("1 left", reward=0.0),
-                       Observed("right", reward=1.0, done=True)]  # fmt: skip
-        assert two == [Observed("1 left", reward=0.0), Observed("0 left", reward=0.0, done=True)]
-
-    _play(settings, played)
+@session
+async def test_an_episode_keeps_its_state_and_others_have_their_own(runner: EpisodeRunner) -> None:
+    one, two = await asyncio.gather(
+        _acts(runner, "a", _task("Guess"), "1", "2", "7"),
+        _acts(runner, "b", _task("Guess", most=2), "1", "2"),
+    )
+    assert one == [Observed("2 left", reward=0.0), Observed("1 left", reward=0.0),
+                   Observed("right", reward=1.0, done=True)]  # fmt: skip
+    assert two == [Observed("1 left", reward=0.0), Observed("0 left", reward=0.0, done=True)]
 
 
 @pytest.mark.parametrize(("action", "reason"), [
@@ -219,67 +228,60 @@ def test_an_episode_keeps_its_state_and_others_have_their_own(settings: Environm
     ("nothing", "neither an observation nor done=True"),
     ("wrong type", "step returned a str, expected a Step"),
 ])  # fmt: skip
-def test_an_environment_that_fails_gives_the_reason_and_others_continue(
-    settings: EnvironmentsConfig, action: str, reason: str
+@session
+async def test_an_environment_that_fails_gives_the_reason_and_others_continue(
+    runner: EpisodeRunner, action: str, reason: str
 ) -> None:
-    async def played(runner: EpisodeRunner) -> None:
-        await runner.act("other", _task("Guess"), _PROBLEM, Action("1"), turn=0)
-        (failed,) = await _acts(runner, "a", _task("Guess"), action)
-        assert reason in failed.failed and "guessing:Guess" in failed.failed
-        assert not failed.done and failed.reward is None
-        other = await runner.act("other", _task("Guess"), _PROBLEM, Action("7"), turn=1)
-        assert other.done and other.reward == 1.0
-
-    _play(settings, played)
+    await runner.act("other", _task("Guess"), _PROBLEM, Action("1"), turn=0)
+    (failed,) = await _acts(runner, "a", _task("Guess"), action)
+    assert reason in failed.failed and "guessing:Guess" in failed.failed
+    assert not failed.done and failed.reward is None
+    other = await runner.act("other", _task("Guess"), _PROBLEM, Action("7"), turn=1)
+    assert other.done and other.reward == 1.0
 
 
-def test_an_environment_that_hangs_fails_at_its_deadline(settings: EnvironmentsConfig) -> None:
-    async def played(runner: EpisodeRunner) -> None:
-        (first,) = await _acts(runner, "a", _task("Guess"), "1")
-        with _short(runner):
-            failed = await runner.act("a", _task("Guess"), _PROBLEM, Action("hang"), turn=1)
-        assert not first.failed and "timeout" in failed.failed
-
-    _play(settings, played)
+@session
+async def test_an_environment_that_hangs_fails_at_its_deadline(runner: EpisodeRunner) -> None:
+    (first,) = await _acts(runner, "a", _task("Guess"), "1")
+    with _short(runner):
+        failed = await runner.act("a", _task("Guess"), _PROBLEM, Action("hang"), turn=1)
+    assert not first.failed and "timeout" in failed.failed
 
 
-def test_state_that_died_is_a_failure_and_not_a_fresh_start(settings: EnvironmentsConfig) -> None:
-    async def played(runner: EpisodeRunner) -> None:
-        found = await _acts(runner, "a", _task("Guess"), "1", "die", "7")
-        assert found[2].failed and "lost" in found[2].failed
-
-    _play(settings, played)
+@session
+async def test_state_that_died_is_a_failure_and_not_a_fresh_start(runner: EpisodeRunner) -> None:
+    found = await _acts(runner, "a", _task("Guess"), "1", "die", "7")
+    assert found[2].failed and "lost" in found[2].failed
 
 
 @pytest.mark.slow
-def test_tools_are_called_with_checked_arguments(settings: EnvironmentsConfig) -> None:
-    async def played(runner: EpisodeRunner) -> None:
-        action = _calls(("double", '{"x": 21}'), ("calculator", '{"expression": "1/0"}'), ("double", "{}"),
-                        ("nothing", "{}"), ("double", "{"), ("misbehave", '{"how": "memory"}'))  # fmt: skip
-        (observed,) = await _acts(runner, "a", _task("Tools"), action)
-        assert [(call.result.split(":")[0], call.outcome) for call in observed.calls] == [
-            ("42", "ok"),
-            ("ValueError", "error"),
-            ("double", "malformed"),
-            ("there is no tool `nothing`; there are", "unknown"),
-            (
-                "the arguments are not valid JSON (Expecting property name enclosed in double quotes",
-                "malformed",
-            ),
-            ("out of memory", "memory"),
-        ]
-        assert observed.calls[0].name == "double" and observed.calls[0].arguments == '{"x": 21}'
-        assert not observed.done and not observed.failed
-        (answer,) = await _acts(runner, "b", _task("Tools"), "the answer")
-        assert answer == Observed(done=True)
-
-    _play(settings, played)
+@session
+async def test_tools_are_called_with_checked_arguments(runner: EpisodeRunner) -> None:
+    action = _calls(("double", '{"x": 21}'), ("calculator", '{"expression": "1/0"}'), ("double", "{}"),
+                    ("nothing", "{}"), ("double", "{"), ("misbehave", '{"how": "memory"}'))  # fmt: skip
+    (observed,) = await _acts(runner, "a", _task("Tools"), action)
+    assert [(call.result.split(":")[0], call.outcome) for call in observed.calls] == [
+        ("42", "ok"),
+        ("ValueError", "error"),
+        ("double", "malformed"),
+        ("there is no tool `nothing`; there are", "unknown"),
+        (
+            "the arguments are not valid JSON (Expecting property name enclosed in double quotes",
+            "malformed",
+        ),
+        ("out of memory", "memory"),
+    ]
+    assert observed.calls[0].name == "double" and observed.calls[0].arguments == '{"x": 21}'
+    assert not observed.done and not observed.failed
+    (answer,) = await _acts(runner, "b", _task("Tools"), "the answer")
+    assert answer == Observed(done=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "outcome"), [("die", "died"), ("hang", "timeout")])
-def test_a_tool_that_ends_its_process_is_an_outcome_where_nothing_is_lost(
-    settings: EnvironmentsConfig, how: str, outcome: str
+@session
+async def test_a_tool_that_ends_its_process_is_an_outcome_where_nothing_is_lost(
+    runner: EpisodeRunner, how: str, outcome: str
 ) -> None:
     bad, good = _calls(("misbehave", f'{{"how": "{how}"}}')), _calls(("double", '{"x": 1}'))
 
@@ -288,178 +290,146 @@ def test_a_tool_that_ends_its_process_is_an_outcome_where_nothing_is_lost(
         assert first.calls[0].result == "2"
         with _short(runner) if how == "hang" else nullcontext():
             return await runner.act(episode, task, _PROBLEM, bad, turn=1)
-
-    async def played(runner: EpisodeRunner) -> None:
-        lost = await misbehaves(runner, "a", _task("Tools"))
-        second = await runner.act("a", _task("Tools"), _PROBLEM, good, turn=2)
-        assert lost.calls[0].outcome == outcome and second.calls[0].result == "2"
-        stateful = await misbehaves(runner, "b", _task("State"))
-        assert outcome in stateful.failed
-
-    _play(settings, played)
+    lost = await misbehaves(runner, "a", _task("Tools"))
+    second = await runner.act("a", _task("Tools"), _PROBLEM, good, turn=2)
+    assert lost.calls[0].outcome == outcome and second.calls[0].result == "2"
+    stateful = await misbehaves(runner, "b", _task("State"))
+    assert outcome in stateful.failed
 
 
-def test_code_of_the_policy_goes_to_the_sandbox_and_never_to_the_environment(
-    settings: EnvironmentsConfig,
+@session
+async def test_code_of_the_policy_goes_to_the_sandbox_and_never_to_the_environment(
+    runner: EpisodeRunner,
 ) -> None:
-    async def played(runner: EpisodeRunner) -> None:
-        for task in (_task("Tools"), _task("python")):
-            action = Action("", (Call("python", "print(1)", raw=True),))
-            (observed,) = await _acts(runner, task.environment, task, action)
-            assert observed.calls[0].result == "ran print(1)" and observed.calls[0].seconds == 0.5
-            await runner.end(task.environment)
-        assert runner._sandbox.ended == ["guessing:Tools", "python"]
-
-    _play(settings, played)
+    for task in (_task("Tools"), _task("python")):
+        action = Action("", (Call("python", "print(1)", raw=True),))
+        (observed,) = await _acts(runner, task.environment, task, action)
+        assert observed.calls[0].result == "ran print(1)" and observed.calls[0].seconds == 0.5
+        await runner.end(task.environment)
+    assert runner._sandbox.ended == ["guessing:Tools", "python"]
 
 
-def test_a_failure_of_the_machine_fails_the_episode_and_is_no_result_of_a_tool(
-    settings: EnvironmentsConfig, monkeypatch: pytest.MonkeyPatch
+@session
+async def test_a_failure_of_the_machine_fails_the_episode_and_is_no_result_of_a_tool(
+    runner: EpisodeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(self: object, episode: str, *asked: Any, **_: Any) -> Any:
         if asked[0] == "describe":
             return {"stateless": True}
         raise ProcessFailure("died", "no space left", infrastructure=True)
-
-    async def played(runner: EpisodeRunner) -> None:
-        monkeypatch.setattr(_FakeSandbox, "run", fail)
-        action = Action("", (Call("python", "print(1)", raw=True),))
-        (observed,) = await _acts(runner, "a", _task("python"), action)
-        assert observed.failed == "python: died: no space left"
-        monkeypatch.setattr(ProcessHost, "ask", fail)
-        (observed,) = await _acts(runner, "b", _task("Tools"), action)
-        assert observed.failed == "guessing:Tools: died: no space left"
-
-    _play(settings, played)
+    monkeypatch.setattr(_FakeSandbox, "run", fail)
+    action = Action("", (Call("python", "print(1)", raw=True),))
+    (observed,) = await _acts(runner, "a", _task("python"), action)
+    assert observed.failed == "python: died: no space left"
+    monkeypatch.setattr(ProcessHost, "ask", fail)
+    (observed,) = await _acts(runner, "b", _task("Tools"), action)
+    assert observed.failed == "guessing:Tools: died: no space left"
 
 
 @pytest.mark.slow
-def test_the_real_interpreter_keeps_its_state_over_the_turns_of_an_episode() -> None:
-    settings = EnvironmentsConfig(timeout_s=HANG_S)
+@session
+async def test_the_real_interpreter_keeps_its_state_over_the_turns_of_an_episode(
+    runner: EpisodeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    await runner.start()
 
     def run(code: str) -> Action:
         return Action("", (Call("python", code, raw=True),))
-
-    async def played(runner: EpisodeRunner) -> None:
-        task = _task("python")
-        first, second, wrong = await _acts(runner, "a", task, run("x = 6"), run("x * 7"), run("1 / 0"))
-        assert (second.calls[0].result.strip(), second.calls[0].outcome) == ("42", "ok")
-        assert first.calls[0].outcome == "ok" and "ZeroDivisionError" in wrong.calls[0].result
-        assert wrong.calls[0].outcome == "error"
-        (other,) = await _acts(runner, "b", task, run("x"))
-        assert "NameError" in other.calls[0].result
-        (answer,) = await _acts(runner, "c", task, "The answer is 42.")
-        assert answer == Observed(done=True)
-
-    _play(settings, played)
+    task = _task("python")
+    first, second, wrong = await _acts(runner, "a", task, run("x = 6"), run("x * 7"), run("1 / 0"))
+    assert (second.calls[0].result.strip(), second.calls[0].outcome) == ("42", "ok")
+    assert first.calls[0].outcome == "ok" and "ZeroDivisionError" in wrong.calls[0].result
+    assert wrong.calls[0].outcome == "error"
+    (other,) = await _acts(runner, "b", task, run("x"))
+    assert "NameError" in other.calls[0].result
+    (answer,) = await _acts(runner, "c", task, "The answer is 42.")
+    assert answer == Observed(done=True)
 
 
-def test_a_malformed_action_is_answered_and_not_run(settings: EnvironmentsConfig) -> None:
-    async def played(runner: EpisodeRunner) -> None:
-        (observed,) = await _acts(runner, "a", _task("calculator"), Action("x", malformed="not closed"))
-        (call,) = observed.calls
-        assert (call.outcome, call.result, observed.done) == ("malformed", "not closed", False)
-
-    _play(settings, played)
+@session
+async def test_a_malformed_action_is_answered_and_not_run(runner: EpisodeRunner) -> None:
+    (observed,) = await _acts(runner, "a", _task("calculator"), Action("x", malformed="not closed"))
+    (call,) = observed.calls
+    assert (call.outcome, call.result, observed.done) == ("malformed", "not closed", False)
 
 
-def test_user_code_runs_in_a_process_of_its_own(settings: EnvironmentsConfig) -> None:
-    async def played(runner: EpisodeRunner) -> None:
-        where = _calls(("where", "{}"))
-        found = [await _acts(runner, episode, _task("Tools"), where, where) for episode in "ab"]
-        (a, again), (b, _) = [[o.calls[0].result for o in own] for own in found]
-        assert a == again and len({a, b, str(__import__("os").getpid())}) == 3
-
-    _play(settings, played)
+@session
+async def test_user_code_runs_in_a_process_of_its_own(runner: EpisodeRunner) -> None:
+    where = _calls(("where", "{}"))
+    found = [await _acts(runner, episode, _task("Tools"), where, where) for episode in "ab"]
+    (a, again), (b, _) = [[o.calls[0].result for o in own] for own in found]
+    assert a == again and len({a, b, str(__import__("os").getpid())}) == 3
 
 
-def test_a_later_turn_of_an_unknown_episode_is_refused(settings: EnvironmentsConfig) -> None:
-    async def played(runner: EpisodeRunner) -> None:
-        with pytest.raises(UnknownEpisode):
-            await runner.act("a", _task("calculator"), _PROBLEM, Action("1"), turn=1)
-        await runner.end("never seen")
-
-    _play(settings, played)
+@session
+async def test_a_later_turn_of_an_unknown_episode_is_refused(runner: EpisodeRunner) -> None:
+    with pytest.raises(UnknownEpisode):
+        await runner.act("a", _task("calculator"), _PROBLEM, Action("1"), turn=1)
+    await runner.end("never seen")
 
 
-def test_no_process_is_started_to_close_an_episode_whose_action_was_cancelled(
-    settings: EnvironmentsConfig, tmp_path: Path
+@session
+async def test_no_process_is_started_to_close_an_episode_whose_action_was_cancelled(
+    runner: EpisodeRunner, tmp_path: Path
 ) -> None:
-    async def played(runner: EpisodeRunner) -> None:
-        log = str(tmp_path / "closed")
-        task = asyncio.ensure_future(_acts(runner, "a", _task("Closing", log=log), "hang"))
-        while not (tmp_path / "closed.acts").exists():
-            await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await runner.end("a")
-        (host,) = runner._hosts.values()
-        assert host._count == 1  # processes
-
-    _play(settings, played)
+    log = str(tmp_path / "closed")
+    task = asyncio.ensure_future(_acts(runner, "a", _task("Closing", log=log), "hang"))
+    while not (tmp_path / "closed.acts").exists():
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await runner.end("a")
+    (host,) = runner._hosts.values()
+    assert host._count == 1  # processes
 
 
 @pytest.mark.slow
-def test_an_episode_that_has_started_finds_its_process_there(
-    settings: EnvironmentsConfig,
-) -> None:
+@session
+async def test_an_episode_that_has_started_finds_its_process_there(runner: EpisodeRunner) -> None:
     """Also one that ends before it acts; what fails in between is told to its first action."""
     task, problem = Task("guessing:Guess"), Problem("?", "7")
-
-    async def played() -> None:
-        runner = EpisodeRunner(settings)
-        try:
-            await asyncio.gather(*(runner.begin(name, task, problem) for name in ("a", "never acts")))
-            host = runner._hosts["guessing:Guess {}"]
-            assert isinstance(host, ProcessHost) and host.is_live("a") and host.is_live("never acts")
-            pid = host._live["a"].number
-            await runner.end("never acts")
-            observed = await runner.act("a", task, problem, Action("7"), turn=0)
-            assert (observed.reward, observed.done) == (1.0, True) and host._live["a"].number == pid
-            assert not host.is_live("never acts")
-            await runner.begin("broken", Task("guessing:Absent"), problem)
-            failed = await runner.act("broken", Task("guessing:Absent"), problem, Action("7"), turn=0)
-            assert "no such class" in failed.failed
-            await runner.begin("builtin", Task("calculator"), problem)
-            assert (await runner.act("builtin", Task("calculator"), problem, Action("x"), turn=0)).done
-        finally:
-            await runner.close()
-
-    asyncio.run(played())
+    await asyncio.gather(*(runner.begin(name, task, problem) for name in ("a", "never acts")))
+    host = runner._hosts["guessing:Guess {}"]
+    assert isinstance(host, ProcessHost) and host.is_live("a") and host.is_live("never acts")
+    pid = host._live["a"].number
+    await runner.end("never acts")
+    observed = await runner.act("a", task, problem, Action("7"), turn=0)
+    assert (observed.reward, observed.done) == (1.0, True) and host._live["a"].number == pid
+    assert not host.is_live("never acts")
+    await runner.begin("broken", Task("guessing:Absent"), problem)
+    failed = await runner.act("broken", Task("guessing:Absent"), problem, Action("7"), turn=0)
+    assert "no such class" in failed.failed
+    await runner.begin("builtin", Task("calculator"), problem)
+    assert (await runner.act("builtin", Task("calculator"), problem, Action("x"), turn=0)).done
 
 
 @pytest.mark.parametrize("acts_again", [False, True])
-def test_an_episode_that_ends_while_its_process_starts_leaves_none(
-    settings: EnvironmentsConfig, acts_again: bool
+@session
+async def test_an_episode_that_ends_while_its_process_starts_leaves_none(
+    runner: EpisodeRunner, acts_again: bool
 ) -> None:
     """Also where the import takes long. An episode of the same name that begins meanwhile keeps its own."""
     task = _task("Guess")
-
-    async def played(runner: EpisodeRunner) -> None:
-        starting = asyncio.create_task(runner.begin("a", task, _PROBLEM))
-        await asyncio.sleep(0)  # it waits for the process that imports the environment
-        host = runner._hosts["guessing:Guess {}"]
-        assert isinstance(host, ProcessHost) and not host.is_live("a")
-        await runner.end("a")
-        if acts_again:
-            (answered,) = await _acts(runner, "a", task, "7")
-            assert answered.done
-        await starting
-        assert host.is_live("a") == acts_again
-
-    _play(settings, played)
+    starting = asyncio.create_task(runner.begin("a", task, _PROBLEM))
+    await asyncio.sleep(0)  # it waits for the process that imports the environment
+    host = runner._hosts["guessing:Guess {}"]
+    assert isinstance(host, ProcessHost) and not host.is_live("a")
+    await runner.end("a")
+    if acts_again:
+        (answered,) = await _acts(runner, "a", task, "7")
+        assert answered.done
+    await starting
+    assert host.is_live("a") == acts_again
 
 
-def test_a_code_path_that_is_gone_fails_one_sample_and_not_its_worker(settings: EnvironmentsConfig) -> None:
-    gone = settings.model_copy(update={"code_paths": ("/no/such",)})
-
-    async def played(runner: EpisodeRunner) -> None:
-        (failed,) = await _acts(runner, "a", _task("Guess"), "1")
-        assert "/no/such" in failed.failed and "guessing:Guess" in failed.failed
-        await runner.end("a")
-
-    _play(gone, played)
+@session
+async def test_a_code_path_that_is_gone_fails_one_sample_and_not_its_worker(runner: EpisodeRunner) -> None:
+    runner._settings = runner._settings.model_copy(update={"code_paths": ("/no/such",)})
+    (failed,) = await _acts(runner, "a", _task("Guess"), "1")
+    assert "/no/such" in failed.failed and "guessing:Guess" in failed.failed
+    await runner.end("a")
 
 
 def _probe(settings: EnvironmentsConfig, name: str, **kwargs: Any) -> EnvironmentProbe:

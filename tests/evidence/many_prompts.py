@@ -24,9 +24,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, RewardsConfig, SFTConfig
+from grpo_dist.data.columns import column
 from grpo_dist.data.demonstrations import load_demonstrations
 from grpo_dist.data.readers import read_all
-from grpo_dist.data.repeats import column
 from grpo_dist.demo.smollm2 import smollm2
 from grpo_dist.runs.identity import DataOrigin, columns_digest, data_digest
 from grpo_dist.runs.prepare import PromptSections, load_tokenizer, train_prompts

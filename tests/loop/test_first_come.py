@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_dist.data.curriculum import Curriculum
+from grpo_dist.data.order import Curriculum
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.driver import run
 from grpo_dist.loop.admission import Admission

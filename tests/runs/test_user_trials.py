@@ -9,7 +9,7 @@ import pytest
 
 from grpo_dist.config.data import UserOrderConfig
 from grpo_dist.config.files import load_config
-from grpo_dist.data.curriculum import UserOrder, chosen
+from grpo_dist.data.order import UserOrder, chosen
 from grpo_dist.driver import run
 from grpo_dist.loop.metrics import UserMetrics
 from grpo_dist.plugins import user_code as loading

@@ -13,9 +13,6 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 
 TOKEN_BYTES = 16
 OUTCOMES = ("ok", "timeout", "memory", "died", "error")
@@ -28,37 +25,24 @@ ANSWER = struct.Struct("!16sBddQQ")
 INNER = struct.Struct("!16sQ")
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a keeper sends for a request.
+def pack_answer(
+    number: bytes, outcome: str, body: bytes, output: bytes, seconds: float, cpu_s: float
+) -> bytes:
+    """Return what a keeper sends for request ``number``.
 
-    Attributes:
+    Args:
         outcome: one of `OUTCOMES`.
         body: JSON of the worker's reply where ``outcome`` is "ok", else a reason.
         output: what was written to descriptors 1 and 2, cut.
         seconds: wall clock of the request.
         cpu_s: CPU seconds of all processes, once they have been ended; 0 before.
     """
-
-    outcome: str
-    body: bytes
-    output: bytes = b""
-    seconds: float = 0.0
-    cpu_s: float = 0.0
-
-    def pack(self, number: bytes) -> bytes:
-        index = OUTCOMES.index(self.outcome)
-        sizes = len(self.body), len(self.output)
-        return ANSWER.pack(number, index, self.seconds, self.cpu_s, *sizes) + self.body + self.output
-
-
-def receive(channel: socket.socket, size: int) -> bytes:
-    """Receive exactly ``size`` bytes. Raises EOFError if the other end closes before."""
-    return _exactly(channel.recv, size)  # bounded: by the end of the owner
+    sizes = len(body), len(output)
+    return ANSWER.pack(number, OUTCOMES.index(outcome), seconds, cpu_s, *sizes) + body + output
 
 
 async def receive_soon(channel: socket.socket, size: int) -> bytes:
-    """Like `receive`, of a socket that does not block."""
+    """Like `read`, of a socket that does not block."""
     loop, buffer = asyncio.get_running_loop(), bytearray()
     while len(buffer) < size:
         piece = await loop.sock_recv(channel, min(size - len(buffer), 1 << 20))
@@ -70,13 +54,9 @@ async def receive_soon(channel: socket.socket, size: int) -> bytes:
 
 def read(descriptor: int, size: int) -> bytes:
     """Read exactly ``size`` bytes. Raises EOFError if the other end closes before."""
-    return _exactly(partial(os.read, descriptor), size)
-
-
-def _exactly(read_some: Callable[[int], bytes], size: int) -> bytes:
     buffer = bytearray()
     while len(buffer) < size:
-        piece = read_some(min(size - len(buffer), 1 << 20))
+        piece = os.read(descriptor, min(size - len(buffer), 1 << 20))
         if not piece:
             raise EOFError
         buffer += piece

@@ -58,21 +58,9 @@ class ProcessFailure(Exception):
         return make, (self.outcome, self.detail)
 
 
-def not_started(reason: str) -> ProcessFailure:
-    """Return the failure of an episode that got no process."""
-    return ProcessFailure("error", f"it could not be started: {reason}", infrastructure=True)
-
-
 def lost_zygote(what: str) -> ProcessFailure:
     """Return the failure of an episode whose zygote ``what``."""
     return ProcessFailure("died", f"the process that starts others {what}", infrastructure=True)
-
-
-def lost_before() -> ProcessFailure:
-    """Return the failure of an episode whose process ended with its zygote between two requests."""
-    failure = ProcessFailure("died", "the process had ended, with the one that starts others")
-    failure.began = False
-    return failure
 
 
 @dataclass(slots=True)
@@ -191,7 +179,9 @@ class ProcessHost:
         cpu_s = self._cpu_s if cpu_s is None else cpu_s
         if episode in self._lost:
             self._lost.remove(episode)
-            raise lost_before()
+            failure = ProcessFailure("died", "the process had ended, with the one that starts others")
+            failure.began = False
+            raise failure
         request = json.dumps([kind, payload]).encode()
         live = self._live.get(episode) or await self.begin(episode)
         async with live.lock:
@@ -391,7 +381,9 @@ class ProcessHost:
             return
         if report["is"] != "started":
             del self._by_number[live.number]
-            live.conclude(not_started(report["reason"]) if report["is"] == "failed" else None)
+            reason = f"it could not be started: {report.get('reason')}"
+            failed = ProcessFailure("error", reason, infrastructure=True)
+            live.conclude(failed if report["is"] == "failed" else None)
         elif not live.started.done():
             live.started.set_result(None)
 

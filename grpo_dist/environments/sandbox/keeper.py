@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from grpo_dist.environments.sandbox import worker
-from grpo_dist.environments.sandbox.frames import INNER, REQUEST, TOKEN_BYTES, Answer, KeptOutput, receive
+from grpo_dist.environments.sandbox.frames import INNER, REQUEST, TOKEN_BYTES, KeptOutput, pack_answer, read
 from grpo_dist.environments.sandbox.isolation import MOST_FILES, Limits, TreeUsage, files_exceed
 from grpo_dist.runtime.processes import become_subreaper, descendants, kill_descendants, reap
 
@@ -80,8 +80,9 @@ class Keeper:
         self._fork(woken)
         with suppress(EOFError, OSError):  # the owner or the zygote is gone
             while self._wait_for_request():
-                number, timeout_s, self._cpu_s, size = REQUEST.unpack(receive(self._channel, REQUEST.size))
-                payload = receive(self._channel, size)
+                channel = self._channel.fileno()
+                number, timeout_s, self._cpu_s, size = REQUEST.unpack(read(channel, REQUEST.size))
+                payload = read(channel, size)
                 begin = time.monotonic()
                 output = KeptOutput(self._limits.output_kb * 1024)
                 outcome, body = self._exchange(payload, begin + timeout_s, timeout_s, output)
@@ -89,7 +90,8 @@ class Keeper:
                     self._kill()
                 seconds = time.monotonic() - begin
                 cpu_s = 0.0 if self._status is None else self._used_cpu()
-                self._channel.sendall(Answer(outcome, body, output.bytes(), seconds, cpu_s).pack(number))
+                answer = pack_answer(number, outcome, body, output.bytes(), seconds, cpu_s)
+                self._channel.sendall(answer)
                 if self._status is not None:
                     break
         self._kill()

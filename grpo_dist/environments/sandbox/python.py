@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from grpo_dist.config.environments import SandboxConfig
+from grpo_dist.environments.sandbox.frames import OUTCOMES
 from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
 from grpo_dist.environments.sandbox.isolation import Isolation, Limits
 from grpo_dist.environments.sandbox.service import CodeService
@@ -16,7 +17,6 @@ from grpo_dist.environments.sandbox.trial import find_isolation
 _PROGRAM = "grpo_dist.environments.sandbox.interpreter:Interpreter"
 OUTPUT_KB = 64  # of a call that are kept
 _READY_S = 300.0  # limit for the start of an interpreter, which no call is charged with
-_OUTCOMES = ("ok", "error", "timeout", "memory", "died")
 _GONE = "The interpreter was ended: variables and files of earlier calls are gone."
 _USED_UP = "no time is left for calls of this episode"
 
@@ -90,7 +90,8 @@ class PythonSandbox:
             output = failure.output + "\n" * (bool(failure.output) and not failure.output.endswith("\n"))
             output += f"[{failure.detail}{'. ' + _GONE if failure.lost else ''}]\n"
         self._used_s[episode] = used_s + seconds
-        return CodeResult(_readable(output), outcome if outcome in _OUTCOMES else "error", seconds, began)
+        output = output.replace("\0", "\\x00")  # tokenizers and files of records do not take it
+        return CodeResult(output, outcome if outcome in OUTCOMES else "error", seconds, began)
 
     async def end(self, episode: str) -> None:
         """End the episode's interpreter and delete its files. Does nothing for an unknown episode."""
@@ -153,8 +154,3 @@ class InterpreterProcesses:
     async def close(self) -> None:
         if self._host is not None:
             await self._host.close()
-
-
-def _readable(output: str) -> str:
-    """Return text without characters that tokenizers and files of records do not take."""
-    return output.replace("\0", "\\x00")

@@ -36,7 +36,7 @@ _PID = struct.Struct("!i")
 
 @dataclass(slots=True)
 class _Kept:
-    """A living keeper; ``ended``: its end was asked for."""
+    """A living keeper."""
 
     episode: int
     pid: int

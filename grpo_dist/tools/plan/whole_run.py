@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.config import CheckpointConfig, Config, DataSourceConfig, EvaluationConfig
-from grpo_dist.data.readers import read, source_name
+from grpo_dist.data.readers import read
 from grpo_dist.errors import expanded
 from grpo_dist.loop.chores import evaluates_export
 from grpo_dist.tools.bench.table import written
@@ -154,11 +154,11 @@ def planned_evaluation(option: Option, step_s: float) -> PlannedEvaluation | Non
     for source in config.data.eval:
         is_counted, size = prompts_of(source)
         if size is None:
-            left_out.append(source_name(source))
+            left_out.append(source.label)
             continue
         sizes.append(size)
         if not is_counted:
-            assumed.append(source_name(source))
+            assumed.append(source.label)
     each = config.evaluation.samples_per_prompt
     seconds = evaluation_s(_evaluation_scenario(option), sizes) if sizes else 0.0
     exported = config.evaluation.after and config.checkpoint.export

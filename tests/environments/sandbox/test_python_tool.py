@@ -5,6 +5,7 @@ import json
 import os
 import re
 from contextlib import asynccontextmanager
+from functools import wraps
 
 import pytest
 
@@ -41,229 +42,204 @@ async def outputs(sandbox: PythonSandbox, *codes: str, episode: str = "a") -> li
     return [(result.outcome, result.output) for result in results]
 
 
+def asynchronous(test):
+    """Run an asynchronous test."""
+    return wraps(test)(lambda **arguments: asyncio.run(test(**arguments)))
+
+
 both = pytest.mark.parametrize("backend", ["process", "http"])
 
 
 @both
-def test_variables_stay_over_an_episode_and_end_with_it(backend):
-    async def run():
-        async with tool(backend) as sandbox:
-            found = await outputs(
-                sandbox, "x = 2", "def f(n): return n * x", "f(21)", "import math", "math.pi"
-            )
-            assert [output for _, output in found] == ["", "", "42\n", "", "3.141592653589793\n"]
-            assert (await outputs(sandbox, "x", episode="b"))[0][0] == "error"
-            await sandbox.end("a")
-            assert (await outputs(sandbox, "f(21)"))[0][0] == "error"
-
-    asyncio.run(run())
+@asynchronous
+async def test_variables_stay_over_an_episode_and_end_with_it(backend):
+    async with tool(backend) as sandbox:
+        found = await outputs(
+            sandbox, "x = 2", "def f(n): return n * x", "f(21)", "import math", "math.pi"
+        )
+        assert [output for _, output in found] == ["", "", "42\n", "", "3.141592653589793\n"]
+        assert (await outputs(sandbox, "x", episode="b"))[0][0] == "error"
+        await sandbox.end("a")
+        assert (await outputs(sandbox, "f(21)"))[0][0] == "error"
 
 
 @both
-def test_stdout_and_stderr_are_shown_in_order_with_the_last_value_and_nothing_twice(backend):
-    async def run():
-        async with tool(backend) as sandbox:
-            code = (
-                "import os, sys\nprint('a', end=' ')\nprint('b', file=sys.stderr)\nos.system('echo c')\n'd'"
-            )
-            assert await outputs(sandbox, code, "print('e')\nNone", "'f'; x = 1", "_") == [
-                ("ok", "a b\nc\n'd'\n"),
-                ("ok", "e\n"),
-                ("ok", ""),
-                ("ok", "'d'\n"),
-            ]
-
-    asyncio.run(run())
+@asynchronous
+async def test_stdout_and_stderr_are_shown_in_order_with_the_last_value_and_nothing_twice(backend):
+    async with tool(backend) as sandbox:
+        code = (
+            "import os, sys\nprint('a', end=' ')\nprint('b', file=sys.stderr)\nos.system('echo c')\n'd'"
+        )
+        assert await outputs(sandbox, code, "print('e')\nNone", "'f'; x = 1", "_") == [
+            ("ok", "a b\nc\n'd'\n"),
+            ("ok", "e\n"),
+            ("ok", ""),
+            ("ok", "'d'\n"),
+        ]
 
 
 @both
-def test_a_traceback_begins_in_the_code(backend):
-    async def run():
-        async with tool(backend) as sandbox:
-            codes = ("def f(n):\n    return 1 / n", "f(0)", "1 +", "x = 5\nraise KeyError", "x")
-            found = await outputs(sandbox, *codes)
-            shown = [line for line in found[1][1].splitlines() if set(line) - set(" ~^")]
-            assert shown == [
-                "Traceback (most recent call last):",
-                '  File "<call 2>", line 1, in <module>',
-                "    f(0)",
-                '  File "<call 1>", line 2, in f',
-                "    return 1 / n",
-                "ZeroDivisionError: division by zero",
-            ]
-            assert found[1][0] == found[2][0] == found[3][0] == "error"
-            assert found[2][1].startswith('  File "<call 3>", line 1\n    1 +\n')
-            assert found[2][1].endswith("SyntaxError: invalid syntax\n")
-            assert found[4] == ("ok", "5\n")  # what ran before an error stays
-
-    asyncio.run(run())
+@asynchronous
+async def test_a_traceback_begins_in_the_code(backend):
+    async with tool(backend) as sandbox:
+        codes = ("def f(n):\n    return 1 / n", "f(0)", "1 +", "x = 5\nraise KeyError", "x")
+        found = await outputs(sandbox, *codes)
+        shown = [line for line in found[1][1].splitlines() if set(line) - set(" ~^")]
+        assert shown == [
+            "Traceback (most recent call last):",
+            '  File "<call 2>", line 1, in <module>',
+            "    f(0)",
+            '  File "<call 1>", line 2, in f',
+            "    return 1 / n",
+            "ZeroDivisionError: division by zero",
+        ]
+        assert found[1][0] == found[2][0] == found[3][0] == "error"
+        assert found[2][1].startswith('  File "<call 3>", line 1\n    1 +\n')
+        assert found[2][1].endswith("SyntaxError: invalid syntax\n")
+        assert found[4] == ("ok", "5\n")  # what ran before an error stays
 
 
 @both
-def test_the_same_code_gives_the_same_random_numbers_in_each_episode(backend):
-    async def run():
-        async with tool(backend) as sandbox:
-            code = "import random\nrandom.random()"
-            if backend == "process":  # the order of a set and hashes, too; a service sets their seed
-                code += ", [*{'a', 'b', 'c', 'd'}], hash('text')"
-            assert await outputs(sandbox, code) == await outputs(sandbox, code, episode="b")
-
-    asyncio.run(run())
+@asynchronous
+async def test_the_same_code_gives_the_same_random_numbers_in_each_episode(backend):
+    async with tool(backend) as sandbox:
+        code = "import random\nrandom.random()"
+        if backend == "process":  # the order of a set and hashes, too; a service sets their seed
+            code += ", [*{'a', 'b', 'c', 'd'}], hash('text')"
+        assert await outputs(sandbox, code) == await outputs(sandbox, code, episode="b")
 
 
 @both
-def test_a_call_over_its_deadline_loses_the_interpreter_and_reports_it(backend):
-    async def run():
-        async with tool(backend) as sandbox:
-            patient = sandbox._settings
-            for call_s in longer(2.0):
-                await sandbox.run("a", "x = 1")
-                sandbox._settings = patient.model_copy(update={"call_s": call_s})
-                result = await sandbox.run("a", "print('begun', flush=True)\nimport time\ntime.sleep(900)")
-                sandbox._settings = patient
-                if result.output.startswith("begun\n"):
-                    break
-            assert result.outcome == "timeout"
-            assert result.output.startswith(f"begun\n[no result within {call_s:g} s. ")
-            assert "variables and files of earlier calls are gone" in result.output
-            assert (await sandbox.run("a", "x")).outcome == "error"
-
-    asyncio.run(run())
+@asynchronous
+async def test_a_call_over_its_deadline_loses_the_interpreter_and_reports_it(backend):
+    async with tool(backend) as sandbox:
+        patient = sandbox._settings
+        for call_s in longer(2.0):
+            await sandbox.run("a", "x = 1")
+            sandbox._settings = patient.model_copy(update={"call_s": call_s})
+            result = await sandbox.run("a", "print('begun', flush=True)\nimport time\ntime.sleep(900)")
+            sandbox._settings = patient
+            if result.output.startswith("begun\n"):
+                break
+        assert result.outcome == "timeout"
+        assert result.output.startswith(f"begun\n[no result within {call_s:g} s. ")
+        assert "variables and files of earlier calls are gone" in result.output
+        assert (await sandbox.run("a", "x")).outcome == "error"
 
 
 @both
-def test_a_process_that_ends_is_an_outcome_that_is_named(backend):
-    async def run():
-        async with tool(backend) as sandbox:
-            result = await sandbox.run("a", "import os\nos._exit(7)")
-            assert (
-                result.outcome == "died" and "exit status 7" in result.output and "are gone" in result.output
-            )
-            assert await outputs(sandbox, "6 * 7") == [("ok", "42\n")]
-
-    asyncio.run(run())
+@asynchronous
+async def test_a_process_that_ends_is_an_outcome_that_is_named(backend):
+    async with tool(backend) as sandbox:
+        result = await sandbox.run("a", "import os\nos._exit(7)")
+        assert (
+            result.outcome == "died" and "exit status 7" in result.output and "are gone" in result.output
+        )
+        assert await outputs(sandbox, "6 * 7") == [("ok", "42\n")]
 
 
 @both
-def test_memory_is_an_outcome_and_variables_stay(backend):
-    async def run():
-        async with tool(backend) as sandbox:
-            found = await outputs(sandbox, "x = 1", "raise MemoryError('too much')", "x")
-            assert [outcome for outcome, _ in found] == ["ok", "memory", "ok"]
-
-    asyncio.run(run())
+@asynchronous
+async def test_memory_is_an_outcome_and_variables_stay(backend):
+    async with tool(backend) as sandbox:
+        found = await outputs(sandbox, "x = 1", "raise MemoryError('too much')", "x")
+        assert [outcome for outcome, _ in found] == ["ok", "memory", "ok"]
 
 
 @both
-def test_an_episode_has_a_time_of_its_own(backend):
-    async def run():
-        async with tool(backend, episode_s=1.5) as sandbox:
-            results = [await sandbox.run("a", "import time; time.sleep(0.8)") for _ in range(4)]
-            outcomes = [result.outcome for result in results]
-            assert outcomes[-1] == "timeout" and "no time is left for calls of this episode: 1.5 s" in (
-                results[-1].output
-            )
-            assert outcomes == sorted(outcomes)  # "ok" until it is over
-            assert sandbox._used_s["a"] < 60
-
-    asyncio.run(run())
+@asynchronous
+async def test_an_episode_has_a_time_of_its_own(backend):
+    async with tool(backend, episode_s=1.5) as sandbox:
+        results = [await sandbox.run("a", "import time; time.sleep(0.8)") for _ in range(4)]
+        outcomes = [result.outcome for result in results]
+        assert outcomes[-1] == "timeout" and "no time is left for calls of this episode: 1.5 s" in (
+            results[-1].output
+        )
+        assert outcomes == sorted(outcomes)  # "ok" until it is over
+        assert sandbox._used_s["a"] < 60
 
 
-def test_cpu_time_over_the_episode_is_a_timeout_also_in_children():
-    async def run():
-        async with tool(cpu_s=1.0) as sandbox:
-            code = "import os, time\nfor _ in range(3):\n  if not os.fork():\n    while True: pass"
-            code += "\ntime.sleep(900)"
-            for episode, written in (("a", code), ("b", "while True: pass")):
-                result = await sandbox.run(episode, written)
-                assert result.outcome == "timeout" and "more than 1 s of CPU time" in result.output
-
-    asyncio.run(run())
+@asynchronous
+async def test_cpu_time_over_the_episode_is_a_timeout_also_in_children():
+    async with tool(cpu_s=1.0) as sandbox:
+        code = "import os, time\nfor _ in range(3):\n  if not os.fork():\n    while True: pass"
+        code += "\ntime.sleep(900)"
+        for episode, written in (("a", code), ("b", "while True: pass")):
+            result = await sandbox.run(episode, written)
+            assert result.outcome == "timeout" and "more than 1 s of CPU time" in result.output
 
 
 @pytest.mark.slow
-def test_an_interpreter_that_is_lost_between_two_calls_is_reported_before_another_begins():
+@asynchronous
+async def test_an_interpreter_that_is_lost_between_two_calls_is_reported_before_another_begins():
     """With the zygote, or alone: the code does not run, and the policy reads why."""
-
-    async def run():
-        async with tool() as sandbox:
-            host = sandbox._backend._host
-            assert await outputs(sandbox, "x = 2", "x") == [("ok", ""), ("ok", "2\n")]
-            zygote = host._child
-            zygote.kill()
-            while host._child is zygote:
-                await asyncio.sleep(0.01)
-            (found,) = await outputs(sandbox, "print(6 * 7)")
-            assert found == (
-                "died",
-                "[the process had ended, with the one that starts others. The interpreter was ended: "
-                "variables and files of earlier calls are gone.]\n",
-            )
-            assert await outputs(sandbox, "6 * 7") == [("ok", "42\n")]
-            assert (await outputs(sandbox, "x"))[0][0] == "error"
-            assert await outputs(sandbox, "6 * 7", episode="b") == [("ok", "42\n")]
-
-    asyncio.run(run())
+    async with tool() as sandbox:
+        host = sandbox._backend._host
+        assert await outputs(sandbox, "x = 2", "x") == [("ok", ""), ("ok", "2\n")]
+        zygote = host._child
+        zygote.kill()
+        while host._child is zygote:
+            await asyncio.sleep(0.01)
+        (found,) = await outputs(sandbox, "print(6 * 7)")
+        assert found == (
+            "died",
+            "[the process had ended, with the one that starts others. The interpreter was ended: "
+            "variables and files of earlier calls are gone.]\n",
+        )
+        assert await outputs(sandbox, "6 * 7") == [("ok", "42\n")]
+        assert (await outputs(sandbox, "x"))[0][0] == "error"
+        assert await outputs(sandbox, "6 * 7", episode="b") == [("ok", "42\n")]
 
 
-def test_cpu_time_of_interpreters_that_were_lost_counts_for_the_episode():
-    async def run():
-        async with tool(cpu_s=2.0) as sandbox:
-            used = "import os, time\nwhile time.process_time() < 1.5: pass\nos._exit(7)"
-            assert (await sandbox.run("a", used)).outcome == "died"
-            assert (await sandbox.run("a", used)).outcome == "timeout"  # 0.5 s were left
-            result = await sandbox.run("a", "6 * 7")
-            assert result.output == "[no CPU time is left for calls of this episode: 2 s]\n"
-            await sandbox.end("a")
-            assert await outputs(sandbox, "6 * 7") == [("ok", "42\n")]
-
-    asyncio.run(run())
+@asynchronous
+async def test_cpu_time_of_interpreters_that_were_lost_counts_for_the_episode():
+    async with tool(cpu_s=2.0) as sandbox:
+        used = "import os, time\nwhile time.process_time() < 1.5: pass\nos._exit(7)"
+        assert (await sandbox.run("a", used)).outcome == "died"
+        assert (await sandbox.run("a", used)).outcome == "timeout"  # 0.5 s were left
+        result = await sandbox.run("a", "6 * 7")
+        assert result.output == "[no CPU time is left for calls of this episode: 2 s]\n"
+        await sandbox.end("a")
+        assert await outputs(sandbox, "6 * 7") == [("ok", "42\n")]
 
 
-def test_the_files_of_an_episode_are_its_own_and_gone_with_it():
-    async def run():
-        async with tool() as sandbox:
-            write = "import os\nprint(os.listdir('.'), os.getcwd() == os.path.expanduser('~'))\n"
-            found = await outputs(sandbox, write + "open('f', 'w').write('x')", "open('f').read()")
-            assert found == [("ok", "[] True\n1\n"), ("ok", "'x'\n")]
-            assert (await outputs(sandbox, "open('f')", episode="b"))[0][0] == "error"
-            await sandbox.end("a")
-            assert (await outputs(sandbox, "open('f')"))[0][0] == "error"
-
-    asyncio.run(run())
+@asynchronous
+async def test_the_files_of_an_episode_are_its_own_and_gone_with_it():
+    async with tool() as sandbox:
+        write = "import os\nprint(os.listdir('.'), os.getcwd() == os.path.expanduser('~'))\n"
+        found = await outputs(sandbox, write + "open('f', 'w').write('x')", "open('f').read()")
+        assert found == [("ok", "[] True\n1\n"), ("ok", "'x'\n")]
+        assert (await outputs(sandbox, "open('f')", episode="b"))[0][0] == "error"
+        await sandbox.end("a")
+        assert (await outputs(sandbox, "open('f')"))[0][0] == "error"
 
 
-def test_an_interpreter_that_does_not_start_is_no_result_of_the_code_and_is_not_charged(monkeypatch):
-    async def run():
-        async with tool() as sandbox:
-            directory = sandbox._backend._host._directory
-            os.rename(directory, directory + ".away")
-            with pytest.raises(ProcessFailure, match="could not be started: FileNotFoundError") as caught:
+@asynchronous
+async def test_an_interpreter_that_does_not_start_is_no_result_of_the_code_and_is_not_charged(monkeypatch):
+    async with tool() as sandbox:
+        directory = sandbox._backend._host._directory
+        os.rename(directory, directory + ".away")
+        with pytest.raises(ProcessFailure, match="could not be started: FileNotFoundError") as caught:
+            await sandbox.run("a", "6 * 7")
+        assert caught.value.infrastructure
+        os.rename(directory + ".away", directory)
+        with monkeypatch.context() as patch:
+            patch.setattr(python, "_READY_S", 0.0)
+            with pytest.raises(ProcessFailure, match="no result within 0 s") as caught:
                 await sandbox.run("a", "6 * 7")
-            assert caught.value.infrastructure
-            os.rename(directory + ".away", directory)
-            with monkeypatch.context() as patch:
-                patch.setattr(python, "_READY_S", 0.0)
-                with pytest.raises(ProcessFailure, match="no result within 0 s") as caught:
-                    await sandbox.run("a", "6 * 7")
-            assert caught.value.infrastructure and sandbox._used_s == {}
-            assert await outputs(sandbox, "6 * 7") == [("ok", "42\n")]
-
-    asyncio.run(run())
+        assert caught.value.infrastructure and sandbox._used_s == {}
+        assert await outputs(sandbox, "6 * 7") == [("ok", "42\n")]
 
 
 # The service
 
 
-def test_passing_failures_of_the_service_are_tried_again(monkeypatch):
+@asynchronous
+async def test_passing_failures_of_the_service_are_tried_again(monkeypatch):
     monkeypatch.setattr(service, "_FIRST_PAUSE_S", 0.001)
-
-    async def run():
-        async with tool("http") as sandbox:
-            sandbox.fusion.answers += [(503, b"busy"), (0, b""), (429, b"")]
-            assert await outputs(sandbox, "6 * 7") == [("ok", "42\n")]
-
-    asyncio.run(run())
+    async with tool("http") as sandbox:
+        sandbox.fusion.answers += [(503, b"busy"), (0, b""), (429, b"")]
+        assert await outputs(sandbox, "6 * 7") == [("ok", "42\n")]
 
 
 @pytest.mark.parametrize(
@@ -281,22 +257,19 @@ def test_passing_failures_of_the_service_are_tried_again(monkeypatch):
         ([(200, json.dumps({"status": "Success", "message": ""}).encode())], "it ran nothing"),
     ],
 )
-def test_a_service_that_fails_is_no_result_of_the_code_and_variables_stay(answers, said, monkeypatch):
+@asynchronous
+async def test_a_service_that_fails_is_no_result_of_the_code_and_variables_stay(answers, said, monkeypatch):
     monkeypatch.setattr(service, "_FIRST_PAUSE_S", 0.001)
-
-    async def run():
-        async with tool("http") as sandbox:
-            await sandbox.run("a", "x = 41")
-            sandbox.fusion.answers += answers
-            used_s = sandbox._used_s["a"]
-            with pytest.raises(ProcessFailure, match=re.escape(said)) as caught:
-                await sandbox.run("a", "x")
-            assert caught.value.infrastructure and not caught.value.lost
-            assert sandbox._used_s["a"] == used_s
-            sandbox.fusion.answers.clear()
-            assert await outputs(sandbox, "x + 1") == [("ok", "42\n")]
-
-    asyncio.run(run())
+    async with tool("http") as sandbox:
+        await sandbox.run("a", "x = 41")
+        sandbox.fusion.answers += answers
+        used_s = sandbox._used_s["a"]
+        with pytest.raises(ProcessFailure, match=re.escape(said)) as caught:
+            await sandbox.run("a", "x")
+        assert caught.value.infrastructure and not caught.value.lost
+        assert sandbox._used_s["a"] == used_s
+        sandbox.fusion.answers.clear()
+        assert await outputs(sandbox, "x + 1") == [("ok", "42\n")]
 
 
 def test_a_request_has_the_fields_of_the_api():
