@@ -439,9 +439,9 @@ def read(
     decides = [source.model_dump(mode="json", exclude=_NOT_OF_ROWS), sorted(asked), files_digest(files)]
     key = store_key(["rows", decides, list(map(str, files))])
     if (stored := load(key)) is not None:
-        arrays, (names, files) = stored
-        table, files = RowTable.from_store(arrays, names), Repeated(files, arrays["row_files"])
-        return DataRows(table, arrays["rows"], files, arrays["row_lines"], key)
+        arrays, (names, file_names) = stored
+        table, row_files = RowTable.from_store(arrays, names), Repeated(file_names, arrays["row_files"])
+        return DataRows(table, arrays["rows"], row_files, arrays["row_lines"], key)
     rows_read = None
     is_large = sum(size for size, _ in before) > LARGE
     if is_large and not asked and files == [expanded(str(source.path))]:
@@ -452,9 +452,9 @@ def read(
         rows_read.key = ""  # a file was written meanwhile: what was read need not be what was hashed
     elif len(rows_read) >= STORED_FROM and not rows_read.distinct.others:
         arrays, names = rows_read.distinct.stored()
-        files = rows_read.files
-        arrays |= {"rows": rows_read.codes, "row_files": files.codes, "row_lines": rows_read.lines}
-        save(key, arrays, [names, list(files.distinct)])
+        row_files = rows_read.files
+        arrays |= {"rows": rows_read.codes, "row_files": row_files.codes, "row_lines": rows_read.lines}
+        save(key, arrays, [names, list(row_files.distinct)])
     return rows_read
 
 

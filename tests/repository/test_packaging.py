@@ -100,7 +100,7 @@ def test_a_plan_needs_neither_torch_nor_a_library_of_models():
 
 def test_data_metrics_and_settings_are_read_without_torch():
     """A test of these alone is collected in 3 seconds."""
-    modules = "config.files, data.prompts, data.curriculum, observe.tracker, plugins.inputs, runtime.hardware"
+    modules = "config.files, data.prompts, data.order, observe.tracker, plugins.inputs, runtime.hardware"
     names = ", ".join(f"grpo_dist.{name}" for name in modules.split(", "))
     done = python(f"import sys, {names}\nprint({{'torch', 'ray', 'transformers'}} & set(sys.modules))")
     assert done.stdout.strip() == "set()", done.stderr
