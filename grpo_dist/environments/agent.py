@@ -17,7 +17,6 @@ import asyncio
 import itertools
 import json
 import os
-import re
 import secrets
 import shlex
 import shutil
@@ -45,7 +44,6 @@ _MARK = "GRPO_DIST_AGENT"  # environment variable that all processes of an agent
 _PRINTED = 1 << 16  # bytes of output that are read, the last ones
 _SHOWN = 600  # characters of standard error in a message
 _BODY = 1 << 26  # bytes of a request
-_PIECE = re.compile(r"\s*\S{1,16}|\s+")  # of a streamed reply, about a token or two
 # The program ends with this worker, also where that is killed.
 _RUN = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl({SET_PARENT_DEATH_SIGNAL}, 9); "
@@ -293,16 +291,15 @@ async def _stream(
 
 
 def chunks(body: Mapping[str, Any], answer: Mapping[str, Any], *, chat: bool) -> Iterator[dict[str, Any]]:
-    """Yield an answer in the pieces of OpenAI's stream: the role, the content word by word, each call with
-    its name and then its arguments, why it ended, and its usage where ``body`` asks for it.
+    """Yield an answer in the parts of OpenAI's stream: the role, the content, each call, why it ended, and
+    its usage where ``body`` asks for it.
     """
     head = _head(body, "chat.completion.chunk" if chat else "text_completion")
     wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
     if wants_usage:
         head["usage"] = None  # of all chunks but the last
     choice = answer["choice"]
-    parts = _deltas(choice["message"]) if chat else ({"text": piece} for piece in _pieces(choice["text"]))
-    for part in parts:
+    for part in _deltas(choice["message"]) if chat else [{"text": choice["text"]}]:
         yield head | {"choices": [{"index": 0, "finish_reason": None, "logprobs": None, **part}]}
     nothing: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
     last = {"index": 0, "finish_reason": choice["finish_reason"], "logprobs": None}
@@ -312,22 +309,12 @@ def chunks(body: Mapping[str, Any], answer: Mapping[str, Any], *, chat: bool) ->
 
 
 def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    calls = message.get("tool_calls", ())
-    content = message["content"]
+    calls, content = message.get("tool_calls", ()), message["content"]
     yield {"delta": {"role": "assistant", "content": None if calls and content is None else ""}}
-    for piece in _pieces(content or ""):
-        yield {"delta": {"content": piece}}
+    if content:
+        yield {"delta": {"content": content}}
     for index, call in enumerate(calls):
-        function = call["function"]
-        begun = {**call, "index": index, "function": {"name": function["name"], "arguments": ""}}
-        yield {"delta": {"tool_calls": [begun]}}
-        for piece in _pieces(function["arguments"]):
-            yield {"delta": {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}}
-
-
-def _pieces(text: str) -> list[str]:
-    """Split a text into words with the blanks in front of them; a long one is cut."""
-    return _PIECE.findall(text)
+        yield {"delta": {"tool_calls": [{**call, "index": index}]}}
 
 
 def _failure(status: int, message: str, code: str | None) -> web.Response:
