@@ -116,7 +116,12 @@ def source_tasks(
         stop=tuple(described.stop),
         prefill=data.resolve_prompts([source])[0].prefill or "",
     )
-    _check_format(renderer, tokenizer, described, name)
+    has_calls = described.tools and not renderer.is_in_place
+    if has_calls and (absent := missing_tokens(renderer.call_format, tokenizer.get_vocab())):
+        raise ValueError(
+            f"environment {name}: `environments.call_format` = {renderer.call_format} needs the token "
+            f"{absent}, which the model's tokenizer lacks; use code, or the form of its chat template"
+        )
     if renderer.has_template:
         _check_template(renderer, replace(task, messages=({"role": "user", "content": "1+1?"},)), described)
     if not described.asks:
@@ -128,16 +133,6 @@ def source_tasks(
             f"{source.problem_column}.-1.content"
         )
     return SourceTasks(task, [renderer.controls.as_text(question) for question in questions], renderer)
-
-
-def _check_format(renderer: Renderer, tokenizer: Any, described: Description, name: str) -> None:
-    if not described.tools or renderer.is_in_place:
-        return
-    if absent := missing_tokens(renderer.call_format, tokenizer.get_vocab()):
-        raise ValueError(
-            f"environment {name}: `environments.call_format` = {renderer.call_format} needs the token "
-            f"{absent}, which the model's tokenizer lacks; use code, or the form of its chat template"
-        )
 
 
 def _check_template(renderer: Renderer, task: Task, described: Description) -> None:
