@@ -86,21 +86,6 @@ from grpo_dist.types import Group, Prompt, Rollout
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """Tokens of a prompt and of the completion to learn.
-
-    ``sampled``: for each token of the completion, whether it is learned; the others are given.
-    """
-
-    prompt: list[int]
-    completion: list[int]
-    sampled: list[bool]
-
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.completion)
-
-
-@dataclass(frozen=True, slots=True)
 class Segment:
     """A part of a completion: text that is learned, or ``given``."""
 
@@ -334,9 +319,9 @@ class DemonstrationTable(RowTokens, Computed[Demonstration]):
         return map(attrgetter(name), self)
 
 
-def load_pairs(
-    settings: SFTConfig, tokenizer: Any, *, day: date | None = None, say: Say = _quiet
-) -> list[Pair]:
+def load_demonstrations(
+    settings: Sources, tokenizer: Any, *, day: date | None = None, say: Say = _quiet
+) -> DemonstrationTable:
     """Tokenise prompt and completion of every row of every source, in order.
 
     Args:
@@ -346,24 +331,15 @@ def load_pairs(
     Raises ValueError for a missing file, a malformed or overlong row, a row of which the chat template drops
     a part, or a source without rows.
     """
-    pairs = []
-    for row in load_demonstrations(settings, tokenizer, day=day, say=say):
-        sampled = [True] * len(row.completion_ids) if row.sampled is None else row.sampled.tolist()
-        pairs.append(Pair(row.token_ids.tolist(), row.completion_ids.tolist(), sampled))
-    return pairs
-
-
-def load_demonstrations(
-    settings: Sources, tokenizer: Any, *, day: date | None = None, say: Say = _quiet
-) -> DemonstrationTable:
-    """Load the rows of all sources, as `load_pairs`."""
     first, *others = [load_source(source, settings, tokenizer, day=day, say=say) for source in settings.data]
     table = first.join(*others)
     return replace(table, key="") if others else table
 
 
 def count_rows(settings: SFTConfig) -> int:
-    """Return how many rows all sources have, without tokenising them. Raises ValueError as `load_pairs`."""
+    """Return how many rows all sources have, without tokenising them. Raises ValueError as
+    `load_demonstrations`.
+    """
     return sum(_count(source, settings) for source in settings.data)
 
 
@@ -405,7 +381,7 @@ def load_source(
     day: date | None = None,
     say: Say = _quiet,
 ) -> DemonstrationTable:
-    """Load one source; see `load_pairs`. Many rows are stored for the next start."""
+    """Load one source; see `load_demonstrations`. Many rows are stored for the next start."""
     path = None if _is_made(source) else data_file(source, settings)
     paths = [] if path is None else [path] if path.is_file() else source_files(_as_source(path))
     state = files_state(paths)

@@ -11,13 +11,14 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from grpo_dist.algorithms.schedules import learning_rate
 from grpo_dist.chat.template import writes_date
 from grpo_dist.config import SFTConfig
-from grpo_dist.data.demonstrations import Pair, contents, load_pairs
+from grpo_dist.data.demonstrations import Demonstration, DemonstrationTable, contents, load_demonstrations
 from grpo_dist.demo.model import is_toy
 from grpo_dist.policy.full_weights import save_pretrained
 from grpo_dist.policy.logprobs import token_logprobs
@@ -106,8 +107,8 @@ def _train(
     say: Callable[[str], None],
     day: date | None,
 ) -> None:
-    pairs = load_pairs(settings, tokenizer, day=day, say=say)
-    settings = settings.model_copy(update={"steps": settings.steps_for(len(pairs))})
+    rows = load_demonstrations(settings, tokenizer, day=day, say=say)
+    settings = settings.model_copy(update={"steps": settings.steps_for(len(rows))})
     device = torch.device(device_type())
     model = load_causal_lm(
         str(model_dir), dtype=resolve_dtype("float32"), attention="auto", trust_remote_code=False
@@ -116,8 +117,8 @@ def _train(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.lr, betas=_BETAS, weight_decay=settings.weight_decay
     )
-    say(f"supervised: {settings.steps} steps of {settings.batch_size} on {len(pairs)} demonstrations")
-    for step, batch in enumerate(_batches(pairs, settings)):
+    say(f"supervised: {settings.steps} steps of {settings.batch_size} on {len(rows)} demonstrations")
+    for step, batch in enumerate(_batches(rows, settings)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(
                 step, lr=settings.lr, schedule=settings.schedule, warmup=settings.warmup_steps,
@@ -163,31 +164,31 @@ def response_loss(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
     return -logprobs.sum() / mask.sum()
 
 
-def _batches(pairs: list[Pair], settings: SFTConfig) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(rows: DemonstrationTable, settings: SFTConfig) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield ``settings.steps`` batches, epoch after epoch, each epoch shuffled from the seed.
 
-    Within each _POOL batches, pairs of similar length share a batch, which saves padding. Sorting by exact
+    Within each _POOL batches, rows of similar length share a batch, which saves padding. Sorting by exact
     length would fill batches of sums with one pattern of carries each, which train badly.
     """
     generator = torch.Generator().manual_seed(settings.seed)
-    size = settings.batch_size
+    size, lengths = settings.batch_size, rows.lengths.tolist()
     order: list[int] = []
     for first in range(0, settings.steps, _POOL):
         count = min(_POOL, settings.steps - first)
         while len(order) < count * size:
-            order += torch.randperm(len(pairs), generator=generator).tolist()
-        pool = sorted(order[: count * size], key=lambda i: len(pairs[i]) // 16)
+            order += torch.randperm(len(rows), generator=generator).tolist()
+        pool = sorted(order[: count * size], key=lambda i: lengths[i] // 16)
         order = order[count * size :]
         for batch in torch.randperm(count, generator=generator).tolist():
-            chosen = [pairs[i] for i in pool[batch * size : (batch + 1) * size]]
-            yield padded(chosen)
+            yield padded([rows[i] for i in pool[batch * size : (batch + 1) * size]])
 
 
-def padded(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-    """Pad ``pairs`` with 0 on the right: int64 [B, T]; and bool [B, T], true on learned tokens."""
-    tokens = torch.zeros(len(pairs), max(map(len, pairs)), dtype=torch.long)
+def padded(rows: Sequence[Demonstration]) -> tuple[Tensor, Tensor]:
+    """Pad ``rows`` with 0 on the right: int64 [B, T]; and bool [B, T], true on learned tokens."""
+    ends = [len(row.token_ids) + len(row.completion_ids) for row in rows]
+    tokens = torch.zeros(len(rows), max(ends), dtype=torch.long)
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
-    for i, pair in enumerate(pairs):
-        tokens[i, : len(pair)] = torch.as_tensor([*pair.prompt, *pair.completion])
-        mask[i, len(pair.prompt) : len(pair)] = torch.as_tensor(pair.sampled)
+    for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
+        tokens[i, :end] = torch.as_tensor(np.concatenate([row.token_ids, row.completion_ids]))
+        mask[i, len(row.token_ids) : end] = True if row.sampled is None else torch.as_tensor(row.sampled)
     return tokens, mask

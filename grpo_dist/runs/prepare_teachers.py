@@ -76,7 +76,8 @@ def load_stream(
 ) -> Sequence[Demonstration]:
     """Return the demonstrations that are mixed into the batches; none without ``settings``.
 
-    ``max_length``: of the run's sequences. ``seed``: the run's. ``day``, ``say``: as `load_pairs` takes them.
+    ``max_length``: of the run's sequences. ``seed``: the run's. ``day``, ``say``: of
+    `load_demonstrations`.
     Raises ValueError for a row that cannot be used.
     """
     if settings is None:

@@ -7,9 +7,9 @@ import pytest
 
 from grpo_dist.chat.ends import SampleEnds, sample_ends
 from grpo_dist.config import SFTConfig
-from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.demo.tokenizer import character_tokenizer
 from tests.support.chat_templates import templated_tokenizer, trl_templates
+from tests.support.made_groups import load_pairs
 
 # Template -> the token with which its model ends an answer.
 ENDS = {

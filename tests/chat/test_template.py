@@ -17,11 +17,11 @@ from grpo_dist.chat.template import (
     writes_text_as_it_is,
 )
 from grpo_dist.config import SFTConfig
-from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.data.prompts import PromptFormat, build_prompts
 from grpo_dist.data.readers import DataRow
 from grpo_dist.demo.tokenizer import character_tokenizer
 from tests.support.chat_templates import templated_tokenizer, trl_templates
+from tests.support.made_groups import load_pairs
 
 SYSTEM, USER, ANSWER = ({"role": role, "content": role} for role in ("system", "user", "assistant"))
 CALL = {

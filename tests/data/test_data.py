@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from grpo_dist.config import DataSourceConfig, SFTConfig
-from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.prompts import PromptFormat, build_prompts, check_overlap
 from grpo_dist.data.readers import DataRow, read
 from grpo_dist.runtime.seeds import derived_seed, request_seed, request_seeds
+from tests.support.made_groups import load_pairs
 from tests.support.tiers import slow_after
 
 GOOD = {"problem": "1+1=", "answer": "2"}

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.config import SFTConfig
-from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.demo.tokenizer import character_tokenizer
+from tests.support.made_groups import load_pairs
 
 README = Path(__file__).resolve().parents[2] / "grpo_dist/data/README.md"
 

@@ -17,7 +17,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_dist.config import SFTConfig
-from grpo_dist.data.demonstrations import load_pairs
+from tests.support.made_groups import load_pairs
 from tests.support.patience import HANG_S
 from tests.support.real_runs import survivors
 

@@ -11,12 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_dist.config import ModelConfig, SFTConfig
-from grpo_dist.data.demonstrations import load_pairs
+from grpo_dist.data.demonstrations import load_demonstrations
 from grpo_dist.demo.model import cached_model
 from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.runs import cold_start
 from grpo_dist.runs.cold_start import padded, response_loss
 from grpo_dist.runs.prepare import resolve_model
+from tests.support.made_groups import load_pairs
 
 
 def settings(**changes) -> SFTConfig:
@@ -72,7 +73,8 @@ def test_given_tokens_are_read_and_not_in_the_loss_which_float64_repeats(tmp_pat
         {"prompt": "23", "completion": "gh"},
     )
     directory = cached_model("tiny", seed=0)
-    rows = load_pairs(settings(data=path), AutoTokenizer.from_pretrained(directory))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    rows = load_pairs(settings(data=path), tokenizer)
     assert rows[0].sampled == [True, True, False, False, False, True, True] and all(rows[1].sampled)
     exact = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
     learned = []
@@ -85,7 +87,7 @@ def test_given_tokens_are_read_and_not_in_the_loss_which_float64_repeats(tmp_pat
     expected = -torch.stack(learned).mean()
     expected.backward()
     model = load_causal_lm(str(directory), dtype=torch.float32, attention="auto", trust_remote_code=False)
-    loss = response_loss(model, *padded(rows))
+    loss = response_loss(model, *padded(load_demonstrations(settings(data=path), tokenizer)))
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     flat, right = (

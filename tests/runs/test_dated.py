@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from grpo_dist.config import Config, SFTConfig
 from grpo_dist.config.files import dump_config
-from grpo_dist.data.demonstrations import load_demonstrations, load_pairs
+from grpo_dist.data.demonstrations import load_demonstrations
 from grpo_dist.data.prompts import PromptFormat, build_prompts
 from grpo_dist.data.readers import DataRow
 from grpo_dist.environments.dialogue import Renderer
@@ -17,6 +17,7 @@ from grpo_dist.runs.identity import DataOrigin, data_digest, fingerprint
 from grpo_dist.runs.run_directory import read_template_date, set_template_date
 from grpo_dist.types import Task
 from tests.support.chat_templates import templated_tokenizer, trl_templates
+from tests.support.made_groups import load_pairs
 
 DAY = "2026-07-31"
 

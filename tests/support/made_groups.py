@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ import torch
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.batch.sharding import rows_of_ranks
 from grpo_dist.batch.streams import with_demonstrations
-from grpo_dist.data.demonstrations import Demonstration
+from grpo_dist.data.demonstrations import Demonstration, load_demonstrations
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.types import (
     Denominators,
@@ -250,3 +251,20 @@ def check_stored(groups, directory, field, same):
 def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBatch]:
     """Return the rows that each rank gets, as it receives them."""
     return [batch.select(rows) for rows in rows_of_ranks(batch, ranks, square=square)]
+
+
+class Pair(NamedTuple):
+    """Token ids of a demonstration; ``sampled``: of each token of the completion, whether it is learned."""
+
+    prompt: list[int]
+    completion: list[int]
+    sampled: list[bool]
+
+
+def load_pairs(settings, tokenizer, **how):
+    """Return the demonstrations of ``settings`` as lists."""
+    return [
+        Pair(row.token_ids.tolist(), row.completion_ids.tolist(),
+             [True] * len(row.completion_ids) if row.sampled is None else row.sampled.tolist())
+        for row in load_demonstrations(settings, tokenizer, **how)
+    ]  # fmt: skip

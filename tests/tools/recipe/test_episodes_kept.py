@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from grpo_dist.config import Config, SFTConfig
-from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.environments.builtin import calculator
 from grpo_dist.environments.dialogue import Dialogue, Renderer
@@ -15,6 +14,7 @@ from grpo_dist.environments.tools import TypedTool
 from grpo_dist.tools.recipe.rejection import Selection
 from grpo_dist.types import Group, Prompt, Task, ToolCall
 from tests.support.made_episodes import generated
+from tests.support.made_groups import load_pairs
 
 # Shows the tools, and their results as messages, as the templates of Qwen and Llama do.
 WITH_TOOLS = (

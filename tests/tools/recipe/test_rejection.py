@@ -8,11 +8,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from grpo_dist.config import Config, SFTConfig
-from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.data.prompts import PromptFormat, build_prompts
 from grpo_dist.data.readers import DataRow
 from grpo_dist.tools.recipe.rejection import Selection
 from grpo_dist.types import Group, Prompt, Rollout
+from tests.support.made_groups import load_pairs
 
 END = 1  # the demo tokenizer's end token
 
