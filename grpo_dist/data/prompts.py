@@ -20,7 +20,7 @@ from grpo_dist.chat.template import (
     ControlTokens,
     PartsCheck,
     added_ids,
-    encode_all,
+    encode,
     encode_prompts,
     is_of_library,
     render,
@@ -249,11 +249,9 @@ class PromptFormat:
         """Tokenise the prompt of a row, as `asked` takes it, up to where the policy goes on."""
         if self.use_chat_template:
             question, messages = ControlTokens(tokenizer).as_text((question, messages))
-        return self.encode([self.text(self.asked(question, messages), tokenizer)], tokenizer)[0]
-
-    def encode(self, texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-        """Tokenise rendered prompts; a chat template has written its special tokens already."""
-        return (encode_all if self.use_chat_template else encode_prompts)(texts, tokenizer)
+        text = self.text(self.asked(question, messages), tokenizer)
+        # A chat template has written its special tokens already.
+        return encode(text, tokenizer) if self.use_chat_template else encode_prompts([text], tokenizer)[0]
 
 
 @dataclass(frozen=True, slots=True)
