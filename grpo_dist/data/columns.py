@@ -361,7 +361,7 @@ class Prompts(Repeated[Prompt]):
         key: str = "",
     ) -> None:
         super().__init__(distinct, codes)
-        self._numbers = np.ones(len(self), np.int32) if numbers is None else numbers
+        self.numbers = np.ones(len(self), np.int32) if numbers is None else numbers
         self.key = key
 
     @classmethod
@@ -378,12 +378,12 @@ class Prompts(Repeated[Prompt]):
         return cls(
             together.distinct,
             together.codes,
-            np.concatenate([np.empty(0, np.int32), *(part._numbers for part in joined)]),
+            np.concatenate([np.empty(0, np.int32), *(part.numbers for part in joined)]),
             store_key(["joined", keys]) if all(keys) else "",
         )
 
     def _at(self, place: int) -> Prompt:
-        prompt, number = self.distinct[self.codes[place]], self._numbers[place]
+        prompt, number = self.distinct[self.codes[place]], self.numbers[place]
         return prompt if number == 1 else replace(prompt, uid=f"{prompt.uid}-{number}")
 
     def digest(self, name: str, parts: Callable[[], Iterable[bytes]], *, with_uids: bool) -> str:
@@ -406,11 +406,11 @@ class Prompts(Repeated[Prompt]):
         return digest
 
     def uids(self) -> Iterator[str]:
-        if self.is_distinct and (self._numbers == 1).all():
+        if self.is_distinct and (self.numbers == 1).all():
             yield from column(self.distinct, "uid")
             return
         names = list(column(self.distinct, "uid"))
-        for at, number in zip(self.codes.tolist(), self._numbers.tolist(), strict=True):
+        for at, number in zip(self.codes.tolist(), self.numbers.tolist(), strict=True):
             yield names[at] if number == 1 else f"{names[at]}-{number}"
 
 
@@ -534,18 +534,16 @@ def sorted_counts(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return ordered[starts], np.diff(np.append(starts, len(ordered)))
 
 
-def occurrences(codes: np.ndarray, before: np.ndarray) -> np.ndarray:
+def occurrences(codes: np.ndarray) -> np.ndarray:
     """Return how often each of ``codes`` has occurred up to its place, int32 [n].
 
-    ``before``: int [codes], how often each has occurred earlier.
-
-        [0, 1, 0, 0], [2, 0] -> [3, 1, 4, 5]
+        [0, 1, 0, 0] -> [1, 1, 2, 3]
     """
     order = np.argsort(codes, kind="stable")
     ordered = codes[order]
     starts = np.searchsorted(ordered, ordered)  # the first place of the same code
     numbers = np.empty(len(codes), np.int32)
-    numbers[order] = np.arange(len(codes)) - starts + 1 + before[ordered]
+    numbers[order] = np.arange(len(codes)) - starts + 1
     return numbers
 
 

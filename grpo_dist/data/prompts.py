@@ -358,49 +358,22 @@ def _put_in_front(front: np.ndarray, ids: np.ndarray, ends: np.ndarray) -> tuple
     return np.concatenate(parts), np.cumsum(list(map(len, parts)), dtype=np.int64)
 
 
-class UidCounts:
-    """How often each uid has been given so far: by source, uint64 hashes in order, and their counts."""
-
-    def __init__(self, counts: Mapping[str, tuple[np.ndarray, np.ndarray]] = {}, key: str = "none") -> None:
-        self._counts, self.key = counts, key
-
-    def of(self, source: str, hashes: np.ndarray) -> np.ndarray:
-        """Return the counts of ``hashes``, int64."""
-        known, counts = self._counts.get(source, (np.empty(0, np.uint64), np.empty(0, np.int64)))
-        if not len(known):
-            return np.zeros(len(hashes), np.int64)
-        at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
-        return np.where(known[at] == hashes, counts[at], 0)
-
-    def plus(self, source: str, hashes: np.ndarray, times: np.ndarray, key: str) -> UidCounts:
-        """Return the counts after each of ``hashes``, in order, was given ``times`` more. ``key``: of the
-        prompts that have these uids.
-        """
-        known, counts = self._counts.get(source, (np.empty(0, np.uint64), np.empty(0, np.int64)))
-        union = np.union1d(known, hashes) if len(known) else hashes
-        total = np.zeros(len(union), np.int64)
-        total[np.searchsorted(union, known)] += counts
-        total[np.searchsorted(union, hashes)] += times
-        joined = store_key([self.key, key]) if self.key and key else ""
-        return UidCounts({**self._counts, source: (union, total)}, joined)
-
-
 class PromptTable(Computed[Prompt]):
     """Prompts as columns. A prompt is put together when it is asked for. ``rows`` and ``encoded`` have the
     same length.
     """
 
     def __init__(self, rows: RowTable, encoded: EncodedRows, prefill: str) -> None:
-        self._rows, self._encoded, self._prefill = rows, encoded, prefill
+        self.rows, self._encoded, self._prefill = rows, encoded, prefill
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def _at(self, number: int) -> Prompt:
-        row, encoded = self._rows[number], self._encoded
+        row, encoded = self.rows[number], self._encoded
         messages = encoded.messages[number]
         return Prompt(
-            self._rows.uid(number), encoded.token_ids[number], row.answer, row.source, row.problem,
+            self.rows.uid(number), encoded.token_ids[number], row.answer, row.source, row.problem,
             dict(row.columns), encoded.thoughts[number], encoded.tasks[number] if encoded.tasks else None,
             messages=tuple(json.loads(messages)) if messages else (), prefill=self._prefill,
         )  # fmt: skip
@@ -411,7 +384,28 @@ class PromptTable(Computed[Prompt]):
             return self._encoded.token_ids
         if name == "teacher_ids":
             return repeat({}, len(self))
-        return self._rows.column({"text": "problem"}.get(name, name))
+        return self.rows.column({"text": "problem"}.get(name, name))
+
+
+def number_uids(parts: Sequence[Prompts]) -> None:
+    """Number the prompts of all ``parts``, as `build_prompts` makes them, by how often their uid has occurred
+    so far: "set-1f", "set-1f-2", ...
+    """
+    tables = [part.distinct.rows for part in parts if isinstance(part.distinct, PromptTable)]
+    pairs = list(zip(tables, parts, strict=True))
+    uids = np.concatenate([rows.uids[part.codes] for rows, part in pairs])
+    sources = Repeated.join([rows.sources.select(part.codes) for rows, part in pairs])
+    labels = np.array(list(sources.distinct))
+    numbers = np.ones(len(uids), np.int32)
+    for label in dict.fromkeys(labels.tolist()):
+        is_its = (labels == label)[sources.codes]
+        uids_of_source = uids[is_its]
+        hashes, _ = sorted_counts(uids_of_source)
+        if len(hashes) < len(uids_of_source):
+            numbers[is_its] = occurrences(np.searchsorted(hashes, uids_of_source))
+    ends = np.cumsum(list(map(len, parts)))[:-1]
+    for part, part_numbers in zip(parts, np.split(numbers, ends), strict=True):
+        part.numbers = part_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,7 +419,6 @@ class BuiltPrompts:
 
     prompts: Prompts
     dropped: list[Dropped]
-    uid_counts: UidCounts
     rows: tuple[DataRows, ...] = ()
     warnings: Sequence[str] = ()
 
@@ -442,16 +435,14 @@ def build_prompts(
     *,
     max_prompt_tokens: int,
     overlong: Literal["refuse", "drop"] = "refuse",
-    uid_counts: UidCounts | None = None,
     tasks: SourceTasks | None = None,
     encoded: EncodedRows | None = None,
     key: str = "",
 ) -> BuiltPrompts:
-    """Tokenise ``rows`` into prompts with distinct uids.
+    """Tokenise ``rows`` into prompts with distinct uids; see `number_uids` for those of several calls.
 
     Args:
         overlong: whether a prompt of more than ``max_prompt_tokens`` tokens is an error or is dropped.
-        uid_counts: those of the previous call, where the prompts of several calls must differ in uid.
         tasks: of the rows' environment; None: they have none.
         encoded: what `encode_rows` returns for them; None: it is called.
         key: a name of rows and settings, see `columns.store_key`; "": it is unknown.
@@ -479,36 +470,15 @@ def build_prompts(
             f"{dropped[0].reason}, and so has every one of the {len(dropped)} prompts; raise the limit"
         )
     table, index = rows.distinct, rows.codes[is_kept]
-    # A row that occurs again gets a number as suffix, also where another row has the same uid.
-    counts = uid_counts or UidCounts()
-    numbers = np.ones(len(index), np.int32)
-    for code, source in enumerate(table.sources.distinct):
-        is_its = table.sources.codes[index] == code
-        uids = table.uids[index[is_its]]
-        hashes, times = sorted_counts(uids)
-        before = counts.of(source, hashes)
-        if before.any() or len(hashes) < len(uids):
-            numbers[is_its] = occurrences(np.searchsorted(hashes, uids), before)
-        counts = counts.plus(source, hashes, times, key)
     if dropped:  # a distinct prompt has a place
         used, index = np.unique(index, return_inverse=True)
         index = index.astype(np.int32)
         table = table.select(used)
         tasks_used = [encoded.tasks[i] for i in used.tolist()] if encoded.tasks else ()
         encoded = replace(encoded.select(used), tasks=tasks_used)
-    earlier = "" if uid_counts is None else uid_counts.key
-    return BuiltPrompts(
-        Prompts(
-            PromptTable(table, encoded, prompt_format.scored_prefill),
-            index,
-            numbers,
-            store_key([key, earlier]) if key and (uid_counts is None or earlier) else "",
-        ),
-        dropped,
-        counts,
-        (rows,),
-        encoded.warnings,
-    )
+    prompts = Prompts(PromptTable(table, encoded, prompt_format.scored_prefill), index, key=key)
+    number_uids([prompts])
+    return BuiltPrompts(prompts, dropped, (rows,), encoded.warnings)
 
 
 def append_question(messages: Sequence[Message], question: str) -> list[Message]:

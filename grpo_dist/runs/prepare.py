@@ -46,11 +46,11 @@ from grpo_dist.data.prompts import (
     Dropped,
     EncodedRows,
     PromptFormat,
-    UidCounts,
     build_prompts,
     check_overlap,
     doubled_prefills,
     encode_rows,
+    number_uids,
 )
 from grpo_dist.data.readers import (
     DataRow,
@@ -227,14 +227,12 @@ def train_prompts(
 ) -> BuiltPrompts:
     """Turn the rows of all ``sources`` into prompts, in order. No two have the same uid."""
     sources = drop_duplicates(sections.data, sources, "data.train", say)
-    parts: list[BuiltPrompts] = []
-    uid_counts = UidCounts()
-    for source, rows in sources:
-        parts.append(load_prompts(sections, source, rows, tokenizer, say, uid_counts))
-        uid_counts = parts[-1].uid_counts
+    parts = [load_prompts(sections, source, rows, tokenizer, say) for source, rows in sources]
+    if len(parts) > 1:
+        number_uids([built.prompts for built in parts])
     dropped = [row for built in parts for row in built.dropped]
     rows_read = tuple(rows for built in parts for rows in built.rows)
-    return BuiltPrompts(Prompts.join(built.prompts for built in parts), dropped, uid_counts, rows_read)
+    return BuiltPrompts(Prompts.join(built.prompts for built in parts), dropped, rows_read)
 
 
 def drop_duplicates(
@@ -441,10 +439,9 @@ def load_prompts(
     rows: Sequence[DataRow],
     tokenizer: Any,
     say: Callable[[str], None],
-    uid_counts: UidCounts | None = None,
 ) -> BuiltPrompts:
-    """Turn the ``rows`` of ``source`` into prompts. ``uid_counts`` are those of earlier sources: no uid may
-    repeat. Many rows' tokens, and what was said of them, are stored for the next start.
+    """Turn the ``rows`` of ``source`` into prompts. Many rows' tokens, and what was said of them, are stored
+    for the next start.
     """
     data = sections.data
     rows = DataRows.from_rows(rows)
@@ -469,7 +466,6 @@ def load_prompts(
         prompt_format,
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong,
-        uid_counts=uid_counts,
         encoded=encoded,
         key=key,
     )

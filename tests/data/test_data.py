@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from grpo_dist.config import DataSourceConfig, SFTConfig
 from grpo_dist.data.order import step_prompts
-from grpo_dist.data.prompts import PromptFormat, build_prompts, check_overlap
+from grpo_dist.data.prompts import PromptFormat, build_prompts, check_overlap, number_uids
 from grpo_dist.data.readers import DataRow, read
 from grpo_dist.runtime.seeds import derived_seed, request_seed, request_seeds
 from tests.support.made_groups import load_pairs
@@ -307,8 +307,9 @@ def test_uids_are_stable_distinct_and_not_the_text(tokenizer):
     assert uids("2+2=", "1+1=", "1+1=") == [first[1], first[0], first[2]]
     assert not any("1+1" in uid for uid in first)
     one = build_prompts(rows("1+1="), tokenizer, max_prompt_tokens=99)
-    other = build_prompts(rows("1+1="), tokenizer, max_prompt_tokens=99, uid_counts=one.uid_counts)
-    assert one.prompts[0].uid != other.prompts[0].uid
+    other = build_prompts(rows("2+2=", "1+1="), tokenizer, max_prompt_tokens=99)
+    number_uids([one.prompts, other.prompts])
+    assert [prompt.uid for prompt in other.prompts] == [first[1], f"{one.prompts[0].uid}-2"]
 
 
 def test_overlong_prompts_are_refused_by_line_or_listed_as_dropped(tokenizer):
