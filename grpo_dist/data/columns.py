@@ -488,7 +488,7 @@ class Numbers:
         known = len(self._numbers)
         return known < REMEMBERED or len(self.codes) > 2 * known
 
-    def add(self, row_hash: bytes | None) -> bool:
+    def add(self, row_hash: int | bytes | None) -> bool:
         """Number a row, and return whether it is new. None: it is compared with no other."""
         number = None if row_hash is None else self._numbers.get(row_hash)
         self.codes.append(self.count if number is None else number)
@@ -501,17 +501,7 @@ class Numbers:
 
     def extend(self, hashes: np.ndarray) -> list[int]:
         """Number rows with these ``hashes``, uint64, and return the places of the new ones among them."""
-        new = []
-        for place, row_hash in enumerate(hashes.tolist()):
-            number = self._numbers.get(row_hash)
-            if number is None:
-                number = self.count
-                self.count += 1
-                new.append(place)
-                if number < REMEMBERED:
-                    self._numbers[row_hash] = number
-            self.codes.append(number)
-        return new
+        return [place for place, row_hash in enumerate(hashes.tolist()) if self.add(row_hash)]
 
 
 def record_hash(record: Any) -> bytes | None:
