@@ -515,13 +515,10 @@ def record_hash(record: Any) -> bytes | None:
     return hashlib.blake2b(dumped, digest_size=16).digest()
 
 
-def sorted_counts(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct ``values`` in order, and how often each occurs, int64: `numpy.unique` takes four
-    times as long.
-    """
+def sorted_distinct(values: np.ndarray) -> np.ndarray:
+    """Return the distinct ``values`` in order: `numpy.unique` takes four times as long."""
     ordered = np.sort(values)
-    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)])
-    return ordered[starts], np.diff(np.append(starts, len(ordered)))
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]]
 
 
 def occurrences(codes: np.ndarray) -> np.ndarray:

@@ -41,7 +41,7 @@ from grpo_dist.data.columns import (
     load,
     occurrences,
     save,
-    sorted_counts,
+    sorted_distinct,
     store_key,
 )
 from grpo_dist.data.readers import DataRow, DataRows, RowTable, hashes_of
@@ -400,7 +400,7 @@ def number_uids(parts: Sequence[Prompts]) -> None:
     for label in dict.fromkeys(labels.tolist()):
         is_its = (labels == label)[sources.codes]
         uids_of_source = uids[is_its]
-        hashes, _ = sorted_counts(uids_of_source)
+        hashes = sorted_distinct(uids_of_source)
         if len(hashes) < len(uids_of_source):
             numbers[is_its] = occurrences(np.searchsorted(hashes, uids_of_source))
     ends = np.cumsum(list(map(len, parts)))[:-1]

@@ -45,7 +45,7 @@ from grpo_dist.data.columns import (
     load,
     record_hash,
     save,
-    sorted_counts,
+    sorted_distinct,
     store_key,
 )
 from grpo_dist.data.files import OtherValues, text_columns
@@ -939,7 +939,7 @@ def find_duplicates(data: DataConfig, sources: Sequence[SourceRows]) -> Duplicat
     begins = np.cumsum([0, *map(len, hashes)])
     joined = np.concatenate([np.empty(0, np.uint64), *hashes])
     first_of = np.arange(len(joined))  # of each distinct row of all sources, the first with its problem
-    if len(sorted_counts(joined)[0]) < len(joined):
+    if len(sorted_distinct(joined)) < len(joined):
         _, first, inverse = np.unique(joined, return_index=True, return_inverse=True)
         first_of = first[inverse]
 
