@@ -146,7 +146,6 @@ def _plan(
     *,
     cluster: str,
     price: float | None,
-    timeline: str | None,
     tail: bool,
     bench: str | None,
     **assumed: Any,
@@ -164,7 +163,7 @@ def _plan(
 
     assumptions = Assumptions(bench=Path(bench) if bench else None, **assumed)
     with pause_garbage_collection(freeze=False):
-        plan(config, cluster, assumptions, price=price, timeline=timeline, tail=tail)
+        plan(config, cluster, assumptions, price=price, tail=tail)
 
 
 def _check(path: str, overrides: list[str], *, cluster: str | None, show_config: bool) -> None:
@@ -264,7 +263,6 @@ def _add_plan(commands: Any) -> None:
         action="store_true",
         help="compare long-tail mitigations instead: carry-over, order by length, asynchronous",
     )
-    sub.add_argument("--timeline", metavar="FILE", help="write the simulated steps as a trace for Perfetto")
 
 
 def _add_recipes(commands: Any) -> None:

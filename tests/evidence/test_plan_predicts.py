@@ -71,7 +71,7 @@ def test_ranks_hold_and_write_the_planned_bytes():
     for case in found:
         policy = {"num_workers": RANKS, "zero_stage": case["stage"]}
         settings = config(model={"path": "made", "dtype": case["dtype"]}, policy=policy)
-        sizes = Sizes.of(settings, gpu=False)
+        sizes = Sizes.from_config(settings, gpu=False)
         parts = states(settings.policy, model, sizes)
         if case["dtype"] == "float32" and case["stage"] == 1:
             # Whole gradients are freed after their reduction; the plan counts the moment before.

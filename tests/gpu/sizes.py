@@ -142,7 +142,7 @@ def planned(task: CheckTask, config: Config, size: UpdateSize) -> Footprint:
     """Return the memory that `plan` expects of a policy rank on this GPU."""
     workload, memory = workload_of(config, prompt_tokens=size.prompt), int(task.known.get(MEMORY, 0))
     model = model_of(config.model, config.sft, config.seed)
-    return policy_rank(config, model, Sizes.of(config, gpu=True, memory=memory), workload)
+    return policy_rank(config, model, Sizes.from_config(config, gpu=True, memory=memory), workload)
 
 
 def gradient_bound(dtype: str, *, layers: int, widest: int) -> tuple[float, str]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from grpo_dist.config import Config, ModelConfig, PolicyConfig, RolloutConfig
+from grpo_dist.config import Config, RolloutConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import device_type, resolve_dtype, thread_environment
 from grpo_dist.runtime.stage_log import print_line
@@ -46,28 +46,22 @@ _DEADLINE_S = 1800.0
 
 
 def generation_limit(
-    spec: EngineSpec,
-    rollout: RolloutConfig,
-    temperature: float,
-    steps: Sequence[StepRecord],
-    *,
-    threads: int,
+    config: Config, spec: EngineSpec, steps: Sequence[StepRecord], *, threads: int
 ) -> tuple[float, list[DecodeStep]]:
     """Measure as many engines as the loop has, each with its share of a step. Returns completion tokens per
     second, and single steps of the slowest engine.
     """
-    workers = rollout.num_workers
+    workers, gpus = config.rollout.num_workers, config.rollout.tensor_parallel_size
     batches = [step.requests for step in steps[-_STEPS:]]
     jobs = [
         {
             "spec": spec,
-            "temperature": temperature,
+            "temperature": config.sampling.first_temperature,
             "batches": [batch[i::workers] for batch in batches],
             "repeats": REPEATS,
         }
         for i in range(workers)
     ]
-    gpus = rollout.tensor_parallel_size
     results = run_jobs(measure_generation, jobs, threads=threads, gpus=gpus)
     tokens = sum(r.length for batch in batches for r in batch)
     slowest = [max(same, key=itemgetter(2)) for same in zip(*(f["steps"] for f in results), strict=True)]
@@ -75,12 +69,12 @@ def generation_limit(
 
 
 def training_limit(
-    model: ModelConfig, policy: PolicyConfig, model_dir: Path, steps: Sequence[StepRecord], *, threads: int
+    config: Config, model_dir: Path, steps: Sequence[StepRecord], *, threads: int
 ) -> tuple[float, float, str]:
     """Measure training on all ranks. Returns tokens per second, of which a prompt counts once for each of its
     samples; operations per second of a large matrix product; and the best micro-batch.
     """
-    ranks = policy.num_workers
+    ranks = config.policy.num_workers
     works = [NeededWork.from_step(step) for step in steps]
     needed = sum(works[1:], works[0])
     requests = [r for step in steps for r in step.requests]
@@ -88,7 +82,7 @@ def training_limit(
     rows = max(1, round(needed.tokens / len(steps) / ranks / row))
     job = {
         "model_dir": str(model_dir),
-        "dtype": resolve_dtype(model.dtype),
+        "dtype": resolve_dtype(config.model.dtype),
         "rows": rows,
         "row_tokens": row,
         "trained_share": needed.trained / needed.tokens,
@@ -225,18 +219,14 @@ def measured_limits(
     from actors.transfer.transport import free_port  # imports Ray
     from actors.workers.engine_settings import EngineSpec
 
-    spec, rollout = EngineSpec.from_config(config, model_dir), config.rollout
-    temperature, rollout_threads = config.sampling.first_temperature, threads["rollout"]
+    spec, sent = EngineSpec.from_config(config, model_dir), int(steps[-1].metrics["sync/bytes"])
     generation = _attempted(
-        "generation",
-        lambda: generation_limit(spec, rollout, temperature, steps, threads=rollout_threads),
+        "generation", lambda: generation_limit(config, spec, steps, threads=threads["rollout"])
     )
     training = _attempted(
-        "training",
-        lambda: training_limit(config.model, config.policy, model_dir, steps, threads=threads["policy"]),
+        "training", lambda: training_limit(config, model_dir, steps, threads=threads["policy"])
     )
-    sent = int(steps[-1].metrics["sync/bytes"])
-    sync = _attempted("weight sync", lambda: sync_limit(rollout, sent, port=free_port("127.0.0.1")))
+    sync = _attempted("weight sync", lambda: sync_limit(config.rollout, sent, port=free_port("127.0.0.1")))
     settings = {"repeats": f"the fastest of {REPEATS}, of the sync of {SYNC_REPEATS}"}
     if generation:
         settings["generation"] = "vllm.LLM.generate, all requests of a step at once"

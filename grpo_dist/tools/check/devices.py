@@ -103,7 +103,7 @@ def check_memory(start: Start, place: Place) -> str:
     needs = footprints(
         config,
         model,
-        Sizes.of(config, gpu=card is not None, memory=memory),
+        Sizes.from_config(config, gpu=card is not None, memory=memory),
         workload_of(config, prompt_tokens=None),
         roles,
         memory=memory,
@@ -113,7 +113,7 @@ def check_memory(start: Start, place: Place) -> str:
     wrong = memory_problems(config, needs, cluster, roles)
     first = None
     if config.sft is not None and is_trained_first(config.model, config.sft) and not start.is_cold_started:
-        sizes = Sizes.of(config, gpu=card is not None)
+        sizes = Sizes.from_config(config, gpu=card is not None)
         first = cold_start(config.sft, model, sizes, longest=start.longest_demonstration)
         lines.append(f"cold start, before all others: {first.total / GIB:.1f} GiB ({_parts(first)})")
         wrong += [why] if (why := cold_start_problem(first, cluster)) else []
@@ -134,7 +134,7 @@ def _as_stage(config: Config, cluster: ClusterShape) -> list[str]:
     except UserError as error:  # of that stage alone
         return [f"as an sft stage of a pipeline: {error}"]
     memory = cluster.card.memory if cluster.card else 0
-    need = supervised_rank(settings, model, Sizes.of(settings, gpu=memory > 0, memory=memory))
+    need = supervised_rank(settings, model, Sizes.from_config(settings, gpu=memory > 0, memory=memory))
     problem = supervised_problem(settings, need, cluster)
     return [problem or f"as an sft stage of a pipeline: {_of_role('policy', need)}"]
 

@@ -174,7 +174,7 @@ class Peaks:
     thread_flops: float | None = None
 
     @classmethod
-    def of(cls, cluster: ClusterShape) -> Peaks:
+    def from_cluster(cls, cluster: ClusterShape) -> Peaks:
         card = cluster.card
         assert card is not None  # a machine without GPUs needs a benchmark
         return cls(

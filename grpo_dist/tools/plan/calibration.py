@@ -83,10 +83,10 @@ def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
     model, gpu = model_of(config.model, config.sft, config.seed), cluster.card is not None
     cpus = None if gpu else int(result.machine["cores"])
     roles = roles_of(config, model, _own_cluster(result, cluster), cpus=cpus)
-    peaks = Peaks.of(cluster) if gpu else _cpu_peaks(result, config.policy, roles)
+    peaks = Peaks.from_cluster(cluster) if gpu else _cpu_peaks(result, config.policy, roles)
     figures = result.figures
     drafts = Reached(accepted=figures.get("generation/acceptance_length", 1.0))
-    rates = Rates(config, model, Sizes.of(config, gpu=gpu), peaks, drafts)
+    rates = Rates(config, model, Sizes.from_config(config, gpu=gpu), peaks, drafts)
     steps = _steps(result)
     reached = _generation(rates, steps, result)
     reached = _training(replace(rates, reached=reached), steps, result)

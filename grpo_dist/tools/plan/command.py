@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError, as_user_errors
-from grpo_dist.observe.profiling import write_trace
-from grpo_dist.runtime.files import check_replaceable
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.options import Assumptions, Planned, build_setting, option_of, planned
 from grpo_dist.tools.plan.report import Plan, print_plan
@@ -17,21 +13,11 @@ from grpo_dist.tools.plan.whole_run import whole_run
 
 
 def plan(
-    config: Config,
-    cluster: str,
-    assumed: Assumptions,
-    *,
-    price: float | None = None,
-    timeline: str | None = None,
-    tail: bool = False,
+    config: Config, cluster: str, assumed: Assumptions, *, price: float | None = None, tail: bool = False
 ) -> None:
-    """Make a plan, print it, and write its ``timeline``; with ``tail`` compare long-tail mitigations instead.
-    ``price``: of a GPU for an hour. Raises UserError.
+    """Make a plan and print it; with ``tail`` compare long-tail mitigations instead. ``price``: of a GPU for
+    an hour. Raises UserError.
     """
-    if tail and timeline:
-        raise UserError("--timeline: --tail compares several runs and writes no trace; remove it")
-    if timeline:
-        check_replaceable(Path(timeline))
     if config.epochs is not None:
         from grpo_dist.runs.start import resolve_steps  # imports torch, which a plan does without
 
@@ -40,19 +26,8 @@ def plan(
     if tail:
         longest = at_its_longest(config)
         print_tail(longest, build_setting(longest, parse_cluster(cluster, price=price), assumed))
-        return
-    planned = make_plan(config, cluster, assumed, price=price)
-    print_plan(planned)
-    if timeline:
-        simulated = planned.shown.simulated
-        ends = {f"end of step {step}": end for step, end in enumerate(simulated.ends, start=1)}
-        try:
-            write_trace(Path(timeline), simulated.bars, ends)
-        except OSError as error:
-            raise UserError(
-                f"--timeline {timeline}: cannot be written ({error.strerror}); name another file"
-            ) from error
-        print(f"written: {timeline} (open it in https://ui.perfetto.dev)")
+    else:
+        print_plan(make_plan(config, cluster, assumed, price=price))
 
 
 def make_plan(

@@ -91,7 +91,7 @@ class Sizes:
     kernels: bool = False
 
     @classmethod
-    def of(cls, config: Config, *, gpu: bool, memory: int = 0) -> Sizes:
+    def from_config(cls, config: Config, *, gpu: bool, memory: int = 0) -> Sizes:
         """Choose them as `hardware` does on a machine with or without GPUs, of ``memory`` bytes each."""
         device: Any = "cuda" if gpu else "cpu"
         itemsize = itemsize_of(config.model.dtype, gpu=gpu)

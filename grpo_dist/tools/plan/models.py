@@ -32,7 +32,7 @@ _EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral")
 _OTHERWISE = ("attention_bias", "mlp_bias", "mlp_only_layers")
 # Names of how many experts a token uses.
 _USED_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
-_MEASURED_VERSION = 2  # for the cached sizes; raise it when a measurement changes
+_MEASURED_VERSION = 3  # for the cached sizes; raise it when a measurement changes
 _MIXES_TOKENS = re.compile(r"attn|attention|mamba|mixer|conv|recurrent|router|\.gate\.")  # in a path
 _NOWHERE = "neither a directory here, nor in the Hugging Face cache, nor a family whose sizes are known"
 
@@ -46,7 +46,6 @@ class ModelShape:
         shape: layers, widths and heads.
         parameters: each counted once, without a tied head.
         tied: embedding and LM head are one matrix.
-        expert_parameters: of the routed experts of all layers, without shared ones.
         linear_sides: inputs and outputs of the linear layers of each name, added up over all layers.
         cached: numbers in the key-value cache for one token.
         positions: most tokens of a sequence; None: not known.
@@ -58,7 +57,6 @@ class ModelShape:
     shape: Shape
     parameters: int
     tied: bool
-    expert_parameters: int = 0
     linear_sides: Mapping[str, int] = field(default_factory=dict)
     cached: int = 0
     positions: int | None = None
@@ -137,7 +135,6 @@ def from_config_json(c: dict[str, Any], name: str) -> ModelShape:
         shape,
         _count(shape, kind, tied),
         tied,
-        expert_parameters=3 * shape.layers * shape.experts * shape.expert_width * shape.hidden,
         linear_sides=_linear_sides(shape),
         cached=2 * shape.layers * shape.kv_heads * shape.head_dim,
         positions=position_limit(c),
@@ -258,7 +255,6 @@ def _measure(c: dict[str, Any], name: str) -> ModelShape:
         shape,
         sum(p.numel() for p in model.parameters()),
         tied=len(tables) == 1,
-        expert_parameters=of_experts,
         linear_sides=sides,
         cached=cached_values,
         positions=position_limit(text.to_dict()),

@@ -171,12 +171,12 @@ def option_of(config: Config, setting: Setting) -> Option:
     cluster, model, calibration = setting.cluster, setting.model, setting.calibration
     roles = roles_of(config, model, cluster, cpus=calibration.cpus if calibration else None)
     memory = cluster.card.memory if cluster.card else 0
-    sizes = Sizes.of(config, gpu=cluster.card is not None, memory=memory)
+    sizes = Sizes.from_config(config, gpu=cluster.card is not None, memory=memory)
     frozen = tuple(own.on_a_whole_gpu() if roles.sharing else own for own in setting.frozen)
     needs = footprints(config, model, sizes, setting.workload, roles, memory=memory, frozen=frozen)
     engine = needs["rollout"]
     assert isinstance(engine, EngineFootprint)
-    peaks = calibration.peaks_of(roles) if calibration else Peaks.of(cluster)
+    peaks = calibration.peaks_of(roles) if calibration else Peaks.from_cluster(cluster)
     scenario = Scenario(
         config,
         Rates(config, model, sizes, peaks, setting.reached),

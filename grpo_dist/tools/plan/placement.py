@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from actors.placement.demands import Resources, describe, is_colocated, placement
+from actors.placement.demands import Resources, describe, placement
 from actors.placement.fitting import Node, bundles, too_large
 from grpo_dist.config import Config, ModelConfig, PolicyConfig, RewardModelConfig, SupervisedConfig
 from grpo_dist.config.engine_arguments import head_problem
@@ -59,7 +59,6 @@ class Roles:
     own. ``workers``: of each role, each teacher and each reward model.
     """
 
-    colocated: bool
     gpus: int
     engine_threads: int
     policy_threads: int
@@ -91,7 +90,6 @@ def made_roles(config: Config, has: Resources) -> Roles:
             if kind in shared:
                 sharing.add(role)
     return Roles(
-        is_colocated(config, has),
         sum(d.total_gpus for d in demands.values() if not d.shared),
         rollout.threads,
         policy.threads,

@@ -266,7 +266,7 @@ def _cold_start(setting: Setting, config: Config) -> list[str]:
     """Describe the memory of supervised training, which ends before the workers start."""
     if config.sft is None or not is_trained_first(config.model, config.sft):
         return []
-    sizes = Sizes.of(config, gpu=setting.cluster.card is not None)
+    sizes = Sizes.from_config(config, gpu=setting.cluster.card is not None)
     need = cold_start(config.sft, setting.model, sizes)
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in need.parts.items())
     lines = [

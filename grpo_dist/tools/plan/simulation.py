@@ -157,7 +157,6 @@ class Simulated:
     engines, and the policy, have nothing to do. ``tokens``: of prompts and completions, including those that
     dynamic sampling discards. ``length_bias``: after the last step, NaN without `batch.order` completion.
     ``sequences``: decoded at once by a busy engine. ``bars``: the spans of each worker since the run began.
-    ``ends``: times at which its steps ended.
     """
 
     step_s: float
@@ -172,7 +171,6 @@ class Simulated:
     staleness: float
     length_bias: float
     bars: dict[str, list[Span]]
-    ends: list[float]
 
     @property
     def tokens_per_s(self) -> float:
@@ -217,7 +215,6 @@ def simulate(scenario: Scenario) -> Simulated:
         staleness=sum(s.staleness for s in steps) / count,
         length_bias=steps[-1].length_bias,
         bars=bars,
-        ends=[step.end for step in recorder.steps],
     )
 
 

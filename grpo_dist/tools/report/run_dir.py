@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -127,7 +127,7 @@ def _kind(evaluation_set: str | None) -> str:
 def about(run: Path) -> dict[str, Any]:
     """Return settings, preset, environment and state; under `notices` which files cannot be read."""
     config, not_config = _settings(run)
-    environment, not_environment = _object(run / "environment.json")
+    environment, not_environment = _mapping(run / "environment.json", parse_json)
     return {
         "config": dict(_flat(config)),
         "changed": _changed(dict(_flat(config))),
@@ -190,30 +190,29 @@ def settings(run: Path) -> dict[str, Any]:
 def _settings(run: Path) -> tuple[dict[str, Any], str]:
     """Return the settings, and why there are none."""
     if is_evaluation(run):
-        recorded, why = _object(run / _EVALUATION)
+        recorded, why = _mapping(run / _EVALUATION, parse_json)
         sampled = recorded.get("settings")
         model = {"model": {"path": str(recorded.get("model", ""))}}
         return ({**sampled, **model} if isinstance(sampled, dict) else model), why
-    path = run / _CONFIG
-    if not path.is_file():
+    if not (run / _CONFIG).is_file():
         return {}, "config.yaml is missing: no settings to show"
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        check_nesting(text)
-        tree = unescaped(yaml.safe_load(text))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        return {}, f"config.yaml: cannot be read ({_first_line(error)})"
-    return masked(tree) if isinstance(tree, dict) else {}, ""
+    return _mapping(run / _CONFIG, _yaml)
 
 
-def _object(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the object in a file of JSON, and why it cannot be read."""
+def _yaml(text: str) -> Any:
+    check_nesting(text)
+    return unescaped(yaml.safe_load(text))
+
+
+def _mapping(path: Path, parse: Callable[[str], Any]) -> tuple[dict[str, Any], str]:
+    """Return the mapping in a file, {} where there is none, and why it cannot be read."""
     if not path.is_file():
         return {}, ""
     try:
-        value = parse_json(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError) as error:
-        return {}, f"{path.name}: cannot be read ({_first_line(error)})"
+        value = parse(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return {}, f"{path.name}: cannot be read ({reason})"
     return masked(value) if isinstance(value, dict) else {}, ""
 
 
@@ -237,7 +236,3 @@ def _count_lines(path: Path) -> int:
         return 0
     with path.open("rb") as file:
         return sum(1 for _ in file)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -130,7 +130,7 @@ class Source:
         """Return a piece as compressed JSON. Raises KeyError for a missing piece."""
         kind, _, key = name.partition("/")
         if kind in ("rows", "texts", "tokens"):
-            return self._of_samples(kind, self.parts[key])
+            return self._piece_of_samples(kind, self.parts[key])
         files = {"metrics": self._metrics, "clock": self._timeline, "spans": self._timeline,
                "events": self._events}  # fmt: skip
         if kind not in files or not key.isdecimal() or int(key) >= len(files[kind].parts):
@@ -149,7 +149,7 @@ class Source:
 
     def _shown_texts(self, table: pa.Table) -> dict[str, Any]:
         is_decoded = self._texts is not None and tokens.fits(table, self._texts)
-        return rollouts.texts(table, self._texts.of if is_decoded and self._texts else None)
+        return rollouts.texts(table, self._texts.split if is_decoded and self._texts else None)
 
     def select_with_values(self, most: int) -> list[SamplePart]:
         """Return the parts for a page with values of ``most`` tokens: first training batches, of these those
@@ -191,7 +191,7 @@ class Source:
             raise ValueError(f"the tokens of {part.key} do not match {self.tokenizer}")
         return table
 
-    def _of_samples(self, kind: str, part: SamplePart) -> bytes:
+    def _piece_of_samples(self, kind: str, part: SamplePart) -> bytes:
         if kind == "tokens":
             if self._texts is None:
                 raise KeyError(kind)

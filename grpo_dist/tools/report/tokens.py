@@ -45,7 +45,7 @@ class TokenTexts:
         self._skip = len(self._decode([]))
         self._known: dict[int, str] = {}
 
-    def of(self, ids: np.ndarray, row_begins: Sequence[int] | np.ndarray = ()) -> list[str]:
+    def split(self, ids: np.ndarray, row_begins: Sequence[int] | np.ndarray = ()) -> list[str]:
         """Return a text per token; the first token of a multi-token character has the character.
 
         No character goes across one of ``row_begins``, indices of ``ids`` in rising order.
@@ -133,7 +133,7 @@ def values(table: pa.Table, texts: TokenTexts) -> dict[str, Any]:
     each, "given" begin and end of each stretch that was put in, whose values are null.
     """
     read, indices = episodes.read_tokens(table), dict[str, int]()
-    vocabulary = [indices.setdefault(text, len(indices)) for text in texts.of(read.ids, read.row_begins)]
+    vocabulary = [indices.setdefault(text, len(indices)) for text in texts.split(read.ids, read.row_begins)]
     functions: dict[str, tuple[Callable[..., np.ndarray], tuple[str, ...]]] = {
         "logprob": (np.asarray, ("logprobs",)),
         "log_ratio": (np.subtract, ("trainer_logprobs", "logprobs")),

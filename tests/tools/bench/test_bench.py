@@ -149,8 +149,7 @@ def test_the_bare_training_loop_computes_what_a_step_needs(monkeypatch, ranks):
 
     monkeypatch.setattr(limits, "run_jobs", run)
     steps = [step_of_shared_prompts()] * 2
-    policy = config(policy={"num_workers": ranks}).policy
-    rate, peak, _ = training_limit(config().model, policy, Path(), steps, threads=1)
+    rate, peak, _ = training_limit(config(policy={"num_workers": ranks}), Path(), steps, threads=1)
     rows = 2 // ranks
     assert [(job["rows"], job["row_tokens"]) for job in asked] == [(rows, 44)] * ranks
     assert asked[0]["trained_share"] == pytest.approx(80 / 110)

@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -95,8 +94,8 @@ PERFECT = Reached(training=1, decode=1, prefill=1, network=1, sync=1, step_s=0, 
 
 def rates(cluster="1x8xH100", reached=None, **changes):
     c = config(**{"model": {"path": "Qwen/Qwen2.5-7B"}} | changes)
-    peaks = Peaks.of(parse_cluster(cluster))
-    return Rates(c, model_of(c), Sizes.of(c, gpu=True), peaks, reached or PERFECT)
+    peaks = Peaks.from_cluster(parse_cluster(cluster))
+    return Rates(c, model_of(c), Sizes.from_config(c, gpu=True), peaks, reached or PERFECT)
 
 
 WEIGHTS = 28 * (3584 * 128 * (2 * 28 + 2 * 4) + 3 * 3584 * 18944) + 152064 * 3584  # that multiply a token
@@ -614,23 +613,15 @@ def test_without_a_figure_a_plan_says_that_no_draft_is_right_and_one_without_dra
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_plan_and_writes_its_timeline(tmp_path, capsys):
-    trace = tmp_path / "plan.json"
+def test_the_command_prints_a_plan(capsys):
     small = ["batch.prompts_per_step=16", "sampling.max_new_tokens=256"]
-    arguments = ["--cluster", "1x8xH100", "--price", "2", "--timeline", str(trace), *small]
-    assert main(["plan", GPU, *arguments]) == 0
+    assert main(["plan", GPU, "--cluster", "1x8xH100", "--price", "2", *small]) == 0
     said = capsys.readouterr().out
     for words in (
         "1.544 billion parameters on 1x8xH100", "key-value cache", "tokens/s", "at $2 an hour",
         "a million tokens", "best split: rollout.num_workers=", "assumed: ",
     ):  # fmt: skip
         assert words in said
-    events = json.loads(trace.read_text())["traceEvents"]
-    assert {"sample", "update", "sync", "score", "logprobs"} <= {e["name"] for e in events}
-    tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert tracks >= {"rollout-0", "policy", "reference-0"}
-    updates = [e for e in events if e["name"] == "update"]
-    assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(updates))
 
 
 def test_settings_that_every_policy_rank_refuses_are_refused_in_a_plan():
@@ -661,7 +652,6 @@ def test_settings_that_every_policy_rank_refuses_are_refused_in_a_plan():
         (["--cluster", "1x8xH100", "--tool-seconds", "-1"], ["--tool-seconds -1", "expected 0 or more"]),
         (["--cluster", "99999999999x8xH100"], ["99999999999x8xH100", "at most 10000 nodes"]),
         (["--cluster", f"1x{'9' * 5000}xH100"], ["at most 1024 GPUs in a node"]),
-        (["--cluster", "1x8xH100", "--tail", "--timeline", "x"], ["--timeline: --tail", "remove it"]),
         (["--cluster", "1x8xH100", "--bench", "nothing.json"], ["nothing.json", "cannot be read"]),
         (["--cluster", "1x8xH100", "model.path=some/model"], ["some/model", "whose sizes are known"]),
         (["--cluster", "1x1xL4", "model.path=Qwen/Qwen2.5-72B"], ["gsm8k-qwen2.5-1.5b on 1x1xL4"]),

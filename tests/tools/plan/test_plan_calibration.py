@@ -30,7 +30,7 @@ def test_the_weight_sync_of_the_benchmarks_own_configuration_takes_what_it_took(
     measured = result(c)
     made = calibrate(measured, parse_cluster("1x0xCPU"))
     own = Config.model_validate(measured.config)
-    planned = Rates(own, model_of(own), Sizes.of(own, gpu=False), made.peaks, made.reached).sync_s()
+    planned = Rates(own, model_of(own), Sizes.from_config(own, gpu=False), made.peaks, made.reached).sync_s()
     assert planned == pytest.approx(measured.figures["sync/step_s"])
 
 

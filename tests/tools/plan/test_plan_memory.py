@@ -88,13 +88,13 @@ def test_adapters_are_counted_as_peft_makes_them(tiny_model):
 )
 def test_states_of_a_rank_by_zero_stage(policy, dtype, bytes_each):
     planned = gpu(policy={"num_workers": 4} | policy, model={"dtype": dtype})
-    found = states(planned.policy, model_of(planned), Sizes.of(planned, gpu=True))
+    found = states(planned.policy, model_of(planned), Sizes.from_config(planned, gpu=True))
     assert [v / 7_615_616_512 for v in found.values()] == pytest.approx(list(bytes_each))
 
 
 def test_offloaded_states_are_in_host_memory():
     planned = gpu(policy={"num_workers": 4, "zero_stage": 2, "offload": {"optimizer": "cpu"}})
-    rank = policy_rank(planned, model_of(planned), Sizes.of(planned, gpu=True), LENGTHS)
+    rank = policy_rank(planned, model_of(planned), Sizes.from_config(planned, gpu=True), LENGTHS)
     states = 4 * 7_615_616_512  # (12 + 4) / 4 ranks
     own, whole = 12 / 4 * 7_615_616_512, 2 * 7_615_616_512  # written from copies in host memory
     assert sum(rank.host.values()) == pytest.approx(states + own)
@@ -104,7 +104,7 @@ def test_offloaded_states_are_in_host_memory():
 def test_rank_0_and_each_process_of_an_engine_hold_a_copy_of_the_weights_for_deltas():
     changes = {"rollout": {"num_workers": 1, "tensor_parallel_size": 2}, "policy": {"num_workers": 4}}
     deltas, whole = gpu(weight_sync={"deltas": True}, **changes), gpu(**changes)
-    model, sizes, card = model_of(whole), Sizes.of(whole, gpu=True), parse_cluster("1x8xH100").card
+    model, sizes, card = model_of(whole), Sizes.from_config(whole, gpu=True), parse_cluster("1x8xH100").card
     for copies, worker in (
         (1, lambda c: policy_rank(c, model, sizes, LENGTHS)),
         (2, lambda c: rollout_engine(c, model, sizes, LENGTHS, memory=card.memory)),
@@ -119,7 +119,7 @@ def test_rank_0_and_each_process_of_an_engine_hold_a_copy_of_the_weights_for_del
 
 def test_low_rank_training_keeps_gradients_and_moments_of_the_adapters_alone():
     planned = gpu(policy={"num_workers": 4, "zero_stage": 2, "lora": {"rank": 8}})
-    found = states(planned.policy, model_of(planned), Sizes.of(planned, gpu=True))
+    found = states(planned.policy, model_of(planned), Sizes.from_config(planned, gpu=True))
     adapters = 28 * 8 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
     assert found == {
         "weights": 2 * (7_615_616_512 + adapters), "gradients": adapters, "optimiser": 3 * adapters
@@ -175,7 +175,7 @@ def test_a_rank_of_7b_by_hand():
         model={"gradient_checkpointing": True},
         batch={"prompts_per_step": 8, "samples_per_prompt": 8, "micro_batch_tokens": 16384},
     )
-    rank = policy_rank(planned, model_of(planned), Sizes.of(planned, gpu=True), LENGTHS)
+    rank = policy_rank(planned, model_of(planned), Sizes.from_config(planned, gpu=True), LENGTHS)
     n, tokens, vocabulary, hidden = 7_615_616_512, 16384, 152064, 3584
     rows = tokens * 400 / (100 / 8 + 300)  # each sample with its prompt
     norm = 4 * hidden + 4
@@ -213,7 +213,7 @@ def test_an_update_takes_the_memory_that_was_measured_on_an_h100(stage, tmp_path
 
 def test_sequence_parallel_ranks_share_the_tokens_of_a_micro_batch():
     alone, shared = (
-        policy_rank(c, model_of(c), Sizes.of(c, gpu=True), LENGTHS).parts["activations"]
+        policy_rank(c, model_of(c), Sizes.from_config(c, gpu=True), LENGTHS).parts["activations"]
         for c in (
             gpu(policy={"num_workers": 4, "sequence_parallel": n}, batch={"prompts_per_step": 4})
             for n in (1, 4)
@@ -226,7 +226,7 @@ def test_a_sequence_above_the_budget_is_what_a_rank_must_hold():
     long = gpu(sampling={"max_new_tokens": 31_000}, batch={"prompts_per_step": 4, "micro_batch_tokens": 4096})
     short = gpu(sampling={"max_new_tokens": 3_000}, batch={"prompts_per_step": 4, "micro_batch_tokens": 4096})
     a, b = (
-        policy_rank(c, model_of(c), Sizes.of(c, gpu=True), LENGTHS).parts["activations"]
+        policy_rank(c, model_of(c), Sizes.from_config(c, gpu=True), LENGTHS).parts["activations"]
         for c in (long, short)
     )
     assert a / b == pytest.approx((31_000 + 512) / 4096)
@@ -245,7 +245,7 @@ def test_the_cache_of_an_engine_gets_the_memory_left_by_weights_and_overhead():
     c = gpu(rollout={"tensor_parallel_size": 2, "max_num_seqs": 256, "gpu_memory_utilization": 0.9})
     model, sizes, card = (
         model_of(c),
-        Sizes.of(c, gpu=True),
+        Sizes.from_config(c, gpu=True),
         parse_cluster("1x8xH100").card,
     )
     engine = rollout_engine(c, model, sizes, LENGTHS, memory=card.memory)
@@ -267,7 +267,8 @@ def test_each_process_of_an_engine_remembers_texts_for_drafts():
     changes = {"rollout": {"tensor_parallel_size": 2, "speculation": {"tokens": 4}}}
     drafts, plain = gpu(**changes), gpu(rollout={"tensor_parallel_size": 2})
     model, card = model_of(plain), parse_cluster("1x8xH100").card
-    for sizes, memory in ((Sizes.of(plain, gpu=True), card.memory), (Sizes.of(plain, gpu=False), 0)):
+    for memory in (card.memory, 0):
+        sizes = Sizes.from_config(plain, gpu=memory > 0)
         engine, without = (rollout_engine(c, model, sizes, LENGTHS, memory=memory) for c in (drafts, plain))
         assert engine.cache == without.cache
         assert engine.total_host + engine.total - without.total_host - without.total == texts
@@ -288,7 +289,7 @@ def test_routes_take_a_byte_for_each_layer_and_expert_of_a_token():
         )
         for replay in (True, False)
     )
-    model, sizes, card = model_of(on), Sizes.of(on, gpu=True), parse_cluster("1x8xH100").card
+    model, sizes, card = model_of(on), Sizes.from_config(on, gpu=True), parse_cluster("1x8xH100").card
     engine, plain = (rollout_engine(c, model, sizes, LENGTHS, memory=card.memory) for c in (on, off))
     cached = engine.cache // engine.token_bytes
     assert engine.host == {"routes": (cached + 2 * 8 * 4 * (100 + 300) // 2) * 48 * 8}
@@ -306,7 +307,7 @@ def test_routes_take_a_byte_for_each_layer_and_expert_of_a_token():
 
 def test_a_reference_keeps_nothing_for_a_backward_pass():
     c = gpu(algorithm={"kl": {"coef": 0.1}})
-    found = reference_worker(c.max_length, model_of(c), Sizes.of(c, gpu=True)).parts
+    found = reference_worker(c.max_length, model_of(c), Sizes.from_config(c, gpu=True)).parts
     assert found["weights"] == 2 * 7_615_616_512 and "gradients" not in found
     assert found["activations"] == 16384 * (3 * 18944 + 3 * 3584) * 2
 
@@ -353,7 +354,7 @@ def test_sampling_masks_take_a_list_of_ids_or_a_bit_for_each_token():
         )
 
     plain = made()
-    model, sizes, card = model_of(plain), Sizes.of(plain, gpu=True), parse_cluster("1x8xH100").card
+    model, sizes, card = model_of(plain), Sizes.from_config(plain, gpu=True), parse_cluster("1x8xH100").card
     for sampling, size in (({"top_p": 0.9}, 4 + 4 * mean), ({"top_k": 20}, 4 + 4 * 20)):
         config = made(**sampling)
         engine = rollout_engine(config, model, sizes, LENGTHS, memory=card.memory)

@@ -47,7 +47,7 @@ def test_frozen_weights_under_lora_have_no_gradients_to_compute(checkpointing, s
 def test_a_step_reads_the_cache_that_the_memory_of_an_engine_counts(size):
     """Qwen2.5-3B has two heads of keys and values: from four processes on each has a copy of one."""
     c = config(model={"path": "Qwen/Qwen2.5-3B"}, rollout={"tensor_parallel_size": size})
-    model, sizes = model_of(c), Sizes.of(c, gpu=True)
+    model, sizes = model_of(c), Sizes.from_config(c, gpu=True)
     token = rollout_engine(c, model, sizes, workload_of(c, prompt_tokens=9), memory=80 * GIB).token_bytes
     own = rates(model={"path": "Qwen/Qwen2.5-3B"}, rollout={"tensor_parallel_size": size})
     more = own.decode_step_s(1, 2_000_000) - own.decode_step_s(1, 1_000_000)

@@ -42,6 +42,12 @@ def one(**changes):
     return known
 
 
+def option(c, cluster):
+    """Return the option of ``c`` with prompts of 100 tokens for a policy of 1.5 billion parameters."""
+    workload, shape = workload_of(c, prompt_tokens=100), published("Qwen/Qwen2.5-1.5B")
+    return option_of(c, Setting(parse_cluster(cluster), shape, workload, None, frozen=frozen_models(c)[0]))
+
+
 # Sizes
 
 
@@ -74,7 +80,7 @@ def test_a_worker_holds_the_weights_and_one_batch(dtype, b):
     c = judged({"dtype": dtype})
     known = frozen_models(c)[0][0]
     tokens, longest = 16384, 512 + 256
-    assert frozen_worker(c.max_length, known, Sizes.of(c, gpu=True)).parts == {
+    assert frozen_worker(c.max_length, known, Sizes.from_config(c, gpu=True)).parts == {
         "weights": b * (7_615_616_512 - 152064 * 3584),
         "activations": tokens * (3 * 18944 + 3 * 3584) * b,
         "attention mask": tokens * longest * (1 + b),
@@ -84,18 +90,13 @@ def test_a_worker_holds_the_weights_and_one_batch(dtype, b):
 
 def test_a_row_above_the_budget_is_a_batch_of_its_own():
     c = judged({"micro_batch_tokens": 100})
-    found = frozen_worker(c.max_length, frozen_models(c)[0][0], Sizes.of(c, gpu=True))
+    found = frozen_worker(c.max_length, frozen_models(c)[0][0], Sizes.from_config(c, gpu=True))
     assert found.parts["attention mask"] == 768 * 768 * 3
 
 
 def test_what_does_not_fit_is_reported_with_a_remedy():
     c = judged({"path": "Qwen/Qwen2.5-72B", "dtype": "float32"}, cluster={"placement": "separate"})
-    known, _ = frozen_models(c)
-    setting = Setting(
-        parse_cluster("1x8xH100"), published("Qwen/Qwen2.5-1.5B"), workload_of(c, prompt_tokens=100), None,
-        frozen=known,
-    )  # fmt: skip
-    (problem,) = option_of(c, setting).problems
+    (problem,) = option(c, "1x8xH100").problems
     assert problem.startswith("reward model judge: a worker needs ")
     assert problem.endswith(
         "a H100 has 75.7 GiB for it; lower its `micro_batch_tokens`, set its `dtype`=bfloat16, raise its "
@@ -109,21 +110,16 @@ def test_a_share_of_a_gpu_has_that_share_of_its_memory_and_of_its_speed():
     """Two models on one card: each must fit into half of it, and both compute at once."""
     halves = [{"gpu_share": 0.5}, {"name": "other", "gpu_share": 0.5}]
     c = judged(*halves, cluster={"placement": "separate"})
-    known, _ = frozen_models(c)
-    cluster, shape = parse_cluster("1x3xH100"), published("Qwen/Qwen2.5-1.5B")
-    setting = Setting(cluster, shape, workload_of(c, prompt_tokens=100), None, frozen=known)
-    option = option_of(c, setting)
-    assert not option.problems and option.roles.gpus == 3  # a rank, an engine, and both models
-    whole = one()
-    rates = option.scenario.rates
-    assert rates.scoring_s(known[0], 9, [5]) == 2 * rates.scoring_s(whole, 9, [5])
+    made = option(c, "1x3xH100")
+    assert not made.problems and made.roles.gpus == 3  # a rank, an engine, and both models
+    rates, half = made.scenario.rates, frozen_models(c)[0][0]
+    assert rates.scoring_s(half, 9, [5]) == 2 * rates.scoring_s(one(), 9, [5])
     small = judged({"gpu_share": 0.2}, cluster={"placement": "separate"})
-    setting = replace(setting, frozen=frozen_models(small)[0])
-    (problem,) = option_of(small, setting).problems
+    (problem,) = option(small, "1x3xH100").problems
     assert "a H100 with `gpu_share` = 0.2 has 15.1 GiB for it" in problem
     assert "raise its `gpu_share`" in problem
     turns = judged({"gpu_share": 0.2}, cluster={"placement": "colocated"})
-    assert not option_of(turns, setting).problems  # alone on the GPU in its turn
+    assert not option(turns, "1x3xH100").problems  # alone on the GPU in its turn
 
 
 def test_a_split_model_has_its_part_of_the_layers_on_each_gpu():
@@ -131,16 +127,12 @@ def test_a_split_model_has_its_part_of_the_layers_on_each_gpu():
     c = judged({"path": "Qwen/Qwen2.5-72B", "tensor_parallel_size": 2}, cluster={"placement": "separate"})
     (model,), _ = frozen_models(c)
     shape = model.shape
-    found = frozen_worker(c.max_length, model, Sizes.of(c, gpu=True)).parts
+    found = frozen_worker(c.max_length, model, Sizes.from_config(c, gpu=True)).parts
     embedding = 152064 * 8192
     assert found["weights"] == 2 * (embedding + (shape.without_head - embedding) // 2)
     assert found["activations"] == 16384 * (3 * 29568 // 2 + 3 * 8192) * 2
-    setting = Setting(
-        parse_cluster("1x4xH100"), published("Qwen/Qwen2.5-1.5B"), workload_of(c, prompt_tokens=100), None,
-        frozen=(model,),
-    )  # fmt: skip
-    option = option_of(c, setting)
-    assert not option.problems and option.roles.gpus == 4
+    made = option(c, "1x4xH100")
+    assert not made.problems and made.roles.gpus == 4
 
 
 # Times
@@ -157,8 +149,8 @@ def test_padding_is_computed_and_a_prompt_with_each_completion():
 
 def test_it_computes_at_the_measured_share_of_the_card_or_of_one_thread():
     known, c = one(), judged({})
-    peaks = Peaks.of(parse_cluster("1x8xH100"))
-    rates = Rates(c, known.shape, Sizes.of(c, gpu=True), peaks, Reached(training=0.5))
+    peaks = Peaks.from_cluster(parse_cluster("1x8xH100"))
+    rates = Rates(c, known.shape, Sizes.from_config(c, gpu=True), peaks, Reached(training=0.5))
     flops = known.padded_flops(100, [50] * 4)
     assert rates.scoring_s(known, 100, [50] * 4) == pytest.approx(flops / (0.5 * 989e12))
     thread = replace(rates, peaks=replace(peaks, thread_flops=2e9))
@@ -169,23 +161,18 @@ def test_a_reward_model_that_is_the_bottleneck_scores_groups_one_after_the_other
     """Completions of 256 tokens, prompts of 100: 16 groups of 4 rows of 356 on one worker of 72 billion."""
     lengths = {"bench": {"lengths": {"kind": "fixed", "tokens": 256}}}
     c = judged({"path": "Qwen/Qwen2.5-72B"}, max_staleness=1, **lengths)
-    known, _ = frozen_models(c)
-    setting = Setting(
-        parse_cluster("1x3xB200"), published("Qwen/Qwen2.5-1.5B"), workload_of(c, prompt_tokens=100), None,
-        frozen=known,
-    )  # fmt: skip
-    option = option_of(c, setting)
-    assert not option.problems and option.roles.gpus == 3
+    made = option(c, "1x3xB200")
+    assert not made.problems and made.roles.gpus == 3
     body = 80 * (8192 * 128 * (2 * 64 + 2 * 8) + 3 * 8192 * 29568)
     group = 4 * (2 * body * 356 + 4 * 80 * 64 * 128 * 356 * 357 / 2)
     scoring_s = 16 * group / (0.4 * 2250e12)
-    found = planned(option)
+    found = planned(made)
     run = found.simulated
     assert run.stage_s["reward_model"] == pytest.approx(scoring_s, rel=1e-6)
     # Mode drain: sampled (during the update), scored, synced; a group is graded in 10 ms.
     others = run.stage_s["sample"] + run.stage_s["sync"]
     assert run.step_s == pytest.approx(scoring_s + others, rel=0.05)
-    assert run.tokens_per_s < 1.05 * bound(option)
+    assert run.tokens_per_s < 1.05 * bound(made)
     slow = replace(found, simulated=replace(run, step_s=run.stage_s["reward_model"] / 0.95))
     assert reason(slow) == (
         "scoring by models bounds the step: busy all the time; raise `rewards.models.N.num_workers`"

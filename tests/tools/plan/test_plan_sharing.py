@@ -81,7 +81,7 @@ def test_between_turns_states_and_copies_are_in_the_host_memory_of_the_node():
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_checkpoint_in_host_memory_has_whole_weights_once(stage):
     c = seven(policy={"num_workers": 8, "zero_stage": stage})
-    model, sizes = model_of(c), Sizes.of(c, gpu=True)
+    model, sizes = model_of(c), Sizes.from_config(c, gpu=True)
     rank = policy_rank(c, model, sizes, LENGTHS)
     parts = {
         kind: {"checkpoint": own.get("checkpoint", 0)} for kind, own in vars(rank).items() if kind != "parts"
@@ -154,7 +154,7 @@ def test_separate_roles_have_their_gpus_alone():
     )  # fmt: skip
     made = option(c)
     assert made.roles.sharing == frozenset() and SYNC not in made.memory
-    assert sum(states(c.policy, model_of(c), Sizes.of(c, gpu=True)).values()) == pytest.approx(
+    assert sum(states(c.policy, model_of(c), Sizes.from_config(c, gpu=True)).values()) == pytest.approx(
         18 * N / 4, rel=1e-6
     )
     assert "asleep" not in made.memory["policy"].parts
@@ -186,7 +186,7 @@ def test_states_are_those_that_deepspeed_estimates(nodes, gpus):
 
     ranks, model = nodes * gpus, published("Qwen/Qwen2.5-7B")
     three, two = (seven(policy={"num_workers": ranks, "zero_stage": stage}) for stage in (3, 2))
-    sizes = Sizes.of(three, gpu=True)
+    sizes = Sizes.from_config(three, gpu=True)
     largest = model.embedding
     _, gpu, gathered = estimate_zero3_model_states_mem_needs(N, largest, gpus, nodes, cpu_offload=False)
     assert sum(states(three.policy, model, sizes).values()) == pytest.approx(gpu - gathered, rel=1e-8)
@@ -203,7 +203,7 @@ def test_offloaded_states_are_those_that_deepspeed_estimates(parameters):
     c = seven(
         policy={"num_workers": 8, "zero_stage": 3, "offload": offload}, checkpoint={"background": False}
     )
-    model, sizes = model_of(c), Sizes.of(c, gpu=True)
+    model, sizes = model_of(c), Sizes.from_config(c, gpu=True)
     host, gpu, gathered = estimate_zero3_model_states_mem_needs(
         N, model.embedding, 8, 1, cpu_offload_params=parameters == "cpu", additional_buffer_factor=1.0
     )
@@ -249,9 +249,8 @@ def test_reward_models_take_turns_after_the_last_sample():
 def test_a_turn_takes_the_time_of_its_bytes_on_the_bus_of_the_card():
     for card, bus in (("H100", 64e9), ("A100", 32e9)):
         c = seven()
-        rates = Rates(
-            c, model_of(c), Sizes.of(c, gpu=True), Peaks.of(parse_cluster(f"1x8x{card}")), Reached()
-        )
+        peaks = Peaks.from_cluster(parse_cluster(f"1x8x{card}"))
+        rates = Rates(c, model_of(c), Sizes.from_config(c, gpu=True), peaks, Reached())
         assert rates.turn_s() == pytest.approx(18 * N / 8 / (0.8 * bus) + 0.5)
         assert rates.scoring_turn_s(FrozenModel(rates.model)) == pytest.approx(2 * N / (0.8 * bus) + 0.5)
         judge = FrozenModel(published("Qwen/Qwen2.5-7B"), judges(a=1)["frozen"][0].settings)
@@ -267,18 +266,17 @@ def test_an_engine_in_fp8_has_half_the_bytes_of_its_linear_layers_and_a_faster_d
     model, memory = model_of(c), parse_cluster("1x8xH100").card.memory
     linear = 28 * (3584 * 128 * (2 * 28 + 2 * 4) + 3 * 3584 * 18944)
     small, whole = (
-        rollout_engine(x, model, Sizes.of(x, gpu=True), LENGTHS, memory=memory) for x in (c, plain)
+        rollout_engine(x, model, Sizes.from_config(x, gpu=True), LENGTHS, memory=memory) for x in (c, plain)
     )
     assert whole.parts["weights"] == 2 * N and small.parts["weights"] == 2 * N - linear
     assert small.cache - whole.cache == linear
-    sizes, peaks, perfect = (
-        Sizes.of(c, gpu=True), Peaks.of(parse_cluster("1x8xH100")), Reached(1, 1, 1, 1, 1, 0, 0)
-    )  # fmt: skip
+    sizes, perfect = Sizes.from_config(c, gpu=True), Reached(1, 1, 1, 1, 1, 0, 0)
+    peaks = Peaks.from_cluster(parse_cluster("1x8xH100"))
     fast, slow = (Rates(x, model, sizes, peaks, perfect) for x in (c, plain))
     assert fast.decode_step_s(1, 0) == pytest.approx((linear + 2 * EMBEDDING) / 3.35e12)
     assert slow.decode_step_s(1, 0) == pytest.approx(2 * (linear + EMBEDDING) / 3.35e12)
     assert fast.prefill_s(1000) == pytest.approx(slow.prefill_s(1000) / 2)
-    old = replace(fast, peaks=Peaks.of(parse_cluster("1x8xA100")))
+    old = replace(fast, peaks=Peaks.from_cluster(parse_cluster("1x8xA100")))
     assert old.prefill_s(1000) == pytest.approx(2 * linear * 1000 / 312e12)
 
 

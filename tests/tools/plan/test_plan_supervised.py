@@ -41,7 +41,7 @@ def config(ranks=8, stage=3, sft=(), **changes):
 
 
 def rank(settings):
-    return supervised_rank(settings, SEVEN, Sizes.of(settings, gpu=True))
+    return supervised_rank(settings, SEVEN, Sizes.from_config(settings, gpu=True))
 
 
 def test_seven_billion_parameters_fit_on_eight_gpus_and_not_on_one_and_the_refusal_names_the_remedy():
@@ -78,7 +78,7 @@ def test_every_supervised_stage_of_the_shipped_recipe_at_7b_fits_its_two_nodes()
         settings = SupervisedConfig.from_config(stage.config)
         model = published(settings.sft.model)
         assert model is not None
-        need = supervised_rank(settings, model, Sizes.of(settings, gpu=True))
+        need = supervised_rank(settings, model, Sizes.from_config(settings, gpu=True))
         assert supervised_problem(settings, need, cluster) is None
         assert placement(settings, Resources(2 * 96, 16), training=True)["policy"].workers == 16
         assert list(placement(settings, Resources(2 * 96, 16), training=True)) == ["policy"]
@@ -101,7 +101,7 @@ def cold(**sft):
 
 
 def needed(c, model, **changes):
-    return cold_start(c.sft, model, Sizes.of(c, gpu=True), **changes)
+    return cold_start(c.sft, model, Sizes.from_config(c, gpu=True), **changes)
 
 
 def test_states_are_four_float32_numbers_per_weight_and_activations_are_those_of_the_batch():

@@ -117,13 +117,13 @@ def test_an_evaluation_has_its_own_longest_completion():
 def test_ranks_write_their_deepspeed_shards(stage, dtype, expected):
     c = config(policy={"num_workers": 2, "zero_stage": stage}, model={"path": "demo:tiny", "dtype": dtype})
     model = replace(TINY, linear_sides={"o_proj": 8 + 8})
-    assert rank_bytes(c.policy, model, Sizes.of(c, gpu=True)) == expected
+    assert rank_bytes(c.policy, model, Sizes.from_config(c, gpu=True)) == expected
 
 
 def test_only_adapters_are_written_if_only_they_are_trained():
     c = config(policy={"num_workers": 1, "zero_stage": 1, "lora": {"rank": 2, "target_modules": ["o_proj"]}})
     model = replace(TINY, linear_sides={"o_proj": 8 + 8})
-    assert rank_bytes(c.policy, model, Sizes.of(c, gpu=True)) == [2 * (8 + 8) * (2 + 12)]
+    assert rank_bytes(c.policy, model, Sizes.from_config(c, gpu=True)) == [2 * (8 + 8) * (2 + 12)]
 
 
 @pytest.mark.parametrize("every, count", [(0, 1), (10, 10), (30, 4), (100, 1), (1000, 1)])

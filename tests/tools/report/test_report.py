@@ -238,11 +238,11 @@ def test_a_local_path_of_the_model_is_not_looked_up_as_a_name_of_the_hub(tmp_pat
 @pytest.mark.parametrize("text", ["a  b", "Ωm漢字🎉!", "line\n\n\\boxed{ 1}"])
 def test_token_texts_concatenate_to_the_text(text):
     ids = np.array(character_tokenizer()(text, add_special_tokens=False)["input_ids"])
-    texts = TokenTexts(character_decoder()).of(ids)
+    texts = TokenTexts(character_decoder()).split(ids)
     assert "".join(texts) == text and len(texts) == len(ids)
     middle = len(ids) // 2
-    halves = [TokenTexts(character_decoder()).of(half) for half in (ids[:middle], ids[middle:])]
-    assert TokenTexts(character_decoder()).of(ids, [0, middle]) == [*halves[0], *halves[1]]
+    halves = [TokenTexts(character_decoder()).split(half) for half in (ids[:middle], ids[middle:])]
+    assert TokenTexts(character_decoder()).split(ids, [0, middle]) == [*halves[0], *halves[1]]
 
 
 @pytest.mark.slow
