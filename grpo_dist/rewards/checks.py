@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from itertools import islice
 from typing import Any, Protocol
 
 from grpo_dist.config import RewardsConfig
@@ -112,38 +113,36 @@ def column_problems(
     rows: Sequence[HasColumns],
     remedy: str,
     available: Callable[[], Iterable[str]] | None = None,
+    *,
+    pool: GraderPool | None = None,
 ) -> Iterator[str]:
-    """Yield a message for every built-in reward that lacks a column in one of ``rows``, or cannot read it.
+    """Yield a message for every column that a reward reads and one of ``rows`` lacks, or has in another form.
 
     Args:
         rows: of one source.
         remedy: how a row gets a column: ``add it to `data.train.0.columns` ``.
         available: returns all columns that the source has, of which rows may keep some; None: they keep all.
+        pool: where the functions of users are loaded, and only they are looked at; None: only the built-in
+            rewards are.
     """
-    if not rows:
-        return
-    for spec in settings.select_source(rows[0].source).functions:
-        if spec.function in REWARDS and (reward := make(spec)).data_columns:
-            yield from _problems(spec.label, reward, rows, remedy, available)
+    for function in settings.select_source(rows[0].source).functions if rows else ():
+        if (function.function in REWARDS) == (pool is not None):
+            continue
+        reward = UserFunction(function, pool) if pool else make(function)
+        missing = dict(_missing(function.label, reward.data_columns, rows, remedy, available))
+        for column, problem in missing.items():
+            here = _NAMES_OF_PEERS.get(column) if pool else None
+            yield problem + (f". What other trainers call `{column}` is `{here}` here" if here else "")
+        if isinstance(reward, Builtin) and reward.data_columns and not missing:
+            yield from islice(_unreadable_rows(function.label, reward, rows), 1)
 
 
-def user_column_problems(
-    settings: RewardsConfig,
-    rows: Sequence[HasColumns],
-    remedy: str,
-    pool: GraderPool,
-    available: Callable[[], Iterable[str]] | None = None,
-) -> Iterator[str]:
-    """Yield a message for every column that a user's function needs and one of ``rows`` lacks.
-
-    Loads the functions in ``pool``. Arguments as of `column_problems`.
-    """
-    for spec in settings.select_source(rows[0].source).functions if rows else ():
-        if spec.function not in REWARDS:
-            columns = UserFunction(spec, pool).data_columns
-            for column, problem in _missing(spec.label, columns, rows, remedy, available):
-                here = _NAMES_OF_PEERS.get(column)
-                yield problem + (f". What other trainers call `{column}` is `{here}` here" if here else "")
+def _unreadable_rows(name: str, reward: Builtin, rows: Sequence[HasColumns]) -> Iterator[str]:
+    for row in rows:
+        try:
+            reward.check_row(named_columns(row.columns))
+        except ValueError as error:
+            yield f"reward {name}: {row.location}: {error}"
 
 
 def asked_columns(settings: RewardsConfig) -> frozenset[str]:
@@ -196,23 +195,6 @@ def _missing(
                 f"reward {name} reads column `{column}`, {what}: {remedy}, correct the kwargs of the reward, "
                 f"or {other if lacking.source else 'choose another reward'}",
             )
-
-
-def _problems(
-    name: str,
-    reward: Builtin,
-    rows: Sequence[HasColumns],
-    remedy: str,
-    available: Callable[[], Iterable[str]] | None,
-) -> Iterator[str]:
-    missing = [problem for _, problem in _missing(name, reward.data_columns, rows, remedy, available)]
-    yield from missing
-    for row in () if missing else rows:
-        try:
-            reward.check_row(named_columns(row.columns))
-        except ValueError as error:
-            yield f"reward {name}: {row.location}: {error}"
-            return
 
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?")  # always parsable; most data sets hold nothing else

@@ -284,9 +284,8 @@ def _load(settings: RewardModelConfig, tokenizer: Any, dtype: torch.dtype) -> tu
     lm_head, ids = model.get_output_embeddings(), verdict_ids(settings, tokenizer)
 
     def rows(values: Tensor) -> nn.Parameter:
-        values = (
-            values.full_tensor() if hasattr(values, "full_tensor") else values
-        )  # a split model has a part on each rank
+        if hasattr(values, "full_tensor"):  # a split model has a part on each rank
+            values = values.full_tensor()
         return nn.Parameter(values[ids].detach().float().clone())
 
     layers = nn.Linear(lm_head.weight.shape[1], 2, bias=getattr(lm_head, "bias", None) is not None)

@@ -25,7 +25,7 @@ from grpo_dist.environments.episode import Action, Call, Observed
 from grpo_dist.environments.runner import Description, EnvironmentProbe, EpisodeRunner
 from grpo_dist.environments.tools import CODE, resolve_format
 from grpo_dist.errors import count_failures
-from grpo_dist.rewards.checks import graded_problems, user_column_problems
+from grpo_dist.rewards.checks import column_problems, graded_problems
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import REWARDS
@@ -165,8 +165,8 @@ def _check_all(start: Start, pool: GraderPool) -> str:
         problem
         for sources in start.rows or ()
         for source, rows in sources
-        for problem in user_column_problems(
-            rewards, distinct_of(rows), "add it to the data", pool, partial(common_columns, source)
+        for problem in column_problems(
+            rewards, distinct_of(rows), "add it to the data", partial(common_columns, source), pool=pool
         )
     )
     _warn_of_boxes(start)

@@ -88,12 +88,6 @@ def test_requests_that_were_on_their_way_when_the_breaker_opened_prolong_no_paus
     assert breaker.permits()
 
 
-def test_while_one_request_tries_a_server_that_is_gone_the_others_are_not_sent():
-    breaker = CircuitBreaker(1, 10.0, clock=lambda: 10.0)
-    breaker._failures = 1
-    assert [breaker.permits() for _ in range(3)] == [True, False, False]
-
-
 def test_a_refused_request_does_not_open_the_breaker():
     """The server is there: a prompt too long for it says nothing of the next."""
     with StandIn(lambda body, number: failing(400) if number < 3 else replied([1])) as server:
@@ -178,27 +172,20 @@ def test_workers_share_the_rate_limit():
     assert intervals == pytest.approx([1.0, 4.0])
 
 
-def test_attempts_count_against_the_rate_limit():
+def test_attempts_are_limited_and_count_against_the_rate_limit():
     with StandIn(lambda body, number: failing(500)) as stand_in:
         limited = endpoint(stand_in, max_retries=2, requests_per_minute=6000)
         waits = Counter()
         limited._limit.wait = lambda: waits.update(["wait"])
-        with pytest.raises(NoReply):
+        with pytest.raises(NoReply) as failure:
             limited.chat("m", QUESTION, 8)
-    assert waits["wait"] == 3
+    assert waits["wait"] == 3 and "HTTP 500" in str(failure.value) and "after 3 tries" in str(failure.value)
 
 
 def test_what_is_no_json_is_not_sent():
     with StandIn(lambda body, number: replied([1])) as server, pytest.raises(NoReply, match="no JSON"):
         endpoint(server).post("", {"when": object()})
     assert server.requests == []
-
-
-def test_retries_are_limited():
-    with StandIn(lambda body, number: failing(503)) as stand_in, pytest.raises(NoReply) as failure:
-        endpoint(stand_in, max_retries=2).chat("m", QUESTION, 8)
-    assert "HTTP 503" in str(failure.value) and "after 3 tries" in str(failure.value)
-    assert len(stand_in.requests) == 3
 
 
 def test_an_absent_server_is_a_connection_error():

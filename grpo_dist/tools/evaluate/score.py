@@ -26,7 +26,7 @@ from rich.markup import escape
 from grpo_dist.config import Config, RewardsConfig
 from grpo_dist.config.files import apply_overrides, load_config, validated
 from grpo_dist.errors import UserError, as_user_errors, refuse
-from grpo_dist.rewards.checks import check_rewards, column_problems, user_column_problems
+from grpo_dist.rewards.checks import check_rewards, column_problems
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import user_rewards
@@ -262,7 +262,7 @@ def _check_columns(
         refuse(column_problems(rewards, items, remedy))
     if user_rewards(rewards):
         for items in by_source.values():
-            refuse(user_column_problems(rewards, items, remedy, pool))
+            refuse(column_problems(rewards, items, remedy, pool=pool))
 
 
 def _tokenizer(config: Config, say: Callable[[str], None]) -> Any:
