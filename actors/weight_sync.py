@@ -15,7 +15,7 @@ With `weight_sync.deltas` (`DeltaSync`) the policy copies the weights while the 
     all engines hold the weights before   changes   -> engines compare the checksum of the whole
     one does not (new, restarted, late)   whole
     a checksum differs                    changes, then whole
-    an engine joins                       whole, from another engine's copy, or else from the policy's
+    an engine joins                       whole, from the policy's copy
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
 from typing import Any
 
 import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from actors.lifecycle.calls import are_on_one_host, deadline_of, result, results
+from actors.lifecycle.calls import deadline_of, result, results
 from actors.lifecycle.team import ElasticTeam
-from actors.transfer.connections import Seat, new_secret
-from actors.transfer.held_weights import HeldTransfer
+from actors.transfer.stream import HeldTransfer
 from actors.transfer_group import TransferGroup, TransferSpec, added
 from actors.workers.policy import Taken
 from actors.workers.policy_group import PolicyGroup
@@ -78,13 +76,10 @@ class DeltaSync:
         token: of the weights that the policy took last; None: none yet.
     """
 
-    def __init__(self, rollouts: RolloutPool, timeout_s: float) -> None:
-        self._rollouts, self._timeout_s = rollouts, timeout_s
+    def __init__(self) -> None:
         self.token: str | None = None
         self._of: tuple[int, int] | None = None  # version of what was taken, and updates before it
         self._taken: Taken | None = None
-        self._num_given = 0  # how often an engine was asked to give its weights to another
-        self._group: TransferGroup | None = None
 
     async def take_during(
         self, stopping: Coroutine[Any, Any, list[bool]], group: TransferGroup, version: int
@@ -93,7 +88,6 @@ class DeltaSync:
         that is repeated sends the same copy: where an engine is lost as it stops, too, since no engine holds
         a copy that was never sent, and the changes from it would be of no use to any.
         """
-        self._group = group
         if self._of == (of := (version, group.policy.updates)):
             return await stopping
         self.token = self._of = None
@@ -127,50 +121,6 @@ class DeltaSync:
             sent = added(sent, again)
         counts = {"sync/whole": float(base is None), "sync/mismatches": float(arrived.count(False))}
         return added(sent, self._taken.metrics) | counts
-
-    async def from_peer(self, worker: Any, version: int) -> bool:
-        """Have ``worker``, which joins, get the weights ``version`` from an engine that holds them. Return
-        False if none could give them. The engines alternate: giving costs an engine cores and network.
-        """
-        team, group = self._rollouts.team, self._group
-        if self.token is None or self._of is None or self._of[0] != version or group is None:
-            return False
-        peers = [peer for peer in team.alive() if peer is not worker]
-        first, self._num_given = self._num_given % max(1, len(peers)), self._num_given + 1
-        for peer in peers[first:] + peers[:first]:
-            names = {name: w for name, w in team.named().items() if w in (worker, peer)}
-            stage = "weight sync: an engine gets the weights from another"
-            try:
-                async with deadline_of(names, self._timeout_s, stage):
-                    if await peer.held_weights.remote() == self.token:
-                        await self._give(peer, worker, group, version)
-                        return True
-            except (RayError, TimeoutError):  # the peer may be lost; a lost ``worker`` ends it here
-                async with deadline_of(names, self._timeout_s, f"{stage}: it answers its health check"):
-                    await worker.health.remote()
-        return False
-
-    async def _give(self, peer: Any, worker: Any, group: TransferGroup, version: int) -> None:
-        """Both ends have the weights in host memory, so that no GPU takes part."""
-        each = group.spec.processes_each
-        backend = "shared_memory" if await are_on_one_host([peer, worker]) else "gloo"
-        host, port = await peer.address.remote()
-        seat = Seat(host, port, 0, 1 + each, new_secret())
-        seats = [replace(seat, rank=1 + i) for i in range(each)]
-
-        async def join() -> int:
-            await worker.open_transfer.remote(backend, seats, self._timeout_s)
-            await worker.begin_update.remote()
-            assert self.token is not None
-            await worker.receive_weights.remote(
-                group.parameters, group.bucket_bytes, None, HeldTransfer(self.token)
-            )
-            reported: int = await worker.finish_update.remote(version)
-            return reported
-
-        _, reported = await gather([result(peer.give_weights.remote(backend, seat, self._timeout_s)), join()])
-        if reported != version:
-            raise RuntimeError(f"weight sync: an engine should hold version {version} but reports {reported}")
 
     async def _offer(
         self, group: TransferGroup, receivers: Sequence[Any], what: HeldTransfer
@@ -222,7 +172,7 @@ class WeightSync:
                 timeout_s=timeout_s,
             )
             uses = await uses_deltas(settings, group, colocated=colocated_ranks is not None)
-        return cls(group, rollouts, timeout_s, DeltaSync(rollouts, timeout_s) if uses else None)
+        return cls(group, rollouts, timeout_s, DeltaSync() if uses else None)
 
     async def push(self, version: int) -> dict[str, float]:
         """Send the policy's weights to all serving engines as ``version``, and return metrics.
@@ -265,9 +215,6 @@ class WeightSync:
                 # The ranks may be in the middle of an update.
                 seconds = self._timeout_s + policy.update_s
                 stage = "weight sync: a restarted engine"
-                if self._deltas is not None and await self._deltas.from_peer(worker, self._version):
-                    self._opened.clear()  # the common group lacks this engine
-                    return
                 async with deadline_of(both, seconds, f"{stage} joins"):
                     group = await self._group.reopen(
                         [worker], name=name, timeout_s=self._timeout_s, ranks_busy_s=policy.update_s

@@ -16,7 +16,9 @@ none receives more, and the caller sends whole weights.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,25 @@ from grpo_dist.policy.weight_deltas import Changes, HeldWeights, apply
 from grpo_dist.runtime.metering import Stopwatch
 
 Bucket = list[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTransfer:
+    """Which weights a transfer leads to in the copies that engines hold, and how.
+
+    Attributes:
+        token: of the weights after it.
+        base: of the weights whose changes are sent; None: whole weights are sent.
+    """
+
+    token: str
+    base: str | None = None
+
+
+def held_token(worker: Any) -> str | None:
+    """Return the token of the copy that vLLM's ``worker`` holds, if any."""
+    held = worker.weight_transfer_engine.held
+    return None if held is None else held.token
 
 
 def send(
@@ -129,28 +150,27 @@ def send_changes(transport: Transport, changes: Changes, copy: HeldWeights) -> d
     return {"sync/bytes": float(len(table) + sum(sent.values()))} | watch.phases()
 
 
-def receive_changes(transport: Transport, copy: HeldWeights) -> set[str] | None:
-    """Apply what `send_changes` sends to ``copy``, and return the names of the tensors that changed.
+def receive_changes(transport: Transport, copy: HeldWeights) -> bool:
+    """Apply what `send_changes` sends to ``copy``, and return whether it has the sender's weights now.
 
-    None: the table was damaged in transit, a delta is malformed, or the checksum of the copy is
+    False: the table was damaged in transit, a delta is malformed, or the checksum of the copy is
     not that of the sender's weights; ``copy`` is then of no use. ``copy.token`` is None afterwards.
     """
     copy.token = None
     table = _table(transport, copy)
     if not transport.agree(table is not None) or table is None:
-        return None
+        return False
     keys, expected = table
-    sent, changed, intact = _sent(keys, copy), set[str](), True
+    sent, intact = _sent(keys, copy), True
     arriving = transport.incoming(list(sent.values())) if sent else iter(())
     for i in sent:
-        data, at = next(arriving).to("cpu"), None
+        data = next(arriving).to("cpu")
         if keys[i][0] < 0:
             copy.flat(i).copy_(data)
-        elif (at := apply(data, keys[i][0], copy.slots[i])) is None:
-            intact = False
-        changed |= copy.names(i, at)
+        else:
+            intact &= apply(data, keys[i][0], copy.slots[i])
     next(arriving, None)  # acknowledges the last bucket
-    return changed if intact and copy.checksum().value == expected else None
+    return intact and copy.checksum().value == expected
 
 
 def receive_whole(transport: Transport, copy: HeldWeights) -> Iterator[list[tuple[str, Tensor]]]:

@@ -1,18 +1,17 @@
 """The receiving side of the weight sync: runs inside every worker process of a vLLM engine.
 
 It plugs into vLLM's weight-transfer interface: packed buckets in, checked against the sender's checksum,
-loaded through vLLM's own layerwise reload. It may hold a copy of them, and then receives changes alone.
+loaded through vLLM's own layerwise reload. It may hold a copy of them, and then receives changes alone; all
+of the copy is loaded, since an update changes some words of nearly every tensor.
 
 The reload fills a new layer, packs or quantises it, and copies the result to where the layer's weights were.
-It needs every checkpoint tensor of a layer at once: a changed q_proj is loaded with the k_proj and v_proj
-that vLLM fuses it with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -36,8 +34,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from actors.transfer.connections import Seat
-from actors.transfer.held_weights import Giving, HeldTransfer
-from actors.transfer.stream import receive, receive_changes, receive_whole
+from actors.transfer.stream import HeldTransfer, receive, receive_changes, receive_whole
 from actors.transfer.transport import Transport, open_transport
 from grpo_dist.config import TransferBackend
 from grpo_dist.errors import TransferLost
@@ -51,7 +48,7 @@ _COPIES_WEIGHTS = ("GptOssForCausalLM",)
 
 
 class Layers:
-    """Some layers of a model, in the form in which vLLM's reload takes a model."""
+    """The layers of a model in the form in which vLLM's reload takes a model."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._layers = list(layers)
@@ -59,62 +56,11 @@ class Layers:
     def modules(self) -> Iterator[nn.Module]:
         return iter(self._layers)
 
-    def __contains__(self, layer: nn.Module) -> bool:
-        return any(member is layer for member in self._layers)
 
-
-class LoadMap:
-    """Which layers of a model a checkpoint's tensors are loaded into, as seen in a load of all of them."""
-
-    def __init__(self) -> None:
-        self._layers: dict[str, set[nn.Module]] = {}
-        self._is_complete = True
-
-    def watch(self, model: nn.Module, copy: HeldWeights) -> None:
-        """Note what the reload that has just started loads, from views of ``copy``."""
-        self._layers, self._is_complete = {}, True
-        for layer in model.modules():
-            for tensor in get_layer_tensors(layer).values():
-                if hasattr(tensor, "weight_loader"):
-                    tensor.weight_loader = self._noting(layer, tensor.weight_loader, copy)
-
-    def needed(self, changed: Collection[str]) -> tuple[set[str], set[nn.Module]] | None:
-        """Return the layers of the tensors ``changed`` and all tensors of these layers.
-
-        None: a model loaded tensors that are no views of the copy, so that their names are unknown.
-        """
-        if not self._is_complete:
-            return None
-        names, layers = set[str](), set[nn.Module]()
-        while new := (set(changed) if not names else self._tensors_of(layers)) - names:
-            names |= new
-            layers |= {layer for name in new for layer in self._layers.get(name, ())}
-        return names, layers
-
-    def _tensors_of(self, layers: set[nn.Module]) -> set[str]:
-        return {name for name, loaded_by in self._layers.items() if loaded_by & layers}
-
-    def _noting(self, layer: nn.Module, loader: Callable[..., Any], copy: HeldWeights) -> Callable[..., Any]:
-        @wraps(loader)  # under its name, by which vLLM finds the loader inside
-        def load(*arguments: Any, **named: Any) -> Any:
-            tensors = [a for a in (*arguments, *named.values()) if type(a) is Tensor]
-            names = [name for name in map(copy.name_of, tensors) if name is not None]
-            if len(names) == len(tensors) == 1:
-                self._layers.setdefault(names[0], set()).add(layer)
-            else:
-                self._is_complete = False
-            return loader(*arguments, **named)
-
-        return load
-
-
-def begin_reload(model: nn.Module, layers: Collection[nn.Module] | None = None) -> Layers:
-    """Begin to load all weights of ``model``, or those of ``layers``; return what `end_reload` takes."""
-    if layers is None:
-        discard_partial_update(model)
-        scope = Layers(model.modules())
-    else:  # attention may derive what it computes with from the weights of linear layers
-        scope = Layers(m for m in model.modules() if m in layers or is_deferred_attention_layer(m))
+def begin_reload(model: nn.Module) -> Layers:
+    """Begin to load all weights of ``model``; return what `end_reload` takes."""
+    discard_partial_update(model)
+    scope = Layers(model.modules())
     if type(model).__name__ in _COPIES_WEIGHTS:
         # Their sinks are written in place, as no reload notices.
         scope = Layers(layer for layer in scope.modules() if "sinks" not in layer._parameters)
@@ -152,7 +98,7 @@ def end_reload(model: nn.Module, scope: Layers, config: Any) -> None:
     """End what `begin_reload` began. ``config``: vLLM's of the model."""
     finalize_layerwise_reload(scope, config)
     if getattr(config.hf_text_config, "tie_word_embeddings", False):
-        refresh_tied_head(model, scope)
+        refresh_tied_head(model)
 
 
 def discard_partial_update(model: nn.Module) -> None:
@@ -193,8 +139,8 @@ def copy_unloaded(model: nn.Module, bucket: list[tuple[str, Tensor]]) -> None:
                     arguments.arguments[name] = value.clone()
 
 
-def refresh_tied_head(model: nn.Module, scope: Layers) -> None:
-    """Give a tied LM head the embedding it is tied to, if that is in ``scope``, and have it packed again.
+def refresh_tied_head(model: nn.Module) -> None:
+    """Give a tied LM head the embedding it is tied to, and have it packed again.
 
     The reload fills the embedding; the head, which no checkpoint entry names, keeps the packed copy made when
     the model was first loaded (CPU engines pack every linear), and would compute logits from the first
@@ -213,8 +159,6 @@ def refresh_tied_head(model: nn.Module, scope: Layers) -> None:
             raise RuntimeError(
                 f"weight sync: a tied LM head with {len(embeddings)} embeddings is not supported"
             )
-        if embeddings[0] not in scope:
-            continue
         if head.weight.data_ptr() != embeddings[0].weight.data_ptr():
             head.weight.data.copy_(embeddings[0].weight.data)
         head.quant_method.process_weights_after_loading(head)
@@ -253,19 +197,13 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     Attributes:
         held: the copy of the weights, in host memory; its token is None while it is not whole.
-        loaded: token of the weights in the model; None: others, or an update has not ended.
-        giving: the copy is sent to an engine that joins.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     held: HeldWeights | None = None
-    loaded: str | None = None
-    giving: Giving | None = None
     _transport: Transport | None = None
-    _loading: str | None = None  # token of the weights that this update has loaded
     _scope: Layers | None = None
-    _map: LoadMap | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()  # leaves the group before, which had other engines
@@ -276,8 +214,7 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._transport = open_transport(init_info.backend, seat, timeout_s=init_info.timeout_s)
 
     def start_weight_update(self) -> None:
-        """Begin. Which layers are loaded is known once weights arrive."""
-        self._loading = None
+        """Do nothing: layers are loaded once weights arrive."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         transport = self._transport
@@ -287,7 +224,7 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             if update_info.held is not None:
                 self._receive_held(transport, update_info, update_info.held)
                 return
-            self.held = self.loaded = None
+            self.held = None
             self._scope = begin_reload(self.model)
             buckets = receive(transport, update_info.specs(), update_info.bucket_bytes)
             if update_info.adapter_scale is not None:
@@ -297,45 +234,30 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self.model.load_weights(bucket)
                 copy_unloaded(self.model, bucket)
 
-    def forget_loaded(self) -> None:
-        """Note that the model's weights are lost: the next changes load all of the copy."""
-        self.loaded = None
-
     def _receive_held(self, transport: Transport, info: UpdateInfo, wanted: HeldTransfer) -> None:
         """Receive whole weights or changes into the copy, and load them. After changes that do not lead to
         the sender's weights in every process of the engine, nothing is loaded, and the copy has no token.
         """
         copy = self._copy(info)
-        loaded, self.loaded = self.loaded, None
         if wanted.base is None:
-            self._scope, self._map = begin_reload(self.model), LoadMap()
-            self._map.watch(self.model, copy)
+            self._scope = begin_reload(self.model)
             for bucket in receive_whole(transport, copy):
                 self.model.load_weights(bucket)
         else:
-            changed, failure = _changes_or_error(wanted.base, transport, copy)
+            intact, failure = _changes_or_error(wanted.base, transport, copy)
             try:  # one that fails votes, too
-                intact, in_model = all_reduce_facts(changed is not None, loaded == wanted.base)
+                intact = is_true_in_all(intact)
             except RuntimeError as error:  # of gloo: another process of the engine is gone
                 raise failure or TransferLost(f"weight sync: {error}") from error
             if failure is not None:
                 raise failure
-            if changed is None or not intact:
+            if not intact:
                 return
-            copy.token = wanted.token
-            self._load(copy, changed if in_model else None)
-        copy.token = self._loading = wanted.token
-
-    def _load(self, copy: HeldWeights, changed: set[str] | None) -> None:
-        """Load the tensors ``changed`` from the copy, with those that vLLM fuses them with; None: all."""
-        needed = None if changed is None or self._map is None else self._map.needed(changed)
-        names, layers = needed or (None, None)
-        if layers is not None and not layers:
-            return
-        self._scope = begin_reload(self.model, layers)
-        for bucket in copy.weights():
-            if tensors := [(name, tensor) for name, tensor in bucket if names is None or name in names]:
-                self.model.load_weights(tensors)
+            copy.token = wanted.token  # also if the model's load is cut short: the next loads all of the copy
+            self._scope = begin_reload(self.model)
+            for bucket in copy.weights():
+                self.model.load_weights(bucket)
+        copy.token = wanted.token
 
     def _copy(self, info: UpdateInfo) -> HeldWeights:
         specs = info.specs()
@@ -359,7 +281,7 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         if self._scope is not None:
             end_reload(self.model, self._scope, self.model_config)
-        self._scope, self.loaded = None, self._loading
+        self._scope = None
 
     def shutdown(self) -> None:
         if self._transport is not None:
@@ -367,26 +289,24 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._transport = None
 
 
-def _changes_or_error(
-    base: str, transport: Transport, copy: HeldWeights
-) -> tuple[set[str] | None, Exception | None]:
-    """Return what `receive_changes` does, and no error; or None and the error."""
+def _changes_or_error(base: str, transport: Transport, copy: HeldWeights) -> tuple[bool, Exception | None]:
+    """Return what `receive_changes` does, and no error; or False and the error."""
     if copy.token != base:
-        return None, RuntimeError(f"weight sync: changes of {base}, this engine holds {copy.token}")
+        return False, RuntimeError(f"weight sync: changes of {base}, this engine holds {copy.token}")
     try:
         return receive_changes(transport, copy), None
     except Exception as error:
-        return None, error
+        return False, error
 
 
-def all_reduce_facts(*facts: bool) -> list[bool]:
-    """Return for each of ``facts`` whether it is true in every process of this engine. All of them call it.
+def is_true_in_all(fact: bool) -> bool:
+    """Return whether ``fact`` is true in every process of this engine. All of them call it.
 
     vLLM quantises the layers of a tensor parallel engine by the largest weights of all processes: one that
     loads layers that another does not load would wait for it forever.
     """
     group = get_tp_group()
-    flags = torch.tensor(facts, dtype=torch.int32)
+    flag = torch.tensor(fact, dtype=torch.int32)
     if group.world_size > 1:
-        dist.all_reduce(flags, dist.ReduceOp.MIN, group=group.cpu_group)  # bounded: by that of the call
-    return [bool(fact) for fact in flags]
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=group.cpu_group)  # bounded: by that of the call
+    return bool(flag)

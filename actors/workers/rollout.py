@@ -1,5 +1,5 @@
-"""Rollout workers: a vLLM engine in an actor each, which samples, receives weights, and gives its own to an
-engine that joins. `rollout_pool` has the driver's handle of all of them.
+"""Rollout workers: a vLLM engine in an actor each, which samples and receives weights. `rollout_pool` has the
+driver's handle of all of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from actors.lifecycle.calls import reason
 from actors.lifecycle.probe import Health, Probeable
 from actors.placement.own_gpus import check_gpus
 from actors.transfer.connections import Seat
-from actors.transfer.held_weights import HeldTransfer, forget_loaded, held_token, is_given, start_giving
-from actors.transfer.transport import free_port
+from actors.transfer.stream import HeldTransfer, held_token
 from actors.workers import drafter
 from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment, shares_tails
 from actors.workers.engine_thread import EngineThread
@@ -46,8 +45,6 @@ from grpo_dist.types import FurtherRow, HeldRoutes, KeptTokens, Prompt, Rollout,
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
-_GIVEN_POLL_S = 0.02
-
 
 class WeightReceiver(Metered):
     """The part of a `RolloutWorker` that receives weights. Its methods run on the actor's event loop.
@@ -65,11 +62,6 @@ class WeightReceiver(Metered):
         self._received = False  # all weights of that update have arrived
         self._of: tuple[int, int] | None = None  # what they are; None: not known
         self._one_at_a_time = asyncio.Lock()
-
-    async def address(self) -> tuple[str, int]:
-        """Return an address at which this engine can listen: that of its node, and a free port."""
-        host = ray.util.get_node_ip_address()
-        return host, free_port(host)
 
     async def open_transfer(
         self, backend: TransferBackend, seats: Sequence[Seat], timeout_s: float, *, file: str | None = None
@@ -148,19 +140,6 @@ class WeightReceiver(Metered):
             reported: int = await self._engine.set_weight_version(version)
             await self._engine.resume()
             return reported
-
-    @metered("give_weights")
-    async def give_weights(self, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:
-        """Send the copy of the weights that this engine holds, whole, to a group of which it is rank 0. The
-        engine serves meanwhile; its copy must not change.
-        """
-        await self._engine.in_workers(lambda worker: start_giving(worker, backend, seat, timeout_s))
-        while not all(await self._engine.in_workers(is_given)):  # bounded: by the deadline of the transport
-            await asyncio.sleep(_GIVEN_POLL_S)
-
-    async def forget_weights(self) -> None:
-        """Note that the engine's weights are about to be dropped: the next changes load all of the copy."""
-        await self._engine.in_workers(forget_loaded)
 
     async def _end_old_update(self) -> None:
         """End an update whose weights never got a version, because the policy was lost or the sync was given
@@ -491,8 +470,6 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
 
     async def sleep(self, keep_weights: bool) -> None:
         """Free the GPU's memory; ``keep_weights`` keeps the weights in host memory, else they are dropped."""
-        if not keep_weights:
-            await self.forget_weights()
         await self._engine.sleep(level=1 if keep_weights else 2)
         self._weights_on_host = keep_weights
 

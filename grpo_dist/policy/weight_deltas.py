@@ -14,10 +14,8 @@ bucket is sent whole if its delta is more than half its size, or every second gr
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -66,20 +64,19 @@ def difference(old: Tensor, new: Tensor) -> BucketDelta:
     return BucketDelta(len(at), torch.cat([words[differs].view(torch.uint8), gaps]))
 
 
-def apply(data: Tensor, words: int, flat: Tensor) -> Tensor | None:
+def apply(data: Tensor, words: int, flat: Tensor) -> bool:
     """Write the ``words`` of a delta's ``data`` into ``flat`` uint8 [2 W], on the same device.
 
-    Returns their indices, ascending int64 [words]; None for data that `difference` cannot have made, and
-    ``flat`` is unchanged.
+    Returns False for data that `difference` cannot have made, and ``flat`` is unchanged.
     """
     gaps = data[words * _WORD :]
     ends = gaps < _LONGEST
     at = (torch.cumsum(gaps.long() + ends, 0) - 1)[ends]
     target = flat.view(torch.int16)
     if len(at) != words or (words and int(at[-1]) >= len(target)):
-        return None
+        return False
     target[at] = _aligned(data[: words * _WORD]).view(torch.int16)
-    return at
+    return True
 
 
 def _encoded(gaps: Tensor) -> Tensor:
@@ -117,15 +114,6 @@ class HeldWeights:
         blocks = _joined(slots, _PINNED) if pinned else [slots]
         memory = [torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=pinned) for sizes in blocks]
         self.slots = [s for sizes, block in zip(blocks, memory, strict=True) for s in block.split(sizes)]
-        self._memory = {block.untyped_storage().data_ptr() for block in memory}
-        self._places: list[tuple[int, str]] = []
-        for slot, bucket in zip(self.slots, self.buckets, strict=True):
-            begin = slot.data_ptr()
-            for spec in bucket:
-                if spec.num_bytes:
-                    self._places.append((begin, spec.name))
-                    begin += spec.num_bytes
-        self._places.sort()  # by address
 
     def __len__(self) -> int:
         return len(self.buckets)
@@ -145,21 +133,6 @@ class HeldWeights:
     def named(self, index: int) -> list[tuple[str, Tensor]]:
         """Return the tensors of a bucket, views of the copy where their alignment allows it."""
         return unpack(self.flat(index), self.buckets[index])
-
-    def names(self, index: int, at: Tensor | None = None) -> set[str]:
-        """Return the names of a bucket's tensors that have one of the words ``at``, int64; None: all."""
-        bucket = self.buckets[index]
-        if at is None:
-            return {spec.name for spec in bucket}
-        ends = torch.tensor([spec.num_bytes for spec in bucket]).cumsum(0)
-        owners = torch.searchsorted(ends, torch.cat([at * _WORD, at * _WORD + 1]), right=True).unique()
-        return {bucket[i].name for i in owners.tolist() if i < len(bucket)}  # padding has no owner
-
-    def name_of(self, view: Tensor) -> str | None:
-        """Return the name of the tensor that ``view`` is a part of; None: its memory is not this copy's."""
-        if view.untyped_storage().data_ptr() not in self._memory:
-            return None
-        return self._places[bisect_right(self._places, view.data_ptr(), key=itemgetter(0)) - 1][1]
 
     def weights(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield the tensors of every bucket."""

@@ -56,16 +56,16 @@ def spoil(worker, rank):
 
 
 def counted_loads(worker):
-    engine = worker.weight_transfer_engine
-    if not hasattr(engine, "loads"):
-        load, engine.loads = engine._load, 0
+    model = worker.weight_transfer_engine.model
+    if not hasattr(model, "loads"):
+        load, model.loads = model.load_weights, 0
 
-        def counted(*arguments):
-            engine.loads += 1
-            load(*arguments)
+        def counted(weights):
+            model.loads += 1
+            return load(weights)
 
-        engine._load = counted
-    return engine.loads
+        model.load_weights = counted
+    return model.loads
 
 
 def lose(worker):

@@ -29,13 +29,9 @@ async def stopped():
     return [True, True]
 
 
-def sync():
-    return DeltaSync(SimpleNamespace(), timeout_s=5.0)
-
-
 def test_a_transfer_that_an_engine_ended_as_it_stopped_is_repeated_with_the_same_copy():
     async def session():
-        own, group = sync(), Group()
+        own, group = DeltaSync(), Group()
 
         async def dies():
             group.open.set()  # the copy is made later than the engine is lost
@@ -55,7 +51,7 @@ def test_a_transfer_that_an_engine_ended_as_it_stopped_is_repeated_with_the_same
 
 def test_a_policy_that_is_lost_as_it_copies_leaves_no_copy():
     async def session():
-        own, group = sync(), Group(failing=True)
+        own, group = DeltaSync(), Group(failing=True)
         group.open.set()
         with pytest.raises(RayError, match="the policy is lost"):
             await own.take_during(stopped(), group, 7)
@@ -69,7 +65,7 @@ def test_a_policy_that_is_lost_as_it_copies_leaves_no_copy():
 
 def test_a_deadline_ends_the_wait_for_a_copy():
     async def session():
-        own, group = sync(), Group()
+        own, group = DeltaSync(), Group()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):  # ends the first wait, which is that for the copy
                 await own.take_during(stopped(), group, 7)
@@ -77,45 +73,5 @@ def test_a_deadline_ends_the_wait_for_a_copy():
         group.open.set()
         await asyncio.sleep(0)
         assert own.token is None
-
-    asyncio.run(session())
-
-
-class Call:
-    """An actor's method that returns ``value``."""
-
-    def __init__(self, value):
-        self.value = value
-
-    async def remote(self):
-        return self.value
-
-
-class Engine:
-    def __init__(self, token):
-        self.held_weights, self.health = Call(token), Call(None)
-
-
-def test_engines_take_turns_in_giving_their_weights_to_those_that_join(monkeypatch):
-    """One that holds others is passed over, and those that have joined give, too."""
-
-    async def session():
-        engines = {f"rollout-{i}": Engine(token) for i, token in enumerate(("now", "before", "now"))}
-        team = SimpleNamespace(alive=lambda: list(engines.values()), named=lambda: dict(engines))
-        own = DeltaSync(SimpleNamespace(team=team), timeout_s=5.0)
-        own.token, own._of, own._group = "now", (7, 3), SimpleNamespace()
-        gave = []
-
-        async def give(peer, worker, group, version):
-            gave.append(list(engines.values()).index(peer))
-
-        monkeypatch.setattr(own, "_give", give)
-        for i in range(3, 7):
-            joins = Engine(None)
-            assert await own.from_peer(joins, 7)
-            joins.held_weights = Call("now")
-            engines[f"rollout-{i}"] = joins
-        assert gave == [0, 2, 2, 3]
-        assert not await own.from_peer(joins, 8)  # the policy has moved on
 
     asyncio.run(session())

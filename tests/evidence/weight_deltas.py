@@ -59,7 +59,7 @@ def receiver(bench: DeltaBench, rank: int) -> None:
         for _ in receive_whole(transport, held):
             pass
         for _ in range(bench.steps):
-            if receive_changes(transport, held) is None:
+            if not receive_changes(transport, held):
                 raise RuntimeError("the changes do not lead to the sender's weights")
             for _ in receive_whole(transport, held):
                 pass

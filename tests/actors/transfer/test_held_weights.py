@@ -16,8 +16,7 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from actors.transfer import vllm_receiver
-from actors.transfer.held_weights import HeldTransfer
-from actors.transfer.stream import send, send_changes
+from actors.transfer.stream import HeldTransfer, send, send_changes
 from actors.transfer.vllm_receiver import PackedWeightTransfer, UpdateInfo
 from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
 from grpo_dist.policy.weight_deltas import SentWeights
@@ -163,7 +162,7 @@ class Engine:
         self.receiver.receive_weights(UpdateInfo(parameters, BUCKET, held=held))
         if self.receiver.held.token is not None:
             self.receiver.finish_weight_update()
-            assert self.receiver.loaded == self.receiver.held.token == changes.token
+            assert self.receiver.held.token == changes.token
         return set(self.model.loaded)
 
 
@@ -175,29 +174,12 @@ def assert_computes(model, weights):
 def test_after_changes_every_layer_computes_what_a_fresh_load_computes(one_process):
     engine, weights = Engine(), first_weights()
     assert engine.sync(weights) == set(SHAPES)
-    for seed in range(3):
-        weights = moved(weights, seed, *SHAPES)
+    places = [p.data_ptr() for p in engine.model.parameters()]
+    for seed, names in enumerate((SHAPES, SHAPES, ["k_proj.bias"], ["embed_tokens.weight"])):
+        weights = moved(weights, seed, *names)
         assert engine.sync(weights) == set(SHAPES)
         assert_computes(engine.model, weights)
-
-
-def test_a_changed_tensor_is_loaded_with_those_of_its_layer_alone(one_process):
-    engine, weights = Engine(), moved(first_weights(), 9, *SHAPES)
-    engine.sync(weights)
-    needs = {
-        "k_proj.bias": {name for name in SHAPES if name[:2] in ("q_", "k_", "v_")},
-        "up_proj.weight": {"gate_proj.weight", "up_proj.weight"},
-        "down_proj.weight": {"down_proj.weight"},
-        "embed_tokens.weight": {"embed_tokens.weight"},
-    }
-    for seed, (name, needed) in enumerate(needs.items()):
-        places = [p.data_ptr() for p in engine.model.parameters()]
-        weights = moved(weights, seed, name)
-        assert engine.sync(weights) == needed
-        assert_computes(engine.model, weights)
         assert places == [p.data_ptr() for p in engine.model.parameters()]
-    assert engine.sync(weights) == set()
-    assert_computes(engine.model, weights)
 
 
 @pytest.mark.parametrize("spoiled", [0, 1])
@@ -211,17 +193,7 @@ def test_changes_with_a_wrong_bit_touch_no_layer_and_whole_weights_follow(spoile
     assert_computes(engine.model, weights)
     assert engine.sync(other, whole=True) == set(SHAPES)
     assert_computes(engine.model, other)
-    assert engine.sync(moved(other, 2, "down_proj.weight")) == {"down_proj.weight"}
-
-
-def test_weights_that_were_dropped_are_all_loaded_from_the_copy(one_process):
-    """An engine that sleeps at level 2 keeps none of its weights."""
-    engine, weights = Engine(), moved(first_weights(), 9, *SHAPES)
-    engine.sync(weights)
-    engine.receiver.forget_loaded()
-    weights = moved(weights, 1, "down_proj.weight")
-    assert engine.sync(weights) == set(SHAPES)
-    assert_computes(engine.model, weights)
+    assert engine.sync(moved(other, 2, "down_proj.weight")) == set(SHAPES)
 
 
 def test_an_update_that_was_cut_short_loads_all_the_next_time(one_process, monkeypatch):
@@ -256,19 +228,15 @@ def test_changes_are_loaded_if_every_process_of_the_engine_has_them(one_process,
     engine, weights, votes = Engine(), moved(first_weights(), 9, *SHAPES), []
     engine.sync(weights)
 
-    def others_say(*facts):
-        monkeypatch.setattr(vllm_receiver, "all_reduce_facts", lambda *own: votes.append(own) or list(facts))
+    def others_say(agreed):
+        monkeypatch.setattr(vllm_receiver, "is_true_in_all", lambda fact: votes.append(fact) or agreed)
 
-    others_say(False, True)  # a copy is damaged
+    others_say(False)  # a copy is damaged
     other = moved(weights, 1, "down_proj.weight")
     assert engine.sync(other) == set() and engine.receiver.held.token is None
     assert_computes(engine.model, weights)
     assert engine.sync(other, whole=True) == set(SHAPES)
-    others_say(True, False)  # one has lost the weights of its model
-    other = moved(other, 2, "down_proj.weight")
-    assert engine.sync(other) == set(SHAPES)
-    assert_computes(engine.model, other)
     engine.receiver.held.token = "others"
     with pytest.raises(RuntimeError, match="this engine holds others"):
         engine.sync(moved(other, 3, "down_proj.weight"))
-    assert votes == [(True, True), (True, True), (False, True)]
+    assert votes == [True, False]

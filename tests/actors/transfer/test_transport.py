@@ -138,7 +138,7 @@ def receiver_of_changes(backend, port, rank, size, out):
             arrived = len(list(receive_whole(transport, held))) > 0
         else:
             is_damaged = rank == 1 and i == 1
-            arrived = receive_changes(damaged(transport) if is_damaged else transport, held) is not None
+            arrived = receive_changes(damaged(transport) if is_damaged else transport, held)
         out.put((i, rank, arrived, held.checksum().value))
     transport.close()
 
