@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,20 +31,17 @@ from actors.connection import (
 from actors.evaluation_engines import EvaluationEngines
 from actors.factory import Factory, SamplingActors, SharedDevices, TrainingActors
 from actors.lifecycle.calls import LOST, reason, results, where_stuck
-from actors.lifecycle.team import ElasticTeam, Team
-from actors.lifecycle.usage import ActorUsage
+from actors.lifecycle.team import ActorUsage, ElasticTeam, Team
 from actors.placement.demands import Demand, placement, share_out
 from actors.placement.elasticity import Elasticity, leaving_nodes
-from actors.placement.fitting import bundles, nearest, too_large
+from actors.placement.fitting import bundles, too_large
 from actors.placement.reservation import Reservation, expected
-from actors.startup import wait_until_ready, wait_until_ready_colocated
-from actors.sync_probe import EngineProbe
-from actors.transfer_group import ReferenceSync
-from actors.weight_sync import WeightSync
-from actors.workers.policy import devices_of
-from actors.workers.policy_group import PolicyGroup
+from actors.weight_sync import EngineProbe, ReferenceSync, WeightSync
+from actors.workers.environment import EnvironmentPool
+from actors.workers.policy import PolicyGroup, devices_of
 from actors.workers.reference import ReferencePool
-from actors.workers.reward import RewardPool
+from actors.workers.reward import RewardModelPool, RewardPool
+from actors.workers.rollout import RolloutPool
 from grpo_dist.config import Config
 from grpo_dist.errors import (
     SamplesLost,
@@ -56,7 +53,7 @@ from grpo_dist.errors import (
     find_cause,
 )
 from grpo_dist.runtime.concurrency import deadline, gather
-from grpo_dist.runtime.stage_log import stage
+from grpo_dist.runtime.stage_log import join_names, stage
 from grpo_dist.workers import NO_SAMPLING, Workers
 
 logger = logging.getLogger("grpo_dist")
@@ -196,12 +193,11 @@ class Cluster:
     async def _renew_policy(self, old: TrainingActors, model_dir: Path) -> Workers:
         self._handles.remove(old.policy)
         await old.policy.shutdown()
-        would_fit = partial(nearest, self._config, training=True)
-        reservation, cluster = self._factory.reservation, self._config.cluster
-        await reservation.wait_ready(cluster, would_fit, only="policy")  # Ray may have moved bundles
+        cluster = self._config.cluster
+        await self._factory.reservation.wait_ready(cluster, only="policy")  # Ray may have moved bundles
         parts = replace(old, policy=self._create_policy(model_dir))
         engines = parts.engines()
-        await gather([wait_until_ready(parts.policy), *(pool.abandon() for pool in engines)])
+        await gather([_wait_until_ready(parts.policy), *(pool.abandon() for pool in engines)])
         if not all(pool.team.is_whole for pool in engines):
             raise WorkerLost("an engine is being replaced")
         workers = await self._connected(parts, None)
@@ -226,7 +222,7 @@ class Cluster:
         pool, evaluation = parts.evaluation, None
         if pool is not None:
             evaluation = EvaluationEngines(policy, pool, rewards, timeout_s=timeout_s)
-        probe = EngineProbe(policy, rollouts, evaluation)
+        probe = EngineProbe(policy, rollouts)
         leaving = await leaving_nodes(policy.team, timeout_s)
         return Workers(
             rollouts, rewards, reference, policy, sync, reference_sync, usage, self.where_stuck, probe,
@@ -288,26 +284,22 @@ class Cluster:
         """
         models = [m for pool in self._handles if isinstance(pool, RewardPool) for m in pool.models]
         separate = [handle for handle in [*self._handles, *models] if handle not in sharing]
-        together = [self._colocated_ready(colocation, sharing)] if colocation else []
         with as_user_errors():
-            await gather([*(self._handle_ready(handle) for handle in separate), *together])
+            starts = [self._with_kernels(partial(_wait_until_ready, handle), [handle]) for handle in separate]
+            if colocation:
+                starts.append(self._with_kernels(partial(_start_colocated, colocation, sharing), sharing))
+            await gather(starts)
 
-    async def _handle_ready(self, handle: Any) -> None:
-        if isinstance(handle, PolicyGroup):
+    async def _with_kernels(self, start: Callable[[], Awaitable[None]], handles: Sequence[Any]) -> None:
+        """Await ``start()``. Where ``handles`` have policy ranks, and the cluster is this machine, compile
+        DeepSpeed's kernels first, while other actors load: elsewhere the first rank of a node does. Raises
+        UserError where one cannot be built.
+        """
+        if not self._shared and any(isinstance(handle, PolicyGroup) for handle in handles):
             await self._build_kernels()
-        await wait_until_ready(handle)
-
-    async def _colocated_ready(self, colocation: Colocation, handles: Sequence[Any]) -> None:
-        await self._build_kernels()
-        await wait_until_ready_colocated(colocation, handles)
+        await start()
 
     async def _build_kernels(self) -> None:
-        """Compile DeepSpeed's kernels on this machine, where that is the cluster, before ranks wait for them,
-        while other actors load: elsewhere the first rank of a node does. Raises UserError where one cannot be
-        built.
-        """
-        if self._shared:
-            return
         # torch's part for kernels imports setuptools.
         from grpo_dist.policy.extensions import build_kernels_here, list_kernels, unbuilt
 
@@ -334,13 +326,12 @@ class Cluster:
 
     async def _reserve(self, *, training: bool) -> None:
         config = self._config
-        would_fit = partial(nearest, config, training=training)
         if self._factory.reservation.is_held:  # by workers that were lost or ended
-            await self._factory.reservation.wait_ready(config.cluster, would_fit)
+            await self._factory.reservation.wait_ready(config.cluster)
             return
         with stage("placement", "GPUs and CPUs are reserved for all actors"):
             demands = await self._placed(training)
-            reservation = await Reservation.acquire(demands, config.cluster, would_fit, name=config.name)
+            reservation = await Reservation.acquire(demands, config.cluster, name=config.name)
         self._factory = Factory(config, demands, reservation)
 
     async def _placed(self, training: bool) -> dict[str, Demand]:
@@ -368,13 +359,43 @@ class Cluster:
             await asyncio.sleep(_POLL_S)
 
 
+# By class of a role's handle: the name of its stage of the start, and what the actors do in it.
+_STAGES: dict[type, tuple[str, str]] = {
+    RolloutPool: ("engines", "load the model, compile, and answer a first request"),
+    EnvironmentPool: ("environments", "start their sandbox"),
+    RewardPool: ("reward workers", "start grader processes"),
+    RewardModelPool: ("reward models", "load"),
+    ReferencePool: ("reference and teachers", "load their models"),
+    PolicyGroup: ("policy ranks", "join, load the model and set up DeepSpeed"),
+}
+
+
+async def _wait_until_ready(handle: Any) -> None:
+    """Wait for the actors of one role, as a stage of the log."""
+    name, what = next(words for kind, words in _STAGES.items() if isinstance(handle, kind))
+    if isinstance(handle, RolloutPool) and handle.role == "evaluation":
+        name = "evaluation engines"
+    with stage(name, what, lambda: join_names(sorted(handle.team.starting))):
+        await handle.ready()
+
+
+async def _start_colocated(colocation: Colocation, handles: Sequence[Any]) -> None:
+    def waits_for() -> str:
+        return join_names(sorted(name for handle in handles for name in handle.team.starting))
+
+    with stage(
+        "engines, policy ranks and models", "they load one after the other, on the same devices", waits_for
+    ):
+        await colocation.start()
+
+
 class SupervisedCluster(Cluster):
     """Starts and ends the ranks of a `SupervisedConfig`. After a loss all of them start again."""
 
     async def _start_training(self, model_dir: Path) -> Workers:
         await self._reserve(training=True)
         policy = self._create_policy(model_dir)
-        await self._ready(None)
+        await self._ready()
         limit_s = self._config.cluster.timeouts.sync_s
         usage = ActorUsage({"policy": [policy.team]}, queueing=QUEUEING, timeout_s=limit_s)
         leaving = await leaving_nodes(policy.team, limit_s)

@@ -26,19 +26,18 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 from ray.exceptions import RayError
 
 from actors.lifecycle.calls import kill
-from actors.lifecycle.team import Team
-from actors.workers.policy_group import PolicyGroup
-from actors.workers.rollout_pool import RolloutPool
+from actors.lifecycle.team import FrozenPool, Team
+from actors.workers.policy import PolicyGroup
+from actors.workers.rollout import RolloutPool
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.types import Prompt, TeacherLogprobs
@@ -51,24 +50,14 @@ ENGINES, POLICY, REFERENCE = "engines", "policy", "reference"
 _GRACE_S = 0.02
 
 
-class Resident(Protocol):
-    """Colocated frozen models: `ReferencePool`, `RewardModelPool`. ``turn``: entered for each call."""
-
-    turn: Callable[[], AbstractAsyncContextManager[None]]
-
-    async def ready(self) -> None: ...
-    async def sleep(self) -> None: ...
-    async def wake_up(self) -> None: ...
-
-
 class Colocation:
-    """Moves the GPUs between roles. ``residents``: all roles but engines and policy, by name."""
+    """Moves the GPUs between roles. ``residents``: those that hold frozen models, by name."""
 
     def __init__(
         self,
         policy: PolicyGroup,
         rollouts: RolloutPool,
-        residents: Mapping[str, Resident],
+        residents: Mapping[str, FrozenPool],
         *,
         timeout_s: float,
         where_stuck: Callable[[], Awaitable[str]] | None = None,
@@ -279,7 +268,7 @@ def _kind(role: str) -> str:
     return role.partition(" ")[0]
 
 
-_Asked = tuple[Prompt, Any, int, "asyncio.Future[list[Any]]"]  # prompt, samples, top_k, answer
+_Asked = tuple[Prompt, Any, int, "asyncio.Future[list[TeacherLogprobs]]"]  # prompt, samples, top_k, answer
 
 
 class BaseReference:
@@ -294,16 +283,11 @@ class BaseReference:
         self._waiting: list[_Asked] = []
         self._answering: asyncio.Task[None] | None = None
 
-    async def logprobs(self, prompt: Prompt, rollouts: Any) -> list[np.ndarray]:
-        """Return log-probs of the samples. ``rollouts``: the samples, or `StoredSamples`."""
-        return await self._asked(prompt, rollouts, 0)
-
-    async def top_logprobs(self, prompt: Prompt, rollouts: Any, top_k: int) -> list[TeacherLogprobs]:
-        """Return them with the ``top_k`` likeliest tokens; ``rollouts`` as for `logprobs`."""
-        return await self._asked(prompt, rollouts, top_k)
-
-    async def _asked(self, prompt: Prompt, rollouts: Any, top_k: int) -> list[Any]:
-        answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+    async def logprobs(self, prompt: Prompt, rollouts: Any, top_k: int = 0) -> list[TeacherLogprobs]:
+        """Return log-probs of the samples, with the ``top_k`` likeliest tokens at each position.
+        ``rollouts``: the samples, or `StoredSamples`.
+        """
+        answer: asyncio.Future[list[TeacherLogprobs]] = asyncio.get_running_loop().create_future()
         self._waiting.append((prompt, rollouts, top_k, answer))
         try:
             async with self._turn():
@@ -320,10 +304,9 @@ class BaseReference:
             await self._answer_alike([asked for asked in taken if asked[2] == top_k], top_k)
 
     async def _answer_alike(self, taken: list[_Asked], top_k: int) -> None:
-        policy, groups = self._policy, [(prompt, samples) for prompt, samples, *_ in taken]
-        call = policy.base_top_logprobs(groups, top_k) if top_k else policy.base_logprobs(groups)
+        groups = [(prompt, samples) for prompt, samples, *_ in taken]
         try:
-            logprobs: list[Any] = await call
+            logprobs = await self._policy.base_logprobs(groups, top_k)
         except Exception as error:
             for *_, answer in taken:
                 if not answer.done():

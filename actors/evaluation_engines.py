@@ -11,17 +11,15 @@ one loads the same snapshot, and samples the lost groups again with the same see
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayError
 
 from actors.lifecycle.calls import deadline_of, result
-from actors.workers.policy_group import PolicyGroup
+from actors.workers.policy import PolicyGroup
 from actors.workers.reward import RewardPool
-from actors.workers.rollout_pool import RolloutPool
+from actors.workers.rollout import RolloutPool
 from grpo_dist.policy.snapshots import Snapshot, discard, read_snapshot
 from grpo_dist.runtime.concurrency import gather, run_in_thread
 from grpo_dist.runtime.files import flush
@@ -40,8 +38,6 @@ class EvaluationEngines:
         self._unwritten: Snapshot | None = None
         self._snapshot: Snapshot | None = None
         self._writing, self._loading = asyncio.Lock(), asyncio.Lock()
-        self.version: int | None = None
-        self._is_loaded = asyncio.Event()
         rollouts.team.catch_up = self._catch_up
 
     async def snapshot(self, directory: Path, version: int) -> None:
@@ -49,16 +45,13 @@ class EvaluationEngines:
         at once.
         """
         self._unwritten = await self._policy.snapshot(directory, version, _BUCKET_BYTES)
-        self.version = version
-        self._is_loaded.clear()
 
     async def written(self) -> None:
         """Wait until the last snapshot is on disk, so that it survives the machine."""
         async with self._writing:
             if (snapshot := self._unwritten) is not None:
-                with self._ends_the_wait_if_it_fails():
-                    await self._policy.saved()
-                    await run_in_thread(lambda: _finish(snapshot))
+                await self._policy.saved()
+                await run_in_thread(lambda: _finish(snapshot))
                 self._unwritten = None
 
     async def load(self, directory: Path) -> bool:
@@ -69,29 +62,12 @@ class EvaluationEngines:
         """
         snapshot = await run_in_thread(lambda: read_snapshot(directory))
         if snapshot is None:
-            self._is_loaded.set()  # the loop learns of it from the evaluation
             return False
         async with self._loading:
-            self._snapshot, self.version = snapshot, snapshot.version
-            team = self.rollouts.team
-            with self._ends_the_wait_if_it_fails():
-                team.check()
-                await gather(self._load(worker, snapshot) for worker in team.alive())
-        self._is_loaded.set()
+            self._snapshot, team = snapshot, self.rollouts.team
+            team.check()
+            await gather(self._load(worker, snapshot) for worker in team.alive())
         return True
-
-    async def loaded(self) -> None:
-        """Wait until the engines hold ``version``, or cannot be given it. The caller holds the deadline."""
-        await self._is_loaded.wait()  # bounded: the caller has a deadline
-
-    @contextmanager
-    def _ends_the_wait_if_it_fails(self) -> Iterator[None]:
-        """End the wait of `loaded` where the block raises: the loop learns of it from the evaluation."""
-        try:
-            yield
-        except BaseException:
-            self._is_loaded.set()
-            raise
 
     def has_snapshot(self, directory: Path) -> bool:
         """Return whether there is a whole snapshot in ``directory``."""
@@ -138,13 +114,3 @@ class EvaluationEngines:
 def _finish(snapshot: Snapshot) -> None:
     flush(snapshot.file)
     snapshot.describe()
-
-
-def serving(engines: EvaluationEngines | None, version: int) -> Sequence[tuple[str, Any]]:
-    """Return the serving engines by name if they hold ``version``, or are about to."""
-    if engines is None or engines.version != version:
-        return ()
-    team = engines.rollouts.team
-    team.check()
-    alive = team.alive()
-    return [(name, engine) for name, engine in team.named().items() if engine in alive]

@@ -18,10 +18,10 @@ from actors.placement.own_gpus import SHARED, VISIBLE
 from actors.placement.reservation import Reservation
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.environment import EnvironmentPool
-from actors.workers.policy_group import PolicyGroup, PolicySpec
+from actors.workers.policy import PolicyGroup, PolicySpec
 from actors.workers.reference import ReferencePool
 from actors.workers.reward import PolicyTokenizer, RewardModelPool, RewardPool
-from actors.workers.rollout_pool import RolloutPool
+from actors.workers.rollout import RolloutPool
 from grpo_dist.config import Config, RewardModelConfig, TeacherConfig
 from grpo_dist.environments.registry import may_run_code
 from grpo_dist.policy.model import vocabulary_size

@@ -24,9 +24,9 @@ from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.health import HealthWatch
 from grpo_dist.loop.chores import Checkpointer, Chores, StatefulParts
 from grpo_dist.loop.first_come import PIPELINES
-from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.pipeline import Pipeline, publish
 from grpo_dist.loop.progress import Progress
+from grpo_dist.loop.sampling_schedule import KLController
 from grpo_dist.loop.staging import Staging, recorded_values
 from grpo_dist.loop.sync_probe import SyncProbe
 from grpo_dist.runtime.metering import Stopwatch

@@ -32,9 +32,8 @@ class RewardHandle(Protocol):
 
 
 class ReferenceHandle(Protocol):
-    async def logprobs(self, prompt: Prompt, rollouts: RolloutsRef) -> list[np.ndarray]: ...
-    async def top_logprobs(
-        self, prompt: Prompt, rollouts: RolloutsRef, top_k: int
+    async def logprobs(
+        self, prompt: Prompt, rollouts: RolloutsRef, top_k: int = 0
     ) -> list[TeacherLogprobs]: ...
     async def save(self, path: Path) -> None: ...
     async def load(self, path: Path) -> None: ...
@@ -77,9 +76,9 @@ class WorkerUsage(Protocol):
 
 
 class ProbeHandle(Protocol):
-    """See `actors.sync_probe.EngineProbe`."""
+    """See `actors.weight_sync.EngineProbe`."""
 
-    def engines(self, version: int) -> dict[str, Any]: ...
+    def engines(self) -> dict[str, Any]: ...
     async def sample(
         self, engine: Any, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
     ) -> Sequence[tuple[Rollout, ...]]: ...

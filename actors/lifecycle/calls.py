@@ -7,17 +7,21 @@ The error of a deadline says where each actor is, on its node and in its code:
       which node, which process? <-- Ray
       where is it? --------------------->   `grpo_dist.runtime.stacks`: state, stacks of all threads
       text of the error <----------------
+
+`Probeable` is what a supervised actor must provide: an answer to whether it is well.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
+import pickle
 from collections import defaultdict
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import Any, Self, TypeVar
 
 import ray
 from ray.exceptions import (
@@ -26,13 +30,14 @@ from ray.exceptions import (
     ObjectLostError,
     OutOfMemoryError,
     RayActorError,
+    RayError,
     WorkerCrashedError,
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_dist.errors import SamplesLost, find_cause
 from grpo_dist.runtime.concurrency import deadline, gather, run_in_thread
-from grpo_dist.runtime.stacks import look
+from grpo_dist.runtime.stacks import listen, look
 
 # Ray's errors for an actor that is gone. OutOfMemoryError: the memory monitor of its node killed it.
 LOST = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)
@@ -218,3 +223,84 @@ async def _within(seconds: float, answer: Awaitable[T], otherwise: T) -> T:
             return await answer
     except Exception:
         return otherwise
+
+
+_PORTABLE = "_raises_portable_errors"
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """``work``: a number that changes while work makes progress; None: there is no work."""
+
+    work: float | None = None
+
+
+class Probeable:
+    """A worker with a health check, and with stack dumps for when it does not answer. Exceptions of its
+    public methods reach the driver: see `portable`.
+    """
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        for name in dir(cls):
+            method = inspect.getattr_static(cls, name)
+            if not name.startswith("_") and inspect.isfunction(method) and not hasattr(method, _PORTABLE):
+                setattr(cls, name, _make_errors_portable(method))
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        listen()  # before the constructor runs, which may hang, too
+        return super().__new__(cls)
+
+    def health(self) -> Health:
+        """Return the worker's progress. Raises when it cannot continue."""
+        return Health()
+
+
+def portable(error: Exception) -> Exception:
+    """Return ``error``, or its type and text where another process could not read it: that of a class which
+    takes other arguments than it hands to its base. Ray would deliver an error without type or cause.
+    """
+    if isinstance(error, RayError):  # of an actor that this one called
+        return error
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _make_errors_portable(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``method``, which raises only what `portable` returns."""
+
+    @wraps(method)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return method(*arguments, **keywords)
+        except Exception as error:
+            if (sent := portable(error)) is error:
+                raise
+            raise sent from error
+
+    @wraps(method)
+    async def wait(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return await method(*arguments, **keywords)
+        except Exception as error:
+            if (sent := portable(error)) is error:
+                raise
+            raise sent from error
+
+    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        return method
+    wrapped = wait if inspect.iscoroutinefunction(method) else call
+    setattr(wrapped, _PORTABLE, True)
+    return wrapped
+
+
+def ask_in_parallel(worker: Any) -> Any:
+    """Call `Probeable.health` of an actor made by `one_at_a_time`, in parallel to its work."""
+    return worker.health.options(concurrency_group=PARALLEL).remote()
+
+
+def ready(worker: Any) -> Any:
+    return worker.ready.remote()

@@ -17,6 +17,8 @@ Some actors of an `ElasticTeam`, the guests, join and leave while the others ser
 
 A guest that is lost is not replaced, and costs the role no restart: its node may be gone for good. Its calls
 are repeated on another actor, as those of any lost one.
+
+`ActorUsage` reads what the actors of all roles did during a step, at once after its weight sync.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,20 +38,24 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.lifecycle.calls import (
     LOST,
+    PARALLEL,
+    ask_in_parallel,
     deadline_of,
     kill,
     numbered,
+    ready,
     reason,
     result,
+    results,
     where_stuck,
     where_stuck_in,
 )
-from actors.lifecycle.probe import ask_in_parallel, ready
 from grpo_dist.config import RestartsConfig
 from grpo_dist.config.cluster import HEALTH_S
 from grpo_dist.errors import SamplesLost, StateLost, WorkerLost, find_cause
 from grpo_dist.runtime.concurrency import Budget, deadline, gather
 from grpo_dist.runtime.load_balancer import LoadBalancer
+from grpo_dist.runtime.metering import Usage, usage_metrics
 from grpo_dist.runtime.stage_log import say, seconds_text
 
 
@@ -213,10 +219,6 @@ class Team:
         """Return all actors by name, including those being replaced."""
         every = numbered(self._role, self.workers)
         return {name: worker for name, worker in every.items() if worker is not None}
-
-    def ask(self, worker: Any) -> Any:
-        """Call the health check of ``worker``; return a reference to its `Health`."""
-        return self._health(worker)
 
     def is_current(self, index: int, worker: Any) -> bool:
         """Return whether ``worker`` is the actor that serves as number ``index``."""
@@ -445,8 +447,34 @@ class Team:
         return f"{self._role}-{index}"
 
 
-_POLL_S = 0.1  # while a guest that leaves finishes its groups
+class FrozenPool:
+    """Driver-side handle of the actors of a role that hold copies of a frozen model.
 
+    Attributes:
+        turn: entered for each call that needs GPUs, see `Colocation`.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self.team, self.workers = team, team.workers
+        self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+
+    async def ready(self) -> None:
+        await self.team.ready()
+
+    async def sleep(self) -> None:
+        """Free the GPUs; the caller holds the deadline."""
+        await results(worker.sleep.remote() for worker in self.workers)
+
+    async def wake_up(self) -> None:
+        """Undo `sleep`."""
+        await results(worker.wake_up.remote() for worker in self.workers)
+
+    async def shutdown(self) -> None:
+        await self.team.shutdown()
+        kill(self.workers)
+
+
+_POLL_S = 0.1  # while a guest that leaves finishes its groups
 
 # What happened to guests between two steps: how many joined and left, and seconds of the slowest of each.
 _NO_CHANGE = {"engines/joined": 0.0, "engines/left": 0.0, "engines/join_s": 0.0, "engines/leave_s": 0.0}
@@ -577,3 +605,61 @@ class ElasticTeam(Team):
         self._absent.add(index)
         self.workers[index] = None
         del self._nodes[index]
+
+
+class ActorUsage:
+    """Reads and adds up the usage of all actors.
+
+    ``teams``: those of each role. ``queueing``: roles of `calls.one_at_a_time`, whose queues hold work of
+    later batches, so that they are asked in parallel to it. ``latest``: the result of the last `read`, by
+    actor.
+    """
+
+    def __init__(
+        self, teams: Mapping[str, Sequence[Team]], *, queueing: Collection[str], timeout_s: float
+    ) -> None:
+        self._teams, self._queueing, self._timeout_s = teams, queueing, timeout_s
+        self.latest: dict[str, Usage] = {}
+
+    async def read(self) -> dict[str, float]:
+        """Return metrics of the work since the last call, and of how many actors were replaced."""
+        named = {
+            f"{role}-{i}": (role, actor)
+            for role, serving in self._serving().items()
+            for i, actor in enumerate(serving)
+        }
+        all_of_them = {name: actor for name, (_, actor) in named.items()}
+        async with deadline_of(all_of_them, self._timeout_s, f"usage of {len(named)} actors"):
+            usages = await gather(self._read_one(*who) for who in named.values())
+        self.latest = {name: usage for name, usage in zip(named, usages, strict=True) if usage is not None}
+        restarts = {
+            f"restarts/{r}": sum(t.restarted() for t in teams) for r, teams in self._teams.items() if teams
+        }
+        elastic = [team for teams in self._teams.values() for team in teams if isinstance(team, ElasticTeam)]
+        joined = elastic[0].metrics() if elastic else {}
+        return usage_metrics(self.latest) | restarts | joined
+
+    def states(self) -> dict[str, bool]:
+        """Return for every actor by name whether it serves; False: it is being replaced."""
+        return {
+            f"{role}-{i}": serves
+            for role, teams in self._teams.items()
+            for i, serves in enumerate(state for team in teams for state in team.states())
+            if serves is not None
+        }
+
+    def _serving(self) -> dict[str, list[Any]]:
+        """Return the serving actors of each role; one that is being replaced answers only once it is
+        ready.
+        """
+        return {role: [w for team in teams for w in team.alive()] for role, teams in self._teams.items()}
+
+    async def _read_one(self, role: str, actor: Any) -> Usage | None:
+        """Return the usage of one actor; None: it is lost, which its team notices by itself."""
+        in_parallel = role in self._queueing
+        ask = actor.usage.options(concurrency_group=PARALLEL) if in_parallel else actor.usage
+        try:
+            usage: Usage = await ask.remote()
+        except LOST:
+            return None
+        return usage

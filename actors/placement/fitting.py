@@ -1,4 +1,4 @@
-"""Whether a run fits on the nodes of a cluster as they are now, and which smaller run does.
+"""Whether a run fits on the nodes of a cluster as they are now.
 
 A run reserves all its devices or none, so that two jobs never wait for each other with half of theirs each.
 """
@@ -7,22 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain, product
-from typing import Any
 
-from actors.placement.demands import Demand, Resources, placement, whole_gpus
-from grpo_dist.config import (
-    AutoscalingConfig,
-    ClusterConfig,
-    Config,
-    EvaluationConfig,
-    PolicyConfig,
-    RolloutConfig,
-)
-from grpo_dist.config.files import changed
+from actors.placement.demands import Demand, whole_gpus
+from grpo_dist.config import AutoscalingConfig, ClusterConfig
 from grpo_dist.errors import UserError
 
 
@@ -58,10 +47,6 @@ class Bundle:
     def __str__(self) -> str:
         parts = [f"{n} {what}(s)" for n, what in ((self.gpus, "GPU"), (self.cpus, "CPU")) if n]
         return " and ".join(parts)
-
-
-# Returns the run nearest to the one that waits that fits these nodes now, see `nearest`.
-Nearest = Callable[[Sequence[Node]], dict[str, Any] | None]
 
 
 def bundles(demands: dict[str, Demand]) -> list[Bundle]:
@@ -153,10 +138,8 @@ def too_large(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> str | None:
     return None
 
 
-def no_room(
-    wanted: Sequence[Bundle], nodes: Sequence[Node], cluster: ClusterConfig, nearest: Nearest
-) -> UserError:
-    """Return an error with the request, what each node has, and the nearest request that would fit."""
+def no_room(wanted: Sequence[Bundle], nodes: Sequence[Node], cluster: ClusterConfig) -> UserError:
+    """Return an error with the request, what each node has, and what can be done."""
     waited_s = cluster.timeouts.placement_timeout_s
     asked = Counter((bundle.role, str(bundle)) for bundle in wanted)
     lines = [
@@ -172,95 +155,9 @@ def no_room(
             f"It has not grown to {to.nodes} node(s) with {to.gpus} GPU(s) and {to.cpus} CPU(s) each, as "
             "`cluster.grows_to` promises; see the autoscaler's messages (`ray status`), or raise the deadline"
         )
-        if not any(node.gpus for node in nodes):  # a run that fits on its CPUs is no help
-            return UserError("\n".join(lines))
-    near = nearest(nodes)
-    if near:
-        lines.append("There is room for " + " ".join(f"{key}={value}" for key, value in near.items()))
-    elif near is None:
-        lines.append("There is no room for a smaller one either; wait for other jobs, or add nodes")
-    else:
+    elif fits(wanted, nodes):
         lines.append("There is room for it now: start it again")
+    else:
+        keys = [f"`{role}.num_workers`" for role in ("policy", "rollout") if role in {b.role for b in wanted}]
+        lines.append(f"Lower {' or '.join(keys)}, wait for other jobs, or add nodes")
     return UserError("\n".join(lines))
-
-
-def nearest(config: Config, nodes: Sequence[Node], *, training: bool) -> dict[str, Any] | None:
-    """Return the run closest to this one that fits now, as overrides; None where none does.
-
-    Tries engines on the policy's GPUs, fewer policy ranks or engines, engines on fewer GPUs, or fewer threads
-    where there are no GPUs; then, where nothing fits while sampling runs ahead, all of it without running
-    ahead, on the policy's GPUs. ``training``: False for an evaluation.
-    """
-    # Demands follow from what the cluster has in all, free or not.
-    has = Resources(
-        int(sum(node.cpus for node in nodes)),
-        int(sum(node.gpus for node in nodes)),
-        int(max((node.cpus for node in nodes), default=0)),
-        shared=True,
-    )
-    free = sum(node.free_gpus for node in nodes)
-    on_policy: dict[str, Any] = {"max_staleness": 0, "cluster.placement": "colocated"}
-    shares = training and has.gpus and config.max_staleness and config.cluster.placement == "auto"
-    smaller = partial(_smaller, config.rollout, config.policy, config.is_supervised)
-    for changes in chain(smaller(), (on_policy | fewer for fewer in smaller()) if shares else ()):
-        if has.gpus and _least_gpus(config.rollout, config.is_supervised, changes) > free:
-            continue  # a large configuration has hundreds of thousands of smaller ones
-        for overrides in _likewise(config.cluster, config.evaluation, changes, has, nodes):
-            try:
-                wanted = bundles(placement(changed(config, overrides), has, training=training))
-            except ValueError:
-                continue  # refused for another reason
-            if wanted and fits(wanted, nodes):  # with more threads than CPUs, none would be reserved
-                return overrides
-    return None
-
-
-def _least_gpus(rollout: RolloutConfig, is_supervised: bool, changes: dict[str, Any]) -> int:
-    """Return the GPUs of the run's engines with ``changes``, a lower bound for the run."""
-    if is_supervised:
-        return 0
-    engines = changes.get("rollout.num_workers", rollout.num_workers)
-    width = changes.get("rollout.tensor_parallel_size", rollout.tensor_parallel_size)
-    return int(engines * width)
-
-
-def _likewise(
-    cluster: ClusterConfig,
-    evaluation: EvaluationConfig,
-    changes: dict[str, Any],
-    has: Resources,
-    nodes: Sequence[Node],
-) -> Iterator[dict[str, Any]]:
-    """Yield ``changes`` alone, then with further overrides that save devices."""
-    yield changes
-    if has.gpus and evaluation.num_workers:
-        yield changes | {"evaluation.num_workers": 0}
-    if has.gpus:
-        if cluster.placement == "auto":
-            yield changes | {"cluster.placement": "colocated"}
-        return
-    most = int(max((node.free_cpus for node in nodes), default=0))
-    for threads in (n for n in (16, 8, 4, 2, 1) if n <= most):
-        yield changes | {"rollout.threads": threads, "policy.threads": threads}
-
-
-def _smaller(rollout: RolloutConfig, policy: PolicyConfig, is_supervised: bool) -> Iterator[dict[str, Any]]:
-    """Yield smaller runs, the least changed first: by the logarithm of what ranks, engines and GPUs
-    shrink.
-    """
-    ranks, engines = policy.num_workers, rollout.num_workers
-    width = rollout.tensor_parallel_size
-    if is_supervised:
-        engines = width = 1  # it has none
-    widths = [width // n for n in (1, 2, 4, 8) if width % n == 0 and width // n]
-    options = product(range(1, ranks + 1), range(1, engines + 1), widths)
-
-    def lost(option: tuple[int, int, int]) -> float:
-        return sum(
-            math.log(before / now) for before, now in zip((ranks, engines, width), option, strict=True)
-        )
-
-    for r, e, w in sorted(options, key=lost):
-        changes = {"policy.num_workers": (r, ranks), "rollout.num_workers": (e, engines)}
-        changes["rollout.tensor_parallel_size"] = (w, width)
-        yield {key: now for key, (now, before) in changes.items() if now != before}

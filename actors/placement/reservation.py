@@ -36,7 +36,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.placement.demands import Demand
-from actors.placement.fitting import Bundle, Nearest, Node, bundles, grown, no_room, too_large
+from actors.placement.fitting import Bundle, Node, bundles, grown, no_room, too_large
 from grpo_dist.config import ClusterConfig
 from grpo_dist.errors import UserError
 
@@ -124,12 +124,10 @@ class Reservation:
         self._indices = list(range(len(wanted)))  # where each of them is in the group
 
     @classmethod
-    async def acquire(
-        cls, demands: dict[str, Demand], cluster: ClusterConfig, nearest: Nearest, *, name: str
-    ) -> Reservation:
+    async def acquire(cls, demands: dict[str, Demand], cluster: ClusterConfig, *, name: str) -> Reservation:
         """Reserve the devices of the run ``name``, and wait `cluster.timeouts.placement_timeout_s` at most.
 
-        Raises UserError with the request, what each node has, and the ``nearest`` run that would fit.
+        Raises UserError with the request, what each node has, and what can be done.
         """
         wanted = bundles(demands)
         if not wanted:
@@ -141,7 +139,7 @@ class Reservation:
         )
         reservation = cls(wanted, group)
         try:
-            await reservation.wait_ready(cluster, nearest)
+            await reservation.wait_ready(cluster)
         except BaseException:
             reservation.release()
             raise
@@ -156,7 +154,7 @@ class Reservation:
         """Return whether all bundles have their places. Asks Ray."""
         return self._group is None or placement_group_table(self._group)["state"] == "CREATED"
 
-    async def wait_ready(self, cluster: ClusterConfig, nearest: Nearest, *, only: str | None = None) -> None:
+    async def wait_ready(self, cluster: ClusterConfig, *, only: str | None = None) -> None:
         """Wait until all bundles are placed, as Ray does again with those of a lost node, and assign them.
 
         ``only``: this role alone chooses again, among its own bundles; the others still use theirs.
@@ -168,7 +166,7 @@ class Reservation:
         while (table := placement_group_table(self._group))["state"] != "CREATED":
             waited = time.monotonic() - begin
             if waited > limit_s:
-                raise no_room(self._wanted, nodes(), cluster, nearest)
+                raise no_room(self._wanted, nodes(), cluster)
             if waited > log_s:
                 logger.warning("waiting for room in the cluster (%d of %d s): %s", waited, limit_s, _free())
                 log_s = waited + _LOG_EVERY_S

@@ -50,7 +50,7 @@ _NICENESS = 10
 # larger batches run without a graph.
 _GRAPHS, _GRAPH_STEP = 512, 16
 # The worker class that records routes where vLLM's own recorder cannot run.
-RECORDING_WORKER = "actors.workers.route_recorder.RecordingWorker"
+RECORDING_WORKER = "actors.workers.recorders.RecordingWorker"
 # vLLM's name for linear layers and experts in fp8 with a scale for each output channel and each token.
 _QUANTIZATION = {"fp8": "fp8_per_channel"}
 
@@ -274,7 +274,7 @@ def _recording(spec: EngineSpec, model: Any, device: DeviceType) -> dict[str, An
 
 
 def _masks(spec: EngineSpec, device: DeviceType) -> dict[str, Any]:
-    """Return the arguments with which the engine returns sampling masks; {} where `mask_recorder` records
+    """Return the arguments with which the engine returns sampling masks; {} where `recorders` records
     them. Raises UserError where it cannot.
     """
     keys = "`sampling.top_p`, `sampling.top_k`, `sampling.min_p`"

@@ -16,7 +16,7 @@ import itertools
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import active_children
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from actors.lifecycle.probe import portable
+from actors.lifecycle.calls import portable
 from actors.workers.shared_tails import SharedTails
 from grpo_dist.errors import TransferLost
 from grpo_dist.runtime.hardware import device_type
@@ -37,27 +37,23 @@ from grpo_dist.runtime.processes import pause_garbage_collection
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import RequestOutput
-    from vllm.v1.request import Request
 
 
-def make_engine(arguments: dict[str, Any], imported: Callable[[], None]) -> Any:
-    """Return an engine. ``arguments``: those of `vllm.EngineArgs`. ``imported`` is called before it loads the
-    model.
-    """
+def make_engine(arguments: dict[str, Any]) -> Any:
+    """Return an engine. ``arguments``: those of `vllm.EngineArgs`."""
     with pause_garbage_collection():
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.executor import Executor
 
-    imported()
     # The usage context selects vLLM's defaults for batch use: larger prefills.
     config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
     if device_type() == "cuda":
         _serve_with_one_thread()
     engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
     if "worker_cls" in arguments:  # `engine_settings.RECORDING_WORKER`
-        from actors.workers.route_recorder import attach  # imports vLLM
+        from actors.workers.recorders import attach  # imports vLLM
 
         attach(engine)
     return engine
@@ -71,37 +67,6 @@ def _serve_with_one_thread() -> None:
     does not list, this one among them.
     """
     os.environ.setdefault("VLLM_OMP_NUM_THREADS_SET_BY_VLLM", "1")
-
-
-class Preemptions:
-    """What the scheduler of one engine of vLLM takes back from sequences that run."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-        self._known: dict[str, int] = {}  # preemptions of those that wait to be computed again
-
-    def since(self) -> int:
-        """Return the tokens of the sequences that were preempted since the last call."""
-        before, self._known = self._known, self._waiting_again()
-        return sum(
-            request.num_tokens
-            for request in self._preempted()
-            if before.get(request.request_id) != request.num_preemptions
-        )
-
-    def disregard(self) -> None:
-        """Do not count what has been preempted since the last call: a weight sync empties the cache."""
-        self._known = self._waiting_again()
-
-    def _waiting_again(self) -> dict[str, int]:
-        return {request.request_id: request.num_preemptions for request in self._preempted()}
-
-    def _preempted(self) -> Iterator[Request]:
-        """Yield the sequences that wait to be computed again: vLLM puts them before all others."""
-        for request in self._scheduler.waiting:
-            if not request.num_preemptions:
-                return
-            yield request
 
 
 T = TypeVar("T")
@@ -160,15 +125,11 @@ class EngineThread:
         self,
         arguments: Mapping[str, Any],
         *,
-        imported: Callable[[], None] = lambda: None,
-        preempted: Callable[[int], None] = lambda tokens: None,
         shares_tails: bool = False,
         records_masks: bool = False,
     ) -> None:
-        """``arguments``: those of `vllm.EngineArgs`. In the engine's thread ``imported`` is called once vLLM
-        is imported, before the model is loaded, and ``preempted`` with the tokens that a step gave up for
-        want of cache. ``shares_tails``: `SharedTails`, where the engine can. ``records_masks``: requests
-        return their sampling masks.
+        """``arguments``: those of `vllm.EngineArgs`. ``shares_tails``: `SharedTails`, where the engine can.
+        ``records_masks``: requests return their sampling masks.
         """
         self._loop = asyncio.get_running_loop()
         self._commands: Queue[Callable[[], None] | None] = Queue()
@@ -178,10 +139,8 @@ class EngineThread:
         self._steps, self._step_began = 0, 0.0
         self._stepping = self._in_command = False
         self._engine: Any = None
-        self._preempted = preempted
-        self._preemptions: Preemptions | None = None
         self._tails: SharedTails | None = None
-        thread_arguments = (dict(arguments), imported, shares_tails, records_masks)
+        thread_arguments = (dict(arguments), shares_tails, records_masks)
         self._thread = Thread(target=self._run, args=thread_arguments, name="engine", daemon=True)
 
     async def start(self) -> None:
@@ -309,17 +268,15 @@ class EngineThread:
     def _run(
         self,
         arguments: dict[str, Any],
-        imported: Callable[[], None],
         shares_tails: bool,
         records_masks: bool,
     ) -> None:
         try:
-            self._engine = make_engine(arguments, imported)
+            self._engine = make_engine(arguments)
             if records_masks:
-                from actors.workers.mask_recorder import record_masks  # imports vLLM
+                from actors.workers.recorders import record_masks  # imports vLLM
 
                 record_masks(self._core)
-            self._preemptions = Preemptions(self._core.scheduler)
             self._tails = SharedTails.attach(self._core.scheduler) if shares_tails else None
         except BaseException as error:
             self._failed = error
@@ -382,8 +339,6 @@ class EngineThread:
             return
         finally:
             self._stepping = False
-        if self._preemptions and (tokens := self._preemptions.since()):
-            self._preempted(tokens)
         finished = [output for output in outputs if output.finished]
         if self._tails:
             self._tails.release({output.request_id for output in finished})
@@ -421,8 +376,6 @@ class EngineThread:
             self._step()
         self._check()
         self._core.pause_scheduler(mode="keep", clear_cache=True)
-        if self._preemptions:
-            self._preemptions.disregard()
 
     def _check(self) -> None:
         if self._failed is not None:

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from actors.lifecycle.calls import end, reason, results
-from actors.lifecycle.probe import Health, Probeable
+from actors.lifecycle.calls import Health, Probeable, end, reason, results
 from actors.lifecycle.team import ActorSpec, Team
 from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.environments.base import Problem
@@ -161,7 +160,7 @@ class EnvironmentWorker(Metered, Probeable):
         await self.end(list(self._episodes.pop(engine, set())))
 
     async def health(self) -> Health:  # type: ignore[override]  # on the event loop, like all the rest
-        return Health(phases=self.phases())
+        return Health()
 
     async def calls(self) -> str:
         """Return where the pending calls wait."""

@@ -23,8 +23,7 @@ from typing import Any
 import ray
 from ray.exceptions import ObjectLostError, RayTaskError
 
-from actors.lifecycle.calls import fetched
-from actors.lifecycle.probe import portable
+from actors.lifecycle.calls import fetched, portable
 from grpo_dist.errors import find_cause
 from grpo_dist.runtime.load_balancer import Load
 from grpo_dist.types import Group, PackedSamples, Prompt, Rollout, Sampling

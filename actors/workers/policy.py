@@ -1,40 +1,66 @@
-"""Policy workers: one Ray actor per ZeRO rank, which trains and gives its weights to others. `policy_group`
-has the driver's handle of all of them.
+"""Policy workers: one Ray actor per ZeRO rank, which trains and gives its weights to others, and the driver's
+handle of all of them.
+
+A rank that dies or hangs takes the others with it: together they hold one sharded state. Every caller of the
+group gets StateLost at once, and the run resumes with a new group from a checkpoint.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 import ray
+from ray.exceptions import RayTaskError
 
-from actors.lifecycle.probe import Probeable
+from actors.lifecycle.calls import (
+    LOST,
+    PARALLEL,
+    Probeable,
+    deadline_of,
+    kill,
+    one_at_a_time,
+    reason,
+    results,
+)
+from actors.lifecycle.team import ActorSpec, Team
 from actors.placement.demands import Devices
 from actors.placement.own_gpus import check_gpus
-from actors.transfer.connections import Seat, open_store
+from actors.transfer.connections import Seat, new_secret, open_store
 from actors.transfer.stream import send, send_changes
 from actors.transfer.transport import Transport, free_port, open_transport
-from actors.workers.exchange import from_arguments
-from grpo_dist.config import ModelConfig, PolicyConfig, TransferBackend
+from actors.workers.exchange import as_arguments, from_arguments
+from grpo_dist.batch.sharding import rows_of_ranks
+from grpo_dist.config import (
+    Config,
+    ModelConfig,
+    PolicyConfig,
+    TimeoutsConfig,
+    TransferBackend,
+)
+from grpo_dist.errors import StateLost, TransferLost
 from grpo_dist.health import Bound
 from grpo_dist.observe.profiling import profiled, trace_path
 from grpo_dist.policy.extensions import build_in_own_directory, build_kernels, list_kernels
-from grpo_dist.policy.snapshots import SnapshotWriter
+from grpo_dist.policy.loss import Objective
+from grpo_dist.policy.snapshots import WEIGHTS, Snapshot, SnapshotWriter
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.policy.weight_deltas import SentWeights
+from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.hardware import DeviceType, device_type, one_thread
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.runtime.model_files import check_on_node
 from grpo_dist.runtime.processes import freeze_loaded
 from grpo_dist.runtime.rendezvous import Rank
-from grpo_dist.types import EpochUpdate, PackedSamples, Prompt, Rollout, TeacherLogprobs, TrainBatch
+from grpo_dist.types import EpochUpdate, PackedSamples, Prompt, SentRows, TeacherLogprobs, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +198,9 @@ class PolicyWorker(WeightSender, Probeable):
         check_on_node(model_dir)
         build_in_own_directory()
         skip_unused_imports()
-        build_kernels(list_kernels(policy, device_type()), self.begin)
-        self.begin("model and DeepSpeed")
+        build_kernels(list_kernels(policy, device_type()))
         self._trainer = Trainer(open_store(rank), policy, model=model, model_dir=model_dir, settings=settings)
         freeze_loaded()  # each offload collects garbage
-        self.begin("")
         return self._trainer.device.type, self._trainer.attention_cost
 
     def update(
@@ -210,22 +234,14 @@ class PolicyWorker(WeightSender, Probeable):
 
     @metered("logprobs")
     def base_logprobs(
-        self, prompts: Sequence[Prompt], samples: Sequence[Any], *stored: PackedSamples
-    ) -> list[list[np.ndarray]]:
+        self, top_k: int, prompts: Sequence[Prompt], samples: Sequence[Any], *stored: PackedSamples
+    ) -> list[list[TeacherLogprobs]]:
         """Return `Trainer.base_logprobs` of groups: the ``samples`` of each of ``prompts``, named by
         `as_arguments`.
         """
-        logprobs: list[list[np.ndarray]] = self._trainer.base_logprobs(_groups(prompts, samples, stored))
-        return logprobs
-
-    @metered("logprobs")
-    def base_top_logprobs(
-        self, top_k: int, prompts: Sequence[Prompt], samples: Sequence[Any], *stored: PackedSamples
-    ) -> list[list[TeacherLogprobs]]:
-        """Return `Trainer.base_logprobs` with ``top_k``, as `base_logprobs` does."""
-        logprobs: list[list[TeacherLogprobs]] = self._trainer.base_logprobs(
-            _groups(prompts, samples, stored), top_k
-        )
+        names = zip(prompts, samples, strict=True)
+        groups = [(prompt, from_arguments(name, stored)) for prompt, name in names]
+        logprobs: list[list[TeacherLogprobs]] = self._trainer.base_logprobs(groups, top_k)
         return logprobs
 
     def hold(self, what: Held) -> None:
@@ -262,13 +278,331 @@ def skip_unused_imports() -> None:
     sys.modules.setdefault(muon.__name__, muon)
 
 
-def _groups(
-    prompts: Sequence[Prompt], samples: Sequence[Any], stored: Sequence[PackedSamples]
-) -> list[tuple[Prompt, Sequence[Rollout]]]:
-    return [(prompt, from_arguments(own, stored)) for prompt, own in zip(prompts, samples, strict=True)]
-
-
 def devices_of(_: PolicyWorker) -> Devices:
     """Return the GPUs that Ray gave this process."""
     context = ray.get_runtime_context()
     return Devices(context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", [])))
+
+
+_SAVED_POLL_S = 0.2
+_SHARDED = "all ranks go back to a checkpoint together"
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """What the ranks train, the same for all."""
+
+    settings: PolicyConfig
+    model: ModelConfig
+    model_dir: str
+    trainer: TrainerSettings
+
+    @classmethod
+    def from_config(cls, config: Config, model_dir: Path) -> PolicySpec:
+        trainer = TrainerSettings(
+            objective=Objective(
+                config.algorithm,
+                config.distillation,
+                demonstration_coef=config.demonstrations.coef if config.demonstrations else 0.0,
+                code_paths=config.code_paths,
+                supervised=config.is_supervised,
+                of_sources=tuple(config.source_algorithms.values()),
+            ),
+            temperature=config.sampling.first_temperature,
+            token_budget=config.batch.micro_batch_tokens,
+            epochs=config.batch.epochs_per_batch,
+            total_updates=config.total_updates,
+            seed=config.seed,
+        )
+        return cls(config.policy, config.model, str(model_dir), trainer)
+
+
+class PolicyGroup:
+    """Driver-side handle of all ranks."""
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        actors: ActorSpec,
+        *,
+        timeouts: TimeoutsConfig,
+        worker: type[PolicyWorker] = PolicyWorker,
+    ) -> None:
+        self._spec, self._settings = spec, spec.settings
+        self._timeouts = timeouts
+        actors = replace(actors, start_s=timeouts.start_s, irreplaceable=_SHARDED)
+        self.team = Team("policy", actors.makers(one_at_a_time(worker), spec.settings.num_workers), actors)
+        self.ranks = self.team.workers
+        self.update_s = timeouts.update_s  # deadline of one step
+        # Updates requested so far; the ranks run calls in the order of the requests.
+        self.updates = 0
+        self.sent_after = 0  # `updates` when `send_weights` was last called
+        self.device: DeviceType = "cpu"  # set by `ready`, as is the next
+        self._attention_cost = 0.0
+        # Set by `Colocation`: entered for each call that needs the GPUs, and told before the weights change.
+        self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+        self.on_change: Callable[[], None] = lambda: None
+
+    async def ready(self) -> None:
+        """Wait until all ranks have joined and loaded the model. Raises StateLost when one is lost
+        meanwhile.
+        """
+        (host, port), *_ = await results(rank.address.remote() for rank in self.ranks)
+        self.team.watch()  # the ranks answer health checks from here on, also while they load
+        spec, size = self._spec, len(self.ranks)
+        secret = new_secret()
+        ranks = [Rank(i, size, host, port, self._timeouts.update_s, secret) for i in range(size)]
+        arguments = [(rank, spec.settings, spec.model, spec.model_dir, spec.trainer) for rank in ranks]
+        started = await self._each("start", arguments)
+        self.device, self._attention_cost = started[0]
+        self.team.starting.clear()
+
+    def stage(
+        self,
+        batches: Sequence[TrainBatch],
+        *,
+        keep_logprobs: bool = False,
+        later_epochs: Sequence[Sequence[EpochUpdate]] = (),
+    ) -> list[Any]:
+        """Shard every batch over the ranks and put the shards into the object store. ``keep_logprobs``: for
+        `token_logprobs` after the update. ``later_epochs``: see `Trainer.update`.
+
+        Returns one reference a rank, the same for ranks that share sequences. The loss denominators are those
+        of the whole batch.
+        """
+        replicas, square = self._settings.replicas, self._attention_cost
+        dealt = [rows_of_ranks(batch, replicas, square=square) for batch in batches]
+        staged = []
+        for rank in range(replicas):
+            rows: Any = [SentRows(b, by_rank[rank]) for b, by_rank in zip(batches, dealt, strict=True)]
+            staged.append(ray.put(RankUpdates(rows, keep_logprobs, later_epochs)))
+        return [rows for rows in staged for _ in range(self._settings.sequence_parallel)]
+
+    async def update(
+        self,
+        staged: Sequence[Any],
+        *,
+        kl_coef: float | None = None,
+        bounds: Sequence[Bound] = (),
+    ) -> dict[str, float]:
+        """Make one optimiser update for each batch passed to `stage`; see `PolicyWorker.update`."""
+        arguments = [(rows, kl_coef, tuple(bounds)) for rows in staged]
+        async with self.turn():
+            self.on_change()
+            self.updates += 1
+            async with self._deadline(self.update_s, "optimiser updates"):
+                return (await self._each("update", arguments))[0]
+
+    async def trace_next(self, run_dir: Path, step: int) -> None:
+        """Have each rank write a trace of the next update to ``run_dir``, which all ranks can write to."""
+        async with self._deadline(self.update_s, "start of the profiler"):
+            await self._all("trace_next", str(run_dir.absolute()), step)
+
+    async def token_logprobs(self) -> dict[int, np.ndarray]:
+        """Return by row id the log-probs of the tokens that the last `update` trained, float32 [C], nats.
+
+        Empty unless it was asked to keep them. See `Trainer.token_logprobs`.
+        """
+        async with self._deadline(self.update_s, "log-probs of tokens"):
+            answers = await self._all("token_logprobs")
+        return {row: values for answer in answers for row, values in answer.items()}
+
+    async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
+        """Return log-probs of the rows of ``batch``: see `PolicyWorker.logprobs`."""
+        answers = await self._call_with_rows("logprobs", batch, "log-probs")
+        rows = {row: values for _, rank_rows in answers for row, values in rank_rows.items()}
+        return answers[0][0], rows
+
+    async def score_norms(self, batch: TrainBatch) -> dict[int, np.ndarray]:
+        """Return by row id the score norms of the trained tokens of ``batch`` under the current weights,
+        float32 [C]: see `selected_score_norms`.
+        """
+        answers = await self._call_with_rows("score_norms", batch, "score norms of tokens")
+        return {row: values for rank_rows in answers for row, values in rank_rows.items()}
+
+    async def _call_with_rows(self, method: str, batch: TrainBatch, stage: str) -> list[Any]:
+        arguments = [(rows,) for rows in self.stage([batch])]
+        async with self.turn(), self._deadline(self.update_s, stage):
+            return await self._each(method, arguments)
+
+    async def base_logprobs(
+        self, groups: Sequence[tuple[Prompt, Any]], top_k: int = 0
+    ) -> list[list[TeacherLogprobs]]:
+        """Return for each group the log-probs of its samples under the model without its adapters, with the
+        ``top_k`` likeliest tokens at each position.
+
+        ``groups``: prompts, and their samples or `StoredSamples`. Ranks that share sequences get
+        the same groups.
+        """
+        replicas, together = self._settings.replicas, self._settings.sequence_parallel
+        dealt = [groups[i::replicas] for i in range(replicas) for _ in range(together)]
+        arguments = []
+        for rank_groups in dealt:
+            names, stored = as_arguments(samples for _, samples in rank_groups)
+            arguments.append((top_k, [prompt for prompt, _ in rank_groups], names, *stored))
+        async with self._deadline(self.update_s, "log-probs without adapters"):
+            answers = (await self._each("base_logprobs", arguments))[::together]
+        return [answers[i % replicas][i // replicas] for i in range(len(groups))]
+
+    @property
+    def adapter_scale(self) -> float | None:
+        """The factor by which engines multiply the adapters they receive; None: they receive whole
+        weights.
+        """
+        lora = self._settings.lora
+        return lora.scale if lora is not None and lora.sync == "adapter" else None
+
+    async def send_weights(
+        self, bucket_bytes: int, *, group: str, adapters_only: bool, as_held: bool = False
+    ) -> dict[str, float]:
+        """Send the weights while the other members of the transfer group receive, and return metrics of rank
+        0.
+
+        The caller holds the deadline. ``sent_after`` is then the number of updates in these weights.
+        """
+        self.sent_after = self.updates
+        try:
+            return (await self._all("send_weights", bucket_bytes, group, adapters_only, as_held))[0]
+        except RayTaskError as error:
+            if isinstance(error.cause, TransferLost):  # the weight sync handles it
+                raise
+            raise await self._cause(error, "weights gathered and sent") from error
+
+    async def take_weights(self, bucket_bytes: int, senders: Sequence[int], token: str) -> Taken:
+        """Have the ranks ``senders`` copy the weights as ``token``, for `weight_sync.deltas`, and find what
+        has changed in them since the last call; return what the first of them found.
+
+        Raises StateLost when a rank is lost. The caller holds the deadline.
+        """
+        self.sent_after = self.updates
+        try:
+            answers = [
+                taken for taken in await self._all("take_weights", bucket_bytes, senders, token) if taken
+            ]
+        except RayTaskError as error:
+            raise await self._cause(error, "weights gathered and compared") from error
+        bases = {taken.base for taken in answers}
+        return replace(answers[0], base=bases.pop() if len(bases) == 1 else None)
+
+    async def send_taken(self, *, group: str, whole: bool) -> dict[str, float]:
+        """Send what `take_weights` took, or what has changed in it; see `send_weights`."""
+        try:
+            return next(filter(None, await self._all("send_taken", group, whole)), {})
+        except RayTaskError as error:
+            if isinstance(error.cause, TransferLost):  # the weight sync handles it
+                raise
+            raise await self._cause(error, "taken weights sent") from error
+
+    async def snapshot(self, directory: Path, version: int, bucket_bytes: int) -> Snapshot:
+        """Have the weights, which are ``version``, written to ``directory``. Updates may follow at once;
+        `saved` waits for the file.
+        """
+        scale, path = self.adapter_scale, str(directory.absolute())
+        async with self.turn(), self._deadline(self._timeouts.save_s, f"snapshot of version {version}"):
+            specs = await self._all("snapshot", f"{path}/{WEIGHTS}", bucket_bytes, scale is not None)
+        return Snapshot(path, version, bucket_bytes, scale, tuple(specs[0]))
+
+    async def hold(self, what: Held) -> None:
+        """Keep on the ranks' devices all that they have, what `send_weights` needs, or nothing; the rest
+        waits in host memory. Other calls need all. The memory of the last update is given back, unless all
+        stays. The caller holds the deadline.
+        """
+        await self._all("hold", what)
+
+    async def save(self, directory: Path, *, blocking: bool = True) -> None:
+        """``blocking`` False: updates may follow before the files are written, for which `saved` waits."""
+        async with self.turn(), self._deadline(self._timeouts.save_s, f"checkpoint to {directory}"):
+            await self._all("save", str(directory.absolute()), blocking)
+
+    async def saved(self) -> None:
+        """Wait until every rank has written the files of its last `save` and `snapshot`.
+
+        Raises StateLost when a rank is gone or late, and the error of a file that cannot be written.
+        """
+        try:
+            stage = f"policy: files of {len(self.ranks)} rank(s)"
+            async with deadline_of(self.team.named(), self._timeouts.save_s, stage):
+                while not all(await self._all("is_saved", group=PARALLEL)):
+                    await asyncio.sleep(_SAVED_POLL_S)
+        except TimeoutError as error:
+            raise StateLost(f"{error}: {_SHARDED}") from error
+
+    async def load(self, directory: Path) -> None:
+        async with self.turn():
+            self.on_change()
+            async with self._deadline(self._timeouts.save_s, f"restore from {directory}"):
+                await self._all("load", str(directory.absolute()))
+
+    async def export(self, directory: Path, *, tokenizer_dir: Path) -> None:
+        async with self.turn(), self._deadline(self._timeouts.save_s, f"export to {directory}"):
+            await self._all("export", str(directory.absolute()), str(tokenizer_dir))
+
+    async def shutdown(self) -> None:
+        await self.team.shutdown()
+        kill(self.ranks)
+
+    @asynccontextmanager
+    async def _deadline(self, seconds: float, stage: str) -> AsyncIterator[None]:
+        """Bound calls to the ranks, and tell a lost rank from an error in what a rank was asked.
+
+        Raises StateLost when a rank is gone, is late, or fails in CUDA, NCCL, gloo or memory; other errors of
+        a rank are raised as they are.
+        """
+        what = f"policy: {stage} on {len(self.ranks)} rank(s)"
+        try:
+            async with deadline_of(self.team.named(), seconds, what):
+                yield
+        except TimeoutError as error:
+            raise StateLost(f"{error}: {_SHARDED}") from error
+        except RayTaskError as error:
+            raise await self._cause(error, what) from error
+
+    async def _cause(self, error: RayTaskError, what: str) -> Exception:
+        """Return the error that a failed call stands for. Raises StateLost when another rank is gone."""
+        await self.team.ask_all()
+        if isinstance(error.cause, RuntimeError):  # of CUDA, NCCL, gloo, memory
+            return StateLost(f"{what}: failed ({reason(error)}): {_SHARDED}")
+        return error
+
+    async def _all(self, method: str, *arguments: Any, group: str | None = None) -> list[Any]:
+        """Call ``method`` with the same arguments on every rank; see `_each`."""
+        return await self._each(method, [arguments] * len(self.ranks), group)
+
+    async def _each(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], group: str | None = None
+    ) -> list[Any]:
+        """Call ``method`` on every rank with its own arguments. Raises StateLost as soon as a rank is lost,
+        also while the others wait for it in a collective.
+        """
+        self.team.check()
+        calls = [_remote(rank, method, group) for rank in self.ranks]
+        refs = [call(*rank_arguments) for call, rank_arguments in zip(calls, arguments, strict=True)]
+        lost = asyncio.create_task(self.team.failed.wait())  # bounded: it ends with the answers
+        answers = asyncio.create_task(
+            gather(self._answer(i, ref) for i, ref in enumerate(refs)), name=f"policy {method}"
+        )
+        try:
+            await asyncio.wait(  # bounded: every caller has a deadline
+                [lost, answers], return_when=asyncio.FIRST_COMPLETED
+            )
+            self.team.check()
+            return await answers
+        finally:
+            lost.cancel()
+            answers.cancel()
+            answers.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _answer(self, index: int, ref: Any) -> Any:
+        """Return the answer of rank ``index``; report the rank if it is lost."""
+        try:
+            return await ref
+        except LOST as error:
+            self.team.lost(index, self.ranks[index], error)
+            self.team.check()
+            raise
+
+
+def _remote(rank: Any, method: str, group: str | None) -> Any:
+    """Return what calls ``method`` of ``rank``, in the concurrency ``group``."""
+    call = getattr(rank, method)
+    return (call.options(concurrency_group=group) if group else call).remote

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.lifecycle.calls import kill, one_at_a_time, results
-from actors.lifecycle.probe import Probeable
-from actors.lifecycle.team import ActorSpec, Team
+from actors.lifecycle.calls import Probeable, one_at_a_time, results
+from actors.lifecycle.team import ActorSpec, FrozenPool, Team
 from actors.placement.own_gpus import check_gpus
 from actors.transfer.connections import Seat
 from actors.transfer.stream import receive
@@ -135,25 +132,18 @@ class ReferenceWorker(Metered, Probeable):
             weights[name].copy_(value)
 
     @metered("logprobs")
-    def logprobs(self, prompt: Prompt, samples: Any, *stored: PackedSamples) -> list[np.ndarray]:
-        """Return log-probs for each of ``samples`` (`as_arguments`), float32 [C], nats, at the sampling
-        temperature.
-        """
-        groups = [(prompt, from_arguments(samples, stored))]
-        (logprobs,) = group_logprobs(self._module, groups, self._micro)
-        return logprobs
-
-    @metered("logprobs")
-    def top_logprobs(
-        self, top_k: int, prompt: Prompt, samples: Any, *stored: PackedSamples
+    def logprobs(
+        self, prompt: Prompt, samples: Any, top_k: int, *stored: PackedSamples
     ) -> list[TeacherLogprobs]:
-        """Return what `logprobs` does, with the ``top_k`` likeliest tokens at each position."""
+        """Return log-probs for each row of ``samples`` (`as_arguments`) at the sampling temperature, with the
+        ``top_k`` likeliest tokens at each position.
+        """
         groups = [(prompt, from_arguments(samples, stored))]
         (logprobs,) = group_logprobs(self._module, groups, self._micro, top_k=top_k)
         return logprobs
 
 
-class ReferencePool:
+class ReferencePool(FrozenPool):
     """Driver-side handle of the reference, or of one teacher: sends each group to the worker with the fewest
     outstanding groups. ``vocabulary``: tokens of the policy, of a teacher that may have more; None: as many.
     """
@@ -183,32 +173,15 @@ class ReferencePool:
             name = f"teacher-{settings.name}"
         elif settings.refresh_every:
             actors = replace(actors, irreplaceable=_RENEWED)
-        self.team = Team(name, makers, actors)
-        self.workers = self.team.workers
-        self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # see `Colocation`
+        super().__init__(Team(name, makers, actors))
 
-    async def ready(self) -> None:
-        await self.team.ready()
-
-    async def logprobs(self, prompt: Prompt, rollouts: Any) -> list[np.ndarray]:
-        """Return log-probs of the samples. ``rollouts``: the samples, or `StoredSamples`."""
+    async def logprobs(self, prompt: Prompt, rollouts: Any, top_k: int = 0) -> list[TeacherLogprobs]:
+        """Return log-probs of the samples, with the ``top_k`` likeliest tokens at each position.
+        ``rollouts``: the samples, or `StoredSamples`.
+        """
         (samples,), stored = as_arguments([rollouts])
         async with self.turn():
-            return await self.team.call("logprobs", prompt, samples, *stored)
-
-    async def top_logprobs(self, prompt: Prompt, rollouts: Any, top_k: int) -> list[TeacherLogprobs]:
-        """Return them with the ``top_k`` likeliest tokens; ``rollouts`` as for `logprobs`."""
-        (samples,), stored = as_arguments([rollouts])
-        async with self.turn():
-            return await self.team.call("top_logprobs", top_k, prompt, samples, *stored)
-
-    async def sleep(self) -> None:
-        """Free the GPUs; the caller holds the deadline."""
-        await results(worker.sleep.remote() for worker in self.workers)
-
-    async def wake_up(self) -> None:
-        """Undo `sleep`."""
-        await results(worker.wake_up.remote() for worker in self.workers)
+            return await self.team.call("logprobs", prompt, samples, top_k, *stored)
 
     async def save(self, path: Path) -> None:
         async with self.turn():
@@ -217,7 +190,3 @@ class ReferencePool:
     async def load(self, path: Path) -> None:
         async with self.turn():
             await results(worker.load.remote(str(path.absolute())) for worker in self.workers)
-
-    async def shutdown(self) -> None:
-        await self.team.shutdown()
-        kill(self.workers)

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import ray
 
-from actors.lifecycle.calls import LOST, end, kill, one_at_a_time, reason, results
-from actors.lifecycle.probe import Probeable
-from actors.lifecycle.team import ActorSpec, Team
+from actors.lifecycle.calls import LOST, Probeable, end, one_at_a_time, reason
+from actors.lifecycle.team import ActorSpec, FrozenPool, Team
 from actors.workers.exchange import (
     Line,
     ScoringActor,
@@ -84,7 +82,7 @@ class RewardModelWorker(Metered, Probeable):
         return scores
 
 
-class RewardModelPool:
+class RewardModelPool(FrozenPool):
     """Driver-side handle of one reward model: sends each group to the worker with the fewest calls in
     flight.
     """
@@ -99,30 +97,13 @@ class RewardModelPool:
     ) -> None:
         self.name, actor = settings.name, one_at_a_time(RewardModelWorker)
         makers = actors.makers(actor, settings.num_workers, settings, policy=policy, policy_dir=policy_dir)
-        self.team = Team(f"reward-model-{settings.name}", makers, actors)
-        self.workers = self.team.workers
-        self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # see `Colocation`
-
-    async def ready(self) -> None:
-        await self.team.ready()
-
-    async def sleep(self) -> None:
-        """Free the GPUs; the caller holds the deadline."""
-        await results(worker.sleep.remote() for worker in self.workers)
-
-    async def wake_up(self) -> None:
-        """Undo `sleep`."""
-        await results(worker.wake_up.remote() for worker in self.workers)
+        super().__init__(Team(f"reward-model-{settings.name}", makers, actors))
 
     async def score(self, prompt: Prompt, rollouts: Any) -> ModelScores:
         """Score the samples of a prompt. ``rollouts``: the samples, or `StoredSamples`."""
         (samples,), stored = as_arguments([rollouts])
         async with self.turn():
             return await self.team.call("score", prompt, samples, *stored)
-
-    async def shutdown(self) -> None:
-        await self.team.shutdown()
-        kill(self.workers)
 
 
 logger = logging.getLogger("grpo_dist")

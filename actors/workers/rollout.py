@@ -1,5 +1,13 @@
-"""Rollout workers: a vLLM engine in an actor each, which samples and receives weights. `rollout_pool` has the
-driver's handle of all of them.
+"""Rollout workers: a vLLM engine in an actor each, which samples and receives weights, and the driver's
+handle of all of them, which spreads prompts over them.
+
+driver        pool: waits for capacity, picks the engine with the fewest outstanding tokens
+  |  sample()   |
+  +-----------> | --- with others ---> RolloutWorker: G requests, own seed each -> tuple[Rollout, ...]
+  | <--- where the group's samples are, as soon as it is finished (`exchange`)
+
+Groups of a lost engine are sampled again by another engine or by its replacement. The seeds are the same, so
+the samples are the same under the same weights.
 """
 
 from __future__ import annotations
@@ -7,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,25 +26,26 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
-from actors.lifecycle.calls import reason
-from actors.lifecycle.probe import Health, Probeable
+from actors.lifecycle.calls import LOST, Health, Probeable, end, reason, results
+from actors.lifecycle.team import ActorSpec, ElasticTeam, Team
 from actors.placement.own_gpus import check_gpus
 from actors.transfer.connections import Seat
 from actors.transfer.stream import HeldTransfer, held_token
 from actors.workers import drafter
 from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment, shares_tails
 from actors.workers.engine_thread import EngineThread
-from actors.workers.environment import EnvironmentAddresses
+from actors.workers.environment import EnvironmentAddresses, EnvironmentPool
 from actors.workers.episodes import EpisodeSampler, episode_sampler
-from actors.workers.exchange import SamplingActor
+from actors.workers.exchange import Line, SamplingActor, StoredGroups, StoredSamples
 from grpo_dist.chat.ends import SampleEnds, ends_of
 from grpo_dist.config import TransferBackend
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.user_rollout import UserRollout
 from grpo_dist.errors import SamplesFailed, SamplesLost
 from grpo_dist.policy.weight_buckets import ParameterSpec
+from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.hardware import device_type
-from grpo_dist.runtime.load_balancer import Load
+from grpo_dist.runtime.load_balancer import QUEUE_DEPTH, Load
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.runtime.model_files import check_on_node
 from grpo_dist.runtime.stacks import pending_calls
@@ -204,22 +213,6 @@ def _prompt_tokens(row: Rollout | FurtherRow) -> int:
     return len(row.routes.fetch()) + 1 - len(row.completion_ids)
 
 
-def compilation_began() -> float | None:
-    """Return when vLLM began to compile the model, seconds of `time.perf_counter`; None: it has not, or
-    does so in another process.
-    """
-    monitor = sys.modules.get("vllm.compilation.monitor")  # vLLM may be half imported by the engine's thread
-    return getattr(monitor, "torch_compile_start_time", 0.0) or None
-
-
-def compiled_graphs() -> int:
-    """Return how many graphs this process has compiled for its engine, without those found in a cache."""
-    from torch._dynamo.utils import counters
-    from vllm.compilation.counter import compilation_counter
-
-    return int(counters["inductor"]["fxgraph_cache_miss"] + compilation_counter.num_aot_compiles)
-
-
 logger = logging.getLogger("grpo_dist")
 
 
@@ -234,7 +227,6 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
         self._ends = SampleEnds(frozenset(), None)
         self._episodes: EpisodeSampler | None = None  # None: no prompt has an environment
         self._own = UserRollout.from_config(spec.rollout, spec.code_paths)
-        self._compiled = 0  # graphs
         self._vocabulary = 0  # tokens of the model, where it returns sampling masks
         self._weights_on_host = False  # a copy, while the engine sleeps
 
@@ -245,7 +237,6 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
         """
         check_gpus()
         check_on_node(self._spec.model_dir)
-        self.begin("imports")
         set_environment()  # before transformers and vLLM are imported, which read it
         from transformers import AutoTokenizer
 
@@ -260,8 +251,6 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
             self._episodes.workers.use(environments)
         self._engine = EngineThread(
             fitting_arguments(self._spec),
-            imported=lambda: self.begin("model"),
-            preempted=partial(self.meter.count, "preempted_tokens"),
             shares_tails=shares_tails(self._spec),
             records_masks=self._spec.returns_masks and device_type() == "cpu",
         )
@@ -270,16 +259,10 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
             self._vocabulary = (await self._engine.in_workers(_vocabulary_size))[0]
         if self._spec.rollout.speculation:
             await self._engine.in_workers(drafter.require_exact_sampler)
-        self._note_compilation()
-        self._compiled = compiled_graphs()
-        if not self._compiled:
-            self.rename("compilation", "compilation (cached)")
-        self.begin("first request")
         await self._engine.set_weight_version(0)
         await self._warm_up()
         if self._spec.rollout.speculation:
             await self._engine.in_workers(drafter.take_counts)  # drafts of warm-ups, vLLM's and this one
-        self.begin("")
 
     async def _warm_up(self) -> None:
         """Sample two tokens in each of the run's ways, on a GPU for as many sequences as it decodes at once.
@@ -444,17 +427,7 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
         )
 
     async def health(self) -> Health:  # type: ignore[override]  # on the event loop, like all the rest
-        self._note_compilation()
-        return Health(self._engine.work() if self._engine else None, self.phases())
-
-    def _note_compilation(self) -> None:
-        """Begin the phase of compilation if vLLM has started to compile since the model was loaded."""
-        if self._phases and self._phases[-1][0] == "model" and (began := compilation_began()) is not None:
-            self.begin("compilation", began)
-
-    async def compiled(self) -> int:
-        """Return how many graphs this engine compiled at its start; those from the cache do not count."""
-        return self._compiled
+        return Health(self._engine.work() if self._engine else None)
 
     async def calls(self) -> str:
         """Return where the pending calls wait."""
@@ -530,3 +503,142 @@ def drawn(rollout: Rollout, sampling: Sampling) -> Rollout:
 def outstanding(prompt: Prompt, sequences: int, sampling: Sampling) -> Load:
     """Return the largest load of ``sequences`` samples of ``prompt``."""
     return Load(sequences, sequences * (len(prompt.token_ids) + sampling.max_new_tokens))
+
+
+class RolloutPool:
+    """Sends each group whole to the engine with the fewest outstanding tokens, or waits while all are full.
+
+    A group is not split over engines: each would prefill the prompt again, and with many samples the engines
+    finish together anyway. Outstanding load is what was sent less what the
+    engine reports as finished, sample by sample: the last long sample of a group occupies one slot, not the
+    slots of its whole group.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        actors: ActorSpec,
+        *,
+        environments: EnvironmentPool | None = None,
+        worker: type = RolloutWorker,
+        role: str = "rollout",
+    ) -> None:
+        """``environments``: None where no prompt has one."""
+        actors = replace(actors, options={"max_concurrency": 10_000} | actors.options)
+        self.role, self.tensor_parallel_size = role, spec.rollout.tensor_parallel_size
+        self.team = self._made_team(role, spec, actors, ray.remote(worker))
+        self.team.on_lost = self._forget
+        self._environments = environments
+        if environments is not None:
+            environments.engines.append(self.team)
+        self.workers, self._load_balancer = self.team.workers, self.team.load_balancer
+        self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # see `Colocation`
+        count, self._reserved = len(self.workers), spec.rollout.num_workers
+        self._lines: dict[Any, Line] = {}  # by engine
+        # Finished sequences between two reports of an engine none of whose groups is done.
+        self._report_every = max(1, spec.max_num_seqs // 8)
+        self._finished = [Load(0, 0)] * count
+        # Where speculation drafts from earlier samples: the engine that last sampled each prompt, by uid.
+        self._samples_of: dict[str, int] | None = {} if spec.rollout.speculation else None
+
+    def _made_team(self, role: str, spec: EngineSpec, actors: ActorSpec, worker: Any) -> Team:
+        makers = actors.makers(worker, spec.rollout.num_workers, spec)
+        options: dict[str, Any] = {
+            "start": lambda worker: worker.start.remote(*self._start_arguments()),
+            "health": lambda worker: worker.health.remote(),  # on its event loop, in parallel to its work
+            "capacity": QUEUE_DEPTH * spec.max_num_seqs,
+        }
+        if actors.guests is None:
+            return Team(role, makers, actors, **options)
+        joining = replace(spec, colocated=False)
+        return ElasticTeam(role, makers, actors, guest=actors.guest_maker(worker, joining), **options)
+
+    async def ready(self) -> None:
+        await self.team.ready()
+
+    def _start_arguments(self) -> tuple[EnvironmentAddresses, ...]:
+        return (self._environments.addresses(),) if self._environments is not None else ()
+
+    async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> StoredSamples:
+        """Sample ``prompt``; return where its finished samples are, which are not fetched."""
+        async with self.turn():
+            load = outstanding(prompt, len(seeds), sampling)
+            while True:
+                preferred = self._samples_of.get(prompt.uid) if self._samples_of else None
+                index = await self._load_balancer.admit(load.sequences, load.tokens, prefer=preferred)
+                worker = self.workers[index]
+                if worker is None:  # a guest that was removed after it was chosen, and its load with it
+                    continue
+                if self._samples_of is not None:
+                    self._samples_of[prompt.uid] = index
+                try:
+                    samples: StoredSamples = await self._line(index, worker).ask((prompt, seeds, sampling))
+                    return samples
+                except LOST as error:
+                    self.team.lost(index, worker, error)
+                except RayTaskError:  # a refused request, too few samples, or the engine has failed
+                    if self._environments is not None:  # or no environment worker is left
+                        self._environments.team.check()
+                    if not await self.team.find_dead([worker]):
+                        raise
+
+    async def abandon(self) -> None:
+        """Abort all pending requests on all engines."""
+        await gather(self._abandoned(worker) for worker in self.team.alive())
+
+    async def _abandoned(self, worker: Any) -> None:
+        try:
+            await worker.abandon.remote()
+        except RayError:
+            if not await self.team.find_dead([worker]):
+                raise
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Have the reserved engines free their GPUs; those that joined have GPUs of their own."""
+        await results(worker.sleep.remote(keep_weights) for worker in self.workers[: self._reserved])
+
+    async def wake_up(self, *tags: str) -> None:
+        await results(worker.wake_up.remote(list(tags) or None) for worker in self.workers[: self._reserved])
+
+    async def shutdown(self) -> None:
+        for line in self._lines.values():
+            line.close()
+        await self.team.shutdown()
+        await end(self._present())
+
+    def _present(self) -> list[Any]:
+        return list(self.team.named().values())
+
+    def _line(self, index: int, worker: Any) -> Line:
+        """Return the line to an engine, made once for each, since every group needs it."""
+        if (line := self._lines.get(worker)) is None:
+            line = Line(worker.submit.remote, partial(self._collect, index, worker))
+            self._lines[worker] = line
+        return line
+
+    async def _collect(self, index: int, worker: Any) -> list[tuple[int, Any]]:
+        """Wait for groups of an engine, and release capacity as samples finish, also before a group does."""
+        report, stored = worker.collect.remote(self._finished[index].sequences + self._report_every)
+        finished, numbers, failed = await report
+        self._note(index, worker, finished)
+        groups = StoredGroups(stored)
+        return [*((number, StoredSamples(groups, i)) for i, number in enumerate(numbers)), *failed]
+
+    def _forget(self, index: int) -> None:
+        """Reset the counters of a lost engine; its replacement starts at 0, and remembers no samples. Its
+        episodes end.
+        """
+        if self._samples_of is not None:
+            self._samples_of = {uid: other for uid, other in self._samples_of.items() if other != index}
+        if self._environments is not None:
+            self._environments.end_all(self.workers[index])
+        self._finished[index] = Load(0, 0)
+
+    def _note(self, index: int, worker: Any, finished: Load) -> None:
+        if not self.team.is_current(index, worker):
+            return
+        before = self._finished[index]
+        if finished > before:  # replies may arrive out of order
+            self._finished[index] = finished
+            news = finished.minus(before)
+            self._load_balancer.release(index, news.sequences, news.tokens)

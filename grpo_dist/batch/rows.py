@@ -11,6 +11,20 @@ behind its first one, with the same advantage; each is trained on its own sample
 A sample that could not be scored (its reward is not finite) stays in the batch with an empty mask: it adds to
 no loss, no KL term and no denominator. So does a sample with a token whose log-prob the engine gave as NaN or
 infinite: its sampling distribution is unknown. Its reward still counts in its group.
+
+A demonstration is a row of the cross-entropy stream, behind those of the samples:
+
+sample          prompt [7 8], completion [4 2]      policy.mask   . . x x .
+demonstration   prompt [7 9 9], completion [5 2]    demonstrated  . . . x x
+
+Which groups each optimiser update has, and those of later epochs over the same batch:
+
+    epoch 1   update 1: groups 0 1     update 2: groups 2 3      in the order of the batch
+    epoch 2   update 1: groups 3 0     update 2: groups 1 2      dealt again, `batch.shuffle_epochs`
+
+Groups stay whole, so that rows share their prompt and an update's mean over prompts keeps its meaning. Who
+deals is the driver, by a seed: all ranks have the same updates, however many they are. A rank regroups its
+own rows; none moves to another rank.
 """
 
 from __future__ import annotations
@@ -21,9 +35,11 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grpo_dist.types import (
     Denominators,
+    EpochUpdate,
     FurtherRow,
     Group,
     PolicyStream,
@@ -310,3 +326,104 @@ def _denominators(
         prompts=float(len(np.unique(group_ids[tokens > 0]))),
         taught=0.0 if taught is None else float(np.count_nonzero(taught)),
     )
+
+
+def batch_of(groups: Sequence[Group], max_length: int) -> TrainBatch:
+    """Make the batch of an update on demonstrations alone: a row for each, and the tokens of all completions
+    as denominator.
+    """
+    ones = [np.ones(1, np.float32)] * len(groups)
+    return make_batch(groups, ones, ref_logprobs=None, max_new_tokens=max_length)
+
+
+def with_demonstrations(update: TrainBatch, groups: Sequence[Group], *, first_row: int) -> TrainBatch:
+    """Return ``update`` with a row for each of ``groups``, demonstrations, for the cross-entropy alone.
+
+    ``first_row``: id of the first of these rows, above those of all samples of the step.
+    """
+    demonstration_rows = batch_of(groups, update.policy.max_tokens)
+    above, rows, count = len(update), len(update) + len(demonstration_rows), len(demonstration_rows)
+    width = max(update.tokens.shape[1], demonstration_rows.tokens.shape[1])
+
+    def extend(values: Tensor) -> Tensor:
+        """Add rows and padding of zeros."""
+        out = values.new_zeros((rows, width, *values.shape[2:]) if values.ndim > 1 else (rows,))
+        out[(slice(above), *(slice(size) for size in values.shape[1:]))] = values
+        return out
+
+    joined = update.map_tensors(extend)
+    first_group = int(update.group_ids.max()) + 1
+    joined.tokens[above:, : demonstration_rows.tokens.shape[1]] = demonstration_rows.tokens
+    joined.lengths[above:] = demonstration_rows.lengths
+    joined.group_ids[above:] = torch.arange(first_group, first_group + count)
+    joined.row_ids[above:] = torch.arange(first_row, first_row + count)
+    if joined.temperatures is not None:
+        joined.temperatures[above:] = 1.0  # cross-entropy is that of the model itself
+    demonstrated = torch.zeros(rows, width, dtype=torch.bool)
+    demonstrated[above:, : demonstration_rows.tokens.shape[1]] = demonstration_rows.policy.mask
+    return replace(
+        joined,
+        demonstrated=demonstrated,
+        # No engine has sampled a demonstration.
+        routes=None if update.routes is None else (*update.routes, *[None] * count),
+        kept=None if update.kept is None else (*update.kept, *[None] * count),
+        denominators=replace(update.denominators, demonstrated=demonstration_rows.denominators.tokens),
+    )
+
+
+def rows_of_updates(
+    group_ids: np.ndarray, *, num_groups: int, num_updates: int, order: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """Return the rows of each update: whole groups, as many to each, in ``order`` (of group ids; None: that
+    of the ids).
+    """
+    assert num_groups % num_updates == 0, (num_groups, num_updates)
+    place = np.arange(num_groups) if order is None else np.argsort(order)
+    update_of = place[group_ids] // (num_groups // num_updates)
+    return [np.flatnonzero(update_of == i) for i in range(num_updates)]
+
+
+def redrawn(batch: TrainBatch, *, num_groups: int, num_updates: int, seed: int) -> list[EpochUpdate]:
+    """Deal the groups of a whole step to the updates of an epoch; a function of ``seed``."""
+    order = np.random.default_rng(seed).permutation(num_groups)
+    dealt = rows_of_updates(
+        batch.group_ids.numpy(), num_groups=num_groups, num_updates=num_updates, order=order
+    )
+    ids, batch = batch.row_ids.numpy(), batch.drop_candidates()
+    return [EpochUpdate(ids[rows], count_denominators(batch.select(rows.tolist()))) for rows in dealt]
+
+
+def with_rows_of(update: EpochUpdate, other: TrainBatch, *, first_row: int) -> EpochUpdate:
+    """Return ``update`` with the demonstrations of ``other``: its rows from the id ``first_row`` on."""
+    ids = other.row_ids.numpy()
+    return EpochUpdate(
+        np.concatenate([update.row_ids, ids[ids >= first_row]]),
+        replace(update.denominators, demonstrated=other.denominators.demonstrated),
+    )
+
+
+def regrouped(batches: Sequence[TrainBatch], update: EpochUpdate) -> TrainBatch:
+    """Return the rows of ``batches``, those of one rank, that belong to ``update``, in their order."""
+    parts = [
+        batch.select(np.flatnonzero(np.isin(batch.row_ids.numpy(), update.row_ids)).tolist())
+        for batch in batches
+    ]
+    parts = [part for part in parts if len(part)] or parts[:1]
+    joined = replace(TrainBatch.combine(parts, _join), denominators=update.denominators)
+    routes, kept = (
+        None
+        if getattr(joined, name) is None
+        else tuple(item for part in parts for item in getattr(part, name))
+        for name in ("routes", "kept")
+    )
+    return replace(joined, routes=routes, kept=kept)
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all parts, those of tokens padded with 0 to the widest."""
+    if parts[0].ndim == 1:
+        return torch.cat(list(parts))
+    width = max(part.shape[1] for part in parts)
+    behind = [0] * 2 * (parts[0].ndim - 2)  # `pad` begins with the last dimension
+    pad = torch.nn.functional.pad
+    return torch.cat([pad(part, (*behind, 0, width - part.shape[1])) for part in parts])

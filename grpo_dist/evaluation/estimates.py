@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_dist.types.intervals import Z95, wilson
+from grpo_dist.algorithms.intervals import Z95, wilson
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ from grpo_dist.errors import RERUN, Preempted
 from grpo_dist.health import SKIPPED, HealthWatch
 from grpo_dist.loop.concurrent_evaluation import ConcurrentEvaluation, discard_snapshots
 from grpo_dist.loop.groups import ScoredBatch
-from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.ledger import ledger_entry
 from grpo_dist.loop.metrics import StagedCounts, UserMetrics, throughput_metrics, trained_metrics
 from grpo_dist.loop.pipeline import Pipeline
 from grpo_dist.loop.progress import Progress
+from grpo_dist.loop.sampling_schedule import KLController
 from grpo_dist.loop.staging import Staged, Staging
 from grpo_dist.plugins.inputs import MetricInputs
 from grpo_dist.runtime.concurrency import run_unless_stopped
@@ -40,41 +40,25 @@ class Checkpointer(Protocol):
     async def settle(self) -> None: ...
 
 
-class Stateful(Protocol):
-    """What a checkpoint asks for the state of a loop: `StatefulParts` of the driver's."""
-
-    def progress(self, step: int, *, evaluation_pending: bool) -> Progress: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Which steps are traced, when a checkpoint is due, and the last step of the run."""
-
-    traced: tuple[int, ...]
-    checkpoint: CheckpointConfig
-    last: int
-    evaluated: int = 0  # `evaluation.every`
-
-
 class StepChores:
     """Does what the loops of GRPO and of supervised training share: traces, measurements, checkpoints, and
     the end of a run that is asked to end.
 
     Args:
-        state: asked for the state of the loop by a checkpoint.
+        state: returns the state of the loop after a step, for a checkpoint.
         stop_requested: true once the run is to save and end.
     """
 
     def __init__(
         self,
-        times: StepTimes,
+        config: Config,
         workers: Workers,
         recorder: Recorder,
         checkpoints: Checkpointer,
-        state: Stateful,
+        state: Callable[[int, bool], Progress],
         stop_requested: Callable[[], bool],
     ) -> None:
-        self._times = times
+        self._config = config
         self._workers, self._recorder, self._checkpoints, self._state = workers, recorder, checkpoints, state
         self._stop_requested, self._evaluation_pending = stop_requested, False
         self._saved_step = 0  # of the newest checkpoint; before any, step 0 is nothing to save
@@ -84,7 +68,7 @@ class StepChores:
 
     async def before_update(self, step: int) -> None:
         """Have the policy trace the update of ``step`` if the profile asks for it."""
-        if step in self._times.traced:
+        if step in self._config.profile.steps:
             await self._workers.policy.trace_next(self._recorder.directory, step)
 
     async def _final_metrics(
@@ -124,7 +108,7 @@ class StepChores:
         """Remember ``step`` where its `checkpoint.keep_best` is the highest so far. The weights before the
         first step are the model's own, and have no checkpoint.
         """
-        name = self._times.checkpoint.keep_best
+        name = self._config.checkpoint.keep_best
         if name is None or step == 0:
             return
         if name not in metrics:
@@ -138,14 +122,14 @@ class StepChores:
 
     def ends_early(self, step: int) -> str:
         """Return why the run ends after ``step``, by `checkpoint.patience` or `target`; "": it goes on."""
-        settings = self._times.checkpoint
+        settings = self._config.checkpoint
         if self._best is None:
             return ""
         best, value = self._best
         highest = f"{settings.keep_best} = {value:.6g} of step {best}"
         if settings.target is not None and value >= settings.target:
             return f"{highest} has reached `checkpoint.target` = {settings.target:g}"
-        every = self._times.evaluated
+        every = 0 if self._config.is_supervised else self._config.evaluation.every
         if settings.patience is not None and every and step // every - best // every >= settings.patience:
             return f"{highest} was not exceeded by {settings.patience} evaluations (`checkpoint.patience`)"
         return ""
@@ -154,8 +138,8 @@ class StepChores:
         """Save after ``step`` where that is due by steps, by time or as the best, or a node of the policy is
         about to go. Raises Preempted in a run that is asked to end.
         """
-        settings = self._times.checkpoint
-        due = is_due(step, settings.every) or step == self._times.last or self.ends_early(step) != ""
+        settings = self._config.checkpoint
+        due = is_due(step, settings.every) or step == self._config.steps or self.ends_early(step) != ""
         due = due or (self._best is not None and self._best[0] == step)
         if settings.every_minutes is not None:
             elapsed_s = asyncio.get_running_loop().time() - self._saved_s
@@ -187,8 +171,7 @@ class StepChores:
         self._saved_step = step
 
     def _progress(self, step: int) -> Progress:
-        progress = self._state.progress(step, evaluation_pending=self._evaluation_pending)
-        return replace(progress, best=self._best)
+        return replace(self._state(step, self._evaluation_pending), best=self._best)
 
     async def _end(self, step: int) -> NoReturn:
         await self._checkpoints.settle()
@@ -209,7 +192,7 @@ class StatefulParts:
     health: HealthWatch
     kl: KLController
 
-    def progress(self, step: int, *, evaluation_pending: bool) -> Progress:
+    def progress(self, step: int, evaluation_pending: bool) -> Progress:
         """Return the state after ``step``."""
         return Progress(
             step,
@@ -240,9 +223,8 @@ class Chores(StepChores):
         evaluation: Callable[..., Coroutine[Any, Any, dict[str, float]]],
         stop_requested: Callable[[], bool],
     ) -> None:
-        times = StepTimes(config.profile.steps, config.checkpoint, config.steps, config.evaluation.every)
-        super().__init__(times, workers, recorder, checkpoints, parts, stop_requested)
-        self._config, self._parts, self._evaluation = config, parts, evaluation
+        super().__init__(config, workers, recorder, checkpoints, parts.progress, stop_requested)
+        self._parts, self._evaluation = parts, evaluation
         self._user_metrics = UserMetrics(
             config.tracking.metrics,
             config.code_paths,

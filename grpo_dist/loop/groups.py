@@ -65,23 +65,13 @@ class FrozenModels:
         for teacher, handle in teachers:
             name = _asked_as(teacher, prompt)
             if name not in unchanged and name not in asked:
-                asked[name] = self._taught(handle, _as_read_by(teacher.name, prompt), rollouts)
+                asked[name] = handle.logprobs(_as_read_by(teacher.name, prompt), rollouts, self._top_k)
         if self._reference is not None and _AS_POLICY not in asked:
-            asked[_AS_POLICY] = _plain(self._reference, prompt, rollouts)
+            asked[_AS_POLICY] = self._reference.logprobs(prompt, rollouts)
         answers = unchanged | dict(zip(asked, await gather(asked.values()), strict=True))
         taught = {teacher.name: answers[_asked_as(teacher, prompt)] for teacher, _ in teachers}
         reference = [] if self._reference is None else answers[_AS_POLICY]
         return [row.sampled for row in reference], taught
-
-    async def _taught(self, handle: ReferenceHandle, prompt: Prompt, rollouts: RolloutsRef) -> TeacherRows:
-        if self._top_k:
-            return await handle.top_logprobs(prompt, rollouts, self._top_k)
-        return await _plain(handle, prompt, rollouts)
-
-
-async def _plain(handle: ReferenceHandle, prompt: Prompt, rollouts: RolloutsRef) -> TeacherRows:
-    """Return the log-probs of the sampled tokens alone."""
-    return [TeacherLogprobs(values) for values in await handle.logprobs(prompt, rollouts)]
 
 
 def _asked_as(teacher: TeacherConfig, prompt: Prompt) -> str:

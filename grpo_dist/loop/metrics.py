@@ -16,7 +16,7 @@ from typing import Any, Protocol, get_args
 import numpy as np
 
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
-from grpo_dist.config import MetricConfig, RewardsConfig
+from grpo_dist.config import MetricConfig
 from grpo_dist.config.environments import BudgetOutcome
 from grpo_dist.data.pools import pool_metrics
 from grpo_dist.errors import raised
@@ -39,17 +39,11 @@ OUTCOMES = ("correct", "wrong", "no_answer", "timeout", "error")
 ENDS = ("stop", *get_args(BudgetOutcome), "error")  # of an episode
 
 
-def rollout_metrics(
-    groups: list[Group],
-    version: int,
-    pools: str | None = None,
-    settings: RewardsConfig | None = None,
-) -> dict[str, float]:
+def rollout_metrics(groups: list[Group], version: int, pools: str | None = None) -> dict[str, float]:
     """Compute rewards, lengths, outcomes and staleness of the groups that a step sampled.
 
     ``version``: the policy's before the update; a token sampled at that version has staleness 0. ``pools``:
-    add the metrics of each. ``settings``: where `overlong_buffer` adds a part, add the mean of the total
-    without that.
+    add the metrics of each.
     """
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
     scored = rewards[np.isfinite(rewards)]
@@ -81,13 +75,6 @@ def rollout_metrics(
             sum(temperatures) / len(temperatures) if is_mixed else first.temperature
         )
         metrics["sampling/max_new_tokens"] = float(first.max_new_tokens)
-    if settings is not None and (penalty := settings.overlong_buffer.penalty):
-        # Groups that an own loop makes may lack the part: nothing was subtracted from them.
-        parts = [g.reward_parts.get("overlong", np.zeros_like(g.rewards)) for g in groups]
-        finite_rewards = (rewards - penalty * np.concatenate(parts).astype(np.float64))[np.isfinite(rewards)]
-        metrics["reward/without_overlong_mean"] = (
-            float(finite_rewards.mean()) if len(finite_rewards) else float("nan")
-        )
     for name in dict.fromkeys(name for g in groups for name in g.reward_parts):
         arrays = [g.reward_parts[name] for g in groups if name in g.reward_parts]
         part = np.concatenate(arrays).astype(np.float64)
@@ -225,7 +212,7 @@ def trained_metrics(staged: StagedCounts, update: Mapping[str, float], *, traine
 def sampling_cost(
     groups: Sequence[Group], discarded: Sequence[Group], with_signal: Collection[int]
 ) -> dict[str, float]:
-    """Compute what a step sampled for what it learns from; the ratios are left out where that is nothing.
+    """Compute what a step sampled for what it learns from; the ratio is left out where that is nothing.
 
     Args:
         groups: of the batch.
@@ -234,11 +221,8 @@ def sampling_cost(
     """
     metrics = {"group/extra_prompts": float(len(discarded))}
     if with_signal:
-        tokens = [_tokens([group]) for group in groups]
         samples = _samples([groups[i] for i in with_signal])
         metrics["group/samples_per_trained"] = (_samples(groups) + _samples(discarded)) / samples
-        trained = sum(tokens[i] for i in with_signal)
-        metrics["group/tokens_per_trained"] = (sum(tokens) + _tokens(discarded)) / max(trained, 1)
     return metrics
 
 

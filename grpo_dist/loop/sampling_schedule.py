@@ -2,15 +2,18 @@
 
 A batch is given its settings when it is launched, and keeps them. What is steered therefore knows the steps
 up to ``max_staleness`` before it; each sample records how it was drawn, and its log-probs are computed so.
+
+`KLController` has the weight of the KL term, fixed or steered to `algorithm.kl.target`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from grpo_dist.algorithms.schedules import interpolated, latest, steer
+from grpo_dist.config import KLConfig
 from grpo_dist.config.sampling import (
     AdaptiveLength,
     AdaptiveTemperature,
@@ -92,3 +95,23 @@ class SamplingSchedule:
         if above < settings.patience or now == settings.largest:
             return now, min(above, settings.patience)
         return min(max(now + 1, round(now * settings.factor)), settings.largest), 0
+
+
+class KLController:
+    """``coef`` is the weight for the next update. ``resumed``: from a checkpoint; None: as configured."""
+
+    def __init__(self, settings: KLConfig, resumed: float | None = None) -> None:
+        self._settings = settings
+        self.coef = settings.coef if resumed is None else resumed
+
+    def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Steer ``coef`` by the KL in a step's ``metrics``; return the weight that the step was trained with.
+
+        The weight stays where no target is set, the step had no token of the policy loss and so no KL, or
+        the KL is not finite.
+        """
+        used, observed = self.coef, metrics.get("ref/kl")
+        target, gain = self._settings.target, self._settings.gain
+        if target is not None and observed is not None and math.isfinite(observed):
+            self.coef = steer(used, observed, target=target, gain=gain)
+        return {"ref/kl_coef": used}

@@ -114,7 +114,7 @@ class Staging:
         """Return what the estimator reads of the policy; None: nothing. The caller's advantages need none."""
         if batch.advantages is not None or not self._reads_policy:
             return None
-        from grpo_dist.loop.score_norms import score_norms_of
+        from grpo_dist.loop.updates import score_norms_of
 
         return await score_norms_of(self._policy, batch.groups)
 
@@ -122,7 +122,7 @@ class Staging:
         self, step: int, batch: ScoredBatch, kl_coef: float, score_norms: Tensor | None = None
     ) -> Staged:
         """Runs in a thread, so that the loop keeps admitting and receiving groups."""
-        from grpo_dist.batch.epochs import regrouped
+        from grpo_dist.batch.rows import regrouped
         from grpo_dist.loop.updates import make_updates, reward_moments, step_demonstrations
 
         config, tracking = self._config, self._config.tracking
@@ -143,7 +143,7 @@ class Staging:
         with_signal = frozenset(chain.from_iterable(map(_groups_with_signal, updates)))
         tokens_recorded = tracking.samples and is_due(step + 1, tracking.token_values_every)
         values = values_of_rows(updates, tokens=tokens_recorded) if tracking.samples else None
-        metrics = rollout_metrics(batch.sampled, step, config.data.pools_by, config.rewards)
+        metrics = rollout_metrics(batch.sampled, step, config.data.pools_by)
         metrics |= distillation_metrics(batch.scored, with_signal)
         metrics |= sampling_cost(batch.groups, batch.discarded, with_signal)
         return Staged(

@@ -12,17 +12,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from grpo_dist.algorithms.schedules import is_due
+from grpo_dist.batch.rows import batch_of
 from grpo_dist.batch.shared_prefixes import needed_tokens
-from grpo_dist.batch.streams import batch_of
 from grpo_dist.config import Config, SFTConfig
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.order import step_indices
 from grpo_dist.health import HealthWatch
-from grpo_dist.loop.chores import Checkpointer, StepChores, StepTimes
+from grpo_dist.loop.chores import Checkpointer, StepChores
 from grpo_dist.loop.progress import Progress
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.recorder import Recorder
@@ -50,19 +51,22 @@ async def run(
     assert config.sft is not None  # the configuration was checked
     progress = progress or Progress()
     health = HealthWatch(config, recorder, progress.health)
-    batches = _Batches(config.sft, workers.policy, demonstrations)
-    times = StepTimes(config.profile.steps, config.checkpoint, config.steps)
-    chores = _Chores(config.sft, times, workers, held_out, recorder, checkpoints, health, stop_requested)
+    stage = partial(_stage, config.sft, workers.policy, demonstrations)
+
+    def begin(step: int) -> asyncio.Task[_Staged]:
+        return asyncio.create_task(asyncio.to_thread(stage, step), name=f"stage {step}")
+
+    chores = _Chores(config, workers, held_out, recorder, checkpoints, health, stop_requested)
     if progress.step == 0 or progress.evaluation_pending:
         await chores.validate(progress.step)
-    ahead = batches.begin(progress.step)
+    ahead = begin(progress.step)
     try:
         for step in range(progress.step, config.steps):
             timer = Stopwatch(recorder.phase)
             with timer("stage"):
                 staged = await ahead  # bounded: it computes
             if step + 1 < config.steps:
-                ahead = batches.begin(step + 1)
+                ahead = begin(step + 1)
             trained, metrics = health.judge_batch(step + 1, staged.groups, {})
             with timer("update"):
                 if trained:
@@ -92,36 +96,18 @@ class _Staged:
         return len(self.groups)
 
 
-class _Batches:
-    """Makes the batch of a step and stages it in the background."""
-
-    def __init__(
-        self, settings: SFTConfig, policy: PolicyHandle, demonstrations: Sequence[Demonstration]
-    ) -> None:
-        self._settings, self._policy, self._demonstrations = settings, policy, demonstrations
-
-    def begin(self, step: int) -> asyncio.Task[_Staged]:
-        return asyncio.create_task(asyncio.to_thread(self._stage, step), name=f"stage {step}")
-
-    def _stage(self, step: int) -> _Staged:
-        settings, count = self._settings, len(self._demonstrations)
-        chosen = step_indices(count, settings.batch_size, settings.seed, step)
-        groups = [self._demonstrations[i].to_group() for i in chosen]
-        batch = batch_of(groups, settings.max_length)
-        epoch = (step + 1) * settings.batch_size / count
-        update = self._policy.stage([batch], keep_logprobs=False)
-        tokens, trained = int(batch.lengths.sum()), round(batch.denominators.tokens)
-        return _Staged(update, groups, tokens, needed_tokens([batch]), trained, epoch)
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """The only part of the loop with a state of its own."""
-
-    health: HealthWatch
-
-    def progress(self, step: int, *, evaluation_pending: bool) -> Progress:
-        return Progress(step, health=self.health.state, evaluation_pending=evaluation_pending)
+def _stage(
+    settings: SFTConfig, policy: PolicyHandle, demonstrations: Sequence[Demonstration], step: int
+) -> _Staged:
+    """Make the batch of a step and stage it."""
+    count = len(demonstrations)
+    chosen = step_indices(count, settings.batch_size, settings.seed, step)
+    groups = [demonstrations[i].to_group() for i in chosen]
+    batch = batch_of(groups, settings.max_length)
+    epoch = (step + 1) * settings.batch_size / count
+    update = policy.stage([batch], keep_logprobs=False)
+    tokens, trained = int(batch.lengths.sum()), round(batch.denominators.tokens)
+    return _Staged(update, groups, tokens, needed_tokens([batch]), trained, epoch)
 
 
 class _Chores(StepChores):
@@ -129,8 +115,7 @@ class _Chores(StepChores):
 
     def __init__(
         self,
-        settings: SFTConfig,
-        times: StepTimes,
+        config: Config,
         workers: Workers,
         held_out: Sequence[Demonstration],
         recorder: Recorder,
@@ -138,8 +123,12 @@ class _Chores(StepChores):
         health: HealthWatch,
         stop_requested: Callable[[], bool],
     ) -> None:
-        super().__init__(times, workers, recorder, checkpoints, _State(health), stop_requested)
-        self._settings, self._held_out, self._health = settings, held_out, health
+        def state(step: int, evaluation_pending: bool) -> Progress:
+            return Progress(step, health=health.state, evaluation_pending=evaluation_pending)
+
+        assert config.sft is not None  # the configuration was checked
+        super().__init__(config, workers, recorder, checkpoints, state, stop_requested)
+        self._settings, self._held_out, self._health = config.sft, held_out, health
 
     async def after_step(
         self, step: int, staged: _Staged, metrics: dict[str, float], timer: Stopwatch, *, trained: bool
@@ -153,7 +142,7 @@ class _Chores(StepChores):
         self._recorder.spans(step, timer.spans, usage.latest if usage else {})
         self._recorder.log(step, metrics)
         health.act(step, alarms, metrics, staged.groups)
-        if step == self._times.last or is_due(step, self._settings.validate_every):
+        if step == self._config.steps or is_due(step, self._settings.validate_every):
             await self.validate(step)
         await self._save_where_due(step)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -87,11 +87,9 @@ def row_key(prompt: Prompt, rollout: Rollout) -> RowKey:
 # another: 3.5 to 7.4. Smaller defects do not show: run a few steps without quantisation for them.
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.15, "fp8": 1.0}
 
-T = TypeVar("T")
 _PROMPTS, _SAMPLES, _TOKENS = 2, 2, 32  # of one probe of one engine
 _PATIENCE = 3  # probes in a row of one engine with no token to compare
 _POLL_S = 0.2  # between two looks for a serving engine
-_EVALUATION = "evaluation-"  # names of engines on which evaluation runs while training continues
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,32 +124,25 @@ class SyncProbe:
         self._missed = Counter[str]()
         self._bound: tuple[float, str] | None = None  # and in words; known from the first comparison on
         self._task: asyncio.Task[dict[str, ProbeSamples]] | None = None
-        self._evaluation_tasks: dict[str, asyncio.Task[dict[str, ProbeSamples]]] = {}  # by engine
 
     def begin(self, step: int) -> None:
         """Start sampling on the engines that are due. Engines and policy hold version ``step``."""
-        due = self._due(step)
-        if training := _training_only(due):
-            self._task = asyncio.create_task(self._sample(step, training), name=f"sync probe {step}")
-        for name in (name for name in due if name not in training):
-            sampling = self._sample(step, {name: due[name]})
-            self._evaluation_tasks[name] = asyncio.create_task(sampling, name=f"sync probe {step} of {name}")
+        if due := self._due(step):
+            self._task = asyncio.create_task(self._sample(step, due), name=f"sync probe {step}")
 
     async def finish(self, step: int, timer: Stopwatch) -> dict[str, float]:
         """Compare before the update of ``step``; return metrics if `weight_sync.probe_every` schedules one.
 
         Raises Unhealthy if an engine and the policy are not the same model.
         """
-        begun = self._task is not None or self._evaluation_tasks
-        if self._probes is None or (not begun and self._is_done(step)):
+        if self._probes is None or (self._task is None and self._is_done(step)):
             return {}
         with timer("probe"):
             stage = f"sync probe: samples of version {step}"
             async with deadline(self._sample_s, stage, explain=self._where_stuck):
                 sampled = await self._all_samples(step)
             dtype, differences = await self._compare(step, sampled)
-        # Whether engines of evaluation are compared depends on the time that they take to load.
-        metrics = _metrics(_training_only(differences))
+        metrics = _metrics(differences)
         self._judge(step, dtype, sampled, differences, metrics)
         # Other probes depend on when the run was resumed or lost an engine. They are events alone, so that a
         # resumed run logs the same metrics as one that was never interrupted.
@@ -181,7 +172,9 @@ class SyncProbe:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await _cancel([*([self._task] if self._task else []), *self._evaluation_tasks.values()])
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
     def _is_scheduled(self, step: int) -> bool:
         every = self._settings.probe_every
@@ -193,16 +186,13 @@ class SyncProbe:
         return max(self._start, step // every * every) if every else self._start
 
     def _is_done(self, step: int) -> bool:
-        """Whether no serving engine of training is due; if none serves, whether one has passed since all were
-        due.
-        """
-        passed = _training_only(self._passed).values()
-        return not _training_only(self._due(step)) and any(v >= self._since(step) for _, v in passed)
+        """Whether no serving engine is due; if none serves, whether one has passed since all were due."""
+        return not self._due(step) and any(v >= self._since(step) for _, v in self._passed.values())
 
     def _due(self, step: int) -> dict[str, Any]:
         """Return serving engines, by name, not compared since they joined or since all were due."""
         since = self._since(step)
-        serving = self._probes.engines(step) if self._probes else {}
+        serving = self._probes.engines() if self._probes else {}
 
         def is_due(name: str, engine: Any) -> bool:
             probed, version = self._passed.get(name, (None, -1))
@@ -211,34 +201,20 @@ class SyncProbe:
         return {name: engine for name, engine in serving.items() if is_due(name, engine)}
 
     async def _all_samples(self, step: int) -> dict[str, ProbeSamples]:
-        """Collect the samples of every engine that is due, waiting until at least one of training serves.
+        """Collect the samples of every engine that is due, waiting until at least one serves.
 
-        Engines lost since `begin` are left out; those of training that joined since sample now. The caller
-        holds the deadline.
+        Engines lost since `begin` are left out; those that joined since sample now. The caller holds the
+        deadline.
         """
         assert self._probes is not None
         task, self._task = self._task, None
         sampled = await task if task is not None else {}
-        while not _training_only(serving := self._probes.engines(step)) and not self._is_done(step):
+        while not (serving := self._probes.engines()) and not self._is_done(step):
             await asyncio.sleep(_POLL_S)
-        due = _training_only(self._due(step))
+        due = self._due(step)
         late = {n: e for n, e in due.items() if n not in sampled or sampled[n].engine is not e}
-        sampled = sampled | await self._sample(step, late) | await self._finished_evaluations(step)
+        sampled = sampled | await self._sample(step, late)
         return {name: samples for name, samples in sampled.items() if serving.get(name) is samples.engine}
-
-    async def _finished_evaluations(self, step: int) -> dict[str, ProbeSamples]:
-        """Return what engines of evaluation have sampled by now, and give up the rest: once the weights move,
-        the policy has no log-probs of this version.
-        """
-        tasks, self._evaluation_tasks = self._evaluation_tasks, {}
-        late = [name for name, task in tasks.items() if not task.done()]
-        for name in late:
-            self._recorder.note(
-                f"sync probe of {name} at version {step}: left out, since updates do not wait for this engine"
-            )
-        await _cancel([tasks.pop(name) for name in late])
-        finished = [task.result() for task in tasks.values()]  # bounded: they are done
-        return {name: engine_samples for samples in finished for name, engine_samples in samples.items()}
 
     async def _sample(self, step: int, engines: Mapping[str, Any]) -> dict[str, ProbeSamples]:
         """Sample the same prompts with the same seeds on each engine."""
@@ -328,17 +304,6 @@ class SyncProbe:
                 "stops again, report it"
             )
         self._recorder.warn(f"{what}; the next step probes it again")
-
-
-def _training_only(by_engine: Mapping[str, T]) -> dict[str, T]:
-    """Return the values of engines by name without those of evaluation."""
-    return {name: value for name, value in by_engine.items() if not name.startswith(_EVALUATION)}
-
-
-async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _metrics(differences: Mapping[str, LogprobDifference | None]) -> dict[str, float]:

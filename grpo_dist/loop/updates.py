@@ -1,12 +1,20 @@
-"""Turns the scored groups of a step into the batches of its optimiser updates."""
+"""Turns the scored groups of a step into the batches of its optimiser updates.
+
+An estimator may read of the policy the score norms of a step's tokens, before the update:
+
+staging | batch k ready -> | rows, without advantages | -> advantages, padding, rows dealt to ranks
+policy                     | one forward pass        |
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from grpo_dist.algorithms.moments import Moments
@@ -16,10 +24,16 @@ from grpo_dist.batch.credit_assignment import (
     sample_advantages,
     token_advantages,
 )
-from grpo_dist.batch.epochs import redrawn, rows_of_updates, with_rows_of
-from grpo_dist.batch.rows import count_denominators, make_batch, split_updates
+from grpo_dist.batch.rows import (
+    count_denominators,
+    make_batch,
+    redrawn,
+    rows_of_updates,
+    split_updates,
+    with_demonstrations,
+    with_rows_of,
+)
 from grpo_dist.batch.signal import SignalRule, trains_all_rows
-from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -32,6 +46,7 @@ from grpo_dist.data.order import step_indices
 from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.types import EpochUpdate, Group, TeacherLogprobs, TrainBatch
+from grpo_dist.workers import PolicyHandle
 
 
 def reward_moments(algorithm: AlgorithmConfig, scored: Sequence[ScoredGroup], before: Moments) -> Moments:
@@ -276,3 +291,18 @@ def _kept_rows(config: Config, batch: TrainBatch, updates: Sequence[np.ndarray])
 
 def _selected(batch: TrainBatch, kept: np.ndarray) -> TrainBatch:
     return batch if kept.all() else batch.select(np.flatnonzero(kept).tolist())
+
+
+async def score_norms_of(policy: PolicyHandle, groups: Sequence[Group]) -> Float[Tensor, "B T"]:
+    """Return the score norms of all sampled tokens of ``groups`` under the weights of ``policy``, for the
+    rows of `make_batch`; 0 for other tokens. They do not depend on rewards, which `rewards.shuffle` deals
+    again: a sample that could not be scored has its own, too.
+    """
+    none = [np.zeros(len(group.rewards), np.float32) for group in groups]
+    groups = [replace(group, rewards=rewards) for group, rewards in zip(groups, none, strict=True)]
+    batch = await asyncio.to_thread(make_batch, groups, none, ref_logprobs=None, max_new_tokens=1)
+    norms_by_row = await policy.score_norms(batch)
+    norms = torch.zeros(batch.tokens.shape)
+    for row, values in norms_by_row.items():
+        norms[row, batch.policy.mask[row]] = torch.tensor(values)  # a copy: Ray gives arrays read-only
+    return norms

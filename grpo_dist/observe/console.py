@@ -26,11 +26,11 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from grpo_dist.algorithms.intervals import wilson
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.runtime.metering import Span, Usage
 from grpo_dist.runtime.stage_log import clock_text, join_names, open_stages, shown_by_view
 from grpo_dist.runtime.tables import Terminal, make_table, print_lines
-from grpo_dist.types.intervals import wilson
 
 # label, metric, format
 _COLUMNS = (

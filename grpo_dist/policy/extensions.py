@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -139,11 +139,10 @@ def _load_built(builder: Any) -> None:
     builder._loaded_ops[builder.name] = module
 
 
-def build_kernels(builders: Sequence[str], begin: Callable[[str], None] = lambda _: None) -> None:
+def build_kernels(builders: Sequence[str]) -> None:
     """Build and load kernels, or wait for the process that builds them. Call `build_in_own_directory` first.
 
-    ``begin`` is called with the name of each before it is built or loaded. Raises UserError with the
-    compiler's output and what to install.
+    Raises UserError with the compiler's output and what to install.
     """
     from deepspeed.accelerator import get_accelerator  # heavy, and only ranks and builds need it
 
@@ -151,7 +150,6 @@ def build_kernels(builders: Sequence[str], begin: Callable[[str], None] = lambda
         builder = get_accelerator().create_op_builder(name)
         if builder is None or (name == "ShareMemCommBuilder" and not builder.is_compatible(verbose=False)):
             continue  # DeepSpeed does without it
-        begin(f"kernel {_NAMES[name]}")
         mark = _mark(name)
         # One with code for GPUs is of the kind of GPU it was built on: ninja compares.
         if mark.exists() and name != "QuantizerBuilder":

@@ -31,12 +31,12 @@ def group_logprobs(
     *,
     top_k: int = 0,
     together: bool = False,
-) -> list[list[Any]]:
+) -> list[list[TeacherLogprobs]]:
     """Return for each group the log-probs of the rows of its samples, float32 [C], nats; 0 for given tokens.
 
     Args:
         forward: that of `TokenLogprobs`.
-        top_k: return `TeacherLogprobs`, of this number of likeliest tokens, instead; 0: log-probs alone.
+        top_k: number of likeliest tokens at each position to return, too.
         together: ``forward`` is a collective, which all ranks call equally often.
     """
 
@@ -58,7 +58,7 @@ def group_logprobs(
         for i, parts in zip(chosen, zip(*(t.cpu().numpy() for t in outputs), strict=True), strict=True):
             row = rows[group][i]
             own, *tops = (part[row.start : len(row.tokens)].copy() for part in parts)
-            out[group][i] = TeacherLogprobs(own, *tops) if top_k else own
+            out[group][i] = TeacherLogprobs(own, *tops)
     for _ in range(further):
         compute(_layout([_SampleRow(np.zeros(2, np.int32), 1, 1, None)], micro))
     return out

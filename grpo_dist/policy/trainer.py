@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_dist.algorithms.schedules import learning_rate
-from grpo_dist.batch.epochs import regrouped
+from grpo_dist.batch.rows import regrouped
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.config import ModelConfig, PolicyConfig
 from grpo_dist.health import BAD_WEIGHTS, GRAD_NORM, REFUSED, SKIPPED, Bound, passed
@@ -47,7 +46,7 @@ from grpo_dist.policy.saved_state import SavedState
 from grpo_dist.policy.sequence_parallel import SequenceGroup
 from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
 from grpo_dist.runtime.rendezvous import Rank
-from grpo_dist.types import EpochUpdate, TrainBatch
+from grpo_dist.types import EpochUpdate, TeacherLogprobs, TrainBatch
 
 # ZeRO 1 and 2 add up squares in float32: they skip a longer gradient, which stages 0 and 3 would clip.
 _LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
@@ -210,7 +209,7 @@ class Trainer:
         parts = (self._micro.part(batch, rows) for rows in plan)
         return plan, [self.engine(self._micro.layout(part, part.wanted), **how) for part in parts]
 
-    def base_logprobs(self, groups: Sequence[SampledGroup], top_k: int = 0) -> list[list[Any]]:
+    def base_logprobs(self, groups: Sequence[SampledGroup], top_k: int = 0) -> list[list[TeacherLogprobs]]:
         """Return `group_logprobs` of the model that training started from. Collective."""
         with forward_only(self.engine), untrained(self.engine.module):
             return group_logprobs(self.engine, groups, self._micro, top_k=top_k, together=True)

@@ -66,7 +66,7 @@ from grpo_dist.data.tasks import source_tasks
 from grpo_dist.demo.model import cached_model, random_model
 from grpo_dist.errors import expanded, refuse, searched
 from grpo_dist.evaluation.sampling import EvalSet
-from grpo_dist.loop.admission import Admission
+from grpo_dist.loop.pipeline import Admission
 from grpo_dist.policy.lora import apply_start_adapter
 from grpo_dist.policy.text_model import usable_model
 from grpo_dist.rewards.checks import (

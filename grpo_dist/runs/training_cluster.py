@@ -31,11 +31,10 @@ from grpo_dist.errors import SamplesLost, UserError, as_user_errors
 from grpo_dist.evaluation.sampling import evaluate
 from grpo_dist.health import HealthState, HealthWatch
 from grpo_dist.loop.groups import FrozenModels, GroupDraw, GroupScorer, ScoredBatch, ScoredGroup
-from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.metrics import staleness_metrics, trained_metrics
 from grpo_dist.loop.pipeline import build_order
 from grpo_dist.loop.progress import ScheduleState
-from grpo_dist.loop.sampling_schedule import SamplingSchedule, sampling_used
+from grpo_dist.loop.sampling_schedule import KLController, SamplingSchedule, sampling_used
 from grpo_dist.loop.staging import Staging
 from grpo_dist.loop.sync_probe import SyncProbe
 from grpo_dist.policy.full_weights import why_no_export

@@ -1,9 +1,9 @@
 """A log of what a run does between steps: its start, evaluations, its last export.
 
     20:14:03     6.1 s  engines: load the model, compile, and answer a first request
-    20:14:18    21.1 s  waiting: engines 15.0 s (rollout-0: compilation 2.1 s); policy ranks 15.0 s (policy-0)
-    20:14:29    32.3 s  engines: done in 26.2 s: imports 9.0 s, model 3.9 s, compilation 13.3 s
-    20:14:30    33.0 s  ready in 33.0 s: libraries 2.5 s, Ray 3.1 s, policy ranks 19.2 s, engines 26.2 s (...)
+    20:14:18    21.1 s  waiting: engines 15.0 s (rollout-0); policy ranks 15.0 s (policy-0)
+    20:14:29    32.3 s  engines: done in 26.2 s
+    20:14:30    33.0 s  ready in 33.0 s: libraries 2.5 s, Ray 3.1 s, policy ranks 19.2 s, engines 26.2 s
 
 Every stage has a line when it begins and one when it ends, with the time of day and the seconds since the
 command started. While stages are open, a line at least every 20 s names them and what each waits for; a

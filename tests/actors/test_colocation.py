@@ -10,7 +10,7 @@ from ray.exceptions import RayActorError
 
 from actors import colocation
 from actors.colocation import Colocation, colocated
-from actors.workers.policy_group import PolicyGroup
+from actors.workers.policy import PolicyGroup
 from grpo_dist.config import TimeoutsConfig
 from grpo_dist.errors import UserError
 from grpo_dist.workers import Workers
@@ -409,7 +409,7 @@ def test_a_change_of_turns_has_a_deadline_and_all_who_wait_for_it_get_its_error(
 
 def test_the_base_of_adapters_answers_all_groups_in_one_call_in_the_policys_turn():
     async def step(world):
-        async def base_logprobs(groups):
+        async def base_logprobs(groups, top_k):
             world.events.append(f"policy.base_logprobs of {[prompt for prompt, _ in groups]}")
             return [[np.full(1, samples)] for _, samples in groups]
 
@@ -437,7 +437,7 @@ def test_a_cancelled_group_leaves_the_base_to_the_others_and_is_asked_no_more():
     async def step(world):
         computing = asyncio.Event()
 
-        async def base_logprobs(groups):
+        async def base_logprobs(groups, top_k):
             world.events.append([prompt for prompt, _ in groups])
             computing.set()
             await asyncio.sleep(0.05)
@@ -459,7 +459,7 @@ def test_a_cancelled_group_leaves_the_base_to_the_others_and_is_asked_no_more():
 
 def test_an_error_of_the_base_reaches_every_group():
     async def step(world):
-        async def base_logprobs(groups):
+        async def base_logprobs(groups, top_k):
             raise ValueError("out of memory")
 
         world.policy.base_logprobs = base_logprobs

@@ -9,8 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from actors.weight_sync import WeightSync
 from actors.workers.engine_settings import EngineSpec
-from actors.workers.rollout import RolloutWorker
-from actors.workers.rollout_pool import RolloutPool
+from actors.workers.rollout import RolloutPool, RolloutWorker
 from grpo_dist.config import ModelConfig, OptimizerConfig, PolicyConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.types import Sampling
 from tests.support import made_groups

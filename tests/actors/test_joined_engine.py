@@ -10,11 +10,9 @@ import pytest
 import ray
 
 from actors.lifecycle.team import GuestSpec
-from actors.transfer_group import TransferGroup
-from actors.weight_sync import WeightSync
+from actors.weight_sync import TransferGroup, WeightSync
 from actors.workers.engine_settings import EngineSpec
-from actors.workers.rollout import RolloutWorker
-from actors.workers.rollout_pool import RolloutPool
+from actors.workers.rollout import RolloutPool, RolloutWorker
 from grpo_dist.config import ModelConfig, RestartsConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.types import Sampling
 from tests.support.engines import on_the_loop, world_of

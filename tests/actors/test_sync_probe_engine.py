@@ -5,8 +5,7 @@ import json
 import pytest
 
 import actors.factory
-from actors.workers.rollout import RolloutWorker
-from actors.workers.rollout_pool import RolloutPool
+from actors.workers.rollout import RolloutPool, RolloutWorker
 from grpo_dist.cli import main
 from tests.support.real_runs import TINY
 

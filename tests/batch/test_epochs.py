@@ -8,8 +8,7 @@ import torch
 
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
-from grpo_dist.batch.epochs import redrawn, regrouped
-from grpo_dist.batch.rows import split_updates
+from grpo_dist.batch.rows import redrawn, regrouped, split_updates
 from grpo_dist.batch.shared_prefixes import shared_prefixes
 from grpo_dist.config.files import ConfigError, load_config
 from grpo_dist.loop.groups import ScoredBatch, ScoredGroup

@@ -5,9 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_dist.batch.epochs import redrawn, regrouped
-from grpo_dist.batch.rows import split_updates
-from grpo_dist.batch.streams import with_demonstrations
+from grpo_dist.batch.rows import redrawn, regrouped, split_updates, with_demonstrations
 from grpo_dist.environments.dialogue import Dialogue
 from grpo_dist.loop.metrics import rollout_metrics
 from grpo_dist.observe.samples import write_groups

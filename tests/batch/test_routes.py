@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from grpo_dist.batch.rows import context_ids, make_batch, split_updates
-from grpo_dist.batch.streams import with_demonstrations
+from grpo_dist.batch.rows import context_ids, make_batch, split_updates, with_demonstrations
 from grpo_dist.environments.dialogue import Dialogue
 from grpo_dist.policy.attention import block_spans
 from grpo_dist.policy.micro_batches import MicroBatches

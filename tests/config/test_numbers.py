@@ -17,7 +17,7 @@ from grpo_dist.batch.rows import sampled_tokens
 from grpo_dist.batch.signal import SignalRule
 from grpo_dist.config.files import load_config
 from grpo_dist.loop.groups import ScoredGroup
-from grpo_dist.loop.kl_controller import KLController
+from grpo_dist.loop.sampling_schedule import KLController
 from grpo_dist.loop.updates import make_updates
 from grpo_dist.policy.loss import Objective, batch_loss, finish_stats
 from grpo_dist.policy.preparation import EntropyBonus, Preparation

@@ -10,8 +10,7 @@ import pytest
 from grpo_dist.config import DataConfig
 from grpo_dist.data.order import Curriculum, OrderState, shuffled, step_prompts
 from grpo_dist.data.stream import Mixture, PromptStream, check_weights, most_at_once
-from grpo_dist.loop.admission import Admission
-from grpo_dist.loop.pipeline import build_order
+from grpo_dist.loop.pipeline import Admission, build_order
 from tests.support import fakes
 from tests.support.made_groups import group, group_of
 

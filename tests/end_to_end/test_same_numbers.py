@@ -94,8 +94,6 @@ def test_evaluation_on_an_engine_of_its_own_has_the_same_numbers_to_the_last_dig
     run(tmp_path, *EVERY_STEP, OWN)
     assert_same(tmp_path, usual)
     assert_no_snapshot_is_left(tmp_path)
-    events = (tmp_path / "runs/run/events.jsonl").read_text()
-    assert "sync probe of evaluation-0 at version" in events  # compared, or left out where it came too late
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from math import comb
 import numpy as np
 import pytest
 
+from grpo_dist.algorithms.intervals import wilson
 from grpo_dist.driver import run
 from grpo_dist.errors import SamplesFailed
 from grpo_dist.evaluation.estimates import (
@@ -26,7 +27,6 @@ from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.types import ToolCall, Turn
-from grpo_dist.types.intervals import wilson
 from tests.support import fakes
 from tests.support.patience import HANG_S
 

@@ -21,20 +21,20 @@ class Teacher:
     def __init__(self, value):
         self.value, self.asked = value, []
 
-    async def logprobs(self, prompt, rollouts):
+    async def logprobs(self, prompt, rollouts, top_k=0):
         self.asked.append(prompt)
-        return [np.full(len(r.completion_ids), self.value, np.float32) for r in rollouts]
+        return [TeacherLogprobs(np.full(len(r.completion_ids), self.value, np.float32)) for r in rollouts]
 
 
 class Distributed(Teacher):
     """Also gives likeliest tokens: 40, 41 ... at every place, the first with the log-prob ``value``."""
 
-    async def top_logprobs(self, prompt, rollouts, top_k):
+    async def logprobs(self, prompt, rollouts, top_k=0):
         def of_row(sampled):
             ids = np.tile(np.arange(40, 40 + top_k, dtype=np.int32), (len(sampled), 1))
             return TeacherLogprobs(sampled, ids, np.float32(self.value) - (ids - 40).astype(np.float32))
 
-        return [of_row(sampled) for sampled in await self.logprobs(prompt, rollouts)]
+        return [of_row(own.sampled) for own in await super().logprobs(prompt, rollouts)]
 
 
 class EqualRewards(fakes.World):
@@ -197,7 +197,7 @@ class CountingReference(EqualRewards):
         super().__init__(jitter=False)
         self.asked = Counter()
 
-    async def logprobs(self, prompt, rollouts):
+    async def logprobs(self, prompt, rollouts, top_k=0):
         self.asked[prompt.uid, len(prompt.token_ids)] += 1
         return await super().logprobs(prompt, rollouts)
 
@@ -207,10 +207,10 @@ class CountingReference(EqualRewards):
 
 def test_the_reference_that_teaches_with_likeliest_tokens_is_still_asked_once_for_the_kl_term():
     class Reference(CountingReference):
-        async def top_logprobs(self, prompt, rollouts, top_k):
-            sampled, size = await self.logprobs(prompt, rollouts), (2, top_k)
+        async def logprobs(self, prompt, rollouts, top_k=0):
+            plain, size = await super().logprobs(prompt, rollouts), (2, top_k)
             ids, top = np.zeros(size, np.int32), np.zeros(size, np.float32)
-            return [TeacherLogprobs(own, ids, top) for own in sampled]
+            return [TeacherLogprobs(own.sampled, ids, top) for own in plain]
 
     config = fakes.config(
         steps=1,

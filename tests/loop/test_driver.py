@@ -14,7 +14,7 @@ from grpo_dist.data.stream import PromptStream
 from grpo_dist.driver import run
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.loop.pipeline import build_order
-from grpo_dist.types import Group
+from grpo_dist.types import Group, TeacherLogprobs
 from tests.support import fakes
 
 DEMO = [{"path": "demo:add3"}]
@@ -321,8 +321,7 @@ def test_groups_without_a_signal_are_replaced_by_further_prompts():
         extra = world.logged[step]["group/extra_prompts"]
         assert world.logged[step]["group/no_signal_share"] == pytest.approx(extra / (4 + extra))
         assert world.logged[step]["rollout/tokens"] == 2 * 2 * (4 + extra)
-        cost = [world.logged[step][f"group/{name}_per_trained"] for name in ("samples", "tokens")]
-        assert cost == [(4 + extra) / 4] * 2
+        assert world.logged[step]["group/samples_per_trained"] == (4 + extra) / 4
     sampled = len(world.sampled)
     assert sampled == 12 + sum(world.logged[s]["group/extra_prompts"] for s in (1, 2, 3)) > 12
 
@@ -465,8 +464,9 @@ def test_batches_are_trained_with_the_refreshed_reference(staleness):
     async def refresh():
         renewals.append(world.version)
 
-    async def logprobs(prompt, rollouts):
-        return [np.full(len(r.completion_ids), -1.0 - len(renewals), np.float32) for r in rollouts]
+    async def logprobs(prompt, rollouts, top_k=0):
+        values = [np.full(len(r.completion_ids), -1.0 - len(renewals), np.float32) for r in rollouts]
+        return list(map(TeacherLogprobs, values))
 
     world.refresh, world.logprobs = refresh, logprobs
     workers = dataclasses.replace(world.workers(reference=True), reference_sync=world)

@@ -135,6 +135,9 @@ def test_the_samples_of_many_groups_are_sent_in_one_piece_and_arrive_unchanged(g
         scores = pickle.loads(pickle.dumps(group.scores()))
         arrived = Group.from_scores(group.prompt, back.group(i), scores)
         assert same_group(arrived, group)
+        for rollout in arrived.rollouts:  # a group that is kept keeps no other's
+            assert not np.shares_memory(rollout.completion_ids, back.numbers)
+            assert not rollout.logprobs.flags.writeable
         assert same_group(copy.deepcopy(group), group)
 
 
@@ -160,16 +163,6 @@ def test_samples_with_fields_of_unequal_length_are_not_packed():
     with pytest.raises(AssertionError, match="differ in length"):
         PackedSamples.from_groups([[short]])
     assert PackedSamples.from_groups([[], [rollout]]).group(0) == ()
-
-
-def test_a_batch_arrives_unchanged_in_its_own_memory():
-    batch = made_groups.batch()
-    buffers = []
-    sent = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
-    arrived = pickle.loads(sent, buffers=[bytes(b) for b in buffers])
-    check_equal(arrived, batch)
-    arrived.tokens.zero_()  # fails in read-only memory
-    assert sum(len(bytes(b)) for b in buffers) > 0.9 * len(sent)
 
 
 @pytest.mark.parametrize("rows", [[0, 2, 5], [], [3, 1]])

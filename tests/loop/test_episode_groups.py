@@ -9,6 +9,7 @@ import pytest
 from grpo_dist.batch.token_values import values_of_rows
 from grpo_dist.driver import run
 from grpo_dist.loop.groups import ScoredGroup
+from grpo_dist.types import TeacherLogprobs
 from tests.support import fakes, made_groups
 from tests.support.tiers import slow_after
 
@@ -32,8 +33,9 @@ class Episodes(fakes.World):
         rewards = np.array([float(r.completion_ids[0] % 2) for r in rollouts], np.float32)
         return made_groups.Group(prompt, rollouts, rewards, {"fake": rewards}, ("correct",) * len(rollouts))
 
-    async def logprobs(self, prompt, rollouts):
-        return [np.full(len(row.completion_ids), -1.0, np.float32) for r in rollouts for row in r.rows]
+    async def logprobs(self, prompt, rollouts, top_k=0):
+        rows = [row for r in rollouts for row in r.rows]
+        return [TeacherLogprobs(np.full(len(row.completion_ids), -1.0, np.float32)) for row in rows]
 
     async def token_logprobs(self):
         found = {}

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from grpo_dist.data.order import Curriculum
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.driver import run
-from grpo_dist.loop.admission import Admission
 from grpo_dist.loop.first_come import PIPELINES, FirstCome, Launch, Launches, LengthBias, choice
+from grpo_dist.loop.pipeline import Admission
 from grpo_dist.runs.checkpoint import Checkpoints
 from grpo_dist.runs.resume import load_progress, load_state
-from grpo_dist.types import Group, Rollout
+from grpo_dist.types import Group, Rollout, TeacherLogprobs
 from tests.support import fakes
 from tests.support.made_groups import group_of
 from tests.support.tiers import slow_after
@@ -254,8 +254,9 @@ def test_the_reference_is_renewed_under_groups_that_are_carried_over():
     class Refreshed(Timed):
         reference = 0.0
 
-        async def logprobs(self, prompt, rollouts):
-            return [np.full(len(r.completion_ids), self.reference, np.float32) for r in rollouts]
+        async def logprobs(self, prompt, rollouts, top_k=0):
+            values = [np.full(len(r.completion_ids), self.reference, np.float32) for r in rollouts]
+            return list(map(TeacherLogprobs, values))
 
         async def refresh(self):
             self.reference -= 1.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_dist.config import KLConfig
-from grpo_dist.loop.kl_controller import KLController
+from grpo_dist.loop.sampling_schedule import KLController
 from grpo_dist.policy.loss import batch_loss, finish_stats
 from tests.support import made_groups
 from tests.support.losses import objective

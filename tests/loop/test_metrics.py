@@ -109,7 +109,6 @@ def test_the_cost_of_a_step_by_hand():
     assert sampling_cost(groups, discarded, {0}) == {
         "group/extra_prompts": 1.0,
         "group/samples_per_trained": 3.5,
-        "group/tokens_per_trained": 3.0,
     }
     assert sampling_cost(groups, [], set()) == {"group/extra_prompts": 0.0}
 

@@ -13,7 +13,7 @@ import torch
 
 from grpo_dist.driver import run
 from grpo_dist.loop import staging, updates
-from grpo_dist.loop.score_norms import score_norms_of
+from grpo_dist.loop.updates import score_norms_of
 from tests.support import fakes, made_groups
 from tests.support.losses import check_equal
 from tests.support.patience import HANG_S

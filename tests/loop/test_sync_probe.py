@@ -18,7 +18,6 @@ from grpo_dist.runs.identity import fingerprint
 from grpo_dist.types import HeldRoutes
 from tests.support import fakes
 from tests.support.fakes import LOGPROB, Probed, Probes
-from tests.support.patience import HANG_S
 
 
 def config(every=20, above=None, **changes) -> Config:
@@ -141,68 +140,6 @@ def test_an_engine_that_never_serves_ends_the_probe_at_the_deadline_of_sampling(
     world.serving.clear()
     with pytest.raises(TimeoutError, match=r"sync probe: samples of version 0: not finished within 0\.2 s"):
         train(world, config(0, steps=1, cluster={"timeouts": {"sample_s": 0.2}}))
-
-
-# --- engines of evaluation
-
-
-class Evaluating(Probes):
-    """`evaluation-0` holds versions 0 and 2, and answers from version ``since`` on."""
-
-    def __init__(self, world, since):
-        super().__init__(world)
-        self.since, self.waits = since, 0
-
-    def engines(self, version):
-        own = dict(self._world.serving)
-        return own if version in (0, 2) else {n: e for n, e in own.items() if n != "evaluation-0"}
-
-    async def sample(self, engine, *request):
-        if self._world.name_of(engine) == "evaluation-0" and self._world.version < self.since:
-            self.waits += 1
-            await asyncio.Event().wait()
-        return await super().sample(engine, *request)
-
-
-def train_with_evaluation(world, since, **changes):
-    probes = Evaluating(world, since)
-    workers = dataclasses.replace(world.workers(), probe=probes)
-
-    async def session():
-        await asyncio.wait_for(run(config(**changes), workers, fakes.prompts(40), [], world, world), HANG_S)
-        assert [task for task in asyncio.all_tasks() if "probe" in task.get_name()] == []
-
-    asyncio.run(session())
-    return probes.waits
-
-
-def test_no_update_waits_for_an_engine_of_evaluation_which_is_compared_at_a_later_version():
-    world = Probed(("rollout-0", "evaluation-0"))
-    assert train_with_evaluation(world, 2, every=0, steps=4) == 1
-    assert world.probed == {0: ["rollout-0"], 2: ["evaluation-0"]} and len(world.updates) == 4
-    late, compared = [note for note in world.notes if "evaluation-0" in note]
-    assert (
-        late.startswith("sync probe of evaluation-0 at version 0: left out")
-        and "at version 2: 0 nats" in compared
-    )
-    assert [step for step in sorted(world.logged) if "probe/logprob_diff_mean" in world.logged[step]] == [1]
-
-
-def test_a_wrong_engine_of_evaluation_that_loads_in_time_ends_the_run():
-    world = Probed(("rollout-0", "evaluation-0"))
-    world.error["evaluation-0"] = 0.5
-    with pytest.raises(Unhealthy, match=r"step 3: .*: evaluation-0 and the policy differ by 0\.5 nats"):
-        train_with_evaluation(world, 2, every=0, steps=4)
-    assert len(world.updates) == 2
-
-
-def test_an_engine_of_evaluation_does_not_stand_in_for_those_of_training():
-    """It is compared; the first update still waits for an engine that it trains on."""
-    world = Probed(("rollout-0", "evaluation-0"))
-    world.serving.pop("rollout-0")
-    with pytest.raises(TimeoutError, match="sync probe: samples of version 0"):
-        train_with_evaluation(world, 0, every=0, steps=1, cluster={"timeouts": {"sample_s": 0.5}})
-    assert not world.updates
 
 
 # --- what

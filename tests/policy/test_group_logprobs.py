@@ -37,7 +37,7 @@ def test_each_row_of_an_episode_has_the_log_probs_of_the_row_alone_and_0_for_giv
     for group, own in zip(groups, found, strict=True):
         rows = [row for r in group.rollouts for row in r.rows]
         assert len(own) == len(rows) > len(group.rollouts)
-        for row, values in zip(rows, own, strict=True):
+        for row, values in zip(rows, (taught.sampled for taught in own), strict=True):
             context = context_ids(group.prompt, row)
             tokens = torch.from_numpy(np.concatenate([context, row.completion_ids])).long()[None]
             mask = torch.ones_like(tokens, dtype=torch.bool)
@@ -56,7 +56,7 @@ def test_samples_have_the_log_probs_of_the_temperature_that_they_were_drawn_at(t
     def at(*temperatures):
         rollouts = [replace(r, temperature=t) for r, t in zip(group.rollouts, temperatures, strict=True)]
         micro = MicroBatches(10_000, kernel, 1, CPU)
-        return group_logprobs(module, [(group.prompt, rollouts)], micro)[0]
+        return [own.sampled for own in group_logprobs(module, [(group.prompt, rollouts)], micro)[0]]
 
     hot, own, mixed = at(*[1.6] * 4), at(*[None] * 4), at(1.6, 0.8, 1.6, 0.8)
     for i in range(4):
@@ -76,7 +76,7 @@ def test_the_likeliest_tokens_of_a_row_are_those_of_the_row_alone(tiny_model, ke
     for group, own, same in zip(groups, found, plain, strict=True):
         rows = [row for r in group.rollouts for row in r.rows]
         for row, taught, values in zip(rows, own, same, strict=True):
-            np.testing.assert_array_equal(taught.sampled, values)
+            np.testing.assert_array_equal(taught.sampled, values.sampled)
             context = context_ids(group.prompt, row)
             tokens = torch.from_numpy(np.concatenate([context, row.completion_ids])).long()[None]
             with torch.no_grad():

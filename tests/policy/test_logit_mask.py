@@ -178,7 +178,7 @@ def test_every_wanted_token_of_a_micro_batch_has_its_own_mask(tiny_model, kernel
         (first, *_), *_ = group_logprobs(module, sampled, micro)
         mask = batch.policy.mask[0]
         columns = mask.nonzero()[:, 0]
-        ours = torch.from_numpy(first[groups[0].rollouts[0].sampled]).double()
+        ours = torch.from_numpy(first.sampled[groups[0].rollouts[0].sampled]).double()
         torch.testing.assert_close(ours, exact_logprobs(alone, batch, 0)[columns], rtol=1e-5, atol=1e-5)
 
 

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_dist.batch.rows import make_batch, split_updates
-from grpo_dist.batch.streams import batch_of, with_demonstrations
+from grpo_dist.batch.rows import batch_of, make_batch, split_updates, with_demonstrations
 from grpo_dist.policy.loss import batch_loss, finish_stats
 from grpo_dist.types import TeacherLogprobs, TeacherStream, TrainBatch
 from tests.support import made_groups

@@ -46,7 +46,7 @@ class Mixture(fakes.World):
     def workers(self, reference=False):
         return dataclasses.replace(super().workers(reference), probe=self)
 
-    def engines(self, version):
+    def engines(self):
         return {"rollout-0": self}
 
     async def sample(self, *request, **how):

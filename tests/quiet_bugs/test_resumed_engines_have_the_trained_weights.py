@@ -56,7 +56,7 @@ class Probes:
     def __init__(self, world):
         self.world = world
 
-    def engines(self, version):
+    def engines(self):
         return {"rollout-0": self.world.serving}
 
     async def sample(self, engine, prompts, seeds, sampling):

@@ -6,7 +6,7 @@ import signal
 import time
 from dataclasses import replace
 
-from actors.lifecycle.probe import Health, Probeable
+from actors.lifecycle.calls import Health, Probeable
 from actors.workers.exchange import from_arguments
 from tests.support.simulated_actors import SimulatedReward, SimulatedRollout
 
@@ -77,5 +77,5 @@ class Frozen(Probeable):
     def ready(self):
         """Up."""
 
-    def logprobs(self, prompt, samples):
+    def logprobs(self, prompt, samples, top_k):
         return [len(rollout) for rollout in from_arguments(samples, ())]

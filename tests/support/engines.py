@@ -24,8 +24,7 @@ from vllm.distributed import (
 from actors.evaluation_engines import EvaluationEngines
 from actors.weight_sync import WeightSync
 from actors.workers.engine_settings import EngineSpec
-from actors.workers.rollout import RolloutWorker
-from actors.workers.rollout_pool import RolloutPool
+from actors.workers.rollout import RolloutPool, RolloutWorker
 from grpo_dist.config import (
     ModelConfig,
     OptimizerConfig,

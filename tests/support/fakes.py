@@ -17,7 +17,7 @@ from grpo_dist.config import Config
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.updates import make_updates
-from grpo_dist.types import Group, Prompt, Rollout
+from grpo_dist.types import Group, Prompt, Rollout, TeacherLogprobs
 from grpo_dist.workers import Workers
 
 
@@ -90,8 +90,8 @@ class World:
         rewards = np.array([float(r.completion_ids[0] % 2) for r in rollouts], np.float32)
         return Group(prompt, rollouts, rewards, {"fake": rewards}, ("correct",) * len(rollouts))
 
-    async def logprobs(self, prompt, rollouts):
-        return [np.full(len(r.completion_ids), -1.0, np.float32) for r in rollouts]
+    async def logprobs(self, prompt, rollouts, top_k=0):
+        return [TeacherLogprobs(np.full(len(r.completion_ids), -1.0, np.float32)) for r in rollouts]
 
     def stage(self, batches, *, keep_logprobs, later_epochs=()):
         self.keeps_logprobs.append(keep_logprobs)
@@ -278,7 +278,7 @@ class Probes:
     def __init__(self, world):
         self._world = world
 
-    def engines(self, version):
+    def engines(self):
         return dict(self._world.serving)
 
     async def sample(self, engine, prompts, seeds, sampling):

@@ -30,7 +30,7 @@ import sys; sys.modules["mlflow"] = None  # as `PolicyWorker.start`
 import deepspeed, deepspeed.runtime.zero.stage3, deepspeed.runtime.zero.stage_1_and_2, deepspeed.ops.adam
 import transformers.models.qwen2.modeling_qwen2, transformers.integrations, peft
 from transformers import AutoModelForCausalLM, AutoTokenizer
-import actors.workers.policy_group, grpo_dist.policy.trainer
+import actors.workers.policy, grpo_dist.policy.trainer
 """
 
 
@@ -59,11 +59,11 @@ class Parent:
     @contextmanager
     def in_the_place_of_ray(self):
         """Fork the ranks of every `PolicyGroup` made in the block."""
-        from actors.workers import policy_group
+        from actors.workers import policy
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(policy_group, "one_at_a_time", self._remote_class)
-            patch.setattr(policy_group, "kill", lambda ranks: [rank.end() for rank in ranks])
+            patch.setattr(policy, "one_at_a_time", self._remote_class)
+            patch.setattr(policy, "kill", lambda ranks: [rank.end() for rank in ranks])
             yield
 
 

@@ -8,8 +8,7 @@ from grpo_dist.batch.credit_assignment import AdvantageSettings
 from grpo_dist.config import AlgorithmConfig, DistillationConfig
 from grpo_dist.config.base import member_called, members
 from grpo_dist.policy.loss import Objective
-from grpo_dist.types import Denominators, PolicyStream, TrainBatch
-from grpo_dist.types.rows import TensorRecord
+from grpo_dist.types import Denominators, PolicyStream, TensorRecord, TrainBatch
 
 
 def objective(*, distillation=None, demonstration_coef=0.0, supervised=False, code_paths=(), **algorithm):

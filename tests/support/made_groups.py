@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from grpo_dist.batch.rows import make_batch
+from grpo_dist.batch.rows import make_batch, with_demonstrations
 from grpo_dist.batch.sharding import rows_of_ranks
-from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.data.demonstrations import Demonstration, load_demonstrations
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.types import (

@@ -1,11 +1,9 @@
 """What a plan and a placement start from, and times of stages and reward models that are planned."""
 
 from dataclasses import dataclass, field
-from functools import partial
 
 from rich.console import Console
 
-from actors.placement.fitting import nearest
 from actors.placement.reservation import Reservation
 from grpo_dist.config import Config
 from grpo_dist.config.rewards import OutcomeModelConfig
@@ -34,9 +32,7 @@ def shape(ranks, engines, tensor_parallel=1, where="auto", **changes):
 
 async def reserved(wanted, demands):
     """Return the reservation of a training run."""
-    return await Reservation.acquire(
-        demands, wanted.cluster, partial(nearest, wanted, training=True), name=wanted.name
-    )
+    return await Reservation.acquire(demands, wanted.cluster, name=wanted.name)
 
 
 # Sizes of the model of a configuration, for tests of the plan.

@@ -10,10 +10,8 @@ import torch
 from actors.lifecycle.team import ActorSpec
 from actors.weight_sync import WeightSync
 from actors.workers.engine_settings import EngineSpec
-from actors.workers.policy import PolicyWorker
-from actors.workers.policy_group import PolicyGroup, PolicySpec
-from actors.workers.rollout import RolloutWorker
-from actors.workers.rollout_pool import RolloutPool
+from actors.workers.policy import PolicyGroup, PolicySpec, PolicyWorker
+from actors.workers.rollout import RolloutPool, RolloutWorker
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import (
     AlgorithmConfig,

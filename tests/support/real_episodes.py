@@ -9,8 +9,7 @@ import torch
 from actors.weight_sync import WeightSync
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.environment import EnvironmentPool
-from actors.workers.rollout import RolloutWorker
-from actors.workers.rollout_pool import RolloutPool
+from actors.workers.rollout import RolloutPool, RolloutWorker
 from grpo_dist.config import (
     DataConfig,
     EnvironmentsConfig,

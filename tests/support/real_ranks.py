@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from actors.lifecycle.team import ActorSpec
-from actors.workers.policy import PolicyWorker
-from actors.workers.policy_group import PolicyGroup, PolicySpec
+from actors.workers.policy import PolicyGroup, PolicySpec, PolicyWorker
 from grpo_dist.config import (
     AlgorithmConfig,
     KLConfig,

@@ -14,7 +14,6 @@ import tempfile
 import uuid
 from collections import Counter
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,6 @@ async def reservations():
 async def assignment():
     """Two nodes of 8 GPUs, over which Ray mixes equal bundles: each role gets a whole node."""
     from actors.placement.demands import Resources, placement
-    from actors.placement.fitting import nearest
     from tests.support.plans import reserved, shape
 
     def indices(role):
@@ -168,12 +166,11 @@ async def assignment():
                 await asyncio.sleep(0.1)
         cluster.add_node(**node)
         kept = indices("rollout")
-        would_fit = partial(nearest, wanted, training=True)
-        await reservation.wait_ready(wanted.cluster, would_fit, only="policy")
+        await reservation.wait_ready(wanted.cluster, only="policy")
         (news,) = nodes("policy")
         assert news not in (ours, theirs) and indices("rollout") == kept
         assert nodes("rollout") == {theirs}
-        await reservation.wait_ready(wanted.cluster, would_fit)
+        await reservation.wait_ready(wanted.cluster)
         assert nodes("policy") != nodes("rollout")
         assert len(nodes("policy")) == len(nodes("rollout")) == 1
         print("whole nodes again", flush=True)
@@ -267,8 +264,7 @@ async def spilling(store_mb=80, count=6, batch_mb=40):
     from ray._private.internal_api import memory_summary
 
     from actors.lifecycle.team import ActorSpec
-    from actors.workers.policy import PolicyWorker
-    from actors.workers.policy_group import PolicyGroup, PolicySpec
+    from actors.workers.policy import PolicyGroup, PolicySpec, PolicyWorker
     from grpo_dist.config import ModelConfig, PolicyConfig, TimeoutsConfig
     from grpo_dist.policy.loss import Objective
     from grpo_dist.policy.trainer import TrainerSettings

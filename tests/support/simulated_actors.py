@@ -104,9 +104,9 @@ async def ray_workers(config: Config, prompts: list[Prompt], turns: int = 0) -> 
     """Yield the real handles, with as many simulated actors as the ``config`` has workers of each role."""
     # Light: each simulated rollout process imports this module.
     from actors.lifecycle.team import ActorSpec
-    from actors.workers.policy_group import PolicyGroup, PolicySpec
+    from actors.workers.policy import PolicyGroup, PolicySpec
     from actors.workers.reward import RewardPool
-    from actors.workers.rollout_pool import RolloutPool
+    from actors.workers.rollout import RolloutPool
     from grpo_dist.workers import Workers
 
     actors = ActorSpec({"num_cpus": 0})

@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
+from grpo_dist.algorithms.intervals import Z95
 from grpo_dist.config.differences import changes
 from grpo_dist.data.files import json_lines
 from grpo_dist.errors import UserError, as_user_errors
@@ -25,7 +26,6 @@ from grpo_dist.evaluation.estimates import student
 from grpo_dist.runtime.files import read_json, write_text
 from grpo_dist.runtime.tables import make_table, print_lines, wide_console
 from grpo_dist.tools.evaluate.result import ALL, PROBLEMS, RESULT, headings
-from grpo_dist.types.intervals import Z95
 
 MCNEMAR = "McNemar, exact"
 SIGN_FLIPS = "sign flips, exact"

@@ -55,7 +55,7 @@ from grpo_dist.tools.plan.models import FrozenModel
 from grpo_dist.tools.plan.rates import Rates, UpdateWork
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.tools.plan.workload import Workload
-from grpo_dist.types import Group, Prompt, Rollout, Sampling, has_signal
+from grpo_dist.types import Group, Prompt, Rollout, Sampling, TeacherLogprobs, has_signal
 from grpo_dist.workers import RolloutsRef, Workers
 
 Bars = dict[str, list[Span]]  # of each worker, on the clock of the running loop
@@ -665,9 +665,11 @@ class TimedScorer:
         async with self._gpus.turn(self._turn):
             await _sleep_until(self.reserve(prompt, rollouts))
 
-    async def logprobs(self, prompt: Prompt, rollouts: RolloutsRef) -> list[np.ndarray]:
+    async def logprobs(
+        self, prompt: Prompt, rollouts: RolloutsRef, top_k: int = 0
+    ) -> list[TeacherLogprobs]:
         await self.score(prompt, rollouts)
-        return [np.zeros(1, np.float32) for _ in rollouts]
+        return [TeacherLogprobs(np.zeros(1, np.float32)) for _ in rollouts]
 
 
 class TimedRewards:

@@ -10,8 +10,7 @@ from ray.exceptions import ActorDiedError
 
 from actors.cluster import QUEUEING
 from actors.lifecycle.calls import one_at_a_time
-from actors.lifecycle.team import ActorSpec
-from actors.lifecycle.usage import ActorUsage
+from actors.lifecycle.team import ActorSpec, ActorUsage
 from actors.workers.exchange import ScoringActor
 from actors.workers.reward import RewardPool
 from grpo_dist.config import RewardsConfig

@@ -10,7 +10,7 @@ import ray
 
 from actors.lifecycle.team import ActorSpec, GuestSpec
 from actors.placement.elasticity import Elasticity
-from actors.workers.rollout_pool import RolloutPool
+from actors.workers.rollout import RolloutPool
 from grpo_dist.config import RestartsConfig, RolloutConfig
 from grpo_dist.errors import StateLost
 from tests.actors.lifecycle.test_supervision import OPTIONS, fetched

@@ -19,7 +19,7 @@ from ray.exceptions import (
 
 from actors.cluster import Cluster
 from actors.lifecycle import team
-from actors.lifecycle.probe import Health
+from actors.lifecycle.calls import Health
 from actors.lifecycle.team import ActorSpec, Team
 from actors.workers.exchange import StoredGroups, StoredSamples
 from actors.workers.reward import RewardPool
@@ -231,9 +231,9 @@ class LosesSamples(fakes.World):
         self._read("score", prompt)
         return await super().score(prompt, rollouts)
 
-    async def logprobs(self, prompt, rollouts):
+    async def logprobs(self, prompt, rollouts, top_k=0):
         self._read("logprobs", prompt)
-        return await super().logprobs(prompt, rollouts)
+        return await super().logprobs(prompt, rollouts, top_k)
 
     @property
     def lost(self):

@@ -8,8 +8,7 @@ import pytest
 from ray.exceptions import RayError, RayTaskError, UnserializableException
 from vllm.exceptions import VLLMValidationError
 
-from actors.lifecycle.calls import reason
-from actors.lifecycle.probe import Probeable
+from actors.lifecycle.calls import Probeable, reason
 from actors.workers.environment import EnvironmentWorker
 from actors.workers.reward import RewardWorker
 from grpo_dist.errors import Rollback, UserError, find_cause

@@ -18,7 +18,7 @@ from actors.lifecycle.calls import kill, one_at_a_time, result
 from actors.lifecycle.team import ActorSpec, Team, WorkerLost
 from actors.workers.reference import ReferencePool
 from actors.workers.reward import RewardPool
-from actors.workers.rollout_pool import RolloutPool
+from actors.workers.rollout import RolloutPool
 from grpo_dist.config import (
     ModelConfig,
     ReferenceConfig,

@@ -16,8 +16,7 @@ import ray
 from ray.exceptions import RayActorError
 
 import actors.lifecycle.calls
-from actors.lifecycle.calls import deadline_of, kill, numbered, one_at_a_time, where_stuck
-from actors.lifecycle.probe import Probeable
+from actors.lifecycle.calls import Probeable, deadline_of, kill, numbered, one_at_a_time, where_stuck
 from actors.lifecycle.team import ActorSpec, Team
 from grpo_dist.config import RestartsConfig
 from grpo_dist.runtime import stacks

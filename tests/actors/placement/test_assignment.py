@@ -124,11 +124,11 @@ def indices(made, role):
 def test_a_reservation_assigns_its_bundles_whenever_ray_has_placed_them(monkeypatch):
     tables(monkeypatch, "", "abab", "", "bbaa", "cbab")
     made, cluster_config = Reservation(row("policy", 2) + row("rollout", 2), "group"), config().cluster
-    asyncio.run(made.wait_ready(cluster_config, lambda nodes: None))
+    asyncio.run(made.wait_ready(cluster_config))
     assert (indices(made, "policy"), indices(made, "rollout")) == ([0, 2], [1, 3])
-    asyncio.run(made.wait_ready(cluster_config, lambda nodes: None, only="policy"))
+    asyncio.run(made.wait_ready(cluster_config, only="policy"))
     assert (indices(made, "policy"), indices(made, "rollout")) == ([0, 2], [1, 3])
-    asyncio.run(made.wait_ready(cluster_config, lambda nodes: None))
+    asyncio.run(made.wait_ready(cluster_config))
     assert (indices(made, "policy"), indices(made, "rollout")) == ([1, 3], [0, 2])
 
 
@@ -142,7 +142,7 @@ def test_workers_with_shares_follow_their_gpu(monkeypatch):
     ]
     tables(monkeypatch, "abab")
     made = Reservation(wanted, "group")
-    asyncio.run(made.wait_ready(asked.cluster, lambda nodes: None))
+    asyncio.run(made.wait_ready(asked.cluster))
     assert Counter(indices(made, "reward_models")) == {2: 2, 3: 2}
     assert indices(made, "reward_models") == [2, 3, 2, 3]  # a copy of each model on each GPU
 
@@ -162,7 +162,7 @@ class _Moved:
     def __init__(self):
         self.asked = []
 
-    async def wait_ready(self, cluster, nearest, *, only=None):
+    async def wait_ready(self, cluster, *, only=None):
         self.asked.append(only)
 
     def release(self):

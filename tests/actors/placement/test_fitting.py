@@ -1,25 +1,19 @@
-"""What fits on the nodes of a cluster, which smaller run would, and the message when it does not."""
+"""What fits on the nodes of a cluster, and the message when it does not."""
 
 import asyncio
-from functools import partial
 
 import pytest
 import ray
 
 from actors import cluster, connection
 from actors.placement.demands import Resources, placement
-from actors.placement.fitting import Bundle, Node, bundles, fits, grown, nearest, no_room, too_large
+from actors.placement.fitting import Bundle, Node, bundles, fits, grown, no_room, too_large
 from actors.placement.reservation import Reservation
 from grpo_dist.config import AutoscalingConfig
 from grpo_dist.errors import UserError
 from tests.support.plans import config, shape
 
 GPU = Bundle("policy", gpus=1, cpus=1)
-
-
-def refusal(asked, wanted, nodes):
-    training = any(bundle.role == "policy" for bundle in wanted)
-    return no_room(wanted, nodes, asked.cluster, partial(nearest, asked, training=training))
 
 
 def node(name, gpus, free_gpus, cpus=64.0, free_cpus=None):
@@ -96,43 +90,6 @@ def test_a_worker_larger_than_every_node_is_reported_at_once():
     ]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "free", "near"),
-    [
-        ((4, 4, 1), [8], {}),
-        ((4, 4, 1), [7], {"rollout.num_workers": 3}),  # three ranks cannot share the step's samples
-        ((1, 4, 1), [4], {"rollout.num_workers": 3}),
-        ((1, 1, 8), [4, 4], {"rollout.tensor_parallel_size": 4}),
-        ((2, 2, 4), [6], {"rollout.num_workers": 1}),
-        ((8, 8, 1), [1, 1], {"policy.num_workers": 1, "rollout.num_workers": 1}),
-        ((4, 4, 1), [1], None),
-        ((2, 2, 2), [0, 0], None),  # which is no cluster without GPUs
-    ],
-)
-def test_the_nearest_run_that_fits_keeps_most(wanted, free, near):
-    """Of ranks, engines, and GPUs of an engine, the product of the shares that are kept is the greatest."""
-    nodes = [node(str(i), 8, gpus) for i, gpus in enumerate(free)]
-    assert nearest(shape(*wanted, where="separate"), nodes, training=True) == near
-
-
-def test_engines_can_be_put_on_the_policys_gpus_where_nothing_excludes_it():
-    """Eight GPUs are enough for both, so that `auto` has them apart, but four of them are taken."""
-    nodes = [node("a", 8, 4)]
-    assert nearest(shape(4, 4), nodes, training=True) == {"cluster.placement": "colocated"}
-    assert nearest(shape(4, 4), [node("a", 8, 8)], training=True) == {}
-    ahead = shape(4, 4, max_staleness=1)
-    assert nearest(ahead, nodes, training=True) == {"policy.num_workers": 2, "rollout.num_workers": 2}
-
-
-def test_sampling_stops_running_ahead_only_where_nothing_else_fits():
-    ahead = shape(4, 4, max_staleness=1)
-    on_policy = {"max_staleness": 0, "cluster.placement": "colocated"}
-    fewer = {"policy.num_workers": 1, "rollout.num_workers": 1}
-    assert nearest(ahead, [node("a", 8, 2)], training=True) == fewer
-    assert nearest(ahead, [node("a", 8, 1)], training=True) == on_policy | fewer
-    assert nearest(shape(4, 4, where="separate", max_staleness=1), [node("a", 8, 1)], training=True) is None
-
-
 def test_gpus_that_suffice_in_total_but_not_per_node_are_reported_at_once():
     """Four engines of 4 GPUs and two ranks are 18 GPUs, and three nodes of 6 take one engine each."""
     wanted = bundles(placement(shape(2, 4, 4, where="separate"), Resources(99, 18, 33), training=True))
@@ -144,7 +101,7 @@ def test_gpus_that_suffice_in_total_but_not_per_node_are_reported_at_once():
 def test_capacity_that_came_too_late_is_reported():
     asked = shape(1, 1, where="separate")
     wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=True))
-    assert str(refusal(asked, wanted, [node("a", 8, 8)])).endswith("start it again")
+    assert str(no_room(wanted, [node("a", 8, 8)], asked.cluster)).endswith("start it again")
 
 
 def test_nodes_that_an_autoscaler_adds_count_once():
@@ -156,13 +113,12 @@ def test_nodes_that_an_autoscaler_adds_count_once():
     assert grown([worker, worker, worker], to) == [worker] * 3
     asked = _growing(shape(1, 1, where="separate"), to)
     wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=True))
-    told = str(refusal(asked, wanted, [head])).splitlines()
+    told = str(no_room(wanted, [head], asked.cluster)).splitlines()
     assert told[-1].startswith("It has not grown to 2 node(s) with 8 GPU(s) and 64 CPU(s) each")
     smaller = node("b", 8, 0, cpus=63)  # its GPUs are what counts
     assert len(grown([worker, smaller], to)) == 2
-    asked = _growing(shape(2, 1, where="separate"), to)
-    taken = str(refusal(asked, wanted, [head, node("a", 8, 2), smaller]))
-    assert "has not grown" not in taken and taken.endswith("There is room for policy.num_workers=1")
+    taken = str(no_room(wanted, [head, node("a", 8, 1), smaller], asked.cluster))
+    assert "has not grown" not in taken and taken.endswith("wait for other jobs, or add nodes")
     with pytest.raises(UserError, match=r"it has 16 with the nodes of `cluster\.grows_to`"):
         placement(_growing(shape(16, 16, where="separate"), to), Resources(128, 16), training=True)
 
@@ -192,11 +148,11 @@ def test_a_run_that_lost_a_node_waits_for_another_and_a_new_run_does_not(monkeyp
     assert asyncio.run(ours._placed(training=True))["policy"].workers == 8
 
 
-def test_the_message_names_what_is_needed_what_is_free_and_what_would_fit():
+def test_the_message_names_what_is_needed_what_is_free_and_what_to_do():
     asked = shape(4, 2, 2, where="separate")
     nodes = [node("10.0.0.1", 8, 4, free_cpus=60), node("10.0.0.2", 8, 2)]
     demands = placement(asked, Resources(128, 16, shared=True), training=True)
-    told = str(refusal(asked, bundles(demands), nodes)).splitlines()
+    told = str(no_room(bundles(demands), nodes, asked.cluster)).splitlines()
     assert told == [
         "cluster: no room for this run within `cluster.timeouts.placement_timeout_s` = 300 s; it asks for",
         "  policy: 4 x 1 GPU(s) and 1 CPU(s)",
@@ -207,6 +163,5 @@ def test_the_message_names_what_is_needed_what_is_free_and_what_would_fit():
         "  10.0.0.2: 2 of 8 GPU(s) and 64 of 64 CPU(s) free",
         told[-1],
     ]
-    assert told[-1] == "There is room for policy.num_workers=2"
-    nothing = str(refusal(config(), bundles(placement(config(), Resources(8, 2), training=True)), []))
-    assert nothing.endswith("There is no room for a smaller one either; wait for other jobs, or add nodes")
+    what = "Lower `policy.num_workers` or `rollout.num_workers`, wait for other jobs, or add nodes"
+    assert told[-1] == what

@@ -307,7 +307,7 @@ class Held:
 
     is_held, given_back = True, False
 
-    async def wait_ready(self, cluster, nearest):
+    async def wait_ready(self, cluster):
         self.waited_for = cluster
 
     def release(self):

@@ -9,7 +9,7 @@ import torch
 
 from actors.transfer.stream import receive
 from actors.transfer.transport import open_transport
-from actors.transfer_group import TransferGroup, TransferSpec
+from actors.weight_sync import TransferGroup, TransferSpec
 from grpo_dist.config import WeightSyncConfig
 from tests.support.patience import HANG_S
 from tests.support.real_ranks import on_all, start

@@ -183,7 +183,7 @@ def test_vllms_mark_for_its_own_threads_is_set_between_its_configuration_and_its
     monkeypatch.setattr(
         "vllm.v1.engine.llm_engine.LLMEngine", lambda *_, **__: seen.append(os.environ.get(name))
     )
-    engine_thread.make_engine({}, lambda: None)
+    engine_thread.make_engine({})
     assert seen == [None, "1"]
 
 

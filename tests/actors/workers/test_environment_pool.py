@@ -7,7 +7,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from actors.lifecycle import team
-from actors.lifecycle.probe import Health
+from actors.lifecycle.calls import Health
 from actors.lifecycle.team import ActorSpec
 from actors.workers import environment
 from actors.workers.environment import EnvironmentPool

@@ -14,8 +14,7 @@ import pytest
 
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.environment import Act, ActingEpisode, EnvironmentCalls, EnvironmentPool
-from actors.workers.rollout import RolloutWorker, _generation
-from actors.workers.rollout_pool import RolloutPool
+from actors.workers.rollout import RolloutPool, RolloutWorker, _generation
 from grpo_dist.config import (
     DistillationConfig,
     EnvironmentsConfig,

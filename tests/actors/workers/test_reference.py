@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.transfer_group import ReferenceSync
+from actors.weight_sync import ReferenceSync
 from actors.workers.reference import ReferencePool, ReferenceWorker
 from grpo_dist.config import ModelConfig, ReferenceConfig, WeightSyncConfig
 from grpo_dist.policy.model import TokenLogprobs
@@ -38,7 +38,8 @@ def expected(model):
 
 
 def close(ours, theirs):
-    return all(np.abs(a - b).max() < 1e-5 for a, b in zip(ours, theirs, strict=True))
+    pairs = zip(ours, theirs, strict=True)
+    return all(np.abs(a.sampled - getattr(b, "sampled", b)).max() < 1e-5 for a, b in pairs)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_a_refresh_mixes_in_the_policy_and_checkpoints_restore_it(start, tiny_mo
             parameter.data = first[name].lerp(moved[name], share)
         model.tie_weights()
         assert close(got, expected(model)) and not close(got, frozen)
-    assert all(np.array_equal(a, b) for a, b in zip(mixed, restored, strict=True))
+    assert all(np.array_equal(a.sampled, b.sampled) for a, b in zip(mixed, restored, strict=True))
 
 
 def test_likeliest_tokens_are_tokens_of_the_policy_also_where_the_teacher_has_more(tiny_model):
@@ -95,7 +96,7 @@ def test_likeliest_tokens_are_tokens_of_the_policy_also_where_the_teacher_has_mo
         how = {"model": ModelConfig(path="tiny"), "model_dir": str(tiny_model), "temperature": 0.7}
         worker = ReferenceWorker(**how, token_budget=16, vocabulary=vocabulary)
         worker.ready()
-        found = worker.top_logprobs(PROMPT, ROLLOUTS, 4)
+        found = worker.logprobs(PROMPT, (ROLLOUTS, None), 4)
         for rollout, own in zip(ROLLOUTS, found, strict=True):
             ids = torch.tensor([[*PROMPT.token_ids.tolist(), *rollout.completion_ids.tolist()]])
             with torch.no_grad():

@@ -62,7 +62,7 @@ def test_replayed_routes_make_engine_and_trainer_the_same_model(ray_cluster, tmp
 
 def test_routes_are_those_of_the_blocks_of_a_request():
     """A token that is not cached is not recorded, and a later one replaces what was in its slot."""
-    from actors.workers.route_recorder import RecordedRoutes, RouteRecorder
+    from actors.workers.recorders import RecordedRoutes, RouteRecorder
 
     recorder = RouteRecorder(slots=12, block_size=4, layers=2, experts=300, per_token=1)
     recorder.record(1, np.array([8, 9, 10, 11, 4, -1]), np.array([[1], [2], [3], [4], [299], [7]]))

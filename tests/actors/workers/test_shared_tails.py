@@ -9,8 +9,7 @@ import pytest
 import ray
 
 from actors.workers.engine_settings import EngineSpec
-from actors.workers.rollout import RolloutWorker
-from actors.workers.rollout_pool import RolloutPool
+from actors.workers.rollout import RolloutPool, RolloutWorker
 from actors.workers.shared_tails import SharedTails
 from grpo_dist.config import ModelConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.types import Prompt, Sampling

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_dist.batch.epochs import redrawn
-from grpo_dist.batch.rows import split_updates
+from grpo_dist.batch.rows import redrawn, split_updates
 from grpo_dist.config import AlgorithmConfig, KLConfig
 from tests.support import made_groups
 from tests.support.losses import change

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.lifecycle.team import ActorSpec
-from actors.workers.policy_group import PolicyGroup, PolicySpec
-from grpo_dist.batch.streams import batch_of
+from actors.workers.policy import PolicyGroup, PolicySpec
+from grpo_dist.batch.rows import batch_of
 from grpo_dist.config import SupervisedConfig, TimeoutsConfig
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.loop.supervised import validation_loss

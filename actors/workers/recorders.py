@@ -1,8 +1,8 @@
-"""Records the experts of every token in an engine without a GPU: runs inside the engine's worker process.
+"""Records sampling masks, and the experts of every token, in an engine without a GPU: inside the engine's
+worker process. vLLM's own recorders (`return_sampling_mask`, `enable_return_routed_experts`) need a model
+runner that runs on GPUs only. These give vLLM's scheduler the same, which returns it with each request:
 
-vLLM's own recorder (`enable_return_routed_experts`) needs a model runner that runs on GPUs only. This one
-takes its place at both ends, so that requests return their routes in the same way:
-
+    sampler: logits of -inf are not kept --> output of the step --> scheduler --> output of the request
     router of a layer --top-k--> RouteRecorder: [slots of the key-value cache, layers, k]
     scheduler: a request has a token more --> RecordedRoutes reads the slots of its blocks --> its output
 
@@ -20,7 +20,49 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import SamplingMaskLists
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+
+class RecordingSampler(Sampler):
+    """vLLM's sampler, which keeps the masks of the last step."""
+
+    masks: SamplingMaskLists | None = None
+
+    def sample(
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        sampled, logprobs = super().sample(logits, sampling_metadata, logprobs_mode_override)
+        assert logprobs is not None, "every request asks for log-probs"
+        self.masks = kept_tokens(logprobs)
+        return sampled, logprobs
+
+
+def kept_tokens(logprobs: torch.Tensor) -> SamplingMaskLists:
+    """Return the tokens of each request whose log-prob [B, V] is not -inf; none where all are."""
+    kept = logprobs > -torch.inf
+    kept &= ~kept.all(dim=1, keepdim=True)
+    rows, ids = np.nonzero(kept.numpy())
+    counts = np.bincount(rows, minlength=len(kept))
+    return SamplingMaskLists(ids.astype(np.int32), np.concatenate([[0], np.cumsum(counts)]))
+
+
+def record_masks(core: Any) -> None:
+    """Have an engine's requests return their masks. ``core``: vLLM's, with its worker in this process."""
+    runner = core.model_executor.driver_worker.worker.model_runner
+    runner.sampler = RecordingSampler(runner.sampler.logprobs_mode, runner.sampler.use_fp64_gumbel)
+    sample_tokens = runner.sample_tokens
+
+    def with_masks(grammar_output: Any) -> Any:
+        output = sample_tokens(grammar_output)
+        output.sampling_masks, runner.sampler.masks = runner.sampler.masks, None
+        return output
+
+    runner.sample_tokens = with_masks
+    core.scheduler.return_sampling_mask = True
+
 
 _recorder: RouteRecorder | None = None  # of this process's engine; None: its cache is not allocated yet
 
