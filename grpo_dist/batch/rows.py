@@ -96,7 +96,7 @@ def make_batch(
     advantage = np.where(loss_mask, np.concatenate(list(advantages))[owner, None], 0)
 
     of_tokens = partial(_of_tokens, placed, mask)
-    sequence_tokens = _sequence_tokens(loss_mask, owner) if len(rows) > len(samples) else None
+    sequence_tokens = _tokens_together(loss_mask, owner) if len(rows) > len(samples) else None
     return TrainBatch(
         tokens=torch.from_numpy(tokens),
         lengths=torch.from_numpy(placed.ends),
@@ -113,7 +113,7 @@ def make_batch(
             ref_logprobs=None if ref_logprobs is None else of_tokens(ref_logprobs, trained),
             max_tokens=max_new_tokens,
             sequence_tokens=None if sequence_tokens is None else torch.from_numpy(sequence_tokens),
-            prompt_tokens=torch.from_numpy(_prompt_tokens(loss_mask, group_ids)),
+            prompt_tokens=torch.from_numpy(_tokens_together(loss_mask, group_ids)),
         ),
         teacher=teacher,
         denominators=_denominators(loss_mask, group_ids, sequence_tokens, taught),
@@ -152,14 +152,9 @@ def _are_known(values: Sequence[TeacherLogprobs | None] | None, rows: int) -> np
     return np.zeros(rows, bool) if values is None else np.array([own is not None for own in values], bool)
 
 
-def _sequence_tokens(loss_mask: np.ndarray, owner: np.ndarray) -> np.ndarray:
-    """Return for each row the trained tokens of all rows of its sample, int64 [B]."""
+def _tokens_together(loss_mask: np.ndarray, owner: np.ndarray) -> np.ndarray:
+    """Return for each row the trained tokens of all rows of its ``owner``, a sample or a group, int64 [B]."""
     return np.bincount(owner, np.count_nonzero(loss_mask, axis=1))[owner].astype(np.int64)
-
-
-def _prompt_tokens(loss_mask: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-    """Return for each row the trained tokens of all rows of its group, int64 [B]."""
-    return np.bincount(group_ids, np.count_nonzero(loss_mask, axis=1))[group_ids].astype(np.int64)
 
 
 def _temperatures(samples: Sequence[Rollout], owner: np.ndarray) -> torch.Tensor | None:
@@ -296,9 +291,8 @@ def split_updates(batch: TrainBatch, *, num_groups: int, num_updates: int) -> li
     """Split whole groups in order, as many to each optimiser update, each with denominators of its own."""
     if num_updates == 1:
         return [batch]
-    assert num_groups % num_updates == 0, (num_groups, num_updates)
-    update_of = batch.group_ids.numpy() // (num_groups // num_updates)
-    parts = [batch.select(np.flatnonzero(update_of == i).tolist()) for i in range(num_updates)]
+    dealt = rows_of_updates(batch.group_ids.numpy(), num_groups=num_groups, num_updates=num_updates)
+    parts = [batch.select(rows.tolist()) for rows in dealt]
     return [replace(part, denominators=count_denominators(part)) for part in parts]
 
 
