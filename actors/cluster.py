@@ -65,17 +65,15 @@ _POLL_S = 1.0  # while waiting for a node that joins
 
 class Cluster:
     """Owns the actors of one run. Use as an async context manager. ``teacher_dirs``: directories of the
-    teachers' models, by name. ``wanted_engines``: see `Elasticity`.
+    teachers' models, by name.
     """
 
     def __init__(
         self,
         config: Config,
         teacher_dirs: Mapping[str, Path] | None = None,
-        wanted_engines: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._config, self._teacher_dirs = config, dict(teacher_dirs or {})
-        self._wanted_engines = wanted_engines
         self._handles: list[Any] = []
         self._own_connection = self._shared = self._is_connected = False
         self._factory = Factory(config, {}, Reservation([], None))  # nothing is reserved yet
@@ -148,7 +146,7 @@ class Cluster:
             async with deadline(self._config.cluster.timeouts.sync_s, "start: where the actors are"):
                 in_use = await parts.cores_in_use(self._factory.demands)
             placed = self._factory.reservation.is_placed
-            team.oversee(Elasticity(team, guests, self._wanted_engines, placed, in_use).run())
+            team.oversee(Elasticity(team, guests, placed, in_use).run())
 
     async def where_stuck(self) -> str:
         """Return where each actor is in its code."""

@@ -2,8 +2,7 @@
 goes; the policy's state is saved before one of its nodes does.
 
 every few seconds   a guest's node is drained     -> the guest leaves, within the node's notice
-                    more serve than are wanted    -> the newest guest leaves
-                    fewer                         -> guests join, on nodes with room
+                    fewer than may serve          -> guests join, on nodes with room
                     reserved actors wait for room -> all guests leave
                     a policy rank's node, or the driver's, is drained (spot notice, `ray drain-node`, an
                     autoscaler)                   -> `DrainNotice.leaving` has it; the loop saves, and goes on
@@ -17,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -88,10 +86,8 @@ def pick(has: dict[str, tuple[float, float]], cpus: float, gpus: float, count: i
 
 logger = logging.getLogger("grpo_dist")
 
-ENGINES = "engines"  # file in a run's directory with the wanted number of engines
-
 _LOOK_S = 5.0  # between two looks at the cluster
-_LEAVE_S = 300.0  # of a guest that leaves for another reason than its node, to finish its groups
+_LEAVE_S = 300.0  # the longest that a guest that leaves has to finish its groups
 _MARGIN_S = 5.0  # of a node's notice, so that its engine ends before the node
 _AGAIN_S = (30.0, 600.0)  # wait after a failed join: the first, doubled each time up to the second
 
@@ -100,8 +96,6 @@ class Elasticity:
     """Changes the guests of ``team``.
 
     Args:
-        wanted: how many engines there should be; it may change at any time, and is clipped to what the
-            configuration allows. Called in a thread.
         in_use: see `cores_in_use`.
         is_placed: whether all reserved actors have their places, which a lost node takes from them. Called in
             a thread.
@@ -111,11 +105,10 @@ class Elasticity:
         self,
         team: ElasticTeam,
         guests: GuestSpec,
-        wanted: Callable[[], int | None],
         is_placed: Callable[[], bool] = lambda: True,
         in_use: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        self._team, self._guests, self._wanted, self._is_placed = team, guests, wanted, is_placed
+        self._team, self._guests, self._is_placed = team, guests, is_placed
         self._in_use = in_use
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed, self._not_before = 0, 0.0  # joins that failed in a row, and when to try again
@@ -126,7 +119,7 @@ class Elasticity:
             while True:
                 try:
                     await self.look()
-                except Exception as error:  # Ray or the file system may fail for a moment
+                except Exception as error:  # Ray may fail for a moment
                     logger.warning("engines can neither join nor leave now (%s)", reason(error))
                 await asyncio.sleep(_LOOK_S)
         finally:
@@ -135,7 +128,7 @@ class Elasticity:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def look(self) -> None:
-        """Start what the state of the cluster and the wanted number ask for."""
+        """Start what the state of the cluster asks for."""
         going = await run_in_thread(draining)
         for index, node in self._team.guests().items():
             if node in going:
@@ -143,23 +136,12 @@ class Elasticity:
                 self._start(self._team.leave(index, "its node is drained", within_s=notice_s))
                 await asyncio.sleep(0)  # it begins, so that `guests` no longer has it
         guests = self._team.guests()
-        is_placed, wanted = await run_in_thread(self._is_placed), await run_in_thread(self._wanted)
-        missing = (self._most(wanted) if is_placed else 0) - len(guests)
-        if missing < 0:
-            why = "fewer engines are wanted" if is_placed else "a reserved actor needs the room"
-            for index in sorted(guests)[missing:]:
-                self._start(self._team.leave(index, why, within_s=_LEAVE_S if is_placed else 0.0))
+        if not await run_in_thread(self._is_placed):
+            for index in sorted(guests):
+                self._start(self._team.leave(index, "a reserved actor needs the room", within_s=0.0))
                 await asyncio.sleep(0)
-        elif missing > 0 and time.monotonic() >= self._not_before:
-            await self._fill(missing)
-
-    def _most(self, wanted: int | None) -> int:
-        """Return how many guests there should be at ``wanted`` engines."""
-        return (
-            self._guests.most
-            if wanted is None
-            else min(max(0, wanted - self._team.reserved), self._guests.most)
-        )
+        elif len(guests) < self._guests.most and time.monotonic() >= self._not_before:
+            await self._fill(self._guests.most - len(guests))
 
     async def _fill(self, missing: int) -> None:
         spec = self._guests
@@ -179,31 +161,6 @@ class Elasticity:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def wanted_in(path: Path) -> Callable[[], int | None]:
-    """Return a function that reads the wanted number of engines from the file ``path``; None: there is no
-    such file, or no number in it, which is logged once.
-    """
-    ignored = [""]
-
-    def read() -> int | None:
-        try:
-            text = path.read_text(errors="replace").strip()[:40]
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            text = str(error)[:80]
-        if text.isascii() and text.isdigit() and len(text) < 9:
-            return int(text)
-        if text != ignored[0]:
-            logger.warning(
-                "%s: %r is no number of engines; write a whole number, or delete the file", path, text
-            )
-            ignored[0] = text
-        return None
-
-    return read
 
 
 class DrainNotice:

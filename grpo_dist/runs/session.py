@@ -229,12 +229,10 @@ async def _session(run: Run, first: ResumePoint) -> tuple[Run, dict[str, float]]
         Cluster,  # imports Ray
         SupervisedCluster,
     )
-    from actors.placement.elasticity import ENGINES, wanted_in
 
     config, inputs = run.config, run.inputs
     interruption = Interruption(grace_s=config.checkpoint.grace_s, say=print_line)
-    wanted = wanted_in(run.directory / ENGINES)
-    actors = (SupervisedCluster if config.is_supervised else Cluster)(config, inputs.teacher_dirs, wanted)
+    actors = (SupervisedCluster if config.is_supervised else Cluster)(config, inputs.teacher_dirs)
     async with interruption, actors as cluster, run.settled():
         interruption.listen()  # Ray has installed a handler of its own
         recovery = Recovery(

@@ -70,8 +70,8 @@ def main(directory, placement):
         until(3, "two nodes are added")
         cluster.remove_node(others[0], allow_graceful=False)
         until(2, "a node is lost")
-        (run_dir / "engines").write_text("1")
-        until(1, "one engine is wanted")
+        drain(cluster, others[1])
+        until(1, "the last node with a guest is drained")
         assert run.wait(LIMIT_S) == 0
 
 

@@ -1,6 +1,5 @@
-"""Room for guests, and the file that says how many engines are wanted."""
+"""Room for guests."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,7 @@ from actors.factory import Factory
 from actors.lifecycle.team import GuestSpec
 from actors.placement import elasticity
 from actors.placement.demands import Demand, Resources, placement, uncounted_threads
-from actors.placement.elasticity import pick, wanted_in
+from actors.placement.elasticity import pick
 from actors.placement.reservation import Reservation
 from tests.support import fakes
 
@@ -65,19 +64,3 @@ def test_evaluation_engines_compute_on_cores_too_and_engines_on_gpus_need_none()
     demands = placement(config, Resources(cpus=16, gpus=8), training=True)
     guests = Factory(config, demands, Reservation([], None)).guests()
     assert guests.gpus == 1 and uncounted_threads(demands) == {}
-
-
-def test_the_wanted_number_is_read_from_a_file_and_what_is_no_number_is_reported_once(tmp_path, caplog):
-    path = tmp_path / "engines"
-    wanted = wanted_in(path)
-    assert wanted() is None
-    path.write_text(" 3\n")
-    assert wanted() == 3
-    with caplog.at_level(logging.WARNING, "grpo_dist"):
-        for text in ("three", "three", "-1", "1e3"):
-            path.write_text(text)
-            assert wanted() is None
-    told = [record.args[1] for record in caplog.records if record.name == "grpo_dist"]
-    assert told == ["three", "-1", "1e3"]
-    path.write_text("2")
-    assert wanted() == 2
