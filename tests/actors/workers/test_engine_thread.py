@@ -119,7 +119,7 @@ class EngineAhead(Engine):
 
 def with_engine(monkeypatch, use, engine_class=Engine):
     engine = engine_class()
-    monkeypatch.setattr(engine_thread, "make_engine", lambda arguments, imported: engine)
+    monkeypatch.setattr(engine_thread, "make_engine", lambda arguments: engine)
 
     async def run():
         thread = EngineThread({})
@@ -248,7 +248,7 @@ def test_after_a_failure_no_request_waits_for_another_of_its_prompt(monkeypatch)
 
 
 def test_a_model_that_does_not_load_fails_the_start(monkeypatch):
-    def broken(arguments, imported):
+    def broken(arguments):
         raise OSError("no such file")
 
     monkeypatch.setattr(engine_thread, "make_engine", broken)
