@@ -3,19 +3,16 @@
 """
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from grpo_dist.config import RewardsConfig
-from grpo_dist.loop.metrics import rollout_metrics
 from grpo_dist.rewards.builtin import cosine_length, overlong_punishment, relative_length, repeated_share
 from grpo_dist.rewards.checks import check_rewards
 from grpo_dist.rewards.scorer import Scorer
 from tests.support.made_completions import completion_group
-from tests.support.made_groups import group_of
 
 RANGES = {"correct_range": (1.0, 0.5), "wrong_range": (-1.0, 0.0), "exceed": -2.0}
 
@@ -136,19 +133,6 @@ def test_it_is_added_to_reward_models_and_to_the_rewards_of_each_source(pool):
         ("exact", 2.0), ("overlong", 2.0),
     ]  # fmt: skip
     assert settings.names == ["overlong", "exact", "quality"] and settings.weights["overlong"] == 2.0
-
-
-def test_the_total_without_it_is_a_metric():
-    parts = {"math": np.array([1, 1], np.float32), "overlong": np.array([-0.5, 0], np.float32)}
-    one = group_of([0, 1], [3, 3], parts=parts)  # 1 - 2 * 0.5 and 1
-    unscored = replace(one, rewards=np.array([np.nan, 1], np.float32))
-    metrics = rollout_metrics(
-        [one, unscored], version=0, settings=RewardsConfig(overlong_buffer={"penalty": 2.0})
-    )
-    assert metrics["reward/mean"] == pytest.approx(2 / 3)
-    assert metrics["reward/without_overlong_mean"] == 1.0
-    assert metrics["reward/overlong"] == -0.25
-    assert "reward/without_overlong_mean" not in rollout_metrics([one], version=0)
 
 
 @pytest.mark.parametrize(
