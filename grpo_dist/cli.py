@@ -174,7 +174,7 @@ def _check(path: str, overrides: list[str], *, cluster: str | None, show_config:
         print(dump_config(config))
     results = []
     with pause_garbage_collection(freeze=False):
-        from grpo_dist.tools.check.command import problems, run_checks, summary
+        from grpo_dist.tools.check import problems, run_checks, summary
 
         for result in run_checks(config, cluster=cluster):
             results.append(result)

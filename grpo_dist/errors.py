@@ -151,7 +151,15 @@ def as_user_errors() -> Iterator[None]:
         raise UserError(str(find_cause(error))) from error
 
 
+class Refused(ValueError):
+    """``problems``: each is one thing to fix."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
 def refuse(problems: Iterable[str]) -> None:
-    """Raise ValueError with all ``problems``, if there are any."""
+    """Raise Refused with all ``problems``, if there are any."""
     if messages := list(problems):
-        raise ValueError("; ".join(messages))
+        raise Refused(*messages)

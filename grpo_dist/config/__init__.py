@@ -12,7 +12,7 @@ from grpo_dist.config.algorithm import (
     KLConfig,
 )
 from grpo_dist.config.base import Count, Fraction, NonNegative, Section
-from grpo_dist.config.bench import BenchConfig, FixedLengths, LengthsConfig, LognormalLengths, NaturalLengths
+from grpo_dist.config.checks import Config
 from grpo_dist.config.cluster import AutoscalingConfig, ClusterConfig, RestartsConfig, TimeoutsConfig
 from grpo_dist.config.data import (
     BatchConfig,
@@ -24,10 +24,15 @@ from grpo_dist.config.data import (
 from grpo_dist.config.distillation import DemonstrationStreamConfig, DistillationConfig, TeacherConfig
 from grpo_dist.config.environments import EnvironmentsConfig, SandboxConfig
 from grpo_dist.config.monitoring import (
+    BenchConfig,
     CheckpointConfig,
     EvaluationConfig,
+    FixedLengths,
     HealthConfig,
+    LengthsConfig,
+    LognormalLengths,
     MetricConfig,
+    NaturalLengths,
     ProfileConfig,
     SinkConfig,
     TrackingConfig,
@@ -39,7 +44,6 @@ from grpo_dist.config.rewards import (
     RewardsConfig,
     SourceRewardsConfig,
 )
-from grpo_dist.config.root import Config
 from grpo_dist.config.sampling import SamplingConfig
 from grpo_dist.config.stages import DemonstrationsConfig, RejectionConfig, SFTConfig
 from grpo_dist.config.supervised import SupervisedConfig
@@ -54,59 +58,3 @@ from grpo_dist.config.workers import (
     TransferBackend,
     WeightSyncConfig,
 )
-
-__all__ = [
-    "AdaptiveEntropyConfig",
-    "AlgorithmConfig",
-    "AutoscalingConfig",
-    "BatchConfig",
-    "BenchConfig",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "Config",
-    "Count",
-    "DataConfig",
-    "DataSourceConfig",
-    "DemonstrationStreamConfig",
-    "DemonstrationsConfig",
-    "DistillationConfig",
-    "DynamicSamplingConfig",
-    "EnvironmentsConfig",
-    "EvaluationConfig",
-    "FixedLengths",
-    "Fraction",
-    "GatedConfig",
-    "HealthConfig",
-    "KLConfig",
-    "LengthsConfig",
-    "LoRAConfig",
-    "LognormalLengths",
-    "MetricConfig",
-    "ModelConfig",
-    "NaturalLengths",
-    "NonNegative",
-    "OffloadConfig",
-    "OptimizerConfig",
-    "PolicyConfig",
-    "ProfileConfig",
-    "ReferenceConfig",
-    "RejectionConfig",
-    "RestartsConfig",
-    "RewardConfig",
-    "RewardModelConfig",
-    "RewardsConfig",
-    "RolloutConfig",
-    "SFTConfig",
-    "SamplingConfig",
-    "SandboxConfig",
-    "Section",
-    "SinkConfig",
-    "SourceRewardsConfig",
-    "SpeculationConfig",
-    "SupervisedConfig",
-    "TeacherConfig",
-    "TimeoutsConfig",
-    "TrackingConfig",
-    "TransferBackend",
-    "WeightSyncConfig",
-]

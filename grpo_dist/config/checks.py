@@ -1,19 +1,22 @@
-"""Settings that contradict each other across sections, and settings that nothing would read.
+"""The configuration of a run, without settings that contradict each other across sections, and settings that
+nothing would read.
 
-`RULES` lists what two or more keys decide; the functions behind it look at the entries of lists. `Config`
-reports all of them in one message, before anything runs.
+`UNREAD` lists keys that have no effect without others, `EXCLUSIVE` and `RULES` what two or more keys decide;
+the functions behind them look at the entries of lists. `Config` reports all of them in one message, before
+anything runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
+from pydantic import model_validator
+
 from grpo_dist.config.algorithm import ESTIMATOR_TRAITS, AlgorithmConfig
-from grpo_dist.config.base import Choice
-from grpo_dist.config.bench import FixedLengths
+from grpo_dist.config.base import Choice, Section
 from grpo_dist.config.data import (
     PROMPT_KEYS,
     CompletionOrder,
@@ -22,8 +25,9 @@ from grpo_dist.config.data import (
     EpochsOrderConfig,
     LengthOrderConfig,
 )
-from grpo_dist.config.distillation import DistillationConfig, TeacherConfig
+from grpo_dist.config.distillation import TeacherConfig
 from grpo_dist.config.environments import AGENT, check_environment_name
+from grpo_dist.config.monitoring import FixedLengths
 from grpo_dist.config.rewards import RewardsConfig
 from grpo_dist.config.sampling import AdaptiveTemperature
 from grpo_dist.config.sections import Sections
@@ -44,20 +48,24 @@ class Rule:
     keys: str
     breaks: Callable[[Sections], object]
     why: str
-    remedy: str
-
-    def message(self, config: Sections) -> str:
-        values = ", ".join(f"`{key}` = {_value(config, key)}" for key in self.keys.split())
-        return f"{values}: {self.why}; {self.remedy}"
+    remedy: str = "remove one of them"
 
 
-def _unread(key: str, breaks: Callable[[Sections], object], needs: str) -> Rule:
-    """Return the rule of a key that has no effect without ``needs``."""
-    return Rule(key, breaks, f"has no effect without {needs}", f"set that, or remove `{key}`")
+def _matches(config: Sections, setting: str) -> bool:
+    key, sign, values = setting.partition("=")
+    if not sign:
+        return bool(_read(config, key))
+    return (_value(config, key.removesuffix("!")) in values.split("|")) != key.endswith("!")
+
+
+def _read(config: Sections, key: str) -> Any:
+    """Return the value of a dotted key; None inside of a section that is null."""
+    whole: Any = config
+    return reduce(lambda section, name: getattr(section, name) if section else None, key.split("."), whole)
 
 
 def _value(config: Sections, key: str) -> str:
-    value: Any = reduce(getattr, key.split("."), config)
+    value = _read(config, key)
     if isinstance(value, Choice):
         return str(getattr(value, value.tag))
     if isinstance(value, bool) or value is None:
@@ -82,6 +90,7 @@ def corrects(algorithm: AlgorithmConfig) -> bool:
 
 def contradictions(config: Sections) -> Iterator[str]:
     """Yield a message for settings that contradict each other, and for settings that a run would ignore."""
+    yield from _check_unread(config)
     yield from _broken_rules(config)
     yield from _check_sizes(config)
     yield from _check_estimator(_without_other_estimators(config))
@@ -92,10 +101,6 @@ def contradictions(config: Sections) -> Iterator[str]:
     yield from _check_sources(config)
     yield from _check_source_rewards(config)
     yield from _check_teachers(config)
-
-
-def _lora_sync(config: Sections) -> str:
-    return config.policy.lora.sync if config.policy.lora else "merged"
 
 
 def _nvme(config: Sections) -> bool:
@@ -115,11 +120,6 @@ def _teaches_itself(config: Sections) -> bool:
 
 def _measures_rewards_only(config: Sections) -> bool:
     return bool(config.distillation.teachers) and not config.distillation.reward_coef
-
-
-def _is_set_without_teacher(config: Sections, key: str) -> bool:
-    default = DistillationConfig.model_fields[key].default
-    return not config.distillation.teachers and getattr(config.distillation, key) != default
 
 
 def _has_teachers(config: Sections) -> bool:
@@ -145,6 +145,53 @@ def _alone(config: Sections) -> bool:
     return config.batch.samples_per_prompt == 1 and not others
 
 
+# Settings that exclude each other, why, and what to do (where the text does not say: remove one of them). A
+# key has the values that do, e.g. `policy.zero_stage=1|2`, or `!=` and one that does not; alone, it is set.
+EXCLUSIVE = {
+    "batch.order.name=completion max_staleness=0": "slow groups are carried over to later steps, but no "
+    "older samples are allowed; set `max_staleness` to 1 or more, or `batch.order` to launched",
+    "model.path=sft sft=null": "needs an `sft` section that configures that model's training; add it, or "
+    "name a model",
+    "model.adapter model.path=sft": "an adapter is of a model that exists, and this one is trained first; "
+    "remove it, or name the adapter's base as `model.path`",
+    "model.attention=eager model.packing": "eager attention does not support packed rows; use "
+    "`model.attention` = auto, or set `model.packing` = false",
+    "policy.sequence_parallel!=1 model.packing=false": "packed rows are split over the ranks",
+    "policy.compile policy.zero_stage=3": "ZeRO-3 gathers the weights of a layer inside the compiled "
+    "region; remove `policy.compile`, or use stage 2",
+    "policy.compile model.kernels=liger": "these kernels cannot be compiled",
+    "policy.router_replay policy.compile": "replay chooses experts outside of the compiled region, and the "
+    "routers are in it",
+    "policy.router_replay rollout.speculation.tokens": "engines that verify drafts may not return the "
+    "routes of every token",
+    "policy.router_replay weight_sync.mode=keep": "samples continue with new weights, which route earlier "
+    "tokens differently; set it to drain",
+    "policy.router_replay rollout.function": "tokens that the function puts in have no experts to replay",
+    "policy.optimizer.name=adamw_8bit policy.offload.optimizer!=none": "DeepSpeed's Adam on the CPU has no "
+    "states of 8 bits; set `policy.offload.optimizer` to none, or `policy.optimizer.name` to adamw",
+    "policy.offload.optimizer!=none policy.zero_stage=0": "offload needs ZeRO; set `policy.zero_stage` to "
+    "1, 2 or 3",
+    "policy.offload.optimizer=nvme policy.zero_stage=1|2": "nvme needs stage 3; set stage 3, or offload to "
+    "cpu",
+    "policy.offload.parameters!=none policy.zero_stage!=3": "needs stage 3: the others keep whole "
+    "parameters on every rank; set stage 3, or the offload to none",
+    "weight_sync.deltas=true policy.lora.sync=adapter": "changes of whole weights are no adapters; set "
+    "`weight_sync.deltas` to auto, or `policy.lora.sync` to merged",
+    "weight_sync.backend=nccl cluster.placement=colocated": "nccl cannot connect two processes on one GPU; "
+    "set `weight_sync.backend` to auto",
+    "rollout.quantization!=none algorithm.correction=none": "the engine's log-probs differ from the "
+    "trainer's, uncorrected; set algorithm.correction (tis is the default), or remove rollout.quantization",
+    "rollout.quantization!=none model.dtype=float32": "quantised layers compute in bfloat16; set "
+    "model.dtype to auto or bfloat16, or remove `rollout.quantization`",
+    "checkpoint.keep_best evaluation.num_workers": "an evaluation on engines of its own ends after later "
+    "steps, whose weights the checkpoint would have; set `evaluation.num_workers` to 0, or remove "
+    "`checkpoint.keep_best`",
+    "algorithm.loss=policy_gradient algorithm.correction=bypass": "the loss has no ratio whose denominator "
+    "could be the engine's log-probs; set the second to tis, which corrects the mismatch, or none",
+    "algorithm.reward_norm=group batch.samples_per_prompt=1": "rewards are normalised over the samples of a "
+    "prompt; use batch or running",
+}
+
 RULES = (
     # Batches and lengths
     Rule(
@@ -155,12 +202,6 @@ RULES = (
         ),
         "a completion would be longer than the longest",
         "lower the first or raise the second",
-    ),
-    Rule(
-        "batch.order.name max_staleness",
-        lambda c: c.batch.order.name == "completion" and c.max_staleness == 0,
-        "slow groups are carried over to later steps, but no older samples are allowed",
-        "set `max_staleness` to 1 or more, or `batch.order` to launched",
     ),
     Rule(
         "batch.order.oversample max_staleness",
@@ -195,64 +236,10 @@ RULES = (
     ),
     # Model, ranks and engines
     Rule(
-        "model.path sft",
-        lambda c: c.model.path == "sft" and c.sft is None,
-        "needs an `sft` section that configures that model's training",
-        "add it, or name a model",
-    ),
-    Rule(
-        "model.adapter model.path",
-        lambda c: c.model.adapter is not None and c.model.path == "sft",
-        "an adapter is of a model that exists, and this one is trained first",
-        "remove it, or name the adapter's base as `model.path`",
-    ),
-    Rule(
-        "model.attention model.packing",
-        lambda c: c.model.packing and c.model.attention == "eager",
-        "eager attention does not support packed rows",
-        "use `model.attention` = auto, or set `model.packing` = false",
-    ),
-    Rule(
         "policy.num_workers policy.sequence_parallel",
         lambda c: c.policy.num_workers % c.policy.sequence_parallel,
         "the first must be a multiple of the second",
         "change one of them",
-    ),
-    Rule(
-        "policy.sequence_parallel model.packing",
-        lambda c: c.policy.sequence_parallel > 1 and not c.model.packing,
-        "packed rows are split over the ranks",
-        "remove one of them",
-    ),
-    Rule(
-        "policy.compile policy.zero_stage",
-        lambda c: c.policy.compile and c.policy.zero_stage == 3,
-        "ZeRO-3 gathers the weights of a layer inside the compiled region",
-        "remove `policy.compile`, or use stage 2",
-    ),
-    Rule(
-        "policy.compile model.kernels",
-        lambda c: c.policy.compile and c.model.kernels == "liger",
-        "these kernels cannot be compiled",
-        "remove one of them",
-    ),
-    Rule(
-        "policy.router_replay policy.compile",
-        lambda c: c.policy.router_replay and c.policy.compile,
-        "replay chooses experts outside of the compiled region, and the routers are in it",
-        "remove one of them",
-    ),
-    Rule(
-        "policy.router_replay rollout.speculation.tokens",
-        lambda c: c.policy.router_replay and c.rollout.speculation,
-        "engines that verify drafts may not return the routes of every token",
-        "remove one of them",
-    ),
-    Rule(
-        "policy.router_replay weight_sync.mode",
-        lambda c: c.policy.router_replay and c.weight_sync.mode == "keep",
-        "samples continue with new weights, which route earlier tokens differently",
-        "set it to drain",
     ),
     Rule(
         "policy.router_replay rollout.num_workers rollout.max_workers",
@@ -261,69 +248,10 @@ RULES = (
         "set a fixed number of engines, or remove `policy.router_replay`",
     ),
     Rule(
-        "policy.router_replay rollout.function",
-        lambda c: c.policy.router_replay and c.rollout.function,
-        "tokens that the function puts in have no experts to replay",
-        "remove one of them",
-    ),
-    Rule(
-        "policy.optimizer.name policy.offload.optimizer",
-        lambda c: c.policy.optimizer.name == "adamw_8bit" and c.policy.offload.optimizer != "none",
-        "DeepSpeed's Adam on the CPU has no states of 8 bits",
-        "set `policy.offload.optimizer` to none, or `policy.optimizer.name` to adamw",
-    ),
-    Rule(
-        "policy.offload.optimizer policy.zero_stage",
-        lambda c: c.policy.offload.optimizer != "none" and c.policy.zero_stage == 0,
-        "offload needs ZeRO",
-        "set `policy.zero_stage` to 1, 2 or 3",
-    ),
-    Rule(
-        "policy.offload.optimizer policy.zero_stage",
-        lambda c: c.policy.offload.optimizer == "nvme" and c.policy.zero_stage in (1, 2),
-        "nvme needs stage 3",
-        "set stage 3, or offload to cpu",
-    ),
-    Rule(
-        "policy.offload.parameters policy.zero_stage",
-        lambda c: c.policy.offload.parameters != "none" and c.policy.zero_stage != 3,
-        "needs stage 3: the others keep whole parameters on every rank",
-        "set stage 3, or the offload to none",
-    ),
-    Rule(
         "policy.offload.nvme_path",
         lambda c: c.policy.offload.nvme_path is None and _nvme(c),
         "`policy.offload` = nvme needs a directory on a local NVMe disk",
         "set it",
-    ),
-    _unread(
-        "policy.offload.nvme_path",
-        lambda c: c.policy.offload.nvme_path is not None and not _nvme(c),
-        "policy.offload.optimizer=nvme or policy.offload.parameters=nvme",
-    ),
-    Rule(
-        "weight_sync.deltas policy.lora.sync",
-        lambda c: c.weight_sync.deltas is True and _lora_sync(c) == "adapter",
-        "changes of whole weights are no adapters",
-        "set `weight_sync.deltas` to auto, or `policy.lora.sync` to merged",
-    ),
-    Rule(
-        "weight_sync.backend cluster.placement",
-        lambda c: c.cluster.placement == "colocated" and c.weight_sync.backend == "nccl",
-        "nccl cannot connect two processes on one GPU",
-        "set `weight_sync.backend` to auto",
-    ),
-    Rule(
-        "rollout.quantization algorithm.correction",
-        lambda c: c.rollout.quantization != "none" and not corrects(c.algorithm),
-        "the engine's log-probs differ from the trainer's, uncorrected",
-        "set algorithm.correction (tis is the default), or remove rollout.quantization",
-    ),
-    Rule(
-        "rollout.quantization model.dtype",
-        lambda c: c.rollout.quantization != "none" and c.model.dtype == "float32",
-        "quantised layers compute in bfloat16",
-        "set model.dtype to auto or bfloat16, or remove `rollout.quantization`",
     ),
     Rule(
         "rollout.speculation.tokens",
@@ -348,47 +276,8 @@ RULES = (
         "rollout.function",
         lambda c: c.rollout.function and all(map(c.data.environment_of, (*c.data.train, *c.data.eval))),
         "it draws samples of prompts without environment, and every source has one",
-        "remove one of them",
-    ),
-    _unread(
-        "reference.refresh_mix",
-        lambda c: c.reference.refresh_mix != 1.0 and not c.reference.refresh_every,
-        "reference.refresh_every",
-    ),
-    _unread(
-        "evaluation.num_workers",
-        lambda c: (
-            c.evaluation.num_workers
-            and not (c.data.eval and (c.evaluation.before or c.evaluation.every))
-        ),
-        "`data.eval` and evaluations during training (`evaluation.every` or `evaluation.before`)",
-    ),
-    _unread(
-        "checkpoint.keep_best",
-        lambda c: c.checkpoint.keep_best and not (c.data.eval and c.evaluation.every),
-        "`data.eval` and `evaluation.every`",
-    ),
-    Rule(
-        "checkpoint.keep_best evaluation.num_workers",
-        lambda c: c.checkpoint.keep_best and c.evaluation.num_workers,
-        "an evaluation on engines of its own ends after later steps, whose weights the checkpoint would have",
-        "set `evaluation.num_workers` to 0, or remove `checkpoint.keep_best`",
-    ),
-    *(
-        _unread(f"checkpoint.{key}", breaks, "a metric to look at, `checkpoint.keep_best`")
-        for key, breaks in {
-            "patience": lambda c: c.checkpoint.patience is not None and c.checkpoint.keep_best is None,
-            "target": lambda c: c.checkpoint.target is not None and c.checkpoint.keep_best is None,
-        }.items()
     ),
     # Data and environments
-    *(
-        _unread(f"environments.{key}", breaks, "an environment (`data.environment`)")
-        for key, breaks in {
-            "mask_outcomes": lambda c: c.environments.mask_outcomes and not c.has_environments,
-            "outcome_rewards": lambda c: c.environments.outcome_rewards and not c.has_environments,
-        }.items()
-    ),
     Rule(
         "environments.sandbox.call_s environments.sandbox.episode_s",
         lambda c: c.environments.sandbox.call_s > c.environments.sandbox.episode_s,
@@ -414,12 +303,6 @@ RULES = (
         lambda c: c.algorithm.loss.name == "policy_gradient" and _updates(c) > 1,
         "the loss has no ratio, so nothing bounds a second update on the same samples",
         "set both to 1, or use ppo_clip",
-    ),
-    Rule(
-        "algorithm.loss algorithm.correction",
-        lambda c: c.algorithm.loss.name == "policy_gradient" and c.algorithm.correction.bypasses,
-        "the loss has no ratio whose denominator could be the engine's log-probs",
-        "set the second to tis, which corrects the mismatch, or none",
     ),
     Rule(
         "algorithm.advantage algorithm.correction",
@@ -469,12 +352,6 @@ RULES = (
         "remove the first, or set the second to sampled or top_k",
     ),
     Rule(
-        "algorithm.reward_norm batch.samples_per_prompt",
-        lambda c: c.batch.samples_per_prompt == 1 and c.algorithm.reward_norm.name == "group",
-        "rewards are normalised over the samples of a prompt",
-        "use batch or running",
-    ),
-    Rule(
         "algorithm.advantage",
         lambda c: c.algorithm.process and c.algorithm.advantage.name in ("process", "turn"),
         "`algorithm.process` adds the advantages of steps to those of outcomes, but this estimator uses "
@@ -495,15 +372,6 @@ RULES = (
         "set `algorithm.kl.coef` above 0, or remove `reference.refresh_every`",
     ),
     # Teachers and demonstrations
-    *(
-        Rule(
-            f"distillation.{key}",
-            partial(_is_set_without_teacher, key=key),
-            "has no effect without a teacher",
-            f"add one to `distillation.teachers`, or remove `distillation.{key}`",
-        )
-        for key in ("coef", "kl", "reward_coef")
-    ),
     Rule(
         "dynamic_sampling.enabled",
         lambda c: _has_teachers(c) and c.dynamic_sampling.enabled,
@@ -550,6 +418,48 @@ RULES = (
 )  # fmt: skip
 
 
+# Keys that a run ignores unless something else is set: what that is, and whether it is.
+UNREAD: dict[str, tuple[str, Callable[[Sections], object]]] = {
+    "policy.offload.nvme_path": (
+        "policy.offload.optimizer=nvme or policy.offload.parameters=nvme", lambda c: _nvme(c),
+    ),
+    "reference.refresh_mix": ("reference.refresh_every", lambda c: c.reference.refresh_every),
+    "evaluation.num_workers": (
+        "`data.eval` and evaluations during training (`evaluation.every` or `evaluation.before`)",
+        lambda c: c.data.eval and (c.evaluation.before or c.evaluation.every),
+    ),
+    "checkpoint.keep_best": (
+        "`data.eval` and `evaluation.every`", lambda c: c.data.eval and c.evaluation.every,
+    ),
+    **dict.fromkeys(
+        ("checkpoint.patience", "checkpoint.target"),
+        ("a metric to look at, `checkpoint.keep_best`", lambda c: c.checkpoint.keep_best),
+    ),
+    **dict.fromkeys(
+        ("environments.mask_outcomes", "environments.outcome_rewards"),
+        ("an environment (`data.environment`)", lambda c: c.has_environments),
+    ),
+    **dict.fromkeys(
+        ("distillation.coef", "distillation.kl", "distillation.reward_coef"),
+        ("a teacher (`distillation.teachers`)", lambda c: c.distillation.teachers),
+    ),
+    "data.prefill_as": (
+        "a `data.prefill`",
+        lambda c: any(source.prefill for source in c.data.resolve_prompts((*c.data.train, *c.data.eval))),
+    ),
+}  # fmt: skip
+
+
+def _check_unread(config: Sections) -> Iterator[str]:
+    for key, (needed, is_set) in UNREAD.items():
+        parent, _, name = key.rpartition(".")
+        section: Section = reduce(getattr, parent.split("."), config)
+        is_default = getattr(section, name) == type(section).model_fields[name].get_default()
+        if not is_default and not is_set(config):
+            value = _value(config, key)
+            yield f"`{key}` = {value}: has no effect without {needed}; set that, or remove `{key}`"
+
+
 def _check_sizes(config: Sections) -> Iterator[str]:
     b, ranks = config.batch, config.policy.replicas
     if config.max_length <= config.data.max_prompt_tokens:
@@ -584,7 +494,17 @@ def _divisors_near(total: int, wanted: int) -> str:
 
 
 def _broken_rules(config: Sections) -> Iterator[str]:
-    return (rule.message(config) for rule in RULES if rule.breaks(config))
+    for settings, why in EXCLUSIVE.items():
+        if all(_matches(config, setting) for setting in settings.split()):
+            keys = [setting.partition("=")[0].removesuffix("!") for setting in settings.split()]
+            yield f"{_with_values(config, keys)}: {why}{'' if ';' in why else '; remove one of them'}"
+    for rule in RULES:
+        if rule.breaks(config):
+            yield f"{_with_values(config, rule.keys.split())}: {rule.why}; {rule.remedy}"
+
+
+def _with_values(config: Sections, keys: Sequence[str]) -> str:
+    return ", ".join(f"`{key}` = {_value(config, key)}" for key in keys)
 
 
 def _with_sources(
@@ -791,8 +711,6 @@ def _check_templates(config: Sections) -> Iterator[str]:
 def _check_prefills(config: Sections) -> Iterator[str]:
     data, rewards = config.data, config.rewards
     prefilled = [source for source in data.resolve_prompts((*data.train, *data.eval)) if source.prefill]
-    if data.prefill_as == "completion" and not prefilled:
-        yield "`data.prefill_as` = completion has no effect without a `data.prefill`; set that, or remove it"
     for source in prefilled:
         if (data.environment_of(source) or "").startswith(AGENT):
             yield (
@@ -910,3 +828,14 @@ def _check_teachers(config: Sections) -> Iterator[str]:
                     f"{common[0] if common else 'the same source'}, but their likeliest tokens differ; name "
                     "other `sources` for each, or set `distillation.kl` to sampled"
                 )
+
+
+class Config(Sections):
+    """The configuration of a run."""
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Config:
+        """Report all contradictions in one message."""
+        if problems := list(contradictions(self)):
+            raise ValueError("; ".join(problems))
+        return self

@@ -8,7 +8,11 @@ work with one engine for each worker. All others are allowed; a test names them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.checks import corrects
@@ -17,95 +21,30 @@ from grpo_dist.config.sampling import SamplingConfig
 from grpo_dist.config.secrets import shown_setting
 from grpo_dist.config.workers import RolloutConfig
 
-
-def _each(reason: str, names: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), reason)
-
-
-_SET_BY = {
-    **_each("model.path", "model model_weights tokenizer hf_config_path"),
-    **_each("model.revision", "revision code_revision tokenizer_revision"),
-    "trust_remote_code": "model.trust_remote_code",
-    "dtype": "model.dtype",
-    "max_model_len": "model.max_length, or data.max_prompt_tokens and sampling.max_new_tokens",
-    "seed": "seed",
-    "max_num_seqs": "rollout.max_num_seqs",
-    **_each(
-        "rollout.tensor_parallel_size",
-        "tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size "
-        "decode_context_parallel_size dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size "
-        "cp_kv_cache_interleave_size distributed_executor_backend ray_workers_use_nsight",
-    ),
-    **_each(
-        "rollout.num_workers",
-        "data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local "
-        "data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb "
-        "data_parallel_multi_port_external_lb data_parallel_backend",
-    ),
-    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "kv_cache_memory_bytes": "rollout.kv_cache_gib, or rollout.gpu_memory_utilization on GPUs",
-    "enforce_eager": "rollout.enforce_eager",
-    **_each("rollout.quantization", "quantization allow_deprecated_quantization"),
-    **_each("cluster.placement", "enable_sleep_mode sleep_preserve_parameter_names"),
-    "weight_transfer_config": "weight_sync.backend",
-    **_each("sampling", "generation_config override_generation_config return_sampling_mask"),
-    **_each(
-        "policy.lora",
-        "enable_lora max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype "
-        "lora_target_modules enable_tower_connector_lora specialize_active_lora "
-        "enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels",
-    ),
-    **_each("rollout.speculation", "speculative_config spec_method spec_model spec_tokens"),
-    **_each("policy.router_replay", "enable_return_routed_experts aux_output_config worker_cls"),
-}
-_OTHER_DISTRIBUTION = "the engine's log-probs would not be those of the sampled distribution"
+_TABLE = Path(__file__).with_suffix(".yaml")
 _RANDOM_STATE = (
     "the engine would round its state at random, and its log-probs would not be those of the model"
 )
-_CHANGES = {
-    **_each(
-        "the engine would not use the trainer's weights unchanged",
-        "quantization_config load_format config_format hf_overrides model_class_overrides "
-        "disable_sliding_window",
-    ),
-    **_each(_OTHER_DISTRIBUTION, "logprobs_mode logits_processors watermark_config diffusion_config"),
-    **_each(_RANDOM_STATE, "enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds"),
-    **_each(
-        "the engine would reuse keys and values of older weights after a weight sync",
-        "kv_transfer_config kv_offloading_size kv_offloading_backend ec_transfer_config",
-    ),
-    **_each(
-        "vLLM cannot replace offloaded weights in a weight sync",
-        "offload_backend cpu_offload_gb cpu_offload_params offload_group_size offload_num_in_group "
-        "offload_prefetch_step offload_params",
-    ),
-    **_each(
-        "the engine would move experts between GPUs, and a weight sync would load them where they were",
-        "enable_eplb eplb_config",
-    ),
-    **_each("the engine could not return texts", "skip_tokenizer_init tokens_only"),
-    "tokenizer_mode": "the engine would not read and write the trainer's tokens",
-    **_each("the engine would not generate", "runner convert pooler_config mm_encoder_only"),
-    **_each(
-        "it is for engines with data parallelism, and each rollout worker has an engine of its own",
-        "enable_elastic_ep elastic_ep_max_dp_size all2all_backend enable_dbo ubatch_size "
-        "dbo_decode_token_threshold dbo_prefill_token_threshold dp_sync_interval prefill_schedule_interval "
-        "disable_nccl_for_dp_synchronization fault_tolerance_config enable_fault_tolerance",
-    ),
-    **_each(
-        "an engine runs on the GPUs that Ray assigns to its worker, on one node",
-        "device_ids nnodes node_rank master_addr master_port",
-    ),
-    "scheduler_cls": "a weight sync pauses vLLM's own scheduler",
-}
 # An engine without a GPU prefills prompts whole: in chunks it crashes, or never starts a longer prompt.
 _CHUNKS = ("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_scheduled_tokens")
 _WHOLE_PROMPTS = "without a GPU the engine crashes or hangs when it may not prefill a prompt whole"
 # Settings within an argument that is a mapping.
 _NESTED = {
-    "mamba_config": _each(_RANDOM_STATE, "enable_stochastic_rounding stochastic_rounding_philox_rounds")
+    "mamba_config": dict.fromkeys(
+        ("enable_stochastic_rounding", "stochastic_rounding_philox_rounds"), _RANDOM_STATE
+    )
 }
 _CACHE_TYPES = ("kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
+
+
+@cache
+def refused_arguments() -> Mapping[str, Mapping[str, str]]:
+    """Read the table of refused arguments: by name the key that sets it, or what it changes."""
+    table: dict[str, dict[str, str]] = yaml.safe_load(_TABLE.read_text())
+    return {
+        part: {name: reason for reason, names in rows.items() for name in names.split()}
+        for part, rows in table.items()
+    }
 
 
 def engine_problems(
@@ -117,10 +56,10 @@ def engine_problems(
     yield from _nested_problems(rollout.engine)
     for name, value in rollout.engine.items():
         setting = f"`rollout.engine.{name}` = {shown_setting(name, value)}"
-        if name in _SET_BY:
-            yield f"{setting} is set by {_SET_BY[name]}; remove it"
-        elif name in _CHANGES:
-            yield f"{setting}: {_CHANGES[name]}; remove it"
+        if key := refused_arguments()["set_by"].get(name):
+            yield f"{setting} is set by {key}; remove it"
+        elif reason := refused_arguments()["changes"].get(name):
+            yield f"{setting}: {reason}; remove it"
         elif name in _CHUNKS and value and device == "cpu":
             yield f"{setting}: {_WHOLE_PROMPTS}; remove it"
         elif name in _CACHE_TYPES and value != "auto" and not corrects(algorithm):

@@ -38,14 +38,7 @@ from grpo_dist.config.base import Choice, is_bare, tagged_unions
 from grpo_dist.config.messages import explain
 from grpo_dist.config.presets import PRESETS
 from grpo_dist.config.secrets import masked, masked_setting, masked_text
-from grpo_dist.config.text import (
-    check_characters,
-    check_comments,
-    check_key,
-    check_nesting,
-    check_numbers,
-    escaped,
-)
+from grpo_dist.config.text import check_characters, check_key, check_yaml, escaped
 from grpo_dist.errors import UserError, expanded
 
 _OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.\-\[\]]*=")
@@ -156,8 +149,7 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
         raise ConfigError(f"{path}: no such configuration file; pass a YAML file, e.g. configs/demo.yaml")
     try:
         text = path.read_text(encoding="utf-8")
-        check_nesting(text)
-        check_numbers(text)
+        check_yaml(text)
         loaded = OmegaConf.load(path)
     except (YAMLError, OmegaConfBaseException, RecursionError, OSError, ValueError) as error:
         raise ConfigError(f"{path}: not valid YAML: {parser_reason(error)}") from error
@@ -309,16 +301,14 @@ def set_from_text(tree: DictConfig, override: str) -> None:
 
     Raises ConfigError for what YAML cannot read, and for a value with a comment, which it would drop.
     """
-    key, sign, _ = override.partition("=")
+    key, sign, text = override.partition("=")
     masked = f"override {masked_setting(override)!r}"
     if not sign or not key:
         raise ConfigError(f"{masked}: expected key=value, e.g. steps=10 or policy.optimizer.lr=1e-5")
     try:
         check_characters(override)
-        check_nesting(override[len(key) + 1 :])
-        check_comments(override[len(key) + 1 :])
-        check_numbers(override[len(key) + 1 :])
-        read = OmegaConf.from_dotlist([f"value={override[len(key) + 1 :]}"])
+        check_yaml(text, single_value=True)
+        read = OmegaConf.from_dotlist([f"value={text}"])
         value = OmegaConf.to_container(read, resolve=False)["value"]  # type: ignore[call-overload, index]
     except (YAMLError, OmegaConfBaseException, RecursionError, ValueError) as error:
         raise ConfigError(f"{masked}: {parser_reason(error)}") from error

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from grpo_dist.config import Config
 from grpo_dist.config.base import PLAIN, Choice, member_called, members
-from grpo_dist.config.peers import ABSENT, answer, hint, is_section, likely_trainer
+from grpo_dist.config.peers import answer, answers, hint, is_section, likely_trainer
 from grpo_dist.config.secrets import shown_value
 
 _SHOULD_BE = "Input should be "
@@ -60,7 +60,8 @@ def readable(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> list
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     placed = [(_locate(tuple(error["loc"]), root), error) for error in errors]
     for place, error in placed:
-        if error["type"] == "too_short" and any(_is_inside(other.keys, place.keys) for other, _ in placed):
+        inside = (other for other, _ in placed if other.keys[: len(place.keys)] == place.keys != other.keys)
+        if error["type"] == "too_short" and any(inside):
             continue  # pydantic does not count invalid entries
         tag = place.union[0].tag if place.union else None
         if error["type"] == "union_tag_not_found":
@@ -92,10 +93,6 @@ def _message(error: Mapping[str, Any], place: KeyPlace) -> str:
     if place.union and error["type"] == "own_name":  # neither a name of ours nor one of user-supplied code
         return f"{_SHOULD_BE}{', '.join(names)} or {message.removeprefix(_SHOULD_BE)}"
     return message
-
-
-def _is_inside(inner: tuple[Any, ...], outer: tuple[Any, ...]) -> bool:
-    return len(inner) > len(outer) and inner[: len(outer)] == outer
 
 
 def _locate(location: tuple[Any, ...], root: type[BaseModel]) -> KeyPlace:
@@ -192,7 +189,7 @@ def explain(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> str:
 def _why_absent(location: Sequence[Any], value: Any) -> str | None:
     """Return why nothing here is like a ``value`` that other trainers have."""
     words = [str(part) for part in location if part != "name"]
-    return ABSENT.get(words[-1], {}).get(str(value).lower()) if words else None
+    return answers()["absent"].get(words[-1], {}).get(str(value).lower()) if words else None
 
 
 def _name_the_member(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], set[tuple[Any, ...]]]:

@@ -32,103 +32,7 @@ import yaml
 TABLES = Path(__file__).parent / "trainers"
 UNSET: Any = object()  # a trainer's default that no table has, or a value that a recipe leaves out
 
-# Keys of earlier versions, without indices, and what to write now.
-EARLIER_KEYS = {
-    "algorithm.adaptive_entropy": "`algorithm.entropy: {kind: adaptive, target: ...}`",
-    **{
-        f"algorithm.adaptive_entropy.{key}": f"`algorithm.entropy: {{kind: adaptive, {key}: ...}}`"
-        for key in ("target", "delta", "low", "high")
-    },
-    "algorithm.add_token_level_kl": "`algorithm.kl.in_reward`",
-    "algorithm.advantage_eps": "`algorithm.advantage.eps`; of rewards `algorithm.reward_norm.eps`",
-    "algorithm.beta": "`algorithm.loss.beta` of dro; TRL's beta is `algorithm.kl.coef`",
-    "algorithm.entropy_coef": "`algorithm.entropy.coef`",
-    "algorithm.gamma": "`algorithm.advantage: {name: reinforce_pp, gamma: ...}`",
-    "algorithm.kwargs": "`kwargs` beside the name: `algorithm.loss: {name: my_module:f, kwargs: {...}}`",
-    "algorithm.old_logprobs": "`algorithm.correction: bypass` for rollout, nothing for trainer",
-    "algorithm.outcome_coef": "`algorithm.process.outcome_coef`",
-    "algorithm.pass_k": "`algorithm.advantage: {name: pass_at_k, k: ...}`",
-    "algorithm.policy_loss": "`algorithm.loss`",
-    "algorithm.process_coef": "`algorithm.process.coef`",
-    "algorithm.reward_scale": "`algorithm.reward_norm.shift: false` for true; both steps are the default",
-    "algorithm.reward_shift": "`algorithm.reward_norm.scale: false` for true; both steps are the default",
-    "algorithm.std": "`algorithm.advantage.std`",
-    "algorithm.turn_discount": "`algorithm.advantage: {name: turn, discount: ...}`",
-    "algorithm.whiten_advantages": "`algorithm.advantage.whiten`",
-    **{
-        f"algorithm.{key}": f"`algorithm.loss.{key}`"
-        for key in (
-            "clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative", "ratio_cap", "unified_mask",
-            "tau", "k_positive", "lambda_positive", "k_negative", "lambda_negative", "cov_share",
-            "cov_low", "cov_high", "cov_kl_coef",
-        )
-    },
-    "batch.oversample": "`batch.order: {name: completion, oversample: 1.25}`",
-    "batch.min_samples": "nothing: a group needs half of `batch.samples_per_prompt`",
-    "cluster.restarts.window_s": "nothing: restarts of the last hour count",
-    "cluster.timeouts.room_s": "`cluster.timeouts.placement_timeout_s`",
-    "cluster.restarts.health_s": "nothing: an actor is asked every 3 s",
-    "data.drop_solved": "`data.order: {drop_solved: 0.9}`",
-    "data.length_window": "`data.order: {name: length, window: 8}`",
-    "data.order_kwargs": "`data.order: {name: my_module:f, kwargs: {...}}`",
-    "data.pools.by": "`data.pools: source`, or a column",
-    "data.pools.half_life": "`data.order: {name: pools, half_life: ...}`",
-    "demonstrations.examples": "`examples` of a source: `demonstrations.data: [{path: ..., examples: 100}]`",
-    "demonstrations.noise": "`noise` of a source: `demonstrations.data: [{path: ..., noise: 0.1}]`",
-    "demonstrations.max_length": "nothing: the run's longest sequence, `model.max_length`",
-    "demonstrations.seed": "nothing: the run's `seed`",
-    "distillation.divergence": "`distillation.kl: {name: top_k, divergence: ...}`",
-    "distillation.estimator": "`distillation.kl: {name: sampled, estimator: ...}`",
-    "distillation.kl_as": "`distillation.kl: advantage`, or for loss sampled or `{name: top_k, k: 16}`",
-    "distillation.top_k": "`distillation.kl: {name: top_k, k: 16}`",
-    "distillation.teachers.micro_batch_tokens": "`reference.micro_batch_tokens`, which is of teachers, too",
-    "distillation.teachers.threads": "nothing: a worker has one thread",
-    "environments.sandbox.backend": "`environments.sandbox.url` for a service, nothing for processes",
-    "environments.sandbox.output_kb": "nothing: 64 KiB of a call; the reward `unit_tests` has its own",
-    "evaluation.max_prompts": "`data.eval.N.max_rows`",
-    "evaluation.threads": "nothing: such an engine has one thread",
-    "health.garbage_above": "`health.degenerate_above`",
-    "health.idle_steps_above": "nothing: 50 such steps in a row end the run",
-    "health.max_rollbacks": "`health.action: {kind: rollback, max_rollbacks: 3}`",
-    "health.length_above": "`health.truncated_above`",
-    "policy.logprob_chunk_mib": "nothing: it follows from the GPU's memory",
-    "profile.memory": "nothing",
-    "profile.shapes": "nothing: shapes are always recorded",
-    "profile.stacks": "nothing",
-    "reference.threads": "nothing: a worker has one thread",
-    "rejection.chunk_prompts": "nothing: samples are saved after every 512 prompts",
-    "rejection.prefer": "nothing: the shortest of the right samples are kept",
-    "rewards.overlong_buffer.share": "`rewards.overlong_buffer.tokens`; null: a fifth",
-    "rewards.prompt_opens_thought": "nothing: the rendered prompt shows it",
-    "rewards.models.format": "the format as kind: `rewards.models: [{kind: qwen, ...}]`",
-    "rollout.speculation.history_tokens": "nothing: 16 million",
-    "sft.betas": "`policy.optimizer.betas`; a cold start in one process has 0.9, 0.95",
-    "sft.examples": "`examples` of a source: `sft.data: [{path: ..., examples: 100}]`",
-    "sft.max_grad_norm": "`policy.optimizer.max_grad_norm`; a cold start in one process has 1",
-    "sft.noise": "`noise` of a source: `sft.data: [{path: ..., noise: 0.1}]`",
-    "sft.threads": "nothing: a cold start takes all CPUs, of demo:tiny, small or micro one",
-}  # fmt: skip
-# What is looked for where it is not, without indices, and what to write.
-_SERVED = "a model behind an address is `rewards.functions: [{function: remote, kwargs: {url: ...}}]`"
-GUESSES = {
-    "rewards.url": _SERVED, "rewards.models.url": _SERVED, "rewards.models.base_url": _SERVED,
-    **{f"data.{name}.url": f"a file, directory or hub id is `data.{name}.0.path`"
-       for name in ("train", "eval")},
-    **{f"data.train.{key}": "only text models are trained: no image is read"
-       for key in ("image_column", "image_key", "images")},
-    "policy.lora.modules_to_save": "embeddings and the LM head have no adapters: tied ones would be merged "
-    "twice; train all weights with policy.lora=null",
-}  # fmt: skip
-# Values that other trainers have, by the last word of a key before `name`, and why nothing is like them.
-_CRITIC = "it needs a critic, and there is none; use grpo, or reinforce_pp for single samples"
-_ENGINES = {
-    "sglang": "engines are vLLM's, and there is no SGLang; remove it",
-    "megatron": "DeepSpeed's ZeRO trains, and there is no Megatron; set `policy.zero_stage`",
-}
-ABSENT = {
-    "advantage": {"gae": _CRITIC, "ppo": _CRITIC},
-    **dict.fromkeys(("strategy", "backend", "engine", "rollout"), _ENGINES),
-}
+ANSWERS = Path(__file__).parent / "answers.yaml"  # to keys and values that no trainer's table has
 _MOST_MEANINGS = 2
 _FEWEST = 3  # keys by which a recipe's trainer is recognised
 # A last word that many settings share identifies none of them.
@@ -189,6 +93,12 @@ class PeerSetting:
     trainer: str
     name: str
     row: Row
+
+
+@cache
+def answers() -> Mapping[str, Mapping[str, Any]]:
+    """Read the answers to keys of earlier versions, to guesses, and to values that have no counterpart."""
+    return yaml.safe_load(ANSWERS.read_text())
 
 
 @cache
@@ -268,8 +178,8 @@ def likely_trainer(keys: Iterable[str]) -> str | None:
 def answer(key: str) -> str | None:
     """Return what to write instead of ``key``, which an earlier version had, or which is often guessed."""
     name = ".".join(part for part in key.split(".") if not part.isdigit())
-    now = EARLIER_KEYS.get(name)
-    return GUESSES.get(name) if now is None else f"an earlier version had it; write {now}"
+    now = answers()["earlier"].get(name)
+    return answers()["guesses"].get(name) if now is None else f"an earlier version had it; write {now}"
 
 
 def lookup(key: str, *, ends: bool = True, inside: bool = True) -> list[PeerSetting]:

@@ -1,22 +1,20 @@
-"""All sections of a run, and values derived from several of them. Checks across sections are in `checks`,
-which reads this class; `root.Config` runs them.
-"""
+"""All sections of a run, and values derived from several. `checks.Config` adds checks across sections."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from grpo_dist.config.algorithm import AdvantageConfig, AlgorithmConfig
 from grpo_dist.config.base import Count, DirectoryName, Section, Seed
-from grpo_dist.config.bench import BenchConfig
 from grpo_dist.config.cluster import ClusterConfig
 from grpo_dist.config.data import BatchConfig, DataConfig, DynamicSampling, ModelConfig, NoDynamicSampling
 from grpo_dist.config.distillation import DemonstrationStreamConfig, DistillationConfig
 from grpo_dist.config.environments import EnvironmentsConfig
 from grpo_dist.config.monitoring import (
+    BenchConfig,
     CheckpointConfig,
     EvaluationConfig,
     HealthConfig,
@@ -146,6 +144,30 @@ class Sections(Section):
         paths = {"code_paths": tuple(str(expanded(path).absolute()) for path in self.code_paths)}
         sections = {name: getattr(self, name).model_copy(update=paths) for name in _WITH_CODE}
         return self.model_copy(update=paths | sections)
+
+    def input_paths(self) -> Iterator[tuple[str, str, bool]]:
+        """Yield key, value and True for every path of a model; key, value and False for every path of data.
+
+        A value is a path or the id of a hub. What the run itself makes has none: the result of a cold start,
+        the reference as teacher, and rows of a function of the user's own.
+        """
+        if self.model.path != "sft":
+            yield "model.path", self.model.path, True
+        if self.model.adapter is not None:
+            yield "model.adapter", self.model.adapter, True
+        yield from ((f"rewards.models.{i}.path", m.path, True) for i, m in enumerate(self.rewards.models))
+        for name, sources in (("train", self.data.train), ("eval", self.data.eval)):
+            for i, source in enumerate(sources):
+                if source.path is not None and not source.is_own:
+                    yield f"data.{name}.{i}.path", source.path, False
+        if self.sft is not None:
+            yield "sft.model", self.sft.model, True
+            yield from ((f"sft.data.{i}.path", source.path, False) for i, source in enumerate(self.sft.data))
+        for i, teacher in enumerate(self.distillation.teachers):
+            if teacher.has_workers:
+                yield f"distillation.teachers.{i}.model", teacher.model, True
+        for i, demonstrations in enumerate(self.demonstrations.data if self.demonstrations else ()):
+            yield f"demonstrations.data.{i}.path", demonstrations.path, False
 
     @property
     def user_components(self) -> tuple[UserComponent, ...]:

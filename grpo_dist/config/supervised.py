@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from grpo_dist.config.checks import Config
 from grpo_dist.config.files import checked
-from grpo_dist.config.root import Config
 from grpo_dist.plugins.user_code import UserComponent
 
 # Keys of `policy.optimizer` that `sft` has, too.

@@ -15,6 +15,11 @@ import yaml
 _PLACE = re.compile(r"\{\{(?P<text>[^{}]*)\}\}(?!\})|\{(?P<name>\w+(?:\.[\w-]+)*)\}")
 
 _DEEPEST = 32  # levels of mappings and lists; this project's tree has 6
+_STARTS = (
+    yaml.FlowMappingStartToken, yaml.FlowSequenceStartToken, yaml.BlockMappingStartToken,
+    yaml.BlockSequenceStartToken,
+)  # fmt: skip
+_ENDS = (yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken, yaml.BlockEndToken)
 
 # Plain words that YAML 1.1, which OmegaConf reads, takes for numbers of another base.
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
@@ -65,57 +70,33 @@ def names_in(template: str) -> list[str]:
     return list(dict.fromkeys(place["name"] for place in _PLACE.finditer(template) if place["name"]))
 
 
-def check_nesting(text: str) -> None:
-    """Raise ValueError for YAML with mappings and lists nested too deep. Reading events needs no recursion.
-    The loader reports malformed YAML.
+def check_yaml(text: str, *, single_value: bool = False) -> None:
+    """Raise ValueError for YAML that the loader would overflow on, or read as something else than it shows:
+    mappings and lists nested too deep; a plain word that is a number of base 8 or 60 (``steps=010`` would be
+    8 steps, ``1:30`` 90); in a ``single_value`` a comment, which would be dropped (``#### (.+)`` is null).
+    Scanning needs no recursion. The loader reports malformed YAML.
     """
-    depth = 0
-    try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            if isinstance(event, yaml.CollectionStartEvent):
-                depth += 1
-            elif isinstance(event, yaml.CollectionEndEvent):
-                depth -= 1
-            if depth > _DEEPEST:
-                line = event.start_mark.line + 1 if event.start_mark else 0
-                raise ValueError(f"line {line}: more than {_DEEPEST} levels deep; expected at most that many")
-    except yaml.YAMLError:
-        return
-
-
-def check_comments(text: str) -> None:
-    """Raise ValueError for one YAML value with a comment, which the loader drops: ``#### (.+)`` is null. The
-    loader reports malformed YAML.
-    """
-    end = 0
+    depth = end = 0
     try:
         for token in yaml.scan(text, Loader=yaml.SafeLoader):
+            line = token.start_mark.line + 1
+            depth += isinstance(token, _STARTS) - isinstance(token, _ENDS)
+            if depth > _DEEPEST:
+                raise ValueError(f"line {line}: more than {_DEEPEST} levels deep; expected at most that many")
             # Between tokens there is nothing but white space and comments.
-            if "#" in text[end : token.start_mark.index]:
+            if single_value and "#" in text[end : token.start_mark.index]:
                 raise ValueError(
                     "a # at the beginning or behind a space begins a comment in YAML and would be dropped; "
                     "put the text in quotes that the shell leaves, e.g. \"data.instruction='# Answer'\""
                 )
             end = token.end_mark.index
-    except yaml.YAMLError:
-        return
-
-
-def check_numbers(text: str) -> None:
-    """Raise ValueError for YAML with a plain word that is a number of base 8 or 60: ``steps=010`` would be 8
-    steps, ``1:30`` 90. The loader reports malformed YAML.
-    """
-    try:
-        for token in yaml.scan(text, Loader=yaml.SafeLoader):
             word = token.value if isinstance(token, yaml.ScalarToken) and token.plain else ""
             octal = _OCTAL.fullmatch(word) and int(word, 8) != int(word)
-            if octal or _SEXAGESIMAL.fullmatch(word):
-                value = yaml.safe_load(word)
-                if isinstance(value, str):  # 09:30
-                    continue
+            value = yaml.safe_load(word) if octal or _SEXAGESIMAL.fullmatch(word) else ""
+            if not isinstance(value, str):  # 09:30 is text
                 raise ValueError(
-                    f"line {token.start_mark.line + 1}: YAML reads {word} as {value}; write the number "
-                    f"that is meant, or put a text in quotes: '{word}'"
+                    f"line {line}: YAML reads {word} as {value}; write the number that is meant, or put a "
+                    f"text in quotes: '{word}'"
                 )
     except yaml.YAMLError:
         return

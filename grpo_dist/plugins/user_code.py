@@ -2,10 +2,10 @@
 installed package registers as an entry point of the kind's group. Resolves names without importing anything,
 imports, calls with those inputs that a function names, and lists files for a run's identity.
 
-A built-in name always means the built-in piece. A package that registers the same name does not replace it,
-and `find_shadowing` reports it. The module that a name begins with is searched in `code_paths` first, as a
-reward's is in its own process. Modules that it imports later, inside functions, are found in `code_paths`
-after installed packages. Imports no torch: the configuration reads this module.
+A built-in name always means the built-in piece: a package that registers the same name does not replace it.
+The module that a name begins with is searched in `code_paths` first, as a reward's is in its own process.
+Modules that it imports later, inside functions, are found in `code_paths` after installed packages. Imports
+no torch: the configuration reads this module.
 """
 
 from __future__ import annotations
@@ -156,17 +156,6 @@ def find_package(kind: Kind, name: str) -> str | None:
     return _package(points[0]) if points else None
 
 
-def find_shadowing(kind: Kind, builtin: Collection[str]) -> Iterator[str]:
-    """Yield a message for every package that registers the name of a built-in piece."""
-    for name, points in registered(kind).items():
-        for point in points:
-            if name in builtin:
-                yield (
-                    f"{_package(point)} registers the {kind.title} {name!r}, which is a name of grpo-dist "
-                    f"and means the built-in one here; name the package's `{point.value}`"
-                )
-
-
 def _package(point: EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
 
@@ -287,13 +276,8 @@ def call(piece: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any]) -> A
     return piece(**arguments, **kwargs)
 
 
-def call_in_time(
-    piece: Callable[[], T], limit_s: float, what: str, consequence: str = "correct it, or raise the deadline"
-) -> T:
-    """Return what ``piece`` returns, from a thread of its own.
-
-    Raises what it raises, and TimeoutError after ``limit_s`` seconds; its thread is then left to itself.
-    """
+def start_thread(piece: Callable[[], T], name: str) -> Future[T]:
+    """Call ``piece`` in a daemon thread, which may be left to itself, and return its result to come."""
     done: Future[T] = Future()
 
     def run() -> None:
@@ -302,7 +286,18 @@ def call_in_time(
         except BaseException as error:  # sys.exit of a user's code, too: it is reported, not obeyed
             done.set_exception(error)
 
-    Thread(target=run, name=what, daemon=True).start()
+    Thread(target=run, name=name, daemon=True).start()
+    return done
+
+
+def call_in_time(
+    piece: Callable[[], T], limit_s: float, what: str, consequence: str = "correct it, or raise the deadline"
+) -> T:
+    """Return what ``piece`` returns, from a thread of its own.
+
+    Raises what it raises, and TimeoutError after ``limit_s`` seconds; its thread is then left to itself.
+    """
+    done = start_thread(piece, what)
     try:
         return done.result(limit_s)
     except TimeoutError as error:

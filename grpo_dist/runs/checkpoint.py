@@ -1,4 +1,5 @@
-"""The checkpoints of a run: what a step directory holds, and how it is written, published, found and pruned.
+"""The checkpoints of a run: what a step directory holds, how it is written, published, found and pruned, and
+whether and where a run resumes from it.
 
     checkpoints/step_000020/
         policy/         DeepSpeed's model, optimiser and schedule state, one part per rank
@@ -13,7 +14,7 @@
         manifest.json   size and checksum of every other file
 
 A directory is written under a temporary name, flushed, and renamed: one with its final name is complete. The
-manifest shows later damage; it is checked before a checkpoint is loaded. `resume` reads checkpoints back.
+manifest shows later damage; it is checked before a checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -26,23 +27,42 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path, PurePosixPath
 from threading import Event
 from typing import IO, Any
 
-from grpo_dist.config import Config
+import yaml
+from pydantic import TypeAdapter
+
+from grpo_dist.algorithms.moments import Moments
+from grpo_dist.config import CheckpointConfig, Config, PolicyConfig
 from grpo_dist.config.files import dump_config
-from grpo_dist.loop.progress import Progress
-from grpo_dist.observe.samples import write_groups
+from grpo_dist.config.secrets import HIDDEN
+from grpo_dist.data.columns import ByUid
+from grpo_dist.data.order import OrderState
+from grpo_dist.errors import UserError
+from grpo_dist.health import HealthState
+from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch, ScheduleState
+from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.plugins.user_code import changed_code
-from grpo_dist.runs.identity import DataOrigin, columns_digest, data_digest, digest_run_code, fingerprint
+from grpo_dist.runs.identity import (
+    Change,
+    DataOrigin,
+    changes,
+    columns_digest,
+    data_digest,
+    describe,
+    digest_run_code,
+    fingerprint,
+)
+from grpo_dist.runs.run_directory import MODEL, finished_steps
 from grpo_dist.runtime.concurrency import deadline, run_in_thread
 from grpo_dist.runtime.files import clear, exchange, flush, publish
-from grpo_dist.types import Prompt
+from grpo_dist.types import Prompt, Sampling
 from grpo_dist.workers import Workers
 
 MANIFEST = "manifest.json"
@@ -68,18 +88,17 @@ def write_manifest(directory: Path) -> None:
     (directory / MANIFEST).write_text(json.dumps({"files": listed}, indent=1))
 
 
-def find_damage(directory: Path, *, must_have: Sequence[str] = ()) -> str | None:
-    """Describe the first file that differs from the manifest; None where all match. Never raises and never
-    blocks, whatever the directory holds. ``must_have``: files that a manifest must list.
+def checkpoint_damage(directory: Path) -> str | None:
+    """Describe the first file of a checkpoint that differs from its manifest; None where all match. Never
+    raises and never blocks, whatever the directory holds.
     """
     try:
         listed = json.loads(_text(directory / MANIFEST))["files"]
         expected = [(name, entry["bytes"], entry["blake2b"]) for name, entry in listed.items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({error})"
-    names = {name for name, _, _ in expected}
-    if missing := [name for name in must_have if name not in names] or ([] if names else ["any file"]):
-        return f"{MANIFEST} does not list {missing[0]}"
+    if STATE not in [name for name, _, _ in expected]:
+        return f"{MANIFEST} does not list {STATE}"
     # Sizes first: they cost nothing, and most damaged files are short.
     for name, size, _ in expected:
         if problem := _misses(directory, name, size):
@@ -152,15 +171,10 @@ class CheckpointState:
     sampling: Mapping[str, Any] = field(default_factory=dict)  # of launched batches, by number
     schedule: Mapping[str, Any] = field(default_factory=dict)  # what `sampling` was steered to
     lengths: Mapping[str, Any] = field(default_factory=dict)  # trained so far, with `batch.order` completion
-    # Hashes of the user's own code, see `identity.digest_run_code`; None: written before they were kept.
-    code: Mapping[str, str] | None = None
-    columns: str | None = None  # digest of the training prompts' columns; None: written before it was kept
-    origin: Mapping[str, Any] | None = None  # `DataOrigin` of the training prompts; None: as above
+    code: Mapping[str, str] = field(default_factory=dict)  # see `identity.digest_run_code`
+    columns: str | None = None  # digest of the training prompts' columns
+    origin: Mapping[str, Any] | None = None  # `DataOrigin` of the training prompts
     best: Sequence[float] | None = None  # step and value, with `checkpoint.keep_best`
-
-    def changed_code(self, hashes: Mapping[str, str]) -> list[str]:
-        """Return what differs in ``hashes``, those of the user's code now; [] where none were kept."""
-        return [] if self.code is None else changed_code(self.code, hashes)
 
 
 class Checkpoints:
@@ -324,11 +338,267 @@ def newest_whole(directory: Path, say: Callable[[str], None]) -> Path | None:
     return None
 
 
-def checkpoint_damage(checkpoint: Path) -> str | None:
-    """Describe the first damage found in ``checkpoint``; None where there is none."""
-    return find_damage(checkpoint, must_have=(STATE,))
-
-
 def step_of(checkpoint: Path) -> int:
     """Return the step whose weights the directory ``checkpoint`` holds."""
     return int(checkpoint.name.split("_")[1])
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run resumes. ``checkpoint`` is None at the beginning of the run."""
+
+    checkpoint: Path | None = None
+    progress: Progress = field(default_factory=Progress)
+    wandb_id: str | None = None
+
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return self.progress.step
+
+    def __str__(self) -> str:
+        return str(self.checkpoint or "the beginning of the run")
+
+
+def load_state(checkpoint: Path, config: Config) -> CheckpointState:
+    """Return the driver's state from ``checkpoint``.
+
+    ``config`` is the run's identity. For a stage of a pipeline it names the other stages, where the run's own
+    configuration has their directories, which may move.
+
+    Raises ValueError when the checkpoint is damaged, or when a run of ``config`` would give other results.
+    """
+    try:
+        state = CheckpointState(**json.loads((checkpoint / STATE).read_text()))
+    except TypeError as error:
+        raise ValueError(
+            f"{checkpoint}: made by another version of grpo-dist ({error}); resume with that version, choose "
+            "another `name`, or set `checkpoint.resume=never`"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{checkpoint}: state.json cannot be read ({error}); delete this directory to resume from the "
+            "checkpoint before it"
+        ) from error
+    changed = changes_since(checkpoint, config)
+    # None: unknown, a value is masked or config.yaml is unreadable. Empty: the fingerprint differs only
+    # because another version of grpo-dist computed it.
+    may_change = changed is not None and HIDDEN not in dump_config(config)
+    decisive = None
+    if may_change:
+        kept = [c for c in changed or () if c.decides(config) and not _is_same_stage(c)]
+        decisive = [c for c in kept if not c.is_recorded]
+    if state.fingerprint != fingerprint(config) and decisive != []:
+        named = f" ({describe(decisive)}: {decisive[0].reason})" if decisive else ""
+        raise ValueError(
+            f"{checkpoint}: made with another configuration{named}; "
+            "`steps` (with a constant learning rate), learning rate, KL weight (above 0), clip range, length "
+            "limits, evaluation, health, checkpoint, tracking, cluster, numbers and layout of workers may "
+            "change on resume. Restore the old values, choose another `name`, or set "
+            "`checkpoint.resume=never`"
+        )
+    _check_sharding(checkpoint, changed or [], config.policy)
+    code = changed_code(state.code, digest_run_code(config.user_components, config.rewards, config.data))
+    if code and config.checkpoint.changed_code == "refuse":
+        raise ValueError(
+            f"{checkpoint}: your own code has changed since it was written: {', '.join(code)}. The numbers "
+            "of the run would come from two programs. Restore the code, choose another `name`, or set "
+            "`checkpoint.changed_code=warn` or `checkpoint.resume=never`"
+        )
+    return _apply_new_settings(state, changed or [], config)
+
+
+def _apply_new_settings(state: CheckpointState, changed: Sequence[Change], config: Config) -> CheckpointState:
+    """Return ``state`` without values that a recorded change replaces: the KL weight, and the length limit of
+    batches that are launched already.
+    """
+    keys = {change.key for change in changed if change.is_recorded}
+    if "algorithm.kl.coef" in keys:
+        state = replace(state, kl_coef=None)
+    if any(key.startswith("sampling.max_new_tokens") for key in keys):
+        limit = config.sampling.longest
+        sampling = {
+            batch: sampled | {"max_new_tokens": min(sampled["max_new_tokens"], limit)}
+            for batch, sampled in state.sampling.items()
+        }
+        state = replace(state, sampling=sampling, schedule={**state.schedule, "max_new_tokens": None})
+    return state
+
+
+def recorded_changes(since: Sequence[Change] | None, step: int) -> Iterator[str]:
+    """Yield a message for each setting that the run has another value of after ``step``."""
+    for change in since or ():
+        if change.is_recorded or change.key.partition(".")[0] in ("evaluation", "health"):
+            yield f"after step {step} `{change.key}` = {change.now}, before {change.was}"
+
+
+def _is_same_stage(change: Change) -> bool:
+    """Return whether the identity of a pipeline stage now names the other stage whose directory its run had,
+    `NN_NAME` in the pipeline's: no difference.
+    """
+    now = str(change.now)
+    name = now.removeprefix("stage:").partition("/")[0]
+    parts = Path(str(change.was)).parts
+    return now.startswith("stage:") and any(part.partition("_")[2] == name for part in parts)
+
+
+def other_layout(since: Sequence[Change] | None) -> str:
+    """Describe the changes of layout, of `changes_since`, for a message; "" without any."""
+    changed = [change for change in since or () if change.is_layout]
+    return f", with another layout ({describe(changed)}): results differ by rounding only" if changed else ""
+
+
+def other_code(checkpoint: Path, hashes: Mapping[str, str]) -> str:
+    """Describe changes of the user's code since ``checkpoint`` was written, for a message; "" without any.
+    ``hashes``: `digest_run_code` now.
+    """
+    state = CheckpointState(**json.loads((checkpoint / STATE).read_text()))
+    changed = changed_code(state.code, hashes)
+    return f"warning: your own code has changed since: {', '.join(changed)}" if changed else ""
+
+
+def _check_sharding(checkpoint: Path, changed: list[Change], policy: PolicyConfig) -> None:
+    """Raise ValueError where the policy's sharding has changed, and its state is or was on NVMe disks, or is
+    in 8 bits.
+    """
+    other = [change for change in changed if change.is_sharding]
+    what = "states on NVMe disks (`policy.offload`)"
+    if policy.optimizer.name == "adamw_8bit":
+        what = "averages in 8 bits (`policy.optimizer.name`)"
+    elif "nvme" not in (
+        policy.offload.optimizer, policy.offload.parameters, *(change.was for change in other),
+    ):  # fmt: skip
+        return
+    if other:
+        raise ValueError(
+            f"{checkpoint}: {describe(other)}, but {what} cannot be resharded; restore the old values, "
+            "choose another `name`, or set `checkpoint.resume=never`"
+        )
+
+
+def changes_since(checkpoint: Path, config: Config) -> list[Change] | None:
+    """Return the changes from the configuration in ``checkpoint``; None where that is unreadable."""
+    try:
+        return changes((checkpoint / "config.yaml").read_text(), config)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+
+
+def load_resume_point(
+    checkpoint: Path | None,
+    state: CheckpointState | None,
+    prompts: Sequence[Prompt],
+    origin: DataOrigin | None = None,
+) -> ResumePoint:
+    """Return the point of ``checkpoint`` with its ``state``, or the beginning without one. Raises ValueError
+    as `check_data`.
+    """
+    if checkpoint is None or state is None:
+        return ResumePoint()
+    check_data(checkpoint, state, prompts, origin)
+    return ResumePoint(checkpoint, load_progress(checkpoint, state, prompts), state.wandb_id)
+
+
+def check_data(
+    checkpoint: Path, state: CheckpointState, prompts: Sequence[Prompt], origin: DataOrigin | None = None
+) -> None:
+    """Raise ValueError where the checkpoint was made with other training prompts, or columns of them.
+
+    ``origin``: of ``prompts``; it tells other rows from rows that are tokenised otherwise.
+    """
+    if state.data != data_digest(prompts):
+        if origin is not None and state.origin and state.origin["rows"] == origin.rows:
+            changed = (
+                "; ".join(origin.changes(state.origin["reading"])) or "the tokenizer gives them otherwise"
+            )
+            raise ValueError(
+                f"{checkpoint}: made of the same rows, but with other tokens: {changed}. Restore that, "
+                "choose another `name`, or set `checkpoint.resume=never`"
+            )
+        raise ValueError(
+            f"{checkpoint}: made with other training prompts; the files behind `data.train` have changed. "
+            "Restore them, choose another `name`, or set `checkpoint.resume=never`"
+        )
+    if state.columns is not None and state.columns != columns_digest(prompts):
+        raise ValueError(
+            f"{checkpoint}: made with other columns of the training prompts, which rewards, environments and "
+            "pools read; the rows behind `data.train` have changed. Restore them, choose another `name`, or "
+            "set `checkpoint.resume=never`"
+        )
+
+
+def load_progress(checkpoint: Path, state: CheckpointState, prompts: Sequence[Prompt]) -> Progress:
+    """Return the driver's progress: all its state but the weights, with the batches sampled ahead."""
+    by_uid = ByUid(prompts)
+    whole, discarded, unfinished = (
+        {int(file.stem.split("_")[1]): read_groups(file, by_uid) for file in checkpoint.glob(f"ahead/{kind}")}
+        for kind in ("batch_*", "discarded_*", "begun_*")
+    )
+    ahead = {batch: SampledBatch(groups, discarded.get(batch, [])) for batch, groups in whole.items()}
+    taken = {int(batch): indices for batch, indices in state.taken.items()}
+    health = HealthState.from_json(state.health)
+    rewards = TypeAdapter(Moments).validate_python(dict(state.rewards))
+    adapter = TypeAdapter(Sampling)
+    sampling = {int(batch): adapter.validate_python(sampling) for batch, sampling in state.sampling.items()}
+    schedule = ScheduleState(**state.schedule)
+    lengths = {name: (tokens, samples) for name, (tokens, samples) in state.lengths.items()}
+    pipeline = PipelineState(ahead, unfinished, taken, order_state(state), sampling, schedule, lengths)
+    due = tuple(state.evaluations)
+    best = None if state.best is None else (int(state.best[0]), float(state.best[1]))
+    return Progress(state.step, pipeline, health, state.kl_coef, state.unassessed, rewards, due, best)
+
+
+def order_state(state: CheckpointState) -> OrderState:
+    """Return the state of the prompt order."""
+    return TypeAdapter(OrderState).validate_python(dict(state.order))
+
+
+def find_resume_state(
+    config: Config, identity: Config, run_dir: Path, say: Callable[[str], None]
+) -> tuple[Path | None, CheckpointState | None]:
+    """Return the newest undamaged checkpoint of the run in ``run_dir`` and its state; None, None: it begins.
+
+    ``say`` gets a warning for each damaged one. Raises ValueError where the checkpoint is that of another
+    run, the run is complete, or its export would delete what is no earlier one.
+    """
+    resumes = config.checkpoint.resume == "auto"
+    newest = newest_whole(run_dir / CHECKPOINTS, say) if resumes else None
+    state = load_state(newest, identity) if newest else None
+    check_unfinished(config.steps, run_dir, state.step if state else 0)
+    check_exportable(config.checkpoint, run_dir)
+    return newest, state
+
+
+def check_unfinished(steps: int, run_dir: Path, step: int) -> None:
+    """Raise UserError where the run in ``run_dir``, with ``step`` steps done by its newest checkpoint (0:
+    there is none), has no more to do, or would begin again in the directory of a complete run.
+    """
+    done = finished_steps(run_dir)
+    if done is not None and step == 0:
+        raise UserError(
+            f"{run_dir}: the run is complete ({done} steps), and {run_dir / CHECKPOINTS} has no checkpoint "
+            "to continue from: it would begin again and overwrite its metrics; put the checkpoints back, "
+            "choose another `name`, or set checkpoint.resume=never"
+        )
+    if step > steps and done != step:
+        raise UserError(
+            f"`steps` = {steps}: {run_dir} has done {step} already; set it to {step} or more, or "
+            "choose another `name`"
+        )
+    if step >= steps and done == step:
+        raise UserError(
+            f"{run_dir}: the run is complete ({step} steps); choose another `name`, or set "
+            "checkpoint.resume=never (or, with a constant learning rate, raise `steps` to continue it)"
+        )
+
+
+def check_exportable(checkpoint: CheckpointConfig, run_dir: Path) -> None:
+    """Raise UserError where the trained model would take the place of what is no earlier export."""
+    from grpo_dist.policy.full_weights import why_no_export  # imports torch, which a plan does without
+
+    directory = run_dir / MODEL
+    if checkpoint.export and (reason := why_no_export(directory)):
+        raise UserError(
+            f"{directory} is no earlier export of the run ({reason}), and the trained model takes its place "
+            "at the end; move it away, choose another `name`, or set checkpoint.export=false"
+        )

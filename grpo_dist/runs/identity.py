@@ -25,37 +25,14 @@ import numpy as np
 import yaml
 
 from grpo_dist.chat.template import writes_date
-from grpo_dist.config import (
-    AlgorithmConfig,
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    KLConfig,
-    RewardsConfig,
-    RolloutConfig,
-)
-from grpo_dist.config.base import choices
+from grpo_dist.config import Config, DataConfig, RewardsConfig, RolloutConfig
 from grpo_dist.config.differences import drop, flat, has_place
-from grpo_dist.config.environments import BUILTIN_ENVIRONMENTS
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.text import unescaped
 from grpo_dist.data.columns import Prompts, column, digest_parts
 from grpo_dist.environments.registry import own_environments
-from grpo_dist.plugins.user_code import (
-    ADVANTAGE,
-    AGGREGATION,
-    ENVIRONMENT,
-    KL,
-    LOSS,
-    METRIC,
-    ORDER,
-    REWARD,
-    SINK,
-    UserComponent,
-    code_digest,
-    find_shadowing,
-)  # fmt: skip
-from grpo_dist.rewards.registry import REWARDS, user_rewards
+from grpo_dist.plugins.user_code import METRIC, SINK, UserComponent, code_digest
+from grpo_dist.rewards.registry import user_rewards
 from grpo_dist.types import Prompt
 
 # Sections and keys that may change.
@@ -149,18 +126,25 @@ class Change:
         return next(reasons, two_algorithms)
 
     def decides(self, config: Config) -> bool:
-        """Return whether it makes ``config`` another run, as `fingerprint` does."""
-        section, key = self.key.partition(".")[::2]
-        if config.is_supervised and section not in _SUPERVISED:
-            return False
-        if section == "steps":
-            return _depends_on_steps(config)
-        if section == "health":
-            return self.key == "health.min_signal_groups"
-        if section == "sft":
-            return config.model.path == "sft" and key not in FREE_SFT
-        is_free = any(fnmatchcase(f"{self.key}.", f"{pattern}.*") for pattern in _FREE_KEYS)
-        return not self.is_layout and section not in _FREE and not is_free
+        """Return whether it makes ``config`` another run."""
+        return _decides(self.key, config)
+
+
+def _decides(key: str, config: Config) -> bool:
+    """Return whether the setting ``key`` determines the numbers of ``config``. Of `health` these are which
+    steps are trained on, not when to warn or stop.
+    """
+    section, name = key.partition(".")[::2]
+    if config.is_supervised and section not in _SUPERVISED:
+        return False
+    if section == "steps":
+        return _depends_on_steps(config)
+    if section == "health":
+        return key == "health.min_signal_groups"
+    if section == "sft":
+        return config.model.path == "sft" and name not in FREE_SFT
+    is_free = any(fnmatchcase(f"{key}.", f"{pattern}.*") for pattern in _FREE_KEYS)
+    return not Change(key, None, None).is_layout and section not in _FREE and not is_free
 
 
 def _depends_on_steps(config: Config) -> bool:
@@ -171,19 +155,8 @@ def _depends_on_steps(config: Config) -> bool:
 
 def fingerprint(config: Config) -> str:
     """Hash everything that determines the numbers of a run, so that a resumed run is the same run."""
-    kept = drop_layout(config.model_dump(mode="json", exclude=set(_FREE)))
-    for key in _FREE_KEYS:
-        kept = drop(kept, key.split("."))
-    # Which steps are trained on determines the numbers; when to warn or stop does not.
-    kept["health"] = {"min_signal_groups": config.health.min_signal_groups}
-    if config.model.path != "sft":
-        kept.pop("sft")  # nothing uses it
-    elif config.sft is not None:
-        kept["sft"] = {key: value for key, value in kept["sft"].items() if key not in FREE_SFT}
-    if config.is_supervised:
-        kept = {section: value for section, value in kept.items() if section in _SUPERVISED}
-    if _depends_on_steps(config):
-        kept["steps"] = config.steps
+    settings = flat(config.model_dump(mode="json"))
+    kept = {key: value for key, value in settings.items() if _decides(key, config)}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -329,28 +302,3 @@ def digest_sampling_code(rollout: RolloutConfig, rewards: RewardsConfig, data: D
     """Return `code_digest` of the pieces that determine samples of a model and their rewards."""
     user_code = [*rollout.user_components, *user_rewards(rewards), *own_environments(data)]
     return code_digest(user_code, rewards.code_paths)
-
-
-def shadowed() -> Iterator[str]:
-    """Yield a warning for every installed package that registers the name of a built-in piece."""
-    builtin = {
-        ADVANTAGE: choices(AlgorithmConfig, "advantage"),
-        LOSS: choices(AlgorithmConfig, "loss"),
-        KL: choices(KLConfig, "estimator"),
-        AGGREGATION: choices(AlgorithmConfig, "aggregation"),
-        ORDER: choices(DataConfig, "order"),
-        ENVIRONMENT: BUILTIN_ENVIRONMENTS,
-        REWARD: tuple(REWARDS),
-    }
-    for kind, names in builtin.items():
-        yield from find_shadowing(kind, names)
-
-
-def check_code(checkpoint: Path, changed: Sequence[str], settings: CheckpointConfig) -> None:
-    """Raise ValueError where own code has ``changed`` since ``checkpoint``, unless that may be."""
-    if changed and settings.changed_code == "refuse":
-        raise ValueError(
-            f"{checkpoint}: your own code has changed since it was written: {', '.join(changed)}. The "
-            "numbers of the run would come from two programs. Restore the code, choose another `name`, or "
-            "set `checkpoint.changed_code=warn` or `checkpoint.resume=never`"
-        )

@@ -1,31 +1,22 @@
-"""Loads and checks the teachers of a run (models, tokenizers, the prompts that they read) and its stream of
-demonstrations.
-"""
+"""Loads and checks the teachers of a run: models, tokenizers, the prompts that they read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grpo_dist.config import (
-    DataConfig,
-    DemonstrationStreamConfig,
-    DistillationConfig,
-    ModelConfig,
-    TeacherConfig,
-)
+from grpo_dist.config import Config, DataConfig, DistillationConfig, ModelConfig, TeacherConfig
 from grpo_dist.config.text import fill
 from grpo_dist.data.columns import sources_of
-from grpo_dist.data.demonstrations import Demonstration, Stream, load_demonstrations
 from grpo_dist.data.prompts import PromptFormat
 from grpo_dist.errors import refuse
 from grpo_dist.policy.lora import empty_model
 from grpo_dist.policy.model import check_supported, vocabulary_size
+from grpo_dist.runs.models import load_tokenizer, resolve_model
 from grpo_dist.runs.start_checks import position_limit, readable_model
 from grpo_dist.types import Prompt
 
@@ -36,28 +27,20 @@ def key_of(teacher: TeacherConfig) -> str:
 
 
 def load_teachers(
-    distillation: DistillationConfig,
-    model: ModelConfig,
-    data: DataConfig,
-    prompts: Sequence[Prompt],
-    policy: tuple[Path, Any],
-    *,
-    longest: int,
-    resolve: Callable[[ModelConfig], Path],
-    tokenizer_of: Callable[[Path], Any],
+    config: Config, prompts: Sequence[Prompt], policy: tuple[Path, Any], say: Callable[[str], None]
 ) -> tuple[Sequence[Prompt], dict[str, Path]]:
     """Return ``prompts`` with what teachers read in their place, and the directories of the teachers' models
-    by name. Raises ValueError with one message for teachers that cannot be used.
-
-    Args:
-        model: section of the policy's model; ``policy``: its directory and tokenizer.
-        longest: completion that is trained on, tokens.
-        resolve: finds a model's directory, as `model.path` names it.
+    by name. Raises ValueError with one message for teachers that cannot be used. ``policy``: the directory
+    and the tokenizer of its model.
     """
+    distillation, model = config.distillation, config.model
     refuse(source_problems(distillation, prompts))
-    directories = {t.name: _directory(model, t, resolve) for t in distillation.teachers_with_workers}
-    tokenizers = {name: tokenizer_of(directory) for name, directory in directories.items()}
-    prompts = add_teacher_prompts(distillation, data, prompts, policy[1])
+    directories = {t.name: _directory(config, t, say) for t in distillation.teachers_with_workers}
+    tokenizers = {
+        name: load_tokenizer(directory, model.trust_remote_code) for name, directory in directories.items()
+    }
+    prompts = add_teacher_prompts(distillation, config.data, prompts, policy[1])
+    longest = config.sampling.longest
     refuse(teacher_problems(distillation.teachers, model, prompts, tokenizers, policy, directories, longest))
     if distillation.top_k:
         models = {"the policy": policy[0]} | {f"teacher {name}": path for name, path in directories.items()}
@@ -65,34 +48,14 @@ def load_teachers(
     return prompts, directories
 
 
-def load_stream(
-    settings: DemonstrationStreamConfig | None,
-    max_length: int,
-    tokenizer: Any,
-    *,
-    seed: int,
-    day: date | None,
-    say: Callable[[str], None],
-) -> Sequence[Demonstration]:
-    """Return the demonstrations that are mixed into the batches; none without ``settings``.
-
-    ``max_length``: of the run's sequences. ``seed``: the run's. ``day``, ``say``: of
-    `load_demonstrations`.
-    Raises ValueError for a row that cannot be used.
-    """
-    if settings is None:
-        return []
-    return load_demonstrations(Stream(settings.data, seed, max_length), tokenizer, day=day, say=say)
-
-
-def _directory(policy: ModelConfig, teacher: TeacherConfig, resolve: Callable[[ModelConfig], Path]) -> Path:
+def _directory(config: Config, teacher: TeacherConfig, say: Callable[[str], None]) -> Path:
     if teacher.model == "sft":
         raise ValueError(
             f"{key_of(teacher)}: `model` = sft is the policy's own cold start; use reference, which begins "
             "with its weights"
         )
     try:
-        return resolve(teacher.model_section(policy))
+        return resolve_model(teacher.model_section(config.model), None, config.seed, say, key="`model`")
     except ValueError as error:
         # `random:` names the policy's key in its own messages.
         raise ValueError(f"{key_of(teacher)}: {str(error).replace('model.path = ', '`model` = ')}") from error
@@ -175,7 +138,8 @@ def teacher_problems(
 
     Args:
         tokenizers: of the teachers with models of their own, by name, as are ``directories``.
-        policy, longest: as `load_teachers` takes them.
+        policy: as `load_teachers` takes it.
+        longest: completion that is trained on, tokens.
     """
     model_dir, tokenizer = policy
     for teacher in teachers:

@@ -13,26 +13,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from grpo_dist.config import ClusterConfig
 from grpo_dist.errors import Rollback, StateLost
-from grpo_dist.runs.resume import ResumePoint
+from grpo_dist.runs.checkpoint import ResumePoint
 from grpo_dist.runtime.concurrency import Budget, deadline
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.workers import Workers
 
+if TYPE_CHECKING:  # Ray takes seconds to import
+    from actors.cluster import Cluster
+
 Up = tuple[ResumePoint, Workers]  # the point to resume from, and workers to do it with
 Attempt = AbstractAsyncContextManager[Up, bool | None]
-
-
-class Restartable(Protocol):
-    """`actors.cluster.Cluster` in production."""
-
-    def failures_as_state_lost(self) -> AbstractAsyncContextManager[None]: ...
-    async def start_again(self, model_dir: Path) -> Workers: ...
-    async def where_stuck(self) -> str: ...
 
 
 class Recovery:
@@ -46,7 +41,7 @@ class Recovery:
     def __init__(
         self,
         settings: ClusterConfig,
-        cluster: Restartable,
+        cluster: Cluster,
         recorder: Recorder,
         newest: Callable[[], Awaitable[ResumePoint]],
         model_dir: Path,

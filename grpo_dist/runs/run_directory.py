@@ -1,5 +1,6 @@
-"""The directory of a run: a free one, or the one to resume in; the date that its chat templates write, and
-its `environment.json`: versions, machine and command of the last launch.
+"""The directory of a run: a free one, or the one to resume in; who may write into it, and whether its steps
+are done; the date that its chat templates write, and its `environment.json`: versions, machine and command of
+the last launch.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ import json
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, date, datetime
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,11 +27,14 @@ import yaml
 from grpo_dist.config import CheckpointConfig, Config
 from grpo_dist.config.differences import flat
 from grpo_dist.config.secrets import masked_command
-from grpo_dist.errors import RunEnded, expanded
-from grpo_dist.runtime.files import write_text
+from grpo_dist.errors import RERUN, RunEnded, UserError, expanded
+from grpo_dist.runtime.files import LOCK, alone, check_room, write_text
 from grpo_dist.runtime.hardware import GIB, device_type
 
 C = TypeVar("C", bound=Config)
+LOCK_PATIENCE_S = 10.0  # a process that was asked to end still holds the lock for a moment
+MODEL = "model"  # in a run directory, the trained model
+_DONE = "DONE"  # in a run directory once everything of the run is done; holds the number of steps
 
 
 def choose_run_dir(checkpoint: CheckpointConfig, name: str, output_dir: str) -> Path:
@@ -88,6 +94,53 @@ def check_writable(run_dir: Path) -> Path:
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise ValueError(f"{run_dir}: not writable; set `output_dir` to a writable directory")
     return nearest
+
+
+@contextmanager
+def exclusive_directory(run_dir: Path, existing: Path) -> Iterator[None]:
+    """Make ``run_dir`` and lock it for the length of the block. Waits a moment for a process that is ending.
+
+    Where the block raises UserError and has left nothing in the directory, it is removed again, with empty
+    parents below ``existing``, the nearest directory that was there before. Raises UserError where another
+    process trains the run.
+    """
+    what = "training this run; wait for it, or choose another `name`"
+    with ExitStack() as stack:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(alone(run_dir, what, patience_s=LOCK_PATIENCE_S))
+        except OSError as error:
+            check_room(existing, error)
+            raise
+        try:
+            yield
+        except UserError:
+            # Only with the lock: without it, the directory belongs to the other process.
+            if run_dir != existing and [path.name for path in run_dir.iterdir()] == [LOCK]:
+                shutil.rmtree(run_dir)
+                for parent in takewhile(lambda path: path != existing.absolute(), run_dir.absolute().parents):
+                    with suppress(OSError):  # another process has put something into it by now
+                        parent.rmdir()
+            raise
+
+
+def finished_steps(run_dir: Path) -> int | None:
+    """Return the steps of a run that is complete, with its last evaluation; None before that."""
+    done = run_dir / _DONE
+    if not done.exists():
+        return None
+    try:
+        return int(done.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{done}: expected a file with the number of steps that the run has done ({error}); remove it, "
+            f"and {RERUN}"
+        ) from error
+
+
+def mark_finished(run_dir: Path, steps: int) -> None:
+    """Record that everything of the run is done."""
+    write_text(run_dir / _DONE, f"{steps}\n")
 
 
 def set_template_date(config: C, earlier: str | None = None) -> C:
@@ -164,23 +217,25 @@ def installed(package: str) -> str | None:
 
 
 def _gpus() -> list[str]:
-    """List the GPUs by NVML: CUDA would create a context of hundreds of megabytes on each."""
     if device_type() == "cpu":
         return []
     try:
-        return _gpus_by_nvml()
+        return [f"{name}, {memory / GIB:.0f} GiB" for name, memory in list_gpus()]
     except Exception as error:  # no NVML in a container, or no permission for a MIG slice: start anyway
         return [f"unknown: {error}"]
 
 
-def _gpus_by_nvml() -> list[str]:
-    import pynvml
+def list_gpus() -> list[tuple[str, int]]:
+    """Return name and memory, bytes, of each GPU of this machine, by NVML: CUDA would create a context of
+    hundreds of megabytes on each.
+    """
+    import pynvml  # installed on machines with GPUs alone
 
     pynvml.nvmlInit()
     try:
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
         return [
-            f"{pynvml.nvmlDeviceGetName(gpu)}, {pynvml.nvmlDeviceGetMemoryInfo(gpu).total / GIB:.0f} GiB"
+            (str(pynvml.nvmlDeviceGetName(gpu)), int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total))
             for gpu in handles
         ]
     finally:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_dist.config import Config, PolicyConfig
 from grpo_dist.config.differences import flat
-from grpo_dist.config.files import changed, load_config
+from grpo_dist.config.files import changed
 from grpo_dist.runs.checkpoint import (
     CHECKPOINTS,
-    MANIFEST,
     checkpoint_damage,
     list_checkpoints,
     newest_whole,
@@ -25,7 +24,7 @@ from grpo_dist.runs.checkpoint import (
 )
 from grpo_dist.runs.run_directory import recorded_settings
 from grpo_dist.runtime.files import read_json
-from grpo_dist.runtime.model_files import cached, fingerprint, is_checkpoint, split_reference
+from grpo_dist.runtime.model_files import is_checkpoint, split_reference
 
 if TYPE_CHECKING:  # a plan finds checkpoints without it
     import torch
@@ -33,7 +32,6 @@ if TYPE_CHECKING:  # a plan finds checkpoints without it
 C = TypeVar("C", bound=Config)
 _BUCKET = 1 << 28  # bytes
 _MODELS = ("model.path", "sft.model", "distillation.teachers.*.model")  # keys that may name a checkpoint
-_VERSION = 2  # of the files this module writes; raise it when they change
 
 
 def is_supervised_run(run: Path) -> bool:
@@ -96,34 +94,6 @@ def find_checkpoint(path: str, say: Callable[[str], None]) -> Path:
         f"{path}: no such checkpoint in {run / CHECKPOINTS}; it has {steps or 'none'} (a run "
         "deletes the oldest beyond `checkpoint.keep`)"
     )
-
-
-def checkpoint_model(
-    path: str, say: Callable[[str], None], *, starting_model: Callable[[Config, Path], Path]
-) -> Path:
-    """Return the cached directory of the model whose weights the checkpoint ``path`` holds, as the run's own
-    export writes it: adapters merged, and also in `adapter`.
-
-    Args:
-        starting_model: returns the model that the run in a directory, of this configuration, began with.
-
-    Raises ValueError where the checkpoint is missing or damaged.
-    """
-    checkpoint = find_checkpoint(path, say)
-    config = load_config(checkpoint / "config.yaml")
-    decides = {"version": _VERSION, "checkpoint": fingerprint(checkpoint / MANIFEST)}
-
-    def write(directory: Path) -> None:
-        base = starting_model(config, checkpoint.parent.parent)
-        write_weights(config, base, checkpoint, directory)
-
-    say(f"{path}: {checkpoint}")
-    return cached("checkpoint", decides, write)
-
-
-def write_weights(config: Config, base: Path, checkpoint: Path, directory: Path) -> None:
-    """Write the model of ``checkpoint``, see `load_weights`, as the run exports it."""
-    write_loaded(load_weights(config, base, checkpoint), config, base, directory)
 
 
 def load_weights(config: Config, base: Path, checkpoint: Path, dtype: torch.dtype | None = None) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, replace
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,42 +29,43 @@ from grpo_dist.observe.tracker import LEDGER, Tracker
 from grpo_dist.observe.trackers import check_trackers
 from grpo_dist.policy.full_weights import add_file, why_no_export
 from grpo_dist.policy.text_model import usable_model
-from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, list_checkpoints, remove_partial
-from grpo_dist.runs.identity import digest_run_code
-from grpo_dist.runs.model_card import CARD, model_card
-from grpo_dist.runs.preemption import Interruption
-from grpo_dist.runs.prepare import RunInputs
-from grpo_dist.runs.prepare_supervised import SupervisedInputs, load_supervised_inputs
-from grpo_dist.runs.recovery import Recovery
-from grpo_dist.runs.resume import (
+from grpo_dist.runs.checkpoint import (
+    CHECKPOINTS,
+    REFERENCE,
+    Checkpoints,
     ResumePoint,
     changes_since,
+    find_resume_state,
+    list_checkpoints,
     load_resume_point,
     load_state,
+    newest_whole,
     order_state,
     other_code,
     other_layout,
     recorded_changes,
+    remove_partial,
 )
-from grpo_dist.runs.run import (
-    MODEL,
-    Run,
-    exclusive_directory,
-    find_resume_state,
-    mark_finished,
-)
+from grpo_dist.runs.identity import digest_run_code
+from grpo_dist.runs.model_card import CARD, model_card
+from grpo_dist.runs.preemption import Interruption
+from grpo_dist.runs.prepare import RunInputs
+from grpo_dist.runs.recovery import Recovery
 from grpo_dist.runs.run_directory import (
+    MODEL,
     add_resume_settings,
     check_writable,
     choose_run_dir,
+    exclusive_directory,
     explain_resume,
+    mark_finished,
     read_template_date,
     set_template_date,
     write_environment,
 )
 from grpo_dist.runs.run_weights import restore_begun
-from grpo_dist.runs.start import load_inputs, resolve_steps
-from grpo_dist.runtime.concurrency import deadline
+from grpo_dist.runs.start import SupervisedInputs, load_inputs, load_supervised_inputs, resolve_steps
+from grpo_dist.runtime.concurrency import deadline, run_in_thread
 from grpo_dist.runtime.files import check_room, keep_backup, write_text
 from grpo_dist.runtime.hardware import DeviceType
 from grpo_dist.runtime.stage_log import log_ready, print_line, stage
@@ -71,6 +73,61 @@ from grpo_dist.workers import Workers
 
 if TYPE_CHECKING:  # Ray takes seconds to import
     from actors.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training session works with from its start to its end."""
+
+    config: Config
+    identity: Config  # see `checkpoint.load_state`
+    inputs: RunInputs
+    directory: Path
+    tracker: Tracker
+    checkpoints: Checkpoints
+
+    @asynccontextmanager
+    async def settled(self) -> AsyncIterator[None]:
+        """Do not let an error out of the block while a checkpoint is being written: see `settle`."""
+        try:
+            yield
+        except Exception:
+            await self.settle()
+            raise
+
+    async def settle(self) -> None:
+        """Wait for the checkpoint being written. A failed one is dropped with a warning: the one before it
+        stays the newest.
+        """
+        try:
+            await self.checkpoints.settle()
+        except Exception as error:
+            self.tracker.warn(f"the checkpoint that was being written failed and is dropped ({error})")
+
+    async def newest(self) -> ResumePoint:
+        """Find the point to go back to. A thread reads the files, while the loop watches over the actors.
+
+        Raises RunEnded where that takes longer than writing all checkpoints may take: with new workers,
+        reading them again would take as long.
+        """
+        await self.settle()
+        damaged: list[str] = []
+        written = max(1, len(list_checkpoints(self.directory / CHECKPOINTS)))
+
+        def find() -> ResumePoint:
+            checkpoint = newest_whole(self.directory / CHECKPOINTS, damaged.append)
+            state = load_state(checkpoint, self.identity) if checkpoint else None
+            return load_resume_point(checkpoint, state, self.inputs.trained, self.inputs.origin)
+
+        limit_s = self.config.cluster.timeouts.save_s * written
+        try:
+            async with deadline(limit_s, "recovery: find the newest undamaged checkpoint"):
+                return await run_in_thread(find)
+        except TimeoutError as error:
+            raise RunEnded(f"{error}; when it can be read, {RERUN}") from error
+        finally:
+            for warning in damaged:
+                self.tracker.warn(warning)
 
 
 def audit(run: Run) -> str:
@@ -135,7 +192,7 @@ def _expected_uids(uids: list[str], batch: BatchConfig, seed: int, step: int) ->
 
 
 def train(config: Config, *, identity: Config | None = None) -> Path:
-    """Run ``config`` to its end and return the run directory. ``identity``: see `resume.load_state`. The
+    """Run ``config`` to its end and return the run directory. ``identity``: see `checkpoint.load_state`. The
     caller holds `ended_by_sigterm`.
 
     Raises UserError for input that cannot be used, and RunEnded where the run ends before its last step.
@@ -168,7 +225,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
             tracker.flush()
             if config.checkpoint.export and (run_dir / MODEL).is_dir():
                 add_file(run_dir / MODEL, CARD, model_card(config, run_dir, run.config.steps))
-        mark_finished(run)
+        mark_finished(run_dir, run.config.steps)
         _print_result(run_dir, final)
         if totals:
             print_line(totals)

@@ -1,33 +1,43 @@
 """What `train` and `check` look at before anything starts: one list of checks.
 
 `load_inputs`, of every run, stops at the first problem; `grpo-dist check` reports all, and adds what only
-estimates a run or looks at this machine (`tools.check`).
+estimates a run or looks at this machine (`tools.check`). `load_supervised_inputs` is for supervised training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, SupervisedConfig
 from grpo_dist.config.presets import described
-from grpo_dist.data.demonstrations import load_source
+from grpo_dist.data.columns import column
+from grpo_dist.data.demonstrations import (
+    Demonstration,
+    count_held_out,
+    count_rows,
+    load_demonstrations,
+    load_source,
+    split,
+)
 from grpo_dist.data.pools import pool_sizes
 from grpo_dist.data.readers import SourceRows, read_all
 from grpo_dist.data.tasks import environment_problems
+from grpo_dist.errors import refuse
 from grpo_dist.rewards.checks import asked_columns
 from grpo_dist.runs.cold_start import find_trained
-from grpo_dist.runs.identity import shadowed
-from grpo_dist.runs.prepare import (
-    RunInputs,
-    build_inputs,
-    drop_duplicates,
-    load_tokenizer,
-    resolve_model,
-)
+from grpo_dist.runs.identity import DataOrigin
+from grpo_dist.runs.models import load_tokenizer, resolve_model, sft_model
+from grpo_dist.runs.prepare import RunInputs, build_inputs, drop_duplicates
 from grpo_dist.runs.start_checks import model_problems, position_limit, setting_problems
-from grpo_dist.runs.trials import CheckSkipped, Start, check_environments, check_reward, fail
-from grpo_dist.runs.user_trials import user_code_problems
+from grpo_dist.runs.trials import (
+    CheckSkipped,
+    Start,
+    check_environments,
+    check_reward,
+    user_code_problems,
+)
 from grpo_dist.runtime.hardware import DeviceType, device_type
 from grpo_dist.runtime.stage_log import stage
 
@@ -36,17 +46,15 @@ _SHOWN = 300  # characters of the first prompt, from its end
 
 def check_settings(start: Start) -> str:
     """Find settings that ranks or engines refuse at their start, whatever the model."""
-    fail(setting_problems(start.config, start.device))
+    refuse(setting_problems(start.config, start.device))
     return described(start.config)
 
 
 def check_user_code(start: Start) -> str:
-    """Try the user's own pieces, and name packages that register names of built-in ones."""
-    for warning in shadowed():
-        start.say(f"warning: {warning}")
+    """Try the user's own pieces."""
     pieces = start.config.user_components
     with stage("own code", "is tried on made inputs", quiet=not pieces):
-        fail(user_code_problems(pieces, start.config.code_paths))
+        refuse(user_code_problems(pieces, start.config.code_paths))
     return ", ".join(f"{piece.key}: {piece.name}" for piece in pieces)
 
 
@@ -64,7 +72,7 @@ def check_data(start: Start) -> str:
                     read_rows += read_all([source], key, problems, asked=asked, first=number)
                 except (ValueError, OSError) as error:
                     wrong[str(error)] = None
-    fail(wrong)
+    refuse(wrong)
     train, held_out = read_sets.values()
     start.rows = (train, held_out)
     counts = [
@@ -87,7 +95,7 @@ def check_model(start: Start) -> str:
     with stage("model files", "are checked"):
         position_limit(config.model, model_dir)  # without a readable config.json all others skip the model
         start.model_dir = model_dir
-        fail(model_problems(config, start.device, model_dir))
+        refuse(model_problems(config, start.device, model_dir))
     return str(model_dir)
 
 
@@ -109,7 +117,7 @@ def check_cold_start(start: Start) -> str:
             tables.append(load_source(source, sft, tokenizer, day=start.config.data.day, say=start.say))
         except (ValueError, OSError) as error:
             wrong.append(str(error))
-    fail(wrong)
+    refuse(wrong)
     start.longest_demonstration = longest = max(int(table.lengths.max()) for table in tables)
     count = sum(map(len, tables))
     return (
@@ -122,7 +130,10 @@ def check_prompts(start: Start) -> str:
     if start.rows is None or start.model_dir is None:
         raise CheckSkipped(f"the {'data' if start.rows is None else 'model'} cannot be read")
     config = start.config
-    inputs = start.inputs = build_inputs(config, start.model_dir, *start.rows, start.say)
+    with stage("tokenizer", "is loaded"):
+        tokenizer = load_tokenizer(start.model_dir, config.model.trust_remote_code)
+    refuse(user_code_problems(config.rollout.user_components, config.code_paths, tokenizer))
+    inputs = start.inputs = build_inputs(config, start.model_dir, tokenizer, *start.rows, start.say)
     if (by := config.data.pools_by) is not None:
         sizes = pool_sizes(inputs.prompts, by)
         start.say("pools: " + ", ".join(f"{name} {size}" for name, size in sizes.items()))
@@ -176,10 +187,61 @@ def load_inputs(
         train_first: False skips a cold start: the model is then the one it would start from.
         device: of the run's workers; None: as on this machine.
     """
-    start = Start(config, say, train_first, lambda: device or device_type())
+    start = Start(config, say, train_first, device)
     for check in CHECKS.values():
         with suppress(CheckSkipped):
             check(start)
     assert start.inputs is not None  # or a check would have failed
     start.inputs.warnings.extend(start.warnings)
     return start.inputs
+
+
+@dataclass(frozen=True)
+class SupervisedInputs(RunInputs):
+    """``prompts``: the demonstrations. ``held_out``: those of the validation loss."""
+
+    prompts: Sequence[Demonstration]
+    held_out: Sequence[Demonstration] = ()
+
+
+def supervised(config: Config, symbolic: Config) -> tuple[SupervisedConfig, SupervisedConfig]:
+    """Return the supervised training of ``config``, and that of ``symbolic``, its identity.
+
+    With `sft.epochs`, the rows are counted, which gives the number of steps. Raises ValueError for rows that
+    cannot be used, and ConfigError for settings that contradict each other.
+    """
+    sft = config.sft
+    assert sft is not None
+    steps = sft.steps
+    if sft.epochs is not None:
+        rows = count_rows(sft)
+        steps = sft.steps_for(rows - count_held_out(sft, rows))
+    return SupervisedConfig.from_config(config, steps=steps), SupervisedConfig.from_config(
+        symbolic, steps=steps
+    )
+
+
+def load_supervised_inputs(
+    config: Config, say: Callable[[str], None], *, device: DeviceType | None = None
+) -> SupervisedInputs:
+    """Load and check model and demonstrations. Raises ValueError with one message for input that cannot be
+    used. ``device``: of the ranks; None: as on this machine.
+    """
+    sft, device = config.sft, device or device_type()
+    assert sft is not None
+    refuse(setting_problems(config, device))
+    with stage("model", sft.model):
+        model_dir = sft_model(sft, config.model.chat_template, say)
+    with stage("model files", "are checked"):
+        refuse(model_problems(config, device, model_dir))
+    with stage("tokenizer", "is loaded"):
+        tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
+    with stage("demonstrations", "are tokenized"):
+        rows = load_demonstrations(sft, tokenizer, day=config.data.day, say=say)
+        trained, held_out = split(rows, sft)
+    say(
+        f"{len(trained)} demonstrations, {config.steps} steps of {sft.batch_size}"
+        + (f"; {len(held_out)} more for the validation loss" if held_out else "")
+    )
+    origin = DataOrigin.from_rows(column(trained, "row_uid"), tokenizer, model_dir, config.data)
+    return SupervisedInputs(model_dir, trained, [], held_out=held_out, origin=origin)

@@ -152,12 +152,8 @@ def _architecture_problems(
     if config.policy.router_replay and (problem := replay_problem(model.config)):
         yield f"model {model_dir}: {problem}; remove it"
     yield from _tensor_parallel(config.rollout, model)
-    if device == "cpu" and not config.is_supervised:
-        yield from _recurrence(model, model_dir)
-
-
-def _recurrence(model: Any, model_dir: Path) -> Iterator[str]:
-    if kinds := recurrent_layers(model.config.get_text_config()):
+    on_cpu = device == "cpu" and not config.is_supervised
+    if on_cpu and (kinds := recurrent_layers(model.config.get_text_config())):
         yield (
             f"model {model_dir}: it has layers of type {', '.join(kinds)}, which vLLM's CPU build does "
             "not compute as transformers does in float32; use GPUs, or a model with attention alone"

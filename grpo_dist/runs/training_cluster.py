@@ -11,7 +11,6 @@ the other updates.
 from __future__ import annotations
 
 import asyncio
-import operator
 import threading
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
@@ -119,19 +118,7 @@ class RunningUpdate:
     """An update that nobody has the metrics of yet."""
 
     groups: tuple[ScoredGroup, ...]
-    advantages: list[np.ndarray] | None  # of the caller; float32 [G] of each group
     task: asyncio.Task[dict[str, float]]
-
-    def trains(self, groups: Sequence[ScoredGroup]) -> bool:
-        """Return whether it trains on exactly these ``groups``."""
-        return len(groups) == len(self.groups) and all(map(operator.is_, groups, self.groups))
-
-    def uses(self, advantages: list[np.ndarray] | None) -> bool:
-        """Return whether it trains with equal ``advantages``."""
-        if advantages is None or self.advantages is None:
-            return advantages is self.advantages
-        pairs = zip(advantages, self.advantages, strict=False)
-        return len(advantages) == len(self.advantages) and all(np.array_equal(a, b) for a, b in pairs)
 
 
 class Verbs:
@@ -246,23 +233,21 @@ class Verbs:
     async def update(
         self, scored: Sequence[ScoredGroup], advantages: Sequence[np.ndarray] | None
     ) -> dict[str, float]:
-        """Train, to the end also where this call is cancelled: the ranks do not stop halfway. The same groups
-        and advantages once more then get the metrics of that update.
+        """Train, to the end also where this call is cancelled: the ranks do not stop halfway.
 
-        Raises UserError where only the advantages are others.
+        Raises UserError where a cancelled call has trained on the same groups.
         """
         # Copies: the caller may write into its own.
         advantage_arrays = None if advantages is None else [np.array(a, np.float32) for a in advantages]
-        if self._running is None or not self._running.trains(scored):
-            await self._settled()
-            task = asyncio.create_task(self._update(scored, advantage_arrays), name=f"update {self.step + 1}")
-            self._running = RunningUpdate(tuple(scored), advantage_arrays, task)
-        elif not self._running.uses(advantage_arrays):
-            await self._settled()
+        before = self._running
+        await self._settled()
+        if before is not None and tuple(map(id, before.groups)) == tuple(map(id, scored)):
             raise UserError(
-                "update(): an update of these groups with other advantages was interrupted, has ended since "
-                "and counts; sample again"
+                "update(): an update of these groups was interrupted, has ended since, and counts; sample "
+                "again"
             )
+        task = asyncio.create_task(self._update(scored, advantage_arrays), name=f"update {self.step + 1}")
+        self._running = RunningUpdate(tuple(scored), task)
         return await self._result_of(self._running)
 
     async def _settled(self) -> None:
@@ -480,15 +465,15 @@ class TrainingCluster:
 
         As in `train`, a step that fails the checks of `health` is not trained on: see `health/low_signal`.
         An update that Ctrl-C interrupts still ends, and counts: `sync` waits for it, and so does `update`,
-        which returns its metrics where ``groups`` and ``advantages`` are the same.
+        which does not train on the same ``groups`` then.
 
         Args:
             advantages: [G] of each group, used as they are; None: those of `algorithm.advantage`.
 
         Raises:
             UserError: the samples are older than `max_staleness` updates; the groups are not scored, or do
-                not divide into `batch.updates_per_step`; the advantages do not fit, or differ from those of
-                an interrupted update of the same groups.
+                not divide into `batch.updates_per_step`; the advantages do not fit; an interrupted update
+                has trained on the groups.
             Unhealthy: engine and policy are not the same model, the weights are not finite, or `health` says
                 so.
             StateLost: a policy rank is lost.

@@ -1,12 +1,14 @@
-"""The trials of a start: a right and a wrong answer are scored, and each environment answers the first
-actions of a trial episode, as in the run. How a check reports: its result in words, or an exception.
+"""The trials of a start: user-supplied code is called on small made inputs, a right and a wrong answer are
+scored, and each environment answers the first actions of a trial episode, as in the run. How a check reports:
+its result in words, or an exception.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -14,17 +16,55 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from grpo_dist.config import Config, EnvironmentsConfig, RewardsConfig, SamplingConfig
 from grpo_dist.config.environments import AGENT
+from grpo_dist.config.secrets import masked_text
 from grpo_dist.data.columns import distinct_of, sources_of
+from grpo_dist.data.order import chosen
 from grpo_dist.data.readers import SourceRows, common_columns
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.dialogue import template_text
-from grpo_dist.environments.episode import Action, Call, Observed
+from grpo_dist.environments.episode import Action, Call, Generation, Observed
 from grpo_dist.environments.runner import Description, EnvironmentProbe, EpisodeRunner
 from grpo_dist.environments.tools import CODE, resolve_format
-from grpo_dist.errors import count_failures
+from grpo_dist.environments.user_rollout import UserRollout
+from grpo_dist.errors import Refused, count_failures, raised, refuse
+from grpo_dist.loop.metrics import own_metric
+from grpo_dist.plugins.algorithm import (
+    UserCode,
+    kl_estimate,
+    user_advantages,
+    user_aggregation,
+    user_policy_loss,
+)
+from grpo_dist.plugins.inputs import (
+    AdvantageInputs,
+    AggregationInputs,
+    KLInputs,
+    MetricInputs,
+    OrderInputs,
+    PolicyLossInputs,
+    RolloutInputs,
+    SinkInputs,
+)
+from grpo_dist.plugins.user_code import (
+    ADVANTAGE,
+    AGGREGATION,
+    KL,
+    LOSS,
+    METRIC,
+    ORDER,
+    ROLLOUT,
+    SINK,
+    Kind,
+    UserCodeFailed,
+    UserComponent,
+    check_signature,
+    load,
+    start_thread,
+)
 from grpo_dist.rewards.checks import column_problems, graded_problems
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
@@ -35,7 +75,7 @@ from grpo_dist.rewards.thought import resolve_thought
 from grpo_dist.runs.prepare import RunInputs, scoring_problems
 from grpo_dist.runtime.hardware import DeviceType, device_type
 from grpo_dist.runtime.stage_log import stage
-from grpo_dist.types import Prompt, Rollout, Task, Thought
+from grpo_dist.types import Group, Prompt, Rollout, Sampling, Task, Thought
 
 ENVIRONMENT = "environment"  # the reward that the environment gives; two texts have no turns
 _WRONG = "-987654321"
@@ -49,25 +89,17 @@ _REMEDY = (
 _SHOWN = 200  # characters of an observation
 _HARMLESS = ("ok", "malformed")  # made arguments may not fit what a type does not say
 # Calls that the tools of this package answer with 42.
-_TRIALS = {"python": "print(6 * 7)", "calculator": "6 * 7"}
-
-
-class CheckFailed(ValueError):
-    """``problems``: each is one thing to fix."""
-
-    def __init__(self, *problems: str) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
+_TOOL_INPUTS = {"python": "print(6 * 7)", "calculator": "6 * 7"}
+TRIAL_S = 60.0  # deadline of one piece, with its imports
+_ROWS, _TOKENS, _CLOSE = 4, 6, 1e-4
+_INPUTS: dict[Kind, type[Any]] = {
+    ADVANTAGE: AdvantageInputs, LOSS: PolicyLossInputs, KL: KLInputs, AGGREGATION: AggregationInputs,
+    METRIC: MetricInputs, SINK: SinkInputs, ORDER: OrderInputs, ROLLOUT: RolloutInputs,
+}  # fmt: skip
 
 
 class CheckSkipped(Exception):
     """The check needs what another check could not read, or what is not known before a run."""
-
-
-def fail(problems: Iterable[str]) -> None:
-    """Raise CheckFailed where there are ``problems``."""
-    if messages := list(problems):
-        raise CheckFailed(*messages)
 
 
 @dataclass
@@ -77,7 +109,7 @@ class Start:
     Attributes:
         say: gets notes and warnings of the checks.
         train_first: whether a cold start may train; else the model is the one that it would start from.
-        find_device: the device of the run's workers, which may be on another machine.
+        workers_device: of the run's workers, which may be on another machine; None: as on this one.
         rows: of `data.train` and `data.eval`.
         is_cold_started: the model of the cold start is there already.
         longest_demonstration: of the cold start, tokens.
@@ -87,7 +119,7 @@ class Start:
     config: Config
     say: Callable[[str], None]
     train_first: bool = False
-    find_device: Callable[[], DeviceType] = device_type
+    workers_device: DeviceType | None = None
     rows: tuple[list[SourceRows], list[SourceRows]] | None = None
     model_dir: Path | None = None
     is_cold_started: bool = False
@@ -97,7 +129,7 @@ class Start:
 
     @cached_property
     def device(self) -> DeviceType:
-        return self.find_device()
+        return self.workers_device or device_type()
 
     def warn(self, message: str) -> None:
         self.say(f"warning: {message}")
@@ -157,11 +189,11 @@ def check_reward(start: Start) -> str:
 def _check_all(start: Start, pool: GraderPool) -> str:
     rewards = start.config.rewards
     for advantage, seen in start.config.rewards_by_estimator:
-        fail(graded_problems(seen, advantage))
-    fail(scoring_problems(rewards, start.config.sampling, pool))
+        refuse(graded_problems(seen, advantage))
+    refuse(scoring_problems(rewards, start.config.sampling, pool))
     if not rewards.all_functions:
         raise CheckSkipped("`rewards.functions` is empty, and reward models are not asked before a run")
-    fail(
+    refuse(
         problem
         for sources in start.rows or ()
         for source, rows in sources
@@ -184,11 +216,11 @@ def _check_all(start: Start, pool: GraderPool) -> str:
         try:
             told = _check_source(start, rewards.select_source(source), prompt, pool)
             said.append(f"source {source}: {told}")
-        except CheckFailed as error:
+        except Refused as error:
             failed.append(f"source {source}: {error}")
         except CheckSkipped as reason:
             skipped.append(f"source {source}: {reason}")
-    fail(failed)
+    refuse(failed)
     if not said:
         raise CheckSkipped("; ".join(skipped))
     return "\n    ".join([*said, *(f"not checked: {text}" for text in skipped)])
@@ -216,10 +248,6 @@ def _has_math(rewards: RewardsConfig) -> bool:
     return "math" in {function.function for function in rewards.functions}
 
 
-def _user_functions(rewards: RewardsConfig) -> set[str]:
-    return {f.function for f in rewards.all_functions if f.function not in REWARDS}
-
-
 def _check_source(start: Start, rewards: RewardsConfig, prompt: Prompt | None, pool: GraderPool) -> str:
     if not rewards.functions:
         raise CheckSkipped("reward models are not asked before a run")
@@ -234,15 +262,16 @@ def _check_source(start: Start, rewards: RewardsConfig, prompt: Prompt | None, p
     if rewards.models:
         text += "\n    reward models are not asked"
     reasons = "; ".join(trial.failures)
-    decisive = rewards.trial is not None or not _user_functions(rewards)
+    decisive = rewards.trial is not None or all(f.function in REWARDS for f in rewards.all_functions)
     if trial.failures and (trial.raised or decisive):
-        raise CheckFailed(f"{text}\n    not scored: {reasons}")
+        raise Refused(f"{text}\n    not scored: {reasons}")
     if trial.raised_elsewhere:
         start.warn(
             f"rewards: not scored in another usual form of an answer: {'; '.join(trial.raised_elsewhere)}. "
             "Samples for which a function raises are not trained on; correct it"
         )
-    unknown = find_rewards_without_answers(rewards)
+    functions = dict.fromkeys(reward.function for reward in rewards.functions)
+    unknown = [name for name in functions if name in REWARDS and not REWARDS[name].knows_right_answers]
     if unknown and rewards.trial is None and not trial.separates and not trial.inverts:
         names = ", ".join(f"`{name}`" for name in unknown)
         raise CheckSkipped(f"no right answer to {names} is known before a run, so it is not tried")
@@ -251,7 +280,7 @@ def _check_source(start: Start, rewards: RewardsConfig, prompt: Prompt | None, p
     if is_blind(rewards) and rewards.trial is None:
         return f"{text}\n    no reward here looks at whether an answer is right"
     if decisive:
-        raise CheckFailed(
+        raise Refused(
             f"{text}\n    the right one must get more in all: look at the answer {prompt.answer!r} of the "
             "data, and at `rewards.functions`, their weights and the form in which they expect an answer"
         )
@@ -315,15 +344,11 @@ def _answers(rewards: RewardsConfig, prompt: Prompt) -> list[tuple[str, str]]:
     """Return pairs of a right and a wrong completion: the user's, or a pair of each usual form."""
     right = alternatives(prompt.answer)[0]
     if (trial := rewards.trial) is not None:
-        return [(_filled(trial.right, right), _filled(trial.wrong, right))]
+        return [(trial.right.replace("{answer}", right), trial.wrong.replace("{answer}", right))]
     return [
         (before + form.format(answer=right), before + form.format(answer=_WRONG))
         for before, form in _forms(resolve_thought(prompt.thought, rewards))
     ]
-
-
-def _filled(completion: str, answer: str) -> str:
-    return completion.replace("{answer}", answer)
 
 
 def _forms(thought: Thought) -> list[tuple[str, str]]:
@@ -342,12 +367,6 @@ def is_blind(rewards: RewardsConfig) -> bool:
     """
     builtin = [REWARDS.get(reward.function) for reward in rewards.functions if reward.weight]
     return all(function is not None and function.is_blind for function in builtin)
-
-
-def find_rewards_without_answers(rewards: RewardsConfig) -> list[str]:
-    """Return the functions to which no right answer is known before a run."""
-    functions = dict.fromkeys(reward.function for reward in rewards.functions)
-    return [name for name in functions if name in REWARDS and not REWARDS[name].knows_right_answers]
 
 
 def _make_rollout(prompt: Prompt, sample: int, text: str) -> Rollout:
@@ -387,11 +406,12 @@ def check_environments(start: Start) -> str:
         notes, answers = asyncio.run(_played(config.environments, first, described))
     tokenizer = start.inputs.tokenizer
     form = resolve_format(config.environments.call_format, template_text(tokenizer, config.data))
+    called = "in code blocks" if form == CODE else f"as {form} does"
     lines = [*notes]
     failed: list[str] = []
     for (task, prompt), description, answered in zip(first, described, answers, strict=True):
         tools = ", ".join(map(_signature, description.tools))
-        calls = f"; tools: {tools}, called {_call_form(form)}" if tools else ""
+        calls = f"; tools: {tools}, called {called}" if tools else ""
         lines.append(f"{task.environment}{calls}")
         lines += _not_told(description, tokenizer.decode(prompt.token_ids.tolist()))
         lines += [
@@ -405,7 +425,7 @@ def check_environments(start: Start) -> str:
                 "tool, unless such arguments are wrong"
             )
     if failed:
-        raise CheckFailed(*failed)
+        raise Refused(*failed)
     return "\n    ".join(lines)
 
 
@@ -432,9 +452,8 @@ async def _played(
             is_agent = task.environment.startswith(AGENT)  # which asks before the first action
             own_actions = [Action("")] if is_agent else _trial_answers(environment, prompt.answer)
             played: list[tuple[Action, Observed]] = []
-            for turn, action in enumerate(
-                [*_trial_calls(environment), *([] if environment.stateless else own_actions)]
-            ):
+            calls = [_trial_call(tool["function"]) for tool in environment.tools]
+            for turn, action in enumerate([*calls, *([] if environment.stateless else own_actions)]):
                 played.append((action, await runner.act(episode, task, problem, action, turn=turn)))
                 if played[-1][1].done:
                     break
@@ -445,11 +464,6 @@ async def _played(
         await runner.close()
 
 
-def _trial_calls(described: Description) -> list[Action]:
-    """Return a call of each tool, those of users with made arguments of the types that they declare."""
-    return [_trial_call(tool["function"]) for tool in described.tools]
-
-
 def _trial_answers(described: Description, answer: str) -> list[Action]:
     """Return ``answer``, in each of the tags that end an action."""
     tags = [text[2:-1] for text in described.stop if text.startswith("</") and text.endswith(">")]
@@ -457,8 +471,9 @@ def _trial_answers(described: Description, answer: str) -> list[Action]:
 
 
 def _trial_call(function: Mapping[str, Any]) -> Action:
-    if (name := function["name"]) in _TRIALS:
-        return Action(_TRIALS[name], (Call(name, _TRIALS[name], raw=True),))
+    """Return a call of a tool; of a user's with made arguments of the types that it declares."""
+    if (name := function["name"]) in _TOOL_INPUTS:
+        return Action(_TOOL_INPUTS[name], (Call(name, _TOOL_INPUTS[name], raw=True),))
     arguments = json.dumps(_example(function["parameters"], function["parameters"].get("$defs", {})))
     return Action(f"{name}({arguments})", (Call(name, arguments),))
 
@@ -508,10 +523,6 @@ def _not_told(described: Description, prompt: str) -> list[str]:
     ]
 
 
-def _call_form(call_format: str) -> str:
-    return "in code blocks" if call_format == CODE else f"as {call_format} does"
-
-
 def _describe(observed: Observed) -> str:
     if observed.calls:
         return ", ".join(f"{call.result.strip()[:_SHOWN]!r} ({call.outcome})" for call in observed.calls)
@@ -522,3 +533,170 @@ def _describe(observed: Observed) -> str:
     parts += [] if observed.reward is None else [f"reward {observed.reward:g}"]
     parts += ["the end of the episode"] if observed.done else []
     return ", ".join(parts)
+
+
+def user_code_problems(
+    pieces: Sequence[UserComponent], code_paths: Sequence[str], tokenizer: Any = None
+) -> Iterator[str]:
+    """Yield a message for every piece that cannot be used. Imports and runs user code. `data.tasks` tries
+    environments, `rewards.registry` rewards, and reading them data sources.
+
+    ``tokenizer``: of the model, for a rollout function; None: that is not called.
+    """
+    for piece in pieces:
+        if piece.kind not in _INPUTS:
+            continue
+        error = _failure(partial(_try, piece, code_paths, tokenizer))
+        if isinstance(error, UserCodeFailed):
+            error = error.__cause__
+        elif isinstance(error, ValueError):
+            yield f"`{piece.key}` = {piece.name}: {error}"
+            continue
+        # Names of the run's rewards, metrics and columns are not those of a made input. Losses see none.
+        is_name = isinstance(error, KeyError) and piece.kind not in (LOSS, KL, AGGREGATION)
+        if error is not None and not is_name:
+            reason = masked_text(raised(error))
+            yield f"`{piece.key}` = {piece.name} fails on a small made input ({reason}); correct it"
+
+
+def _failure(trial: Callable[[], None]) -> BaseException | None:
+    """Return what ``trial`` raises; a ValueError where it takes longer than `TRIAL_S`."""
+    done = start_thread(trial, "trial of user-supplied code")
+    if not futures.wait([done], TRIAL_S).done:
+        return ValueError(f"it did not return within {TRIAL_S:g} s on a small made input; correct it")
+    return done.exception()
+
+
+def _try(piece: UserComponent, code_paths: Sequence[str], tokenizer: Any) -> None:
+    """Call ``piece`` on a made input. Raises whatever is wrong with it."""
+    kind, name = piece.kind, piece.name
+    function = load(kind, name, code_paths)
+    in_list = kind in (METRIC, SINK)
+    arguments = "rollout.function_kwargs" if kind is ROLLOUT else f"{piece.key}{'.N' * in_list}.kwargs"
+    check_signature(function, _INPUTS[kind], piece.kwargs, f"{kind.title} {name}", arguments)
+    if kind in (ADVANTAGE, LOSS, KL, AGGREGATION):
+        _TRIALS[kind](name, UserCode.from_pieces(code_paths, [piece]))
+    elif kind is METRIC:
+        inputs = MetricInputs(1, _made_groups(), {"reward/mean": 0.5})
+        own_metric(name, code_paths, piece.kwargs, inputs, "trial")
+    elif kind is SINK:
+        if absent := [method for method in ("log", "table", "close") if not hasattr(function, method)]:
+            raise ValueError(f"sink {name} has no method `{absent[0]}`; expected log, table and close")
+    elif kind is ORDER:
+        inputs_of_order = OrderInputs(1, 2, [_made_prompt(i) for i in range(6)], {"p0": (1.0, 4.0)}, 0)
+        first = chosen(name, code_paths, piece.kwargs, inputs_of_order)
+        if chosen(name, code_paths, piece.kwargs, inputs_of_order) != first:
+            raise ValueError(f"prompt order {name} gives two answers to the same inputs; draw from `seed`")
+    elif kind is ROLLOUT and tokenizer is not None:
+        _try_rollout(UserRollout(name, function, piece.kwargs), tokenizer)
+
+
+def _try_advantage(name: str, code: UserCode) -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.5, torch.nan, 2.0, 2.0, 2.0, 2.0], dtype=torch.float64)
+    parts = {"trial": torch.nan_to_num(rewards)}
+    inputs = AdvantageInputs(
+        rewards, torch.arange(8) // 4, torch.arange(1, 9), torch.arange(8) == 7, parts, {"trial": 1.0}
+    )
+    user_advantages(name, code, inputs)
+
+
+def _try_loss(name: str, code: UserCode) -> None:
+    values = _made_values()
+    logprobs = values[0].requires_grad_()
+    inputs = PolicyLossInputs(logprobs, values[1], values[2], torch.sin(values[1] * 9), _mask())
+    losses, _ = user_policy_loss(name, code, inputs)
+    _check_gradient(f"{LOSS.title} {name}", losses, logprobs)
+    halves = [
+        user_policy_loss(name, code, PolicyLossInputs(
+            logprobs[half], inputs.old_logprobs[half], inputs.rollout_logprobs[half], inputs.advantages[half],
+            inputs.mask[half],
+        ))[0]
+        for half in (slice(0, 2), slice(2, None))
+    ]  # fmt: skip
+    _check_split(f"{LOSS.title} {name}", losses, torch.cat(halves))
+
+
+def _try_kl(name: str, code: UserCode) -> None:
+    values = _made_values()
+    logprobs = values[0].requires_grad_()
+    kl = kl_estimate(name, code, logprobs, values[1])
+    _check_gradient(f"{KL.title} {name}", kl, logprobs)
+    halves = [
+        kl_estimate(name, code, logprobs[:2], values[1][:2]),
+        kl_estimate(name, code, logprobs[2:], values[1][2:]),
+    ]
+    _check_split(f"{KL.title} {name}", kl, torch.cat(halves))
+
+
+def _try_aggregation(name: str, code: UserCode) -> None:
+    losses, mask = _made_values()[0].requires_grad_(), _mask()
+
+    def share(rows: slice) -> torch.Tensor:
+        of_samples, of_prompts = mask.sum(dim=1), mask.sum().expand(len(mask))  # all of one prompt
+        inputs = AggregationInputs(
+            losses[rows], mask[rows], float(mask.sum()), 4.0, 8, of_samples[rows], 1.0, of_prompts[rows]
+        )
+        return user_aggregation(name, code, inputs)
+
+    whole = share(slice(None))
+    _check_gradient(f"{AGGREGATION.title} {name}", whole, losses)
+    _check_split(f"{AGGREGATION.title} {name}", whole, share(slice(0, 1)) + share(slice(1, None)))
+
+
+def _check_gradient(what: str, result: torch.Tensor, of: torch.Tensor) -> None:
+    if not result.requires_grad:
+        raise ValueError(f"{what} has no gradient; do not detach or convert its inputs")
+    (gradient,) = torch.autograd.grad(result.sum(), of, retain_graph=True)
+    if not (torch.isfinite(gradient).all() and torch.isfinite(result).all()):
+        raise ValueError(f"{what} is not finite, or its gradient is not")
+
+
+def _check_split(what: str, whole: torch.Tensor, parts: torch.Tensor) -> None:
+    if not torch.allclose(whole, parts, rtol=_CLOSE, atol=_CLOSE):
+        raise ValueError(
+            f"{what} gives other results when the rows are split, so the gradient would depend on the "
+            "number of ranks; compute each row alone, and divide by the numbers that are given"
+        )
+
+
+def _try_rollout(rollout: UserRollout, tokenizer: Any) -> None:
+    async def generate(
+        ids: list[int], seed: int, sampling: Sampling, most: int, *, stop: Sequence[str]
+    ) -> Generation:
+        count = min(most, 3)
+        return Generation(
+            [ids[-1]] * count, np.full(count, -1.0, np.float32), np.zeros(count, np.int32), "stop"
+        )
+
+    asyncio.run(rollout.sample(_made_prompt(0), 0, 1, Sampling(max_new_tokens=64), generate, tokenizer))
+
+
+_TRIALS: dict[Kind, Callable[[str, UserCode], None]] = {
+    ADVANTAGE: _try_advantage, LOSS: _try_loss, KL: _try_kl, AGGREGATION: _try_aggregation,
+}  # fmt: skip
+
+
+def _made_values() -> list[torch.Tensor]:
+    """Return three [4, 6] arrays of log-probs, nats, a little apart."""
+    numbers = torch.arange(_ROWS * _TOKENS, dtype=torch.float32).view(_ROWS, _TOKENS)
+    return [-0.5 - torch.sin(numbers + shift).abs() for shift in (0.0, 0.05, 0.1)]
+
+
+def _mask() -> torch.Tensor:
+    return torch.arange(_TOKENS) < torch.tensor([[6], [3], [5], [1]])
+
+
+def _made_prompt(number: int) -> Prompt:
+    return Prompt(f"p{number}", np.array([1, 2, 3], np.int32), "3", "made", "1+2=")
+
+
+def _made_groups() -> list[Group]:
+    rewards = np.array([1.0, 0.0], np.float32)
+    rollouts = tuple(
+        Rollout(
+            "p0", i, np.full(i + 1, 3, np.int32), np.full(i + 1, -1.0, np.float32), "stop", "3",
+            np.zeros(i + 1, np.int32), temperature=1.0, max_new_tokens=8,
+        )
+        for i in range(2)
+    )  # fmt: skip
+    return [Group(_made_prompt(0), rollouts, rewards, {"math": rewards}, ("correct", "wrong"))]

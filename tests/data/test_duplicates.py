@@ -1,11 +1,13 @@
 """Rows that repeat a problem, and rows that refer to an image, are counted and named."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, RewardsConfig
 from grpo_dist.data.readers import DataRow, find_duplicates, media_problem
 from grpo_dist.demo.tokenizer import character_tokenizer
-from grpo_dist.runs.prepare import PromptSections, prepare_eval, train_prompts
+from grpo_dist.runs.prepare import prepare_eval, train_prompts
 
 ONE, TWO = (DataSourceConfig(path=f"{name}.jsonl") for name in ("one", "two"))
 
@@ -19,7 +21,7 @@ def rows(name, *pairs, messages=()):
 
 def sections(**data):
     config = DataConfig(train=(ONE, TWO), max_prompt_tokens=99, **data)
-    return PromptSections(config, RewardsConfig(), EnvironmentsConfig())
+    return SimpleNamespace(data=config, rewards=RewardsConfig(), environments=EnvironmentsConfig())
 
 
 SOURCES = [

@@ -5,6 +5,7 @@ all that is made of a prompt.
 import json
 import pickle
 from datetime import datetime
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,7 @@ from grpo_dist.data.prompts import PromptFormat, build_prompts
 from grpo_dist.data.readers import DataRow, read
 from grpo_dist.data.tasks import source_tasks
 from grpo_dist.demo.tokenizer import character_tokenizer
-from grpo_dist.runs.prepare import PromptSections, load_prompts
+from grpo_dist.runs.prepare import load_prompts
 from grpo_dist.runs.prepare_teachers import add_teacher_prompts
 
 TURNS = [
@@ -122,7 +123,7 @@ def test_an_answer_at_the_end_of_the_messages_is_left_out_and_named(tmp_path):
     found = rows(tmp_path / "set.jsonl", [*TURNS, {"role": "assistant", "content": "It is 4."}], TURNS)
     source = DataSourceConfig(path=str(tmp_path / "set.jsonl"))
     data = DataConfig(train=(source,), instruction="Now.")
-    sections = PromptSections(data, RewardsConfig(), EnvironmentsConfig())
+    sections = SimpleNamespace(data=data, rewards=RewardsConfig(), environments=EnvironmentsConfig())
     said = []
     built = load_prompts(sections, source, found, character_tokenizer(), said.append)
     assert [text_of(prompt) for prompt in built.prompts] == [WITH_TURNS] * 2
@@ -138,7 +139,7 @@ def test_several_answers_are_named_with_the_rule_for_them(tmp_path):
     said, data = [], DataConfig(train=(DataSourceConfig(path=str(path)),))
     for rule in ("any", "all"):
         source = DataSourceConfig(path=str(path), multiple_answers=rule)
-        sections = PromptSections(data, RewardsConfig(), EnvironmentsConfig())
+        sections = SimpleNamespace(data=data, rewards=RewardsConfig(), environments=EnvironmentsConfig())
         load_prompts(sections, source, read(source), character_tokenizer(), said.append)
     about = [text for text in said if "several answers" in text]
     assert about == [

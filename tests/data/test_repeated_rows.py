@@ -6,6 +6,7 @@ import os
 import random
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +25,7 @@ from grpo_dist.data.readers import DataRow, read, read_all
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.runs.identity import columns_digest, data_digest
-from grpo_dist.runs.prepare import PromptSections, prepare_eval, train_prompts
+from grpo_dist.runs.prepare import prepare_eval, train_prompts
 from tests.data.test_public_shapes import SHAPES
 
 SAME = [DataRow("1+1=", "2", "set", f"set.jsonl:{i}", {"level": i}) for i in range(3)]
@@ -81,7 +82,8 @@ def outcome(sources, **settings):
     data = DataConfig(
         train=sources, eval=sources[:1], max_prompt_tokens=120, overlong="drop", overlap="warn", **settings
     )
-    sections, said = PromptSections(data, RewardsConfig(), EnvironmentsConfig()), []
+    sections = SimpleNamespace(data=data, rewards=RewardsConfig(), environments=EnvironmentsConfig())
+    said = []
     tokenizer = character_tokenizer()
     built = train_prompts(sections, read_all(sources), tokenizer, said.append)
     (held_out,) = prepare_eval(sections, read_all(sources[:1]), tokenizer, built.prompts, said.append)

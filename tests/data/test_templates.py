@@ -4,6 +4,7 @@ own, of all sources or of one.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,14 +23,8 @@ from grpo_dist.data.prompts import PromptFormat, build_prompts, doubled_prefills
 from grpo_dist.data.readers import DataRow, read, read_all
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.rewards.group import CompletionGroup
-from grpo_dist.runs.prepare import (
-    PromptSections,
-    load_prompts,
-    load_tokenizer,
-    prepare_eval,
-    resolve_model,
-    set_chat_template,
-)
+from grpo_dist.runs.models import load_tokenizer, resolve_model, set_chat_template
+from grpo_dist.runs.prepare import load_prompts, prepare_eval
 from grpo_dist.types import Rollout, Thought
 
 SHOTS = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
@@ -187,7 +182,7 @@ def test_problems_that_differ_in_a_column_of_the_template_are_no_overlap(tmp_pat
     def warnings(template):
         evals = (sources["same"], sources["other"])
         data = DataConfig(train=(sources["train"],), eval=evals, template=template)
-        sections = PromptSections(data, RewardsConfig(), EnvironmentsConfig())
+        sections = SimpleNamespace(data=data, rewards=RewardsConfig(), environments=EnvironmentsConfig())
         rows = read_all(data.resolve_prompts((sources["train"], *evals)), "data")
         tokenizer, said = character_tokenizer(), []
         prompts = load_prompts(sections, *rows[0], tokenizer, said.append).prompts

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_dist.config import ModelConfig
 from grpo_dist.demo import smollm2
-from grpo_dist.runs.prepare import resolve_model
+from grpo_dist.runs.models import resolve_model
 from tests.support.smollm2 import real_model
 
 

@@ -158,7 +158,7 @@ def main() -> None:
 def model_directory() -> str:
     """Return the directory of the demo's model, trained in a cold start where it is not cached."""
     code = (
-        "from grpo_dist.config.files import load_config; from grpo_dist.runs.prepare import resolve_model; "
+        "from grpo_dist.config.files import load_config; from grpo_dist.runs.models import resolve_model; "
         "import json, sys; c = load_config('configs/demo.yaml', []); "
         "print(json.dumps(str(resolve_model(c.model, c.sft, c.seed, lambda _: None))))"
     )

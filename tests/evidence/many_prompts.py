@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, RewardsConfig, SFTConfig
 from grpo_dist.data.columns import column
@@ -29,7 +30,8 @@ from grpo_dist.data.demonstrations import load_demonstrations
 from grpo_dist.data.readers import read_all
 from grpo_dist.demo.smollm2 import smollm2
 from grpo_dist.runs.identity import DataOrigin, columns_digest, data_digest
-from grpo_dist.runs.prepare import PromptSections, load_tokenizer, train_prompts
+from grpo_dist.runs.models import load_tokenizer
+from grpo_dist.runs.prepare import train_prompts
 from grpo_dist.types import Prompt
 
 TEXT = """Let the triangle ABC with $x^2 + y^2 = z$ find number of positive divisors such that sum
@@ -55,7 +57,7 @@ def measure(path: Path, model: Path, *, demonstrations: bool) -> None:
     tokenizer("1")
     source = DataSourceConfig(path=str(path))
     data = DataConfig(train=(source,), max_prompt_tokens=_MAX_PROMPT_TOKENS)
-    sections = PromptSections(data, RewardsConfig(), EnvironmentsConfig())
+    sections = SimpleNamespace(data=data, rewards=RewardsConfig(), environments=EnvironmentsConfig())
     begin, memory = (time.time(), time.process_time()), resident()
 
     def report(stage: str) -> None:

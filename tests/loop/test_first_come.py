@@ -16,8 +16,7 @@ from grpo_dist.data.stream import PromptStream
 from grpo_dist.driver import run
 from grpo_dist.loop.first_come import PIPELINES, FirstCome, Launch, Launches, LengthBias, choice
 from grpo_dist.loop.pipeline import Admission
-from grpo_dist.runs.checkpoint import Checkpoints
-from grpo_dist.runs.resume import load_progress, load_state
+from grpo_dist.runs.checkpoint import Checkpoints, load_progress, load_state
 from grpo_dist.types import Group, Rollout, TeacherLogprobs
 from tests.support import fakes
 from tests.support.made_groups import group_of

@@ -14,9 +14,8 @@ from grpo_dist.config.files import ConfigError, dump_config, load_config
 from grpo_dist.driver import run
 from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.sampling_schedule import SamplingSchedule, sampling_used
-from grpo_dist.runs.checkpoint import Checkpoints
+from grpo_dist.runs.checkpoint import Checkpoints, load_progress, load_state
 from grpo_dist.runs.identity import changes, fingerprint
-from grpo_dist.runs.resume import load_progress, load_state
 from grpo_dist.types import KeptTokens, Sampling
 from tests.support import fakes
 from tests.support.made_groups import group_of

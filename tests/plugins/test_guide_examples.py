@@ -24,7 +24,7 @@ from grpo_dist.plugins.inputs import (
     PolicyLossInputs,
 )
 from grpo_dist.plugins.user_code import KINDS, ROLLOUT, load
-from grpo_dist.runs.user_trials import user_code_problems
+from grpo_dist.runs.trials import user_code_problems
 from grpo_dist.types import Sampling
 from tests.support import fakes
 from tests.support.documents import ROOT, blocks

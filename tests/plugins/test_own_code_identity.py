@@ -10,9 +10,8 @@ from actors.placement.reservation import Reservation
 from grpo_dist.config import Config
 from grpo_dist.loop.progress import Progress
 from grpo_dist.plugins.user_code import changed_code, code_digest
-from grpo_dist.runs.checkpoint import Checkpoints, list_checkpoints
+from grpo_dist.runs.checkpoint import Checkpoints, list_checkpoints, load_state, other_code
 from grpo_dist.runs.identity import digest_run_code
-from grpo_dist.runs.resume import load_state, other_code
 from grpo_dist.tools.evaluate.store import sample_settings
 from tests.support import fakes
 from tests.support.made_checkpoints import Disk

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_dist.runs.checkpoint import list_checkpoints
-from grpo_dist.runs.resume import ResumePoint, load_resume_point, load_state
+from grpo_dist.runs.checkpoint import ResumePoint, list_checkpoints, load_resume_point, load_state
 from grpo_dist.runs.session import _restore
 from tests.support import fakes, made_checkpoints
 

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_dist.errors import Unhealthy
 from grpo_dist.loop.progress import Progress
-from grpo_dist.runs.resume import ResumePoint
+from grpo_dist.runs.checkpoint import ResumePoint
 from grpo_dist.runs.session import _restore
 from grpo_dist.types import Rollout
 from tests.support import fakes

@@ -20,22 +20,20 @@ from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch
 from grpo_dist.runs.checkpoint import (
     Checkpoints,
     CheckpointState,
-    find_damage,
+    changes_since,
+    check_data,
+    checkpoint_damage,
     list_checkpoints,
+    load_progress,
+    load_resume_point,
+    load_state,
     newest_whole,
+    other_layout,
+    recorded_changes,
     remove_partial,
     write_manifest,
 )
 from grpo_dist.runs.identity import DataOrigin, data_digest
-from grpo_dist.runs.resume import (
-    changes_since,
-    check_data,
-    load_progress,
-    load_resume_point,
-    load_state,
-    other_layout,
-    recorded_changes,
-)
 from grpo_dist.types import Sampling
 from tests.support import fakes
 from tests.support.made_checkpoints import HEALTH, MOMENTS, ORDER, PROMPTS, Disk, group, save, whole
@@ -186,10 +184,10 @@ def test_a_later_checkpoint_of_a_step_replaces_the_earlier_one_atomically(tmp_pa
     first = (found / "manifest.json").stat().st_ino
     save(tmp_path, 1, ahead={3: SampledBatch([group(PROMPTS[1])])})
     assert ((found / "manifest.json").stat().st_ino != first) == (found / "ahead").exists() == can
-    assert find_damage(found) is None and [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+    assert checkpoint_damage(found) is None and [path.name for path in tmp_path.iterdir()] == ["step_000001"]
     (found / "state.json").write_text("{}")
     save(tmp_path, 1, ahead={3: SampledBatch([group(PROMPTS[1])])})
-    assert find_damage(found) is None and (found / "ahead").exists()
+    assert checkpoint_damage(found) is None and (found / "ahead").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
@@ -472,7 +470,7 @@ def test_a_step_whose_checkpoint_was_moved_and_linked_can_be_saved_again(tmp_pat
     assert [path.name for path in directory.iterdir()] == ["step_000002"]
     newest = newest_whole(directory, print)
     assert not newest.is_symlink() and (newest / "ahead/batch_000002.parquet").is_file()
-    assert find_damage(disk, must_have=("state.json",)) is None
+    assert checkpoint_damage(disk) is None
     assert not (disk / "ahead/batch_000002.parquet").exists()
 
 

@@ -16,7 +16,7 @@ from grpo_dist.demo.model import cached_model
 from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.runs import cold_start
 from grpo_dist.runs.cold_start import padded, response_loss
-from grpo_dist.runs.prepare import resolve_model
+from grpo_dist.runs.models import resolve_model
 from tests.support.made_groups import load_pairs
 
 

@@ -13,7 +13,7 @@ from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.observe.tracker import Tracker
-from grpo_dist.runs.run import exclusive_directory
+from grpo_dist.runs.run_directory import exclusive_directory
 from grpo_dist.runtime.files import LOCK, DiskFull, alone, check_room, clear, exchange, publish, write_text
 from grpo_dist.runtime.model_files import cached
 from tests.support.patience import HANG_S
@@ -187,7 +187,7 @@ def test_leftovers_are_removed_and_targets_of_links_are_not(tmp_path):
 
 
 def test_a_run_refused_because_another_process_trains_it_removes_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_dist.runs.run.LOCK_PATIENCE_S", 0.0)
+    monkeypatch.setattr("grpo_dist.runs.run_directory.LOCK_PATIENCE_S", 0.0)
     run = tmp_path / "runs" / "mine"
     run.mkdir(parents=True)
     with alone(run, "training"):

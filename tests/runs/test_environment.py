@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from grpo_dist import __version__
 from grpo_dist.runs.run_directory import (
     ENVIRONMENT,
@@ -38,11 +40,13 @@ def test_a_resumed_run_keeps_when_it_was_first_launched(tmp_path):
     assert second["first_started"] == earlier["started"] != second["started"]
 
 
-def test_the_commit_is_that_of_this_package_and_not_of_an_enclosing_repository(tmp_path):
-    def git(*arguments):
-        somebody = ["-c", "user.name=x", "-c", "user.email=x@x"]
-        subprocess.run(["git", "-C", tmp_path, *somebody, *arguments], check=True)
+@pytest.fixture
+def git(tmp_path):
+    somebody = ["-c", "user.name=x", "-c", "user.email=x@x"]
+    return lambda *arguments: subprocess.run(["git", "-C", tmp_path, *somebody, *arguments], check=True)
 
+
+def test_the_commit_is_that_of_this_package_and_not_of_an_enclosing_repository(tmp_path, git):
     installed_at = tmp_path / ".venv" / "grpo_dist"
     installed_at.mkdir(parents=True)
     (installed_at / "__init__.py").touch()
@@ -55,11 +59,7 @@ def test_the_commit_is_that_of_this_package_and_not_of_an_enclosing_repository(t
     assert _commit(installed_at) == head[:12]
 
 
-def test_changed_files_of_the_commit_are_named(tmp_path):
-    def git(*arguments):
-        somebody = ["-c", "user.name=x", "-c", "user.email=x@x"]
-        subprocess.run(["git", "-C", tmp_path, *somebody, *arguments], check=True)
-
+def test_changed_files_of_the_commit_are_named(tmp_path, git):
     package = tmp_path / "grpo_dist"
     package.mkdir()
     for name in ("grpo_dist/__init__.py", "a note é.md", "same.md"):

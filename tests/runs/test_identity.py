@@ -12,7 +12,7 @@ import yaml
 
 from grpo_dist.config.differences import flat
 from grpo_dist.config.files import dump_config
-from grpo_dist.runs.checkpoint import list_checkpoints
+from grpo_dist.runs.checkpoint import list_checkpoints, load_state
 from grpo_dist.runs.identity import (
     _FREE,
     _FREE_KEYS,
@@ -24,7 +24,6 @@ from grpo_dist.runs.identity import (
     drop_layout,
     fingerprint,
 )
-from grpo_dist.runs.resume import load_state
 from grpo_dist.runs.start import resolve_steps
 from tests.support import fakes, made_checkpoints
 from tests.support.patience import HANG_S

@@ -17,9 +17,9 @@ from grpo_dist.driver import run
 from grpo_dist.errors import RERUN, Preempted, RunEnded, StateLost, Unhealthy
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.runs import session as session_of
+from grpo_dist.runs.checkpoint import ResumePoint
 from grpo_dist.runs.preemption import Interrupted, Interruption, ended_by_sigterm
 from grpo_dist.runs.prepare import RunInputs
-from grpo_dist.runs.resume import ResumePoint
 from tests.support import fakes
 from tests.support.patience import HANG_S
 

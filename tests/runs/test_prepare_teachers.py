@@ -7,7 +7,8 @@ import pytest
 from transformers import PhimoeConfig, Qwen2Config
 
 from grpo_dist.demo.tokenizer import character_tokenizer
-from grpo_dist.runs.prepare import load_tokenizer
+from grpo_dist.runs import prepare_teachers
+from grpo_dist.runs.models import load_tokenizer
 from grpo_dist.runs.prepare_teachers import load_teachers
 from tests.support import fakes
 
@@ -39,16 +40,17 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
-def load(models):
+def load(models, monkeypatch):
     """Return a function that loads ``teachers`` of two sources of problems, "even" and "odd"."""
     tokenizer = load_tokenizer(models / "policy", False)
+    monkeypatch.setattr(prepare_teachers, "resolve_model", lambda model, *_, **__: models / model.path)
 
-    def loaded(*teachers, reward_coef=1.0, top_k=0, longest=8, lengths=(10, 20), data=None, **sections):
+    def loaded(*teachers, reward_coef=1.0, top_k=0, lengths=(10, 20)):
         own = [{"name": f"t{i}", "model": "policy"} | teacher for i, teacher in enumerate(teachers)]
         section = {"teachers": own, "reward_coef": reward_coef}
         section |= {"kl": {"name": "top_k", "k": top_k}} if top_k else {}
         train = [{"path": "demo:add3", "name": source} for source in ("even", "odd")]
-        config = fakes.config(distillation=section, data={"train": train} | (data or {}))
+        config = fakes.config(distillation=section, data={"train": train}, sampling={"max_new_tokens": 8})
         prompts = [
             replace(
                 prompt,
@@ -59,16 +61,7 @@ def load(models):
             )
             for i, prompt in enumerate(fakes.prompts(4))
         ]
-        return load_teachers(
-            config.distillation,
-            config.model,
-            config.data,
-            prompts,
-            (models / "policy", tokenizer),
-            longest=longest,
-            resolve=lambda model: models / model.path,
-            tokenizer_of=lambda path: load_tokenizer(path, False),
-        )
+        return load_teachers(config, prompts, (models / "policy", tokenizer), print)
 
     return loaded
 

@@ -19,13 +19,11 @@ from grpo_dist.config import RestartsConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import RERUN, RunEnded, StateLost, Unhealthy
 from grpo_dist.observe.tracker import LEDGER
-from grpo_dist.runs.checkpoint import CHECKPOINTS, CheckpointState, newest_whole
+from grpo_dist.runs.checkpoint import CHECKPOINTS, CheckpointState, ResumePoint, load_progress, newest_whole
 from grpo_dist.runs.identity import data_digest, fingerprint
 from grpo_dist.runs.recovery import Recovery
-from grpo_dist.runs.resume import ResumePoint, load_progress
-from grpo_dist.runs.run import Run
 from grpo_dist.runs.run_directory import add_resume_settings
-from grpo_dist.runs.session import audit
+from grpo_dist.runs.session import Run, audit
 from grpo_dist.runtime.concurrency import WINDOW_S, Budget
 from grpo_dist.runtime.files import StepLines
 from tests.support import fakes, made_checkpoints
@@ -309,7 +307,7 @@ def slowly(monkeypatch, until):
         wait_until(until, "nobody waits for it")
         return place
 
-    monkeypatch.setattr("grpo_dist.runs.run.newest_whole", found)
+    monkeypatch.setattr("grpo_dist.runs.session.newest_whole", found)
 
 
 def test_reading_checkpoints_does_not_block_the_event_loop(saved, monkeypatch):

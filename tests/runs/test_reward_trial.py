@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from grpo_dist.data.readers import DataRow
-from grpo_dist.runs.trials import CheckFailed, CheckSkipped, Start, check_reward
+from grpo_dist.errors import Refused
+from grpo_dist.runs.trials import CheckSkipped, Start, check_reward
 from tests.support import fakes
 from tests.support.reward_code import code_directory
 from tests.support.tiers import slow_after
@@ -77,7 +78,7 @@ def tried(code, function, trial=None, columns=None, **more):
     ),
 )
 def test_a_reward_that_fails_on_every_form_of_an_answer_is_refused_with_the_reason(code, function, words):
-    with pytest.raises(CheckFailed, match=words):
+    with pytest.raises(Refused, match=words):
         tried(code, function)
 
 
@@ -86,7 +87,7 @@ def test_none_and_nan_are_no_scores_which_is_a_warning_and_with_a_trial_a_proble
     _, (warning,) = tried(code, function)
     assert f"was not scored: reward trial_rewards:{function}: it returned None or NaN" in warning
     assert "rewards.trial" in warning and not warning.endswith("; ")
-    with pytest.raises(CheckFailed, match=f"not scored: reward trial_rewards:{function}: it returned None"):
+    with pytest.raises(Refused, match=f"not scored: reward trial_rewards:{function}: it returned None"):
         tried(code, function, {"right": "1", "wrong": "2"})
 
 
@@ -108,11 +109,11 @@ def test_with_a_right_and_a_wrong_completion_the_trial_is_decisive(code):
     trial = {"right": "<SOLUTION>{answer}</SOLUTION>", "wrong": "<SOLUTION>no</SOLUTION>"}
     said, warnings = tried(code, "solution", trial)
     assert not warnings and "| right, 1 in all: '<SOLUTION>1</SOLUTION>'" in said
-    with pytest.raises(CheckFailed, match="the right one must get more in all"):
+    with pytest.raises(Refused, match="the right one must get more in all"):
         tried(code, "solution", {"right": trial["wrong"], "wrong": trial["right"]})
     honest = {"right": "<answer>(1+2)/3</answer>", "wrong": "<answer>(1+2)*3</answer>"}
     assert tried(code, "countdown", honest)[1] == []
-    with pytest.raises(CheckFailed, match="IndexError: list index out of range"):
+    with pytest.raises(Refused, match="IndexError: list index out of range"):
         tried(code, "countdown", {"right": "1", "wrong": "2"})
 
 
@@ -126,7 +127,7 @@ def test_each_source_has_a_trial_of_its_own(code):
 
 
 def test_a_column_that_no_row_has_is_named_with_the_row(code):
-    with pytest.raises(CheckFailed, match=r"trial_rewards:of_topic reads column `topic`, but sums\.jsonl:1"):
+    with pytest.raises(Refused, match=r"trial_rewards:of_topic reads column `topic`, but sums\.jsonl:1"):
         tried(code, "of_topic")
     assert tried(code, "of_topic", {"right": "1 sum", "wrong": "2"}, {"topic": "sum"})[1] == []
 
@@ -137,7 +138,7 @@ def test_truth_values_of_numpy_are_scores(code):
 
 
 def test_a_built_in_reward_that_prefers_wrong_answers_is_refused(code):
-    with pytest.raises(CheckFailed, match="the right one must get more in all"):
+    with pytest.raises(Refused, match="the right one must get more in all"):
         tried(code, "right", functions=[{"function": "exact", "weight": -1.0}])
 
 

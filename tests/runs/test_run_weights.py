@@ -12,7 +12,7 @@ from grpo_dist.config import LoRAConfig, ModelConfig
 from grpo_dist.config.files import dump_config
 from grpo_dist.errors import UserError
 from grpo_dist.runs.checkpoint import write_manifest
-from grpo_dist.runs.prepare import resolve_model
+from grpo_dist.runs.models import resolve_model
 from grpo_dist.runs.run_weights import find_checkpoint, pinned, restore_begun
 from grpo_dist.tools.evaluate.target import configuration
 from grpo_dist.tools.plan.models import model_of

@@ -331,8 +331,9 @@ def interrupted_update(cluster, groups, begun, monkeypatch, advantages=None):
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_an_interrupted_update_is_made_once_and_synced_whole(started, monkeypatch, again):
-    """Ctrl-C in a notebook, and then the same cell once more, or the next one."""
+@pytest.mark.parametrize("first", [0.5, None])
+def test_an_interrupted_update_is_made_once_and_synced_whole(started, monkeypatch, again, first):
+    """Ctrl-C in a notebook, then the same cell with advantages that were edited in place, or the next one."""
     begun, go_on, asked = threading.Event(), threading.Event(), []
 
     class Slow(fakes.World):
@@ -345,47 +346,21 @@ def test_an_interrupted_update_is_made_once_and_synced_whole(started, monkeypatc
 
     with started(world := Slow(jitter=False), fakes.config(max_staleness=1)) as cluster:
         groups = cluster.score(cluster.sample(next(cluster.batches())))
-        interrupted_update(cluster, groups, begun, monkeypatch)
+        own = first and [np.full(len(scored.group.rollouts), first, np.float32) for scored in groups]
+        interrupted_update(cluster, groups, begun, monkeypatch, own)
         assert cluster.step == 0
+        for values in own or ():
+            values[:] = 0.25
         threading.Timer(0.1, go_on.set).start()
         if again:
-            assert cluster.update(groups)["rollout/staleness_max"] == 0.0
+            with pytest.raises(UserError, match=r"of these groups was interrupted.*sample again"):
+                cluster.update(groups, advantages=own)
         cluster.sync()
         assert world.version == cluster.step == len(world.updates) == 1
-        assert cluster.update(groups)["rollout/staleness_max"] == 1.0  # another update
-    assert len(world.updates) == 2 and asked == [0, 1]
-
-
-@pytest.mark.parametrize(("first", "then"), [(0.5, 0.25), (0.5, None), (None, 0.5), (0.5, 0.5)])
-def test_an_interrupted_update_stands_for_no_other_advantages(started, monkeypatch, first, then):
-    """The cell's advantages are edited before it runs once more, here also in place."""
-    begun, go_on = threading.Event(), threading.Event()
-
-    class Slow(fakes.World):
-        async def update(self, *arguments, **settings):
-            begun.set()
-            while not go_on.is_set():
-                await asyncio.sleep(0.01)
-            return await super().update(*arguments, **settings)
-
-    with started(world := Slow(jitter=False), fakes.config(max_staleness=1)) as cluster:
-        groups = cluster.score(cluster.sample(next(cluster.batches())))
-        own = [np.full(len(scored.group.rollouts), first or 0.0, np.float32) for scored in groups]
-        interrupted_update(cluster, groups, begun, monkeypatch, None if first is None else own)
-        for values in own:
-            values[:] = then or 0.0
-        threading.Timer(0.1, go_on.set).start()
-        if first == then:
-            cluster.update(groups, advantages=own)
-        else:
-            with pytest.raises(UserError, match=r"with other advantages was interrupted.*sample again"):
-                cluster.update(groups, advantages=None if then is None else own)
-        assert cluster.step == len(world.updates) == 1
         used = {float(x) for batch in world.updates[0] for x in batch.policy.advantages[batch.policy.mask]}
         assert (used == {first}) == (first is not None)
-        cluster.sync()
-        cluster.update(groups, advantages=own)  # another update
-    assert len(world.updates) == 2
+        assert cluster.update(groups)["rollout/staleness_max"] == 1.0  # another update
+    assert len(world.updates) == 2 and asked == [0, 1]
 
 
 class Held(fakes.World):

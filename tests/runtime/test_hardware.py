@@ -82,7 +82,7 @@ def test_a_run_and_a_check_refuse_such_a_driver(old_driver, monkeypatch):
 
     from actors.connection import connect, local_resources
     from grpo_dist.config import ClusterConfig
-    from grpo_dist.tools.check.devices import this_machine
+    from grpo_dist.tools.check import this_machine
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     for ask in (

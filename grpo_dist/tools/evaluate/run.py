@@ -22,15 +22,8 @@ from grpo_dist.data.tasks import environment_problems
 from grpo_dist.errors import as_user_errors
 from grpo_dist.evaluation.sampling import STAGE, Draw, EvaluationHandles, sample_chunks
 from grpo_dist.rewards.checks import asked_columns
-from grpo_dist.runs.prepare import (
-    PromptSections,
-    check_columns,
-    check_rendering,
-    check_scoring,
-    load_tokenizer,
-    prepare_eval,
-    resolve_model,
-)
+from grpo_dist.runs.models import load_tokenizer, resolve_model
+from grpo_dist.runs.prepare import check_columns, check_rendering, check_scoring, prepare_eval
 from grpo_dist.runs.run_directory import check_writable, set_template_date
 from grpo_dist.runs.start_checks import check_length
 from grpo_dist.runtime.concurrency import deadline, run_in_thread
@@ -85,12 +78,11 @@ def evaluate_model(
             check_writable(directory)
             config = set_template_date(config, None if fresh else recorded_date(directory))
             with stage("problems", "are read and tokenized"):
-                sections = PromptSections(config.data, config.rewards, config.environments)
                 tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
                 if writes_date(tokenizer):
                     identity = identity.add_date(config.data.template_date)
                 check_rendering(config, tokenizer, say)
-                sets = _read_sets(sections, tokenizer, by, say)
+                sets = _read_sets(config, tokenizer, by, say)
             store = Store(directory, identity, fresh=fresh)
             store.begin()
         if store.moved:
@@ -120,7 +112,7 @@ def evaluate_model(
 
 
 def _read_sets(
-    sections: PromptSections,
+    config: Config,
     tokenizer: Any,
     by: Sequence[str],
     say: Callable[[str], None],
@@ -129,8 +121,8 @@ def _read_sets(
 
     Columns that only the breakdown needs are hidden from the rewards, which see the same as in training.
     """
-    data = sections.data
-    environment_columns = environment_problems(data, sections.environments)
+    data = config.data
+    environment_columns = environment_problems(data, config.environments)
     sources = data.resolve_prompts(data.eval)
     columns = [
         [name for name in common_columns(source, environment_columns) if name in (by or breakdown(source))]
@@ -151,12 +143,12 @@ def _read_sets(
         names = {*source.columns, *asked}
         return [replace(x, columns={n: v for n, v in x.columns.items() if n in names}) for x in items]
 
-    asked = asked_columns(sections.rewards)
+    asked = asked_columns(config.rewards)
     rows = read_all(with_columns, "data.eval", environment_columns, asked=asked)
     scored = [(source, visible(source, of_set)) for source, (_, of_set) in zip(sources, rows, strict=True)]
-    check_columns(sections.rewards, scored, "data.eval")
+    check_columns(config.rewards, scored, "data.eval")
     sets = []
-    loaded = prepare_eval(sections, rows, tokenizer, [], say)
+    loaded = prepare_eval(config, rows, tokenizer, [], say)
     for eval_set, source, names in zip(loaded, sources, columns, strict=True):
         values = {p.uid: {name: str(column(p.columns, name)) for name in names} for p in eval_set.prompts}
         sets.append(ProblemSet(eval_set.name, visible(source, eval_set.prompts), values))

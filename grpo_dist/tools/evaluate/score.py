@@ -32,7 +32,7 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import user_rewards
 from grpo_dist.rewards.scorer import scorers_by_source
 from grpo_dist.rewards.thought import infer_thought
-from grpo_dist.runs.prepare import load_tokenizer, resolve_model
+from grpo_dist.runs.models import load_tokenizer, resolve_model
 from grpo_dist.runs.run_directory import check_writable
 from grpo_dist.runtime.files import check_replaceable, write_text
 from grpo_dist.runtime.hardware import available_cpus

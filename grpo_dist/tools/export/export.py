@@ -31,8 +31,8 @@ from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.policy.text_model import find_wrapper, read_wrapper_type
 from grpo_dist.runs.checkpoint import CHECKPOINTS, MANIFEST, list_checkpoints, step_of
 from grpo_dist.runs.model_card import CARD, model_card
-from grpo_dist.runs.prepare import load_tokenizer, starting_model
-from grpo_dist.runs.run import MODEL
+from grpo_dist.runs.models import load_tokenizer, starting_model
+from grpo_dist.runs.run_directory import MODEL
 from grpo_dist.runs.run_weights import find_checkpoint, load_weights, write_loaded
 from grpo_dist.runtime.files import publish, read_json
 from grpo_dist.runtime.model_files import ADAPTER_CONFIG, fingerprint, is_checkpoint, split_reference

@@ -25,16 +25,8 @@ from grpo_dist.data.demonstrations import count_held_out, count_rows, load_sourc
 from grpo_dist.data.readers import read_all
 from grpo_dist.data.tasks import environment_problems
 from grpo_dist.errors import UserError, as_user_errors, refuse
-from grpo_dist.runs.prepare import (
-    PromptSections,
-    check_rendering,
-    check_scoring,
-    load_tokenizer,
-    prepare_eval,
-    resolve_model,
-    sft_model,
-    train_prompts,
-)
+from grpo_dist.runs.models import load_tokenizer, resolve_model, sft_model
+from grpo_dist.runs.prepare import check_rendering, check_scoring, prepare_eval, train_prompts
 from grpo_dist.runs.run_directory import check_writable
 from grpo_dist.runs.start import load_inputs
 from grpo_dist.runs.start_checks import check_backend, check_length, model_problems, setting_problems
@@ -143,7 +135,7 @@ def _check_sft(stage: ResolvedStage, config: Config, device: DeviceType) -> None
     if evaluates(config.data, config.evaluation):
         _check_sampling(config, device)
         prepare_eval(
-            PromptSections(config.data, config.rewards, config.environments),
+            config,
             read_all(
                 config.data.resolve_prompts(config.data.eval),
                 own=environment_problems(config.data, config.environments),
@@ -189,14 +181,12 @@ def _check_grpo(stage: ResolvedStage, config: Config, device: DeviceType) -> Non
         load_inputs(config, _quiet, device=device)
     else:
         _check_sampling(config, device)
-        sections = PromptSections(config.data, config.rewards, config.environments)
-        _check_prompts(config, sections, there)
+        _check_prompts(config, there)
 
 
 def _check_sample(stage: ResolvedStage, config: Config, device: DeviceType) -> None:
     _check_sampling(config, device)
-    sections = PromptSections(config.data, config.rewards, config.environments)
-    _check_prompts(config, sections, _there(stage))
+    _check_prompts(config, _there(stage))
 
 
 def _check_sampling(config: Config, device: DeviceType) -> None:
@@ -206,11 +196,11 @@ def _check_sampling(config: Config, device: DeviceType) -> None:
     check_length(config.model, Path(config.model.path), config.max_length)
 
 
-def _check_prompts(config: Config, sections: PromptSections, sources: list[DataSourceConfig]) -> None:
+def _check_prompts(config: Config, sources: list[DataSourceConfig]) -> None:
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
     check_rendering(config, tokenizer, _quiet)
-    problems = environment_problems(sections.data, sections.environments)
-    train_prompts(sections, read_all(config.data.resolve_prompts(sources), own=problems), tokenizer, _quiet)
+    problems = environment_problems(config.data, config.environments)
+    train_prompts(config, read_all(config.data.resolve_prompts(sources), own=problems), tokenizer, _quiet)
 
 
 def _there(stage: ResolvedStage) -> list[DataSourceConfig]:

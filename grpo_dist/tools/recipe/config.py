@@ -46,7 +46,6 @@ from grpo_dist.config.files import (
     set_key,
     validated,
 )
-from grpo_dist.config.input_paths import input_paths
 from grpo_dist.config.secrets import masked_setting
 from grpo_dist.errors import expanded
 
@@ -238,7 +237,7 @@ def _stage(
     config = build(lambda name: str(results[name].result))
     symbolic = build(lambda name: f"stage:{name}")
     _check_kind(written.kind, config, where)
-    for key, value, model in input_paths(symbolic):
+    for key, value, model in symbolic.input_paths():
         _check_use(key, value, model, results, where)
     return ResolvedStage(written.name, written.kind, directory, config, symbolic, inputs)
 

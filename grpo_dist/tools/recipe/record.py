@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from grpo_dist.config import Config
 from grpo_dist.config.differences import changes, flat, has_place
-from grpo_dist.config.input_paths import input_paths
 from grpo_dist.config.secrets import HIDDEN, masked
 from grpo_dist.config.supervised import OPTIMIZER, SupervisedConfig
 from grpo_dist.errors import expanded
@@ -114,7 +113,7 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
     """
     fingerprints: dict[str, str | None] = {}
     used = settings(stage)
-    for key, value, _ in input_paths(stage.symbolic):
+    for key, value, _ in stage.symbolic.input_paths():
         section, name = key.split(".")[:2]
         if name not in (used.get(section) or ()):
             continue

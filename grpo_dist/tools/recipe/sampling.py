@@ -25,13 +25,8 @@ from grpo_dist.errors import UserError, as_user_errors
 from grpo_dist.evaluation.sampling import Draw, EvaluationHandles, sample_chunks
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.rewards.checks import asked_columns
-from grpo_dist.runs.prepare import (
-    PromptSections,
-    check_rendering,
-    load_tokenizer,
-    resolve_model,
-    train_prompts,
-)
+from grpo_dist.runs.models import load_tokenizer, resolve_model
+from grpo_dist.runs.prepare import check_rendering, train_prompts
 from grpo_dist.runs.start_checks import check_length
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.seeds import derived_seed
@@ -58,10 +53,9 @@ def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) ->
         tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
         check_rendering(config, tokenizer, say)
         problems = environment_problems(config.data, config.environments)
-        sections = PromptSections(config.data, config.rewards, config.environments)
         sources = config.data.resolve_prompts(config.data.train)
         read = read_all(sources, own=problems, asked=asked_columns(config.rewards))
-        prompts = list(train_prompts(sections, read, tokenizer, say).prompts)
+        prompts = list(train_prompts(config, read, tokenizer, say).prompts)
         chunks = _chunks(_draw_prompts(prompts, config.rejection.max_prompts, config.seed))
     sample_s = config.cluster.timeouts.sample_s
     draw = Draw.from_config(config.rejection, config.sampling, seed=config.seed, sample_s=sample_s)

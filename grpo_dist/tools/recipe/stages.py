@@ -17,11 +17,11 @@ from typing import Any
 from grpo_dist.config import Config
 from grpo_dist.errors import as_user_errors
 from grpo_dist.runs.identity import drop_layout
+from grpo_dist.runs.models import sft_model
 from grpo_dist.runs.preemption import ended_by_sigterm
-from grpo_dist.runs.prepare import sft_model
-from grpo_dist.runs.prepare_supervised import supervised
-from grpo_dist.runs.run import finished_steps
+from grpo_dist.runs.run_directory import finished_steps
 from grpo_dist.runs.session import train
+from grpo_dist.runs.start import supervised
 from grpo_dist.runtime.files import replace_nan, write_text
 from grpo_dist.tools.evaluate.run import evaluate_model
 from grpo_dist.tools.recipe.check import evaluates

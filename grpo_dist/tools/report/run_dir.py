@@ -15,7 +15,7 @@ import yaml
 from grpo_dist.config import Config, presets
 from grpo_dist.config.differences import flat
 from grpo_dist.config.secrets import masked
-from grpo_dist.config.text import check_nesting, unescaped
+from grpo_dist.config.text import check_yaml, unescaped
 from grpo_dist.errors import UserError, expanded, searched
 from grpo_dist.runtime.files import parse_json
 
@@ -200,7 +200,7 @@ def _settings(run: Path) -> tuple[dict[str, Any], str]:
 
 
 def _yaml(text: str) -> Any:
-    check_nesting(text)
+    check_yaml(text)
     return unescaped(yaml.safe_load(text))
 
 

@@ -26,7 +26,7 @@ def check_resumes(checkpoint: CheckpointConfig, steps: int, run_dir: Path) -> No
             "`checkpoint.resume` = never: a preempted job would start over in another directory; use "
             "auto, and another `name` for a fresh run"
         )
-    from grpo_dist.runs.run import finished_steps  # imports torch
+    from grpo_dist.runs.run_directory import finished_steps  # imports torch
 
     done = finished_steps(run_dir)
     if done is not None and done >= steps:
@@ -126,7 +126,7 @@ def check_output(output_dir: str, reason: str) -> None:
 
 def check_not_left_behind(inputs: Iterable[tuple[str, str, bool]], python: str | None) -> None:
     """Raise UserError for data, a model or an interpreter with a path relative to this directory, which does
-    not travel. ``inputs``: as `input_paths` yields them; ``python``: `environments.python`.
+    not travel. ``inputs``: as `Config.input_paths` yields them; ``python``: `environments.python`.
     """
     named = [(key, value) for key, value, _ in inputs]
     if python is not None:

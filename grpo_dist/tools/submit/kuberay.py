@@ -15,7 +15,6 @@ from typing import Any
 
 import yaml
 
-from grpo_dist.config.input_paths import input_paths
 from grpo_dist.errors import UserError
 from grpo_dist.tools.submit.checks import check_not_left_behind, check_output
 from grpo_dist.tools.submit.code import resolved
@@ -77,7 +76,7 @@ class KubeRayTarget(NodeSizes):
                 f"`output_dir` = {job.config.output_dir} is not below {path}, where --volume is mounted, and "
                 f"would be lost with the pods; set output_dir={path}"
             )
-        check_not_left_behind(input_paths(job.config), job.config.environments.python)
+        check_not_left_behind(job.config.input_paths(), job.config.environments.python)
         _check_code(job)
         if hidden := [variable.name for variable in job.environment if variable.hidden]:
             raise UserError(

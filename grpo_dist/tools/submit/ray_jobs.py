@@ -18,7 +18,6 @@ from typing import Any
 
 import yaml
 
-from grpo_dist.config.input_paths import input_paths
 from grpo_dist.config.secrets import HIDDEN
 from grpo_dist.errors import Preempted, UserError
 from grpo_dist.tools.submit.checks import check_not_left_behind, check_output
@@ -45,7 +44,7 @@ class RayTarget:
         if not 0 <= self.driver_cpus <= _MOST_CPUS:
             raise UserError(f"--driver-cpus {self.driver_cpus:g}: expected 0 to {_MOST_CPUS}")
         check_output(job.config.output_dir, "a Ray job's own directory is removed after it")
-        check_not_left_behind(input_paths(job.config), job.config.environments.python)
+        check_not_left_behind(job.config.input_paths(), job.config.environments.python)
         with _carried(job):  # checks that the code can travel
             pass
 

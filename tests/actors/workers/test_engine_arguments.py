@@ -9,7 +9,7 @@ import pytest
 
 from actors.workers.engine_check import argument_problems, known_arguments
 from grpo_dist.config.checks import contradictions
-from grpo_dist.config.engine_arguments import _CHANGES, _SET_BY, engine_problems
+from grpo_dist.config.engine_arguments import engine_problems, refused_arguments
 from grpo_dist.runs.start_checks import setting_problems, vllm_problems
 from tests.support import fakes
 from tests.support.engine_arguments import arguments
@@ -109,7 +109,7 @@ def test_arguments_that_the_project_sets_are_refused_unless_they_change_no_numbe
 
 def test_every_argument_of_the_installed_engine_is_set_by_a_key_or_refused_or_allowed():
     known = set(known_arguments())
-    lists = [set(_SET_BY), set(_CHANGES), ALLOWED, CONDITIONAL]
+    lists = [*map(set, refused_arguments().values()), ALLOWED, CONDITIONAL]
     assert set().union(*lists) == known
     assert sum(map(len, lists)) == len(known)  # each in one list
     uncorrected = {"algorithm": {"correction": {"kind": "none"}}}

@@ -17,7 +17,6 @@ from grpo_dist.config import DataConfig, EnvironmentsConfig, RewardsConfig
 from grpo_dist.config.files import load_config
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.runs import run_directory as dated_config
-from grpo_dist.runs.prepare import PromptSections
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.files import alone
 from grpo_dist.tools.evaluate import run, store
@@ -468,10 +467,10 @@ def test_prompts_keep_the_columns_that_an_environment_brings_also_by_a_breakdown
     """`start` of the environment reads them again when it plays."""
     (tmp_path / "guessed.py").write_text(_GUESSED)
     source = {"environment": "guessed:Guessed", "split": "test"}
-    sections = PromptSections(
-        DataConfig(train=(source,), eval=(source,)),
-        RewardsConfig(functions=({"function": "environment"},)),
-        EnvironmentsConfig(code_paths=(str(tmp_path),)),
+    sections = SimpleNamespace(
+        data=DataConfig(train=(source,), eval=(source,)),
+        rewards=RewardsConfig(functions=({"function": "environment"},)),
+        environments=EnvironmentsConfig(code_paths=(str(tmp_path),)),
     )
     (asked,) = run._read_sets(sections, character_tokenizer(), by, print)
     assert [p.columns for p in asked.prompts] == [

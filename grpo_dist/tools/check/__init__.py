@@ -1,1 +1,0 @@
-"""`grpo-dist check`: everything that can be found wrong before a run is started."""
