@@ -43,7 +43,6 @@ class Stage:
     quiet: bool
     shown: bool = False
     note: str = ""
-    took: str = ""  # what its parts took, once it is done
 
     @property
     def is_step(self) -> bool:
@@ -97,20 +96,15 @@ class StageLog:
             if not stage.is_step:
                 self._ended_stages.append((stage, seconds))
         if not stage.quiet or (stage.shown and (failed or not stage.is_step)):
-            detail = f": {stage.took}" if stage.took else ""
             how = "failed after" if failed else "done in"
-            self._print(f"{stage.name}: {how} {seconds_text(seconds)}{detail}")
+            self._print(f"{stage.name}: {how} {seconds_text(seconds)}")
 
     def ready(self) -> None:
         """Log how long the start took, and those of its stages so far that are worth a number."""
         now = self._clock()
         with self._lock:
             ended, self._ended_stages = self._ended_stages, []
-        parts = [
-            f"{stage.name} {seconds_text(seconds)}" + (f" ({stage.took})" if stage.took else "")
-            for stage, seconds in ended
-            if seconds >= _WORTH_S
-        ]
+        parts = [f"{stage.name} {seconds_text(seconds)}" for stage, seconds in ended if seconds >= _WORTH_S]
         self._print(f"ready in {seconds_text(now - self._start)}: {', '.join(parts)}".removesuffix(": "))
 
     def note(self, text: str) -> None:
@@ -181,18 +175,17 @@ def stages_logged(say: Callable[[str], None] | None = None, *, enabled: bool = T
 @contextmanager
 def stage(
     name: str, what: str = "", waits_for: Callable[[], str] = str, *, quiet: bool = False
-) -> Iterator[Callable[[str], None]]:
-    """Log a stage for the length of the block. ``what``: text of its first line. See `Stage`. Yields a
-    function that takes what the parts of the stage took, in words. ``quiet``: it has lines only when it takes
-    long.
+) -> Iterator[None]:
+    """Log a stage for the length of the block. ``what``: text of its first line. See `Stage`. ``quiet``: it
+    has lines only when it takes long.
     """
     log = _current
     if log is None:
-        yield lambda _: None
+        yield
         return
     opened = log.begin(name, what, waits_for, quiet)
     try:
-        yield lambda took: setattr(opened, "took", took)
+        yield
     except BaseException:
         log.end(opened, failed=True)
         raise
