@@ -9,45 +9,36 @@ known values, and files that the script sources from its own folder. What a comm
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from os.path import normpath
 from pathlib import Path
 
+import regex
+
 from grpo_dist.tools.recipe_import.expressions import Uncomputable, evaluate
 
-_OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+# What has no end ends with the text. `round` and `curly` call themselves for brackets in brackets.
+_SUBSTITUTION = r"\$(?:(?&round)|(?&curly)|[A-Za-z_]\w*|[\d@*\#?$!])|`[^`]*+`?"
+_DOUBLE = rf'"(?:\\.|{_SUBSTITUTION}|[^"\\])*+"?'
+_QUOTED = rf"\\.|'[^']*+'?|{_DOUBLE}"
+_BRACKETS = rf"""(?(DEFINE)(?P<round>\((?:{_QUOTED}|(?<=\s)\#[^\n]*+|(?&round)|[^()])*+\)?)
+                           (?P<curly>\{{(?:\\.|(?&round)|(?&curly)|[^{{}}])*+\}}?))"""
+_WORD = rf"(?:{_QUOTED}|{_SUBSTITUTION}|[^\s;|&<>()])++"
+_TOKEN = regex.compile(
+    rf"""[ \t\r]+ | \#[^\n]*
+    | \d*(?P<redirect><<-?|>>|[<>]&?|&>)[ \t]*(?P<target>{_WORD})?
+    | (?P<token>&&|\|\||;;|[;|&()\n]|[A-Za-z_]\w*\+?=(?&round)|{_WORD}) {_BRACKETS}""",
+    regex.X | regex.S,
+)
+_PART = regex.compile(rf"{_QUOTED}|{_SUBSTITUTION}|[^\\'\"$`]++|. {_BRACKETS}", regex.X | regex.S)
+_QUOTED_PART = regex.compile(rf"\\.|{_SUBSTITUTION}|[^\\$`]++|. {_BRACKETS}", regex.X | regex.S)
+_OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")", "\n")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*\+?)=(.*)", re.S)
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
-_CLOSING = {"(": ")", "{": "}"}
 _NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
 _MOST_SOURCED = 4  # files deep
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Part of a word: ``text`` as it is, or what stands behind a ``$``: `param`, `arithmetic`, `command`."""
-
-    kind: str
-    text: str
-    quoted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A word of ``pieces``, an operator, or the array ``name=(...)`` of ``items``."""
-
-    operator: str = ""
-    pieces: tuple[Piece, ...] = ()
-    items: tuple[Token, ...] = ()
-    name: str = ""
-
-    @property
-    def plain(self) -> str:
-        """The text of a word without quotes and variables, e.g. a keyword."""
-        plain = all(piece.kind == "text" and not piece.quoted for piece in self.pieces)
-        return "".join(piece.text for piece in self.pieces) if plain else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,131 +61,43 @@ def unknown(text: str) -> bool:
     return "$(" in text
 
 
-class _Lexer:
-    def __init__(self, text: str) -> None:
-        self.text, self.at = text.replace("\\\n", " "), 0
+def _tokens(text: str) -> Iterator[str]:
+    """Yield operators, words with their quotes, and arrays ``name=(...)``; redirections are left out."""
+    text, at = text.replace("\\\n", " "), 0
+    while match := _TOKEN.search(text, at):
+        at = match.end()
+        if match["token"]:
+            yield match["token"]
+        elif (match["redirect"] or "").startswith("<<"):
+            end = "".join(part for _, part, _ in _parts(match["target"] or ""))
+            line = re.compile(rf"^\s*{re.escape(end)}\s*$", re.M).search(text, at)
+            at = line.end() if line else len(text)
+            yield "\n"
 
-    def tokens(self, end: str = "") -> Iterator[Token]:
-        """Yield tokens up to ``end``, a closing bracket, or the end of the text."""
-        while self.at < len(self.text):
-            here = self.text[self.at]
-            if here == end:
-                self.at += 1
-                return
-            if here in " \t\r":
-                self.at += 1
-            elif here == "\n":
-                self.at += 1
-                yield Token(operator="\n")
-            elif here == "#":
-                self.at = self._find("\n")
-            elif match := re.match(r"\d*(<<-?|>>|[<>]&?|&>)", self.text[self.at :]):
-                yield from self._redirect(match[0])
-            elif operator := next((o for o in _OPERATORS if self.text.startswith(o, self.at)), ""):
-                self.at += len(operator)
-                yield Token(operator=operator)
-            else:
-                yield self._word(end)
 
-    def _redirect(self, sign: str) -> Iterator[Token]:
-        """Leave out a redirection: its file, or the lines of a here-document."""
-        self.at += len(sign)
-        while self.text[self.at : self.at + 1] in (" ", "\t"):
-            self.at += 1
-        if self.at < len(self.text) and self.text[self.at] not in "\n&;|":
-            target = "".join(piece.text for piece in self._word("").pieces)
-            if sign.lstrip("0123456789").startswith("<<"):
-                match = re.compile(rf"^\s*{re.escape(target)}\s*$", re.M).search(self.text, self.at)
-                self.at = match.end() if match else len(self.text)
-                yield Token(operator="\n")
-        elif self.text.startswith("&", self.at):
-            self.at += 1
-
-    def _find(self, sign: str) -> int:
-        at = self.text.find(sign, self.at)
-        return len(self.text) if at < 0 else at
-
-    def _word(self, end: str) -> Token:
-        pieces, plain = list[Piece](), ""
-        while self.at < len(self.text):
-            here = self.text[self.at]
-            if here in " \t\r\n;|&<>()" or (end and here == end):
-                if here == "(" and (match := _ASSIGNMENT.fullmatch(plain)) and not pieces:
-                    self.at += 1
-                    items = tuple(token for token in self.tokens(")") if token.pieces)
-                    return Token(items=items, name=match[1] + match[2])
-                break
-            self.at += 1
-            if here == "\\":
-                pieces += [Piece("text", plain, False), Piece("text", self.text[self.at : self.at + 1], True)]
-                plain, self.at = "", self.at + 1
-            elif here == "'":
-                close = self._find("'")
-                pieces += [Piece("text", plain, False), Piece("text", self.text[self.at : close], True)]
-                plain, self.at = "", close + 1
-            elif here == '"':
-                pieces += [Piece("text", plain, False), *self._quoted()]
-                plain = ""
-            elif here in "$`":
-                pieces += [Piece("text", plain, False), self._variable(here, quoted=False)]
-                plain = ""
-            else:
-                plain += here
-        pieces.append(Piece("text", plain, False))
-        return Token(pieces=tuple(piece for piece in pieces if piece.text or piece.quoted))
-
-    def _quoted(self) -> Iterator[Piece]:
-        plain, begun = "", False
-        while self.at < len(self.text) and (here := self.text[self.at]) != '"':
-            self.at += 1
-            if here == "\\" and self.text[self.at : self.at + 1] in ("$", "`", '"', "\\"):
-                plain, self.at = plain + self.text[self.at], self.at + 1
-            elif here in "$`":
-                if plain:
-                    yield Piece("text", plain, True)
-                yield self._variable(here, quoted=True)
-                plain, begun = "", True
-            else:
-                plain += here
-        self.at += 1
-        if plain or not begun:
-            yield Piece("text", plain, True)
-
-    def _variable(self, sign: str, *, quoted: bool) -> Piece:
-        """Read what follows a ``$`` or a backtick."""
-        if sign == "`":
-            close = self._find("`")
-            text, self.at = self.text[self.at : close], close + 1
-            return Piece("command", text, quoted)
-        if self.text.startswith("((", self.at):
-            self.at += 1
-            inner = self._bracketed()
-            self.at += 1
-            return Piece("arithmetic", inner, quoted)
-        if self.text[self.at : self.at + 1] in ("(", "{"):
-            kind = "command" if self.text[self.at] == "(" else "param"
-            return Piece(kind, self._bracketed(), quoted)
-        match = re.compile(r"[A-Za-z_]\w*|[\d@*#?$!]").match(self.text, self.at)
-        if match is None:
-            return Piece("text", "$", quoted)
-        self.at = match.end()
-        return Piece("param", match[0], quoted)
-
-    def _bracketed(self) -> str:
-        """Return what is inside the bracket that opens here."""
-        opening, depth, start = self.text[self.at], 0, self.at + 1
-        while self.at < len(self.text):
-            here = self.text[self.at]
-            if here == "\\":
-                self.at += 1
-            elif here == "'" and opening == "(":
-                self.at += 1
-                self.at = self._find("'")
-            depth += (here == opening) - (here == _CLOSING[opening])
-            self.at += 1
-            if depth == 0:
-                break
-        return self.text[start : self.at - 1]
+def _parts(word: str, *, quoted: bool = False) -> Iterator[tuple[str, str, bool]]:
+    """Yield the parts of a word: kind, text, and whether it is quoted. A `text` stands as it is; what stands
+    behind a ``$`` is `param`, `arithmetic` or `command`.
+    """
+    for match in (_QUOTED_PART if quoted else _PART).finditer(word):
+        part = match[0]
+        if part[0] == "'" and not quoted:
+            yield "text", part[1:].removesuffix("'"), True
+        elif part[0] == '"' and not quoted:
+            inner = part[1:].removesuffix('"')
+            yield from _parts(inner, quoted=True) if inner else [("text", "", True)]
+        elif part[0] == "\\":
+            yield "text", part[1:] if not quoted or part[1:] in ("$", "`", '"', "\\") else part, True
+        elif part[0] == "`":
+            yield "command", part.strip("`"), quoted
+        elif part.startswith("$((") and part.endswith("))"):
+            yield "arithmetic", part[3:-2], quoted
+        elif part.startswith("$("):
+            yield "command", part[2:].removesuffix(")"), quoted
+        elif part[0] == "$" and len(part) > 1:
+            yield "param", part[2:].removesuffix("}") if part[1] == "{" else part[1:], quoted
+        else:
+            yield "text", part, quoted
 
 
 class _Script:
@@ -203,44 +106,39 @@ class _Script:
         self.variables: dict[str, list[str]] = {"HOME": ["~"], "PWD": ["."]}
         self.commands: list[Command] = []
         self.arguments: list[str] = []  # "$@"
+        self.tokens: list[str] = []
+        self.at = 0
 
     def run(self, text: str) -> None:
-        outer = getattr(self, "tokens", []), getattr(self, "at", 0)
-        self.tokens, self.at = list(_Lexer(text).tokens()), 0
+        outer = self.tokens, self.at
+        self.tokens, self.at = list(_tokens(text)), 0
         while self.at < len(self.tokens):
             self._block((), active=True)
             self.at += 1  # a keyword that closes nothing
         self.tokens, self.at = outer
 
     def _block(self, ends: tuple[str, ...], *, active: bool) -> str:
-        """Run statements up to a keyword of ``ends``, which stays the next token; return it."""
+        """Run statements up to a token of ``ends``, which stays the next; return it."""
         while self.at < len(self.tokens):
             token = self.tokens[self.at]
-            if token.operator:
-                if token.operator in ends:
-                    return token.operator
-                self.at += 1
-            elif token.plain in ends:
-                return token.plain
-            elif token.plain == "if":
+            if token in ends:
+                return token
+            if token == "if":
                 self._if(active=active)
-            elif token.plain == "case":
+            elif token == "case":
                 self._case(active=active)
-            elif token.plain in ("for", "while", "until"):
+            elif token in ("for", "while", "until"):
                 self._loop(active=active)
-            elif token.plain in ("{", "}", "then", "do", "done", "fi", "esac", "else", "!", "time"):
+            elif token in (*_OPERATORS, "{", "}", "then", "do", "done", "fi", "esac", "else", "!", "time"):
                 self.at += 1
             else:
-                self._simple(self._until(()), active=active)
+                self._simple(self._until(_OPERATORS), active=active)
         return ""
 
-    def _until(self, keywords: tuple[str, ...]) -> list[Token]:
-        """Return the tokens up to the end of the command, or up to a keyword."""
+    def _until(self, ends: tuple[str, ...]) -> list[str]:
+        """Return the tokens up to one of ``ends``, which stays the next."""
         start = self.at
-        while self.at < len(self.tokens):
-            token = self.tokens[self.at]
-            if token.plain in keywords if keywords else token.operator:
-                break
+        while self.at < len(self.tokens) and self.tokens[self.at] not in ends:
             self.at += 1
         return self.tokens[start : self.at]
 
@@ -260,15 +158,13 @@ class _Script:
         value = "".join(self._expand(self.tokens[self.at + 1]))
         self._until(("in",))
         self.at, done = self.at + 1, False
-        while self.at < len(self.tokens) and self.tokens[self.at].plain != "esac":
-            if self.tokens[self.at].operator in ("\n", ";;", "("):
+        while self.at < len(self.tokens) and self.tokens[self.at] != "esac":
+            if self.tokens[self.at] in ("\n", ";;", "("):
                 self.at += 1
                 continue
-            patterns = list[str]()
-            while self.at < len(self.tokens) and self.tokens[self.at].operator != ")":
-                patterns += self._expand(self.tokens[self.at]) if self.tokens[self.at].pieces else []
-                self.at += 1
+            words = [token for token in self._until((")",)) if token not in _OPERATORS]
             self.at += 1
+            patterns = [pattern for word in words for pattern in self._expand(word)]
             holds = not done and (unknown(value) or any(fnmatchcase(value, one) for one in patterns))
             self._block((";;", "esac"), active=active and holds)
             done = done or holds
@@ -277,45 +173,41 @@ class _Script:
     def _loop(self, *, active: bool) -> None:
         """Run a `for` once, with its first value; no other loop runs."""
         head = self._until(("do",))
-        words = [word for token in head[3:] for word in self._expand(token)]
-        runs = active and head[0].plain == "for" and bool(words)
+        words = [word for token in head[3:] if token not in _OPERATORS for word in self._expand(token)]
+        runs = active and head[0] == "for" and bool(words)
         if runs:
-            self.variables[head[1].plain] = words[:1]
+            self.variables[head[1]] = words[:1]
         self.at += 1
         self._block(("done",), active=runs)
         self.at += 1
 
-    def _test(self, tokens: list[Token]) -> bool:
+    def _test(self, tokens: Sequence[str]) -> bool:
         """Return whether a condition holds; False where that is not known."""
         groups, joins = [list[str]()], list[str]()
         for token in tokens:
-            if token.operator in ("&&", "||"):
-                joins.append(token.operator)
+            if token in ("&&", "||"):
+                joins.append(token)
                 groups.append([])
-            elif token.pieces:
+            elif token not in _OPERATORS:
                 groups[-1] += self._expand(token) or [""]
         result = _holds(groups[0])
         for join, group in zip(joins, groups[1:], strict=True):
             result = (result and _holds(group)) if join == "&&" else (result or _holds(group))
         return result
 
-    def _simple(self, tokens: list[Token], *, active: bool) -> None:
+    def _simple(self, tokens: Sequence[str], *, active: bool) -> None:
         if not active or not tokens:
             return
         environment = dict[str, str]()
-        rest = tokens[1:] if tokens[0].plain in _DECLARES else tokens
-        while rest:
-            token = rest[0]
-            match = _ASSIGNMENT.match(token.pieces[0].text) if token.pieces else None
-            if token.name:
-                self._assign(token.name, [word for item in token.items for word in self._expand(item)])
-            elif match and not token.pieces[0].quoted and token.pieces[0].kind == "text":
-                first = Piece("text", token.pieces[0].text[match.end() :], True)
-                value = "".join(self._expand(Token(pieces=(first, *token.pieces[1:]))))
-                environment[match[1]] = value
-                self._assign(match[1] + match[2], [value])
+        rest = tokens[1:] if tokens[0] in _DECLARES else tokens
+        while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
+            name, text = match.groups()
+            if text.startswith("("):
+                items = [token for token in _tokens(text[1:].removesuffix(")")) if token not in _OPERATORS]
+                self._assign(name, [word for item in items for word in self._expand(item)])
             else:
-                break
+                environment[name.rstrip("+")] = value = "".join(self._expand(text, splits=False))
+                self._assign(name, [value])
             rest = rest[1:]
         words = [word for token in rest for word in self._expand(token)]
         if words[:1] in (["source"], ["."]) and len(words) > 1:
@@ -346,22 +238,21 @@ class _Script:
         self.arguments = before
         return True
 
-    def _expand(self, token: Token) -> list[str]:
+    def _expand(self, word: str, *, splits: bool = True) -> list[str]:
         """Return the words that a word becomes: unquoted variables are split at blanks, arrays at items."""
         words, begun = [""], False
-        for piece in token.pieces:
-            if piece.kind == "text" or piece.kind == "command":
-                words[-1] += piece.text if piece.kind == "text" else self._printed(piece.text)
+        for kind, text, quoted in _parts(word):
+            if kind in ("text", "command"):
+                words[-1] += text if kind == "text" else self._printed(text)
                 begun = True
                 continue
-            expand = self._parameter if piece.kind == "param" else self._arithmetic
-            values = expand(piece.text)
-            if not piece.quoted:
+            values = self._parameter(text) if kind == "param" else self._arithmetic(text)
+            if not quoted and splits:
                 values = [part for value in values for part in ([value] if unknown(value) else value.split())]
             if values:
                 words[-1] += values[0]
                 words += values[1:]
-            begun = begun or bool(values) or (piece.quoted and not piece.text.endswith(("@", "@]")))
+            begun = begun or bool(values) or (quoted and not text.endswith(("@", "@]")))
         return words if begun else []
 
     def _printed(self, text: str) -> str:
@@ -403,8 +294,8 @@ class _Script:
 
     def _text(self, text: str) -> str:
         """Return a default or an expression with its variables filled in."""
-        quoted = Token(pieces=tuple(_Lexer(text.replace('"', "") + '"')._quoted()))
-        return "".join(self._expand(quoted))
+        plain = text.replace('"', "")
+        return "".join(self._expand(f'"{plain}"'))
 
     def _arithmetic(self, text: str) -> list[str]:
         names = {name: "".join(values[:1]) for name, values in self.variables.items()}
