@@ -167,7 +167,7 @@ def test_an_installed_package_finds_the_templates(checkout, tmp_path):
             cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_S,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-    where = """from grpo_dist.tools.submit import programs as t
+    where = """from grpo_dist.tools.submit import job as t
 print(t.__file__, t._CHECKOUT.exists(), len(t.template('rayjob.yaml')))"""
     done = subprocess.run(
         [here, "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_S

@@ -25,9 +25,6 @@ _OPTIONS: tuple[tuple[str, str | None, type, str], ...] = (
     ("image", None, str, "kuberay: image built with docker/Dockerfile"),
     ("volume", "CLAIM:/PATH", str, "kuberay: volume that holds the runs, mounted in all pods"),
     ("memory-gib", "N", int, "kuberay: memory of a node, default 64 per GPU"),
-    ("head-cpus", "N", int, "kuberay: CPUs of the head pod, default 8"),
-    ("head-memory-gib", "N", int, "kuberay: memory of the head pod, default 64"),
-    ("retries", "N", int, "kuberay: retries on a new cluster after a failure, default 3"),
     ("namespace", None, str, "kuberay: default the namespace of the kubectl context"),
     ("secret", "NAME[:KEY]", list, "kuberay: a Secret whose keys become environment variables"),
 )  # fmt: skip

@@ -1,22 +1,31 @@
-"""Checks of a job before it is submitted."""
+"""Checks of a job before it is submitted, and the number and size of the nodes that it requests."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from actors.placement.demands import Resources, describe, placement
+from actors.placement.fitting import Node, bundles, fits
 from grpo_dist.config import CheckpointConfig, Config
 from grpo_dist.config.secrets import HIDDEN, masked, masked_setting, masked_text
-from grpo_dist.errors import UserError, expanded
+from grpo_dist.errors import UserError, as_user_errors, expanded
 from grpo_dist.tools.submit.job import Job, Variable
 
 # Includes the other line ends of editors and YAML.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LEAST_CPUS, _CPUS_PER_GPU = 16, 8
+_MOST = 100_000
+# Least and greatest value of each option.
+_BOUNDS = {
+    "gpus_per_node": (0, 1024), "cpus_per_node": (1, _MOST), "nodes": (1, _MOST), "memory_gib": (1, _MOST),
+}  # fmt: skip
 
 
 def check_resumes(checkpoint: CheckpointConfig, steps: int, run_dir: Path) -> None:
@@ -43,19 +52,12 @@ def check_rewards_known(config: Config) -> None:
     from grpo_dist.rewards.checks import combination_problems, graded_problems  # imports numpy
     from grpo_dist.rewards.registry import REWARDS, module_and_name
 
-    rewards = config.rewards
-    named = [(f"functions.{i}", reward) for i, reward in enumerate(rewards.functions)]
-    for source, variant in rewards.by_source.items():
-        named += [(f"by_source.{source}.functions.{i}", reward) for i, reward in enumerate(variant.functions)]
-    for key, reward in named:
+    for reward in config.rewards.all_functions:
         if reward.function not in REWARDS:
-            try:
+            with as_user_errors():
                 module_and_name(reward.function)
-            except ValueError as error:
-                reason = str(error).removeprefix(f"reward function {reward.function!r}: ")
-                raise UserError(f"`rewards.{key}.function` = {reward.function}: {reason}") from error
     graded = (graded_problems(seen, advantage) for advantage, seen in config.rewards_by_estimator)
-    for problem in chain(*graded, combination_problems(rewards)):
+    for problem in chain(*graded, combination_problems(config.rewards)):
         raise UserError(problem)
 
 
@@ -163,3 +165,60 @@ def _variable(text: str) -> Variable:
             f"{name}, which passes the value set here without showing it"
         )
     return Variable(name, value, hidden=False)
+
+
+@dataclass(frozen=True)
+class NodeSizes:
+    """Requested nodes. ``cpus_per_node`` None: 8 per GPU; ``nodes`` None: the fewest that fit."""
+
+    gpus_per_node: int | None = None
+    cpus_per_node: int | None = None
+    nodes: int | None = None
+
+    @property
+    def cpus(self) -> int:
+        """CPUs of a node."""
+        return self.cpus_per_node or max(_LEAST_CPUS, _CPUS_PER_GPU * (self.gpus_per_node or 0))
+
+    def nodes_for(self, config: Config, target: str) -> tuple[int, str]:
+        """Return the number of nodes and a description of the placement. Raises UserError if ``nodes`` are
+        too few.
+        """
+        if self.gpus_per_node is None:
+            raise UserError(f"--to {target}: give --gpus-per-node, the GPUs of a node (0: train on CPUs)")
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name, None)
+            if value is not None and not least <= value <= most:
+                raise UserError(f"{format_option(name)} {value}: expected {least} to {most}")
+        gpus, cpus = self.gpus_per_node, self.cpus
+        refused: UserError | None = None
+        for count in [self.nodes] if self.nodes else range(1, 1 + _most_nodes(config)):
+            has = Resources(count * cpus, count * gpus, node_cpus=cpus, shared=True)
+            try:
+                demands = placement(config, has, training=True)
+            except UserError as error:
+                refused = error
+                continue
+            there = [Node(f"node {i + 1}", cpus, gpus, cpus, gpus) for i in range(count)]
+            if fits(bundles(demands), there):
+                return count, describe(demands, has)
+            each = f"{gpus} GPU(s) and {cpus} CPU(s)"
+            refused = UserError(
+                f"cluster: {count} node(s) with {each} each have no room for {describe(demands, has)}; a "
+                "worker must fit on one node: use more or larger nodes, or lower "
+                "`rollout.tensor_parallel_size`"
+            )
+        assert refused is not None
+        raise refused
+
+
+def format_option(field: str) -> str:
+    """Return the command-line option of a target's field: ``gpus_per_node`` is --gpus-per-node."""
+    return "--" + field.replace("_", "-")
+
+
+def _most_nodes(config: Config) -> int:
+    """Return the number of nodes at which each computing worker has its own; more cannot help."""
+    models = sum(model.num_workers for model in config.rewards.models)
+    models += sum(teacher.num_workers for teacher in config.distillation.teachers_with_workers)
+    return config.rollout.num_workers + config.policy.num_workers + config.reference.num_workers + models

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -81,23 +81,28 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     Raises UserError for code that cannot travel, and when the files are too large.
     """
     left_out: dict[str, str] = {}
-    for relative in _code_directories(config.code_paths):
-        all_excludes = (*excludes, f"/{Path(config.output_dir).name}", into.name)
-        left_out |= _copy(Path(relative), into / relative, all_excludes)
+    files: dict[str, Path] = {}  # by their path in the job's directory
+    patterns = (*excludes, f"/{Path(config.output_dir).name}", into.name)
+    for directory in map(Path, _code_directories(config.code_paths)):
+        files |= {os.path.normpath(file): file for file in _files(directory, patterns, left_out)}
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None
-        shutil.rmtree(into / package, ignore_errors=True)  # copied as reward code from a checkout
-        _copy(Path(spec.origin).parent, into / package, ("__pycache__",))
-    for name, text in _METADATA.items():
-        file = into / f"grpo_dist-{__version__}.dist-info" / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text)
-    (into / CONFIG).write_text(resolved(config, grows=True))
-    sizes = {str(f.relative_to(into)): f.stat().st_size for f in sorted(_files(into))}
-    carried = Carried(into, sizes, left_out)
-    _check_size(carried)
-    return carried
+        root = Path(spec.origin).parent
+        files = {name: file for name, file in files.items() if not name.startswith(f"{package}/")}
+        files |= {f"{package}/{file.relative_to(root)}": file for file in _files(root, ("__pycache__",), {})}
+    texts = {f"grpo_dist-{__version__}.dist-info/{name}": text for name, text in _METADATA.items()}
+    texts[CONFIG] = resolved(config, grows=True)
+    sizes = {name: file.stat().st_size for name, file in files.items()}
+    sizes |= {name: len(text.encode()) for name, text in texts.items()}
+    _check_size(sizes)
+    for name in sizes:
+        (into / name).parent.mkdir(parents=True, exist_ok=True)
+        if name in texts:
+            (into / name).write_text(texts[name], encoding="utf-8")
+        else:
+            shutil.copy2(files[name], into / name)
+    return Carried(into, dict(sorted(sizes.items())), left_out)
 
 
 def _code_directories(code_paths: Sequence[str]) -> Iterator[str]:
@@ -120,38 +125,22 @@ def _code_directories(code_paths: Sequence[str]) -> Iterator[str]:
             yield relative
 
 
-def _copy(source: Path, target: Path, excludes: Sequence[str]) -> dict[str, str]:
-    """Copy a directory; return the files that must not travel, and why."""
-    top, left_out = source.resolve(), dict[str, str]()
-
-    def excluded(directory: str, names: list[str]) -> list[str]:
+def _files(source: Path, excludes: Sequence[str], left_out: dict[str, str]) -> Iterator[Path]:
+    """Yield the files of a directory that travel; add to ``left_out`` what must not, and why."""
+    top = source.resolve()
+    for directory, folders, names in os.walk(source, followlinks=True):
         at_top = Path(directory).resolve() == Path.cwd()
         patterns = [p.strip("/") for p in excludes if at_top or not p.startswith("/")]
-        excluded_names = []
-        for name in names:
+        fit = set()
+        for name in (*folders, *names):
             path = Path(directory) / name
-            why = _unfit(path, top)
-            if why:
+            both = {name, path.resolve().name}  # a link is also excluded by the name of its target
+            if why := _unfit(path, top):
                 left_out[os.path.relpath(path)] = why
-            # A link is also excluded by the name of its target.
-            both = {name, path.resolve().name}
-            if why or any(fnmatch(each, pattern) for each in both for pattern in patterns):
-                excluded_names.append(name)
-        return excluded_names
-
-    left = LIMIT_MIB * 2**20
-
-    def copy(file: str, to: str) -> str:
-        nonlocal left
-        left -= (size := os.path.getsize(file))
-        if left >= 0:
-            return shutil.copy2(file, to)
-        with open(to, "wb") as hole:  # too large: the size alone is needed for the error
-            hole.truncate(size)
-        return to
-
-    shutil.copytree(source, target, ignore=excluded, copy_function=copy, dirs_exist_ok=True)
-    return left_out
+            elif not any(fnmatch(each, pattern) for each in both for pattern in patterns):
+                fit.add(name)
+        folders[:] = fit.intersection(folders)
+        yield from (Path(directory) / name for name in names if name in fit)
 
 
 def _unfit(path: Path, top: Path) -> str:
@@ -182,14 +171,11 @@ def _is_private_key(path: Path) -> bool:
     return line.startswith(_PRIVATE_KEY) and b"PRIVATE KEY" in line
 
 
-def _files(directory: Path) -> Iterator[Path]:
-    return (path for path in directory.rglob("*") if path.is_file())
-
-
-def _check_size(carried: Carried) -> None:
-    mib = sum(carried.files.values()) / 2**20
+def _check_size(sizes: Mapping[str, int]) -> None:
+    """Raise UserError where the files, in bytes by path, are more than a cluster accepts."""
+    mib = sum(sizes.values()) / 2**20
     if mib > LIMIT_MIB:
-        largest = sorted(carried.files.items(), key=lambda item: -item[1])[:5]
+        largest = sorted(sizes.items(), key=lambda item: -item[1])[:5]
         largest_files = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in largest)
         raise UserError(
             f"`code_paths`: {mib:.0f} MiB would travel with the job, and a Ray cluster accepts "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,10 +16,10 @@ from grpo_dist.tools.submit.checks import (
     check_one_line,
     check_resumes,
     check_rewards_known,
+    format_option,
     variables,
 )
 from grpo_dist.tools.submit.job import Job, SubmissionRecord, read_record, run_directory
-from grpo_dist.tools.submit.sizes import format_option
 
 # The class that submits, and the module with `state`, `print_logs` and `stop` of a record.
 _TARGETS: dict[str, tuple[Any, ModuleType]] = {
@@ -33,9 +32,6 @@ _TARGETS: dict[str, tuple[Any, ModuleType]] = {
 class Target(Protocol):
     def check(self, job: Job) -> None:
         """Raise UserError for a job that cannot be submitted."""
-
-    def idle(self, job: Job, target: str) -> str | None:
-        """Return a warning if the job would hold GPUs that the run does not use."""
 
     def render(self, job: Job) -> str:
         """Return exactly what would be submitted, with *** for secrets."""
@@ -62,8 +58,6 @@ def submit(
     target = _target(to, options)
     check_no_secrets(job)
     target.check(job)
-    if (warning := target.idle(job, to)) is not None:
-        print(warning, file=sys.stderr)
     if dry_run:
         print(target.render(job), end="")
         return

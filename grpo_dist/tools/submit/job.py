@@ -1,4 +1,6 @@
-"""A job, and the record of its submission that `status`, `logs` and `stop` read."""
+"""What every target shares: a job, the record of its submission that `status`, `logs` and `stop` read,
+programs of the cluster (sbatch, squeue, kubectl) with a deadline, and the files of `launch/`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,12 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 from grpo_dist.config import Config
@@ -18,6 +24,10 @@ from grpo_dist.runtime.model_files import cache_dir
 RECORD = "submitted.json"
 _SHUTDOWN_S = 30  # beyond `checkpoint.grace_s`, for actors to end and files to close
 _LONGEST_NAME = 38  # 47 with the digest, the limit of KubeRay for a RayJob
+_DEADLINE_S = 120.0  # of a program
+# The files of `launch/`: beside the packages in a checkout, else where the wheel installed them.
+_CHECKOUT = Path(__file__).resolve().parents[3] / "launch"
+_INSTALLED = "share/grpo-dist/launch"
 
 
 @dataclass(frozen=True)
@@ -109,3 +119,43 @@ def _elsewhere(run_dir: Path) -> Path:
     """Return the path of the record when the storage of the cluster is not mounted on this machine."""
     digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:16]
     return cache_dir() / "submitted" / f"{run_dir.name}-{digest}.json"
+
+
+class Refused(UserError):
+    """The program failed; the message is its own."""
+
+
+def ask(command: Sequence[str], *, stdin: str | None = None, is_printed: bool = False) -> str:
+    """Run ``command`` and return its output. ``is_printed``: print it as it comes instead, with no deadline.
+
+    Raises Refused with its message when it fails, UserError when it is missing or does not answer.
+    """
+    if shutil.which(command[0]) is None:
+        raise UserError(
+            f"{command[0]}: no such program here; submit from a machine that has it, such as a login node"
+        )
+    try:
+        done = subprocess.run(
+            command, input=stdin, text=True, check=False,
+            capture_output=not is_printed, timeout=None if is_printed else _DEADLINE_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"`{' '.join(command)}` did not answer within {_DEADLINE_S:g} s") from error
+    if done.returncode:
+        output = "" if is_printed else ": " + (done.stderr.strip() or done.stdout.strip()).replace("\n", " ")
+        raise Refused(f"`{' '.join(command)}` failed with exit code {done.returncode}{output}")
+    return "" if is_printed else done.stdout
+
+
+def template(name: str) -> str:
+    """Return the text of `launch/NAME`. Raises FileNotFoundError for a broken installation."""
+    here = _CHECKOUT / name
+    if here.is_file():
+        return here.read_text(encoding="utf-8")
+    try:
+        installed = [f for f in files("grpo-dist") or [] if f.as_posix().endswith(f"{_INSTALLED}/{name}")]
+    except PackageNotFoundError:
+        installed = []
+    if not installed:
+        raise FileNotFoundError(f"launch/{name} is not installed; install grpo-dist again")
+    return Path(str(installed[0].locate())).read_text(encoding="utf-8")

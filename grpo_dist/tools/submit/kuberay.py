@@ -16,28 +16,14 @@ from typing import Any
 import yaml
 
 from grpo_dist.errors import UserError
-from grpo_dist.tools.submit.checks import check_not_left_behind, check_output
+from grpo_dist.tools.submit.checks import NodeSizes, check_not_left_behind, check_output
 from grpo_dist.tools.submit.code import resolved
-from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord
-from grpo_dist.tools.submit.programs import Refused, ask, template
-from grpo_dist.tools.submit.sizes import NodeSizes
+from grpo_dist.tools.submit.job import Job, JobState, Refused, SubmissionRecord, ask, template
 
 _OVER = ("Complete", "Failed", "ValidationFailed")
-_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
-_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*", re.ASCII)
-_SECRET = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[A-Za-z_][A-Za-z0-9_]*)?")
-_MOUNT = re.compile(r"/[\w./+@-]*", re.ASCII)
-_EXPECTED = {
-    "--namespace": "small letters, digits and -",
-    "--image": "the name of an image, e.g. registry/grpo-dist:gpu",
-    "--secret": "the name of a Secret, or NAME:KEY",
-}
+_CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_MOUNT = re.compile(r"/[\w+@-][\w./+@-]*", re.ASCII)
 _NO_TEXT = re.compile(r"[yYnN]$|[-+]?\.?\d", re.ASCII)  # to some parser of YAML: y, 1e3, 0o17
-# What the image, Ray, the manifest and the kernel have in a pod.
-_USED_BY_PODS = (
-    "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/run", "/var/run", "/dev", "/proc", "/sys",
-    "/tmp/ray", "/opt/grpo-dist",  # the image's working directory
-)  # fmt: skip
 _GIB_PER_GPU, _GIB_ON_CPUS = 64, 32
 # On the volume, unless the user sets them.
 _CACHES = {"HF_HOME": ".cache/huggingface", "GRPO_DIST_CACHE": ".cache/grpo-dist"}
@@ -48,15 +34,12 @@ class KubeRayTarget(NodeSizes):
     """Options of --to kuberay.
 
     ``volume``: CLAIM:/path. ``secret``: names of Secrets, or NAME:KEY for one key as a variable KEY.
-    ``memory_gib``: of a worker node. ``retries``: on a new cluster, after any failure.
+    ``memory_gib``: of a worker node.
     """
 
     image: str | None = None
     volume: str | None = None
     memory_gib: int | None = None
-    head_cpus: int = 8
-    head_memory_gib: int = 64
-    retries: int = 3
     namespace: str | None = None
     secret: list[str] = field(default_factory=list)
 
@@ -68,7 +51,6 @@ class KubeRayTarget(NodeSizes):
                     f"--to kuberay: give {option}: --image takes the image built with docker/Dockerfile, and "
                     "--volume CLAIM:/runs the claim that holds the runs with its mount point"
                 )
-        self._check_names()
         check_output(job.config.output_dir, "the file system of a pod ends with it")
         _, path = self._volume
         if PurePosixPath(path) not in (out := PurePosixPath(job.config.output_dir), *out.parents):
@@ -77,7 +59,12 @@ class KubeRayTarget(NodeSizes):
                 f"would be lost with the pods; set output_dir={path}"
             )
         check_not_left_behind(job.config.input_paths(), job.config.environments.python)
-        _check_code(job)
+        for code in job.config.code_paths:
+            if not PurePosixPath(code).is_absolute():
+                raise UserError(
+                    f"`code_paths`: {code} is relative, and no code travels to a pod; put it into the "
+                    "image or on the volume, and give its absolute path there"
+                )
         if hidden := [variable.name for variable in job.environment if variable.hidden]:
             raise UserError(
                 f"--env {hidden[0]}: its value would be in the manifest; create a Secret and give "
@@ -85,21 +72,14 @@ class KubeRayTarget(NodeSizes):
             )
         self.nodes_for(job.config, "kuberay")
 
-    def _check_names(self) -> None:
-        """Raise UserError for names that Kubernetes would misread or reject."""
-        named = [("--namespace", self.namespace or "default", _NAME), ("--image", self.image or "", _IMAGE)]
-        named += [("--secret", secret, _SECRET) for secret in self.secret]
-        for option, text, pattern in named:
-            if not pattern.fullmatch(text):
-                raise UserError(f"{option} {text!r}: expected {_EXPECTED[option]}")
-
     def render(self, job: Job) -> str:
         config, rayjob = yaml.safe_load_all(template("rayjob.yaml"))
-        config["metadata"] = rayjob["metadata"] = self._metadata(job)
+        metadata = {"name": job.name, "labels": {"app.kubernetes.io/name": "grpo-dist"}}
+        metadata |= {"namespace": self.namespace} if self.namespace else {}
+        config["metadata"] = rayjob["metadata"] = metadata
         config["data"] = {"config.yaml": resolved(job.config, grows=False)}
         spec = rayjob["spec"]
         spec["runtimeEnvYAML"] = yaml.safe_dump({"env_vars": job.stop_patience})
-        spec["backoffLimit"] = self.retries
         cluster = spec["rayClusterSpec"]
         cluster["rayVersion"] = version("ray")
         head, (group,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
@@ -108,10 +88,9 @@ class KubeRayTarget(NodeSizes):
         group["groupName"] = "gpu" if self.gpus_per_node else "cpu"
         for pod in (head["template"]["spec"], group["template"]["spec"]):
             self._fill(pod, job)
-        _size(head["template"]["spec"], cpus=self.head_cpus, memory_gib=self.head_memory_gib, shm=2)
         gpus = self.gpus_per_node or 0
         gib = self.memory_gib or gpus * _GIB_PER_GPU or _GIB_ON_CPUS
-        _size(group["template"]["spec"], cpus=self.cpus, memory_gib=gib, shm=4, gpus=gpus)
+        self._size(group["template"]["spec"], gib, gpus)
         return yaml.dump_all([config, rayjob], Dumper=_Dumper, sort_keys=False, width=110)
 
     def submit(self, job: Job) -> SubmissionRecord:
@@ -132,21 +111,9 @@ class KubeRayTarget(NodeSizes):
     @property
     def _volume(self) -> tuple[str, str]:
         claim, _, path = (self.volume or "").partition(":")
-        if not _NAME.fullmatch(claim) or not _MOUNT.fullmatch(path) or ".." in PurePosixPath(path).parts:
+        if not _CLAIM.fullmatch(claim) or not _MOUNT.fullmatch(path) or ".." in PurePosixPath(path).parts:
             raise UserError(f"--volume {self.volume}: expected CLAIM:/path, e.g. --volume runs:/runs")
-        path = "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
-        mounted = PurePosixPath(path)
-        for used in map(PurePosixPath, _USED_BY_PODS):
-            if mounted.is_relative_to(used) or used.is_relative_to(mounted):
-                raise UserError(
-                    f"--volume {self.volume}: {path} would hide files of {used}, which the pods need; mount "
-                    "it elsewhere, e.g. --volume runs:/runs"
-                )
-        return claim, path
-
-    def _metadata(self, job: Job) -> dict[str, Any]:
-        metadata = {"name": job.name, "labels": {"app.kubernetes.io/name": "grpo-dist"}}
-        return metadata | ({"namespace": self.namespace} if self.namespace else {})
+        return claim, path.rstrip("/")
 
     def _fill(self, pod: dict[str, Any], job: Job) -> None:
         claim, path = self._volume
@@ -174,13 +141,12 @@ class KubeRayTarget(NodeSizes):
             if volume["name"] == "config":
                 volume["configMap"] = {"name": job.name}
 
-
-def _size(pod: dict[str, Any], *, cpus: int, memory_gib: int, shm: int, gpus: int = 0) -> None:
-    """Set the limits of a pod. ``shm``: 4 makes a quarter of its memory available as shared memory."""
-    limits = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
-    pod["containers"][0]["resources"]["limits"] = limits | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
-    volume = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
-    volume["emptyDir"]["sizeLimit"] = f"{memory_gib * 1024 // shm}Mi"
+    def _size(self, pod: dict[str, Any], memory_gib: int, gpus: int) -> None:
+        """Set the limits of a worker's pod; a quarter of its memory is available as shared memory."""
+        limits = {"cpu": str(self.cpus), "memory": f"{memory_gib}Gi"}
+        pod["containers"][0]["resources"]["limits"] = limits | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+        volume = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
+        volume["emptyDir"]["sizeLimit"] = f"{memory_gib * 1024 // 4}Mi"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -224,15 +190,6 @@ def stop(record: SubmissionRecord) -> None:
                  "ray", "job", "stop", "--no-wait", status["jobId"]])  # fmt: skip
             return
     ask([*kubectl, "delete", "rayjob,configmap", record.job, "--ignore-not-found", "--wait=false"])
-
-
-def _check_code(job: Job) -> None:
-    for path in job.config.code_paths:
-        if not PurePosixPath(path).is_absolute():
-            raise UserError(
-                f"`code_paths`: {path} is relative, and no code travels to a pod; put it into the "
-                "image or on the volume, and give its absolute path there"
-            )
 
 
 def _kubectl(namespace: str | None) -> list[str]:

@@ -22,8 +22,7 @@ from grpo_dist.config.secrets import HIDDEN
 from grpo_dist.errors import Preempted, UserError
 from grpo_dist.tools.submit.checks import check_not_left_behind, check_output
 from grpo_dist.tools.submit.code import CONFIG, Carried, gather
-from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord, read_record
-from grpo_dist.tools.submit.programs import template
+from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord, read_record, template
 
 _MOST_CPUS = 100_000  # for the driver
 _DEADLINE_S = 60.0  # for an answer of the job server
@@ -47,10 +46,6 @@ class RayTarget:
         check_not_left_behind(job.config.input_paths(), job.config.environments.python)
         with _carried(job):  # checks that the code can travel
             pass
-
-    def idle(self, job: Job, target: str) -> str | None:
-        """Return None: a job reserves only the GPUs of its workers."""
-        return None
 
     def render(self, job: Job) -> str:
         with _carried(job) as carried:

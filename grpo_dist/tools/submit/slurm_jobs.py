@@ -15,10 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_dist.errors import UserError
-from grpo_dist.tools.submit.checks import check_one_line, check_options
-from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord, read_record
-from grpo_dist.tools.submit.programs import Refused, ask, template
-from grpo_dist.tools.submit.sizes import NodeSizes
+from grpo_dist.tools.submit.checks import NodeSizes, check_one_line, check_options
+from grpo_dist.tools.submit.job import Job, JobState, Refused, SubmissionRecord, ask, read_record, template
 
 _BEGIN, _END = "# >>> settings\n", "# <<< settings\n"
 _READ = re.compile(r"=[\"']?[$`][^;&|\n]*")  # a variable set from another variable or a command
@@ -30,33 +28,11 @@ _ASKED_EVERY_S = 10.0  # between two queries of the controller
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.ASCII | re.IGNORECASE)
 _SHUTDOWN_S = 120  # before the time limit, beyond `checkpoint.grace_s`
 _STARTS_S = 420  # for Ray, the engines and a step, before the run is asked to end
-_LOG = "the log is in the run directory: set `output_dir`"
-_TASKS = "a job has one task per node"
-# Option of sbatch, its letter, and what to do instead.
+# Options of sbatch that submit sets; its own stand behind those of the user, and hold.
 _DECIDED = (
-    ("job-name", "J", "set `name`"),
-    ("dependency", "d", "the job waits for earlier ones of its run; give --after to wait for other runs"),
-    ("output", "o", _LOG),
-    ("error", "e", _LOG),
-    ("open-mode", "", "a requeued job appends to its log"),
-    (
-        "array",
-        "a",
-        "the tasks of an array have one job name, and of the jobs of a name one runs at a time: no two train "
-        "in one directory; submit each run with its own `name`, e.g. in a loop over seeds",
-    ),
-    ("signal", "", "set `checkpoint.grace_s`"),
-    ("chdir", "D", "submit from that directory"),
-    ("clusters", "M", "submit on a machine of that cluster"),
-    ("time", "t", "give --time"),
-    ("nodes", "N", "give --nodes"),
-    ("ntasks", "n", _TASKS),
-    ("ntasks-per-node", "", _TASKS),
-    ("cpus-per-task", "c", "give --cpus-per-node"),
-    ("gpus-per-node", "", "give --gpus-per-node, and a type of GPU with --sbatch=--constraint=..."),
-    ("no-requeue", "", "a job is requeued after a lost node and before its time limit"),
-)
-_OTHER = ("gpus",)  # an option of its own, although it begins one of the above
+    "job-name", "dependency", "output", "error", "open-mode", "array", "signal", "chdir", "clusters", "time",
+    "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "no-requeue",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -103,11 +79,14 @@ class SlurmTarget(NodeSizes):
         job.run_dir.mkdir(parents=True, exist_ok=True)
         # "1234" or "1234;cluster"
         number = ask(["sbatch", "--parsable"], stdin=self.render(job)).strip().split(";")[0]
-        return SubmissionRecord("slurm", number, str(job.run_dir), log=_log(job, number))
+        return SubmissionRecord(
+            "slurm", number, str(job.run_dir), log=str(job.run_dir / f"slurm-{number}.log")
+        )
 
     def _settings(self, job: Job) -> str:
         nodes, described = self.nodes_for(job.config, "slurm")
         options = [
+            *self.sbatch,
             f"--job-name={job.name}",
             f"--nodes={nodes}",
             "--ntasks-per-node=1",
@@ -121,7 +100,6 @@ class SlurmTarget(NodeSizes):
             *(["--kill-on-invalid-dep=yes"] if self.after else []),
             f"--chdir={shlex.quote(str(Path.cwd()))}",
             f"--output={shlex.quote(_pattern(job, 'slurm-%j.log'))}",
-            *self.sbatch,
         ]
         # The submitting environment is on a shared file system, so every node has its programs.
         prepare = [f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"]
@@ -209,10 +187,6 @@ def _live(job: Job) -> str:
     return answer.split()[0] if answer.split() else ""
 
 
-def _log(job: Job, number: str) -> str:
-    return str(job.run_dir / f"slurm-{number}.log")
-
-
 def _pattern(job: Job, name: str) -> str:
     """Return the path of a file of the run, escaped for Slurm, which expands %j, %x and others."""
     return str(job.run_dir).replace("%", "%%") + f"/{name}"
@@ -240,26 +214,16 @@ def check_time(limit: str, grace_s: float) -> None:
 
 
 def check_left_open(option: str) -> None:
-    """Raise UserError for an option of sbatch that submit decides, as ``--long``, abbreviated, or ``-l``.
-
-    A directive may have several options: "--partition=gpu --mem=0".
+    """Raise UserError for an option of sbatch that submit sets. A directive may have several options:
+    "--partition=gpu --mem=0".
     """
-    try:
-        words = shlex.split(option)
-    except ValueError:  # an unpaired quote, as in a comment
-        words = option.split()
-    for word in words:
-        name = word.partition("=")[0]
-        for long, letter, instead in _DECIDED:
-            if _names(name, long, letter):
-                raise UserError(f"--sbatch={option}: submit decides --{long}; {instead}")
-
-
-def _names(word: str, long: str, letter: str) -> bool:
-    """Return whether ``word`` is the option ``long``. sbatch accepts abbreviations."""
-    if word.startswith("--"):
-        return len(word) > 2 and long.startswith(word[2:]) and word[2:] not in _OTHER
-    return bool(letter) and word.startswith(f"-{letter}")
+    for word in option.split():
+        name = word.removeprefix("--").partition("=")[0]
+        if word.startswith("--") and name in _DECIDED:
+            raise UserError(
+                f"--sbatch={option}: submit decides --{name}; use its own options (--nodes, --time, --after, "
+                "...) and the keys `name`, `output_dir` and `checkpoint.grace_s`"
+            )
 
 
 def _limit_s(limit: str) -> float:

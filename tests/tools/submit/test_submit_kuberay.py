@@ -72,7 +72,7 @@ def test_the_manifest_is_a_rayjob_with_the_resources_of_the_run(kube, tmp_path, 
     config, rayjob = manifest(
         capsys, tmp_path, "policy.num_workers=8", "rollout.num_workers=8", "batch.prompts_per_step=8",
         "max_staleness=1", "--secret", "wandb", "--secret", "hub:HF_TOKEN", "--env", "NCCL_DEBUG=INFO",
-        "--memory-gib", "400", "checkpoint.grace_s=100", "--head-cpus", "2", "--head-memory-gib", "7",
+        "--memory-gib", "400", "checkpoint.grace_s=100",
     )  # fmt: skip
     jsonschema.validate(rayjob, RAYJOB)
     spec, cluster = rayjob["spec"], rayjob["spec"]["rayClusterSpec"]
@@ -88,7 +88,7 @@ def test_the_manifest_is_a_rayjob_with_the_resources_of_the_run(kube, tmp_path, 
     worker, head = group["template"]["spec"], cluster["headGroupSpec"]["template"]["spec"]
     (own,) = worker["containers"]
     assert own["resources"]["limits"] == {"cpu": "64", "memory": "400Gi", "nvidia.com/gpu": "8"}
-    assert head["containers"][0]["resources"]["limits"] == {"cpu": "2", "memory": "7Gi"}
+    assert head["containers"][0]["resources"]["limits"] == {"cpu": "8", "memory": "64Gi"}
     for pod in (head, worker):
         container = pod["containers"][0]
         assert container["image"] == "registry/grpo-dist:1"
@@ -105,17 +105,8 @@ def test_the_manifest_is_a_rayjob_with_the_resources_of_the_run(kube, tmp_path, 
         assert (mounts["runs"], mounts["shm"]) == ("/data", "/dev/shm")
         assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": "claim"}
         assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-        shared = 400 // 4 if pod is worker else 7 / 2
-        assert volumes["shm"]["emptyDir"]["sizeLimit"] == f"{round(shared * 1024)}Mi"
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [("--head-cpus", "0"), ("--head-memory-gib", "0"), ("--memory-gib", "-1"), ("--retries", "-1")],
-)
-def test_numbers_that_make_no_sense_are_refused(kube, tmp_path, capsys, arguments):
-    status, said = submit(capsys, tmp_path, *arguments)
-    assert status == 2 and f"{' '.join(arguments)}: expected" in said and not (kube / "calls").exists()
+        shared = 400 // 4 if pod is worker else 32
+        assert volumes["shm"]["emptyDir"]["sizeLimit"] in (f"{shared}Gi", f"{shared * 1024}Mi")
 
 
 def test_all_pods_keep_models_on_the_volume_unless_told_otherwise(kube, tmp_path, capsys):
@@ -198,24 +189,9 @@ def test_one_of_two_concurrent_submissions_is_refused(kube, tmp_path, capsys):
         (("--volume", "claim:/data/../etc"), "expected CLAIM:/path"),
         (("--volume", "claim:/da\nta"), "expected CLAIM:/path"),
         (("--volume", "Claim!:/data"), "expected CLAIM:/path"),
-        (("--volume", "claim:/etc/./"), "/etc would hide files of /etc, which the pods need"),
-        (("--volume", "claim://"), "/ would hide files of /usr"),
-        (("--volume", "claim:/opt"), "/opt would hide files of /opt/grpo-dist"),
-        (("--volume", "claim:/opt/grpo-dist/runs"), "would hide files of /opt/grpo-dist"),
-        (("--volume", "claim:/etc/grpo-dist/runs"), "would hide files of /etc"),
-        (("--volume", "claim:/usr/local/runs"), "would hide files of /usr"),
-        (("--volume", "claim:/lib64/runs"), "would hide files of /lib64"),
-        (("--volume", "claim:/var/run/runs"), "would hide files of /var/run"),
-        (("--volume", "claim:/var"), "would hide files of /var/run"),
-        (("--volume", "claim:/tmp/ray/runs"), "would hide files of /tmp/ray"),
-        (("--volume", "claim:/dev/shm"), "would hide files of /dev"),
-        (("--volume", "claim:/proc/1"), "would hide files of /proc"),
-        (("--volume", "claim:/sys/fs"), "would hide files of /sys"),
+        (("--volume", "claim://"), "expected CLAIM:/path"),
         (("output_dir=/data/../etc",), "`output_dir` = /data/../etc contains `..`"),
         (('output_dir="/data/a\\nb"',), "has a line break"),
-        (("--image", "a b\nkind: Pod"), "--image 'a b\\nkind: Pod': expected the name of an image"),
-        (("--namespace", "a b"), "--namespace 'a b': expected small letters"),
-        (("--secret", "hub:HF_TOKEN: x"), "--secret 'hub:HF_TOKEN: x': expected the name of a Secret"),
         (("rewards.functions=[{function: math, kwargs: {a: {api_key: k-1}}}]",), "looks like a secret"),
         (("steps.api_key=k-1", "steps=3"), "override steps.api_key=*** looks like a secret"),
         (("output_dir=/elsewhere",), "`output_dir` = /elsewhere is not below /data"),
@@ -235,10 +211,17 @@ def test_a_job_that_cannot_work_is_not_submitted(kube, tmp_path, capsys, argumen
 
 def test_no_value_becomes_another_part_of_the_manifest(kube, tmp_path, capsys):
     broken = "x\n---\nkind: Pod\nmetadata: {name: 'a\"b'}\n"
-    given = (f"data.instruction={json.dumps(broken)}", f"--env=A={broken}")
+    given = (
+        f"data.instruction={json.dumps(broken)}",
+        f"--env=A={broken}",
+        "--image",
+        broken,
+        "--secret",
+        broken,
+    )
     config, rayjob = manifest(capsys, tmp_path, *given)
     (container,) = rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
-    assert container["env"][2:] == [{"name": "A", "value": broken}]
+    assert container["env"][2] == {"name": "A", "value": broken} and container["image"] == broken
     assert (config["kind"], rayjob["kind"]) == ("ConfigMap", "RayJob")
 
 

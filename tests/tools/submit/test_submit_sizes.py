@@ -1,10 +1,7 @@
-"""Nodes that a job requests, compared with the GPUs that the run uses."""
+"""Sizes of the nodes that a job requests."""
 
 import pytest
 
-from grpo_dist.cli import main
-from grpo_dist.tools.submit.job import SubmissionRecord
-from grpo_dist.tools.submit.slurm_jobs import SlurmTarget
 from tests.support.submissions import command, config_in
 
 KUBERAY = ("--image", "x", "--volume", "runs:/runs", "output_dir=/runs")
@@ -13,24 +10,6 @@ KUBERAY = ("--image", "x", "--volume", "runs:/runs", "output_dir=/runs")
 def dry_run(capsys, directory, to, *arguments):
     own = KUBERAY if to == "kuberay" else ()
     return command(capsys, "submit", config_in(directory), "--to", to, "--dry-run", *own, *arguments)
-
-
-@pytest.mark.parametrize("to", ["slurm", "kuberay"])
-def test_a_job_that_requests_more_gpus_than_the_run_uses_gets_a_warning(tmp_path, capsys, to):
-    status, said = dry_run(capsys, tmp_path, to, "--gpus-per-node", "8", "cluster.placement=separate")
-    assert status == 0
-    asks = "warning: the job asks for 8 GPU(s), 1 node(s) with 8 each, and the run uses 2: 6 would be idle"
-    assert asks in said
-    assert "give --gpus-per-node 2" in said
-
-
-def test_a_submission_prints_the_warning_with_the_job(tmp_path, capsys, monkeypatch):
-    submitted = SubmissionRecord("slurm", "1", str(tmp_path))
-    monkeypatch.setattr(SlurmTarget, "submit", lambda target, job: submitted)
-    arguments = ["submit", str(config_in(tmp_path)), "--to", "slurm", "--gpus-per-node", "8"]
-    assert main(arguments) == 0
-    said = capsys.readouterr()
-    assert "would be idle" in said.err and said.out.startswith("submitted to slurm")
 
 
 @pytest.mark.parametrize(
