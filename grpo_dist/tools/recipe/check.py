@@ -6,7 +6,7 @@ template and longest sequence. Only data that an earlier stage will write stay u
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from pathlib import Path
@@ -50,19 +50,25 @@ def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
             ancestors[stage.name] = _ancestor(stage, ancestors)
             if stage.name not in todo:
                 continue
-            config = stage.config.model_copy(
-                update={"model": _model(stage, ancestors[stage.name]), **_other_streams(stage, ancestors)}
-            )
+            config = stage.config.model_copy(update=_without_stages(stage, ancestors))
             ranks = SupervisedConfig.from_config(config) if stage.kind == "sft" else None
             # The driver may be on a head without GPUs: the workers are where the cluster has some.
             has = fit(ranks or config, training=stage.kind != "sample")
             device: DeviceType = "cuda" if has.gpus else "cpu"
+            if stage.kind != "sample":
+                refuse(setting_problems(ranks or config, device))
             if ranks:
-                _check_ranks(ranks, device)
+                refuse(model_problems(ranks, device, Path(config.model.path)))
                 _check_rows_to_come(stage, pipeline)
-            _CHECKS[stage.kind](stage, config, device)
-            if ranks and evaluates(config.data, config.evaluation):
-                fit(config, training=False)
+                _check_demonstrations(stage, config)
+                if evaluates(config.data, config.evaluation):
+                    _check_sampling(config, device, config.data.eval, held_out=True)
+                    fit(config, training=False)
+            elif stage.kind == "grpo" and all(_there(stage.symbolic.data.train)):
+                load_inputs(config, _quiet, device=device)
+            else:
+                train = compress(config.data.train, _there(stage.symbolic.data.train))
+                _check_sampling(config, device, list(train), held_out=False)
 
 
 @contextmanager
@@ -99,57 +105,41 @@ def _ancestor(stage: ResolvedStage, ancestors: dict[str, Path]) -> Path:
     )  # fmt: skip
 
 
-def _model(stage: ResolvedStage, ancestor: Path) -> Any:
-    return stage.config.model.model_copy(update={"path": str(ancestor)})
-
-
-def _other_streams(stage: ResolvedStage, ancestors: dict[str, Path]) -> dict[str, Any]:
-    """Return `distillation` with the models that teachers of earlier stages derive from, and `demonstrations`
-    without the files that earlier stages will write.
+def _without_stages(stage: ResolvedStage, ancestors: dict[str, Path]) -> dict[str, Any]:
+    """Return the sections that name earlier stages: `model` and `distillation` with the models that theirs
+    derive from, and `demonstrations` without the files that they will write.
     """
     distillation, demonstrations = stage.config.distillation, stage.config.demonstrations
-    symbolic = stage.symbolic.distillation.teachers
-    names = [t.model.removeprefix("stage:") if _is_made_later(t.model) else None for t in symbolic]
+    names = [t.model.partition("stage:")[2] for t in stage.symbolic.distillation.teachers]
     teachers = tuple(
         teacher.model_copy(update={"model": str(ancestors[name])}) if name else teacher
         for teacher, name in zip(distillation.teachers, names, strict=True)
     )
     if demonstrations is not None and stage.symbolic.demonstrations is not None:
-        there = [not _is_made_later(source.path) for source in stage.symbolic.demonstrations.data]
-        data = tuple(compress(demonstrations.data, there))
+        data = tuple(compress(demonstrations.data, _there(stage.symbolic.demonstrations.data)))
         demonstrations = demonstrations.model_copy(update={"data": data}) if data else None
     return {
+        "model": stage.config.model.model_copy(update={"path": str(ancestors[stage.name])}),
         "distillation": distillation.model_copy(update={"teachers": teachers}),
         "demonstrations": demonstrations,
     }
 
 
-def _check_sft(stage: ResolvedStage, config: Config, device: DeviceType) -> None:
+def _there(sources: Sequence[DataSourceConfig] | Sequence[DemonstrationsConfig]) -> list[bool]:
+    """Return which data sets of a symbolic configuration no earlier stage has to write first."""
+    return [not (source.path or "").startswith("stage:") for source in sources]
+
+
+def _check_demonstrations(stage: ResolvedStage, config: Config) -> None:
     assert config.sft is not None and stage.symbolic.sft is not None  # an sft stage has the section
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
-    there = [not _is_made_later(symbolic.path) for symbolic in stage.symbolic.sft.data]
+    there = _there(stage.symbolic.sft.data)
     for source in compress(config.sft.data, there):
-        load_source(_a_few(source), config.sft, tokenizer, day=config.data.day)
+        # One generated demonstration is enough to check them.
+        few = source.model_copy(update={"examples": 1}) if source.path.startswith("demo:") else source
+        load_source(few, config.sft, tokenizer, day=config.data.day)
     if all(there):
         count_held_out(config.sft, count_rows(config.sft))
-    if evaluates(config.data, config.evaluation):
-        _check_sampling(config, device)
-        prepare_eval(
-            config,
-            read_all(
-                config.data.resolve_prompts(config.data.eval),
-                own=environment_problems(config.data, config.environments),
-            ),
-            tokenizer,
-            [],
-            _quiet,
-        )
-
-
-def _check_ranks(config: SupervisedConfig, device: DeviceType) -> None:
-    """Check what the policy's ranks would refuse."""
-    refuse(setting_problems(config, device))
-    refuse(model_problems(config, device, Path(config.model.path)))
 
 
 def _check_rows_to_come(stage: ResolvedStage, pipeline: ResolvedPipeline) -> None:
@@ -157,7 +147,7 @@ def _check_rows_to_come(stage: ResolvedStage, pipeline: ResolvedPipeline) -> Non
     assert stage.symbolic.sft is not None  # an sft stage has the section
     longest = stage.symbolic.sft.max_length
     for source in stage.symbolic.sft.data:
-        if not _is_made_later(source.path):
+        if not source.path.startswith("stage:"):
             continue
         maker = pipeline[source.path.removeprefix("stage:").partition("/")[0]]
         completion = maker.config.rejection.max_new_tokens or maker.config.sampling.longest
@@ -170,46 +160,19 @@ def _check_rows_to_come(stage: ResolvedStage, pipeline: ResolvedPipeline) -> Non
             )
 
 
-def _a_few(source: DemonstrationsConfig) -> DemonstrationsConfig:
-    """Limit generated demonstrations to one, which is enough to check them."""
-    return source.model_copy(update={"examples": 1}) if source.path.startswith("demo:") else source
-
-
-def _check_grpo(stage: ResolvedStage, config: Config, device: DeviceType) -> None:
-    refuse(setting_problems(config, device))
-    if len(there := _there(stage)) == len(config.data.train):
-        load_inputs(config, _quiet, device=device)
-    else:
-        _check_sampling(config, device)
-        _check_prompts(config, there)
-
-
-def _check_sample(stage: ResolvedStage, config: Config, device: DeviceType) -> None:
-    _check_sampling(config, device)
-    _check_prompts(config, _there(stage))
-
-
-def _check_sampling(config: Config, device: DeviceType) -> None:
+def _check_sampling(
+    config: Config, device: DeviceType, sources: Sequence[DataSourceConfig], *, held_out: bool
+) -> None:
+    """Check that samples of ``sources``, held out or for training, can be drawn and scored."""
     check_scoring(config.rewards, config.sampling)
     check_backend(config.weight_sync, device)
     refuse(engine_problems(config.rollout, config.algorithm, device))
     check_length(config.model, Path(config.model.path), config.max_length)
-
-
-def _check_prompts(config: Config, sources: list[DataSourceConfig]) -> None:
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
     check_rendering(config, tokenizer, _quiet)
-    problems = environment_problems(config.data, config.environments)
-    train_prompts(config, read_all(config.data.resolve_prompts(sources), own=problems), tokenizer, _quiet)
-
-
-def _there(stage: ResolvedStage) -> list[DataSourceConfig]:
-    pairs = zip(stage.config.data.train, stage.symbolic.data.train, strict=True)
-    return [source for source, symbolic in pairs if not _is_made_later(symbolic.path)]
-
-
-def _is_made_later(path: str | None) -> bool:
-    return path is not None and path.startswith("stage:")
-
-
-_CHECKS = {"sft": _check_sft, "grpo": _check_grpo, "sample": _check_sample}
+    own = environment_problems(config.data, config.environments)
+    rows = read_all(config.data.resolve_prompts(sources), own=own)
+    if held_out:
+        prepare_eval(config, rows, tokenizer, [], _quiet)
+    else:
+        train_prompts(config, rows, tokenizer, _quiet)

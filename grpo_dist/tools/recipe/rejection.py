@@ -1,4 +1,12 @@
-"""Rejection sampling: choose the samples that become demonstrations, and count why others do not.
+"""The `sample` stage: sample and score completions of the training prompts, choose those that become
+demonstrations, and count why others do not.
+
+    DIRECTORY/
+      samples/part_00000.parquet   every sample of a chunk of prompts, written once all are scored
+      sft.jsonl                    kept samples in the format of `sft.data`, written last
+      report.json                  counts
+
+A restart finds the finished parts and samples only the missing ones.
 
 4 samples of a prompt    right, 9 tokens | wrong | right, 7 tokens | truncated
 keep_per_prompt 1  ->  the third, the shortest
@@ -6,18 +14,37 @@ keep_per_prompt 1  ->  the third, the shortest
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grpo_dist.chat.ends import SampleEnds, ends_of
 from grpo_dist.chat.template import ControlTokens, encode
-from grpo_dist.config import DataConfig, RejectionConfig
+from grpo_dist.config import Config, DataConfig, RejectionConfig
+from grpo_dist.data.order import step_prompts
 from grpo_dist.data.prompts import PromptFormat, plain_text, render_messages, user_content
+from grpo_dist.data.readers import read_all
+from grpo_dist.data.tasks import environment_problems
+from grpo_dist.errors import UserError, as_user_errors
+from grpo_dist.evaluation.sampling import Draw
+from grpo_dist.observe.samples import read_groups, write_groups
+from grpo_dist.rewards.checks import asked_columns
+from grpo_dist.runs.models import load_tokenizer, resolve_model
+from grpo_dist.runs.prepare import check_rendering, train_prompts
+from grpo_dist.runs.start_checks import check_length
+from grpo_dist.runtime.files import write_text
+from grpo_dist.runtime.seeds import derived_seed
+from grpo_dist.tools.evaluate.run import sample_with_engines
 from grpo_dist.types import Group, Prompt, Rollout
+
+SFT_FILE = "sft.jsonl"
+_CHUNK = 512  # prompts sampled between two saves
+_STAGE = -2  # for request seeds; training steps count from 0, evaluations use -1
 
 # Why a sample is dropped, in the order of the checks.
 REASONS = (
@@ -227,3 +254,66 @@ def episode_question(prompt: Prompt, data: DataConfig, tokenizer: Any) -> dict[s
             break
     asked = {"messages": messages} | ({"template_kwargs": arguments} if arguments else {})
     return asked | ({"prefill": prefill} if prefill else {})
+
+
+def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Fill ``directory`` and return the contents of its report.json.
+
+    Raises UserError for invalid input, and when no sample is kept.
+    """
+    with as_user_errors():
+        model_dir = resolve_model(
+            config.model, config.sft, config.seed, say, trains=False, day=config.data.day
+        )
+        check_length(config.model, model_dir, config.max_length)
+        tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
+        check_rendering(config, tokenizer, say)
+        problems = environment_problems(config.data, config.environments)
+        sources = config.data.resolve_prompts(config.data.train)
+        read = read_all(sources, own=problems, asked=asked_columns(config.rewards))
+        prompts = list(train_prompts(config, read, tokenizer, say).prompts)
+        prompts = _draw_prompts(prompts, config.rejection.max_prompts, config.seed)
+        chunks = [prompts[first : first + _CHUNK] for first in range(0, len(prompts), _CHUNK)]
+
+    async def finished(number: int, groups: list[Group]) -> None:
+        write_groups(_part(directory, number), groups)
+        samples = sum(len(group.rollouts) for group in groups)
+        chunk = f"chunk {number + 1} of {len(chunks)}"
+        say(f"rejection sampling: {chunk}: {samples} samples of {len(groups)} prompts")
+
+    if missing := {i: chunk for i, chunk in enumerate(chunks) if not _part(directory, i).exists()}:
+        draw = Draw.from_config(config, config.rejection)
+        what = "rejection sampling"
+        sample_with_engines(config, model_dir, draw, missing, finished, number=_STAGE, what=what)
+    selection = Selection(config.rejection, config.data, tokenizer)
+    lines = [
+        json.dumps(record, ensure_ascii=False) + "\n"
+        for number, chunk in enumerate(chunks)
+        for record in selection.take(read_groups(_part(directory, number), {p.uid: p for p in chunk}))
+    ]
+    report = selection.report.summary()
+    write_text(directory / "report.json", json.dumps(report, indent=1) + "\n")
+    if not lines:
+        raise UserError(
+            f"{directory}: none of {report['samples']} samples was kept ({_reasons(report)}); lower "
+            f"`rejection.min_reward` = {config.rejection.min_reward:g}, sample more, or use a better model"
+        )
+    write_text(directory / SFT_FILE, "".join(lines))
+    say(f"kept {report['kept']} of {report['samples']} samples; not kept: {_reasons(report) or 'none'}")
+    return report
+
+
+def _reasons(report: dict[str, Any]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in report["dropped"].items() if count)
+
+
+def _draw_prompts(prompts: list[Prompt], wanted: int | None, seed: int) -> list[Prompt]:
+    """Return ``wanted`` of the prompts, drawn by seed; None: all."""
+    if wanted is None or wanted >= len(prompts):
+        return prompts
+    chosen = step_prompts(len(prompts), wanted, derived_seed(seed, "rejection prompts"), 0)
+    return [prompts[i] for i in chosen]
+
+
+def _part(directory: Path, number: int) -> Path:
+    return directory / "samples" / f"part_{number:05d}.parquet"

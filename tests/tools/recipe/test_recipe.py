@@ -13,7 +13,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.tools.recipe import run as recipe
 from grpo_dist.tools.recipe.config import load_pipeline
 from grpo_dist.tools.recipe.record import read_record
-from grpo_dist.tools.recipe.stages import StageResult
+from grpo_dist.tools.recipe.run import StageResult
 from tests.support.tiers import slow_after
 
 BASE = {

@@ -10,7 +10,7 @@ import pytest
 import actors.cluster
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
-from grpo_dist.tools.recipe.sampling import run_sampling
+from grpo_dist.tools.recipe.rejection import run_sampling
 from tests.support.fakes import World, fake_cluster
 
 END = 1  # of the demo's tokenizer
@@ -51,7 +51,7 @@ def clusters(monkeypatch):
         return OneAtATime(fail_on=failing.pop() if failing else None)
 
     monkeypatch.setattr(actors.cluster, "Cluster", fake_cluster(made, make))
-    monkeypatch.setattr("grpo_dist.tools.recipe.sampling._CHUNK", 3)
+    monkeypatch.setattr("grpo_dist.tools.recipe.rejection._CHUNK", 3)
     return made, failing
 
 

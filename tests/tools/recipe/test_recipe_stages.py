@@ -8,7 +8,7 @@ import pytest
 
 from grpo_dist.tools.recipe.config import ResolvedStage
 from grpo_dist.tools.recipe.record import StageRecord
-from grpo_dist.tools.recipe.stages import known_measures, run_grpo_stage, run_sft_stage
+from grpo_dist.tools.recipe.run import known_measures, run_grpo_stage, run_sft_stage
 from tests.support import fakes
 
 
@@ -48,7 +48,7 @@ def test_a_training_stage_is_identified_by_the_stages_it_names_and_not_by_direct
         identities.append(identity.model.path)
         (tmp_path / "metrics.jsonl").write_text("")
 
-    monkeypatch.setattr("grpo_dist.tools.recipe.stages.train", finish)
+    monkeypatch.setattr("grpo_dist.tools.recipe.run.train", finish)
     moved = stage("grpo", tmp_path, model={"path": "runs/p/01_cold/model"})
     run_grpo_stage(replace(moved, symbolic=fakes.config(model={"path": "stage:cold"})), {}, quiet)
     assert identities == ["stage:cold"]
@@ -78,7 +78,7 @@ def test_an_evaluation_by_an_earlier_stage_is_used_only_where_its_samples_would_
 def test_supervised_training_is_identified_by_the_stages_it_names(tmp_path, monkeypatch):
     trained = []
     monkeypatch.setattr(
-        "grpo_dist.tools.recipe.stages.train", lambda config, *, identity: trained.append((config, identity))
+        "grpo_dist.tools.recipe.run.train", lambda config, *, identity: trained.append((config, identity))
     )
     sft = {
         "model": "runs/p/01_cold/model",
@@ -99,7 +99,7 @@ def test_supervised_training_is_identified_by_the_stages_it_names(tmp_path, monk
 
 
 def test_finished_supervised_training_is_not_repeated(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_dist.tools.recipe.stages.train", None)
+    monkeypatch.setattr("grpo_dist.tools.recipe.run.train", None)
     (tmp_path / "DONE").write_text("7\n")
     sft = {"model": "demo:tiny", "data": "demo:add3"}
     run_sft_stage(stage("sft", tmp_path, model={"path": "sft"}, sft=sft), {}, quiet)
