@@ -571,11 +571,6 @@ def read_all(
     return sources_read
 
 
-def first_record(source: DataSourceConfig) -> Mapping[str, Any]:
-    """Return the raw first row; {} without rows. Raises ValueError like `read`."""
-    return next((record for _, record in records(source)), {})
-
-
 def common_columns(source: DataSourceConfig, own: EnvironmentProblems | None = None) -> list[str]:
     """Return the columns that all rows have, with nested ones; [] without rows. Raises ValueError like
     `read`.

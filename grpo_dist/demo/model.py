@@ -36,7 +36,7 @@ def cached_model(name: str, *, seed: int) -> Path:
         names = ", ".join(f"demo:{n}" for n in (*_SHAPES, SMOLLM2))
         raise ValueError(f"model demo:{name}: no such model; expected one of {names}")
     decides = {"version": _VERSION, "name": name, "seed": seed}
-    return cached(f"model-{name}", decides, lambda directory: _make(name, seed, directory))
+    return cached(f"model-{name}", decides, lambda directory: _write(_SHAPES[name], seed, directory))
 
 
 def is_toy(path: str) -> bool:
@@ -102,20 +102,17 @@ def _write_random(shape: dict[str, Any], seed: int, directory: Path, file: Path)
     tokenizer.save_pretrained(directory)
 
 
-def _make(name: str, seed: int, directory: Path) -> None:
-    _write(_SHAPES[name], character_tokenizer(), 272, seed, directory)
-
-
-def _write(shape: dict[str, int], tokenizer: Any, vocabulary: int, seed: int, directory: Path) -> None:
+def _write(shape: dict[str, int], seed: int, directory: Path) -> None:
     """Write a Hugging Face model directory; equal arguments give equal files."""
     # heavy: only when the model is not cached
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    tokenizer = character_tokenizer()
     settings: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2} | shape
     config = Qwen2Config(
         **settings,
-        vocab_size=vocabulary,
+        vocab_size=272,
         tie_word_embeddings=True,
         max_position_embeddings=1024,
         bos_token_id=None,

@@ -109,22 +109,6 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
     return Estimate(value, stderr, value - below, value + above, sum(e.problems for e in estimates))
 
 
-def summarise(correct: Sequence[np.ndarray], ks: Sequence[int]) -> dict[str, float]:
-    """Compute ``pass@k`` for each k, and ``avg@n`` for n > 1 samples a problem, each with ``_stderr``.
-
-    ``correct``: per problem, as `measures_of_problem` takes it. A problem with fewer than k scored samples is
-    left out of pass@k. The standard error is that of the mean over problems: sample deviation /
-    sqrt(problems). Without any sample the values are NaN.
-    """
-    sampled = max((len(c) for c in correct), default=0)
-    measures = [measures_of_problem(c, ks) for c in correct]
-    summary: dict[str, float] = {}
-    for name in [*(f"pass@{k}" for k in ks), *([f"avg@{sampled}"] if sampled > 1 else [])]:
-        mean = estimate([m[name] for m in measures if name in m], samples=sum(map(len, correct)))
-        summary |= {name: mean.value, f"{name}_stderr": mean.stderr}
-    return summary
-
-
 def _effective(values: Sequence[float], mean: float, samples: int) -> float:
     """Return how many independent yes-or-no answers have a mean that varies as much as the problems'."""
     n, variance = len(values), float(np.var(values, ddof=1)) if len(values) > 1 else 0.0

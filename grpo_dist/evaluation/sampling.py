@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -11,14 +10,14 @@ from typing import Protocol
 
 import numpy as np
 
-from grpo_dist.config import Config, EvaluationConfig, RejectionConfig, SamplingConfig
+from grpo_dist.config import Config, EvaluationConfig, RejectionConfig
 from grpo_dist.errors import SamplesFailed, find_cause
-from grpo_dist.evaluation.estimates import Estimate, estimate, summarise
+from grpo_dist.evaluation.result import JudgedProblem, Verdict, measure
 from grpo_dist.runtime.concurrency import deadline, gather, retry_lost_samples
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.runtime.stage_log import note
-from grpo_dist.types import Group, Prompt, Rollout, Sampling, correctness
+from grpo_dist.types import Group, Prompt, Rollout, Sampling
 from grpo_dist.workers import RewardHandle, RolloutHandle
 
 logger = logging.getLogger("grpo_dist")
@@ -42,24 +41,17 @@ class Draw:
     sample_s: float  # deadline of the next finished prompt
 
     @classmethod
-    def from_config(
-        cls,
-        settings: EvaluationConfig | RejectionConfig,
-        training: SamplingConfig,
-        *,
-        seed: int,
-        sample_s: float,
-    ) -> Draw:
-        """Translate ``settings``; what they leave open is as in ``training``."""
+    def from_config(cls, config: Config, settings: EvaluationConfig | RejectionConfig) -> Draw:
+        """Translate ``settings``, of ``config``; what they leave open is as in training."""
         sampling = Sampling(
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
-            max_new_tokens=settings.max_new_tokens or training.longest,
-            stop=training.stop,
+            max_new_tokens=settings.max_new_tokens or config.sampling.longest,
+            stop=config.sampling.stop,
             least=1,
         )
-        return cls(sampling, settings.samples_per_prompt, seed, sample_s)
+        return cls(sampling, settings.samples_per_prompt, config.seed, config.cluster.timeouts.sample_s)
 
 
 class EvaluationHandles(Protocol):
@@ -88,30 +80,18 @@ async def evaluate(
     left out of the estimate and counted in ``eval/<set>/unscored``. Raises TimeoutError, with the answer of
     ``explain``, when no prompt is sampled or done for `timeouts.sample_s`.
     """
-    settings, sample_s = config.evaluation, config.cluster.timeouts.sample_s
-    draw = Draw.from_config(settings, config.sampling, seed=config.seed, sample_s=sample_s)
+    draw = Draw.from_config(config, config.evaluation)
     metrics: dict[str, float] = {}
     for eval_set in eval_sets:
         groups = await _sample_all(draw, workers, eval_set.name, list(eval_set.prompts), explain)
         recorder.samples(f"eval_{eval_set.name}_step_{step:06d}", groups)
-        correct = [correctness(group) for group in groups]
-        metrics |= {f"eval/{eval_set.name}/{k}": v for k, v in summarise(correct, settings.k).items()}
-        lengths = [r.num_tokens for g in groups for r in g.rollouts if not is_missing(r)]
-        metrics[f"eval/{eval_set.name}/length_tokens"] = float(np.mean(lengths)) if lengths else math.nan
-        metrics[f"eval/{eval_set.name}/problems"] = float(sum(not np.isnan(c).all() for c in correct))
-        metrics[f"eval/{eval_set.name}/unscored"] = float(sum(np.isnan(c).sum() for c in correct))
-        if any(rollout.turns for group in groups for rollout in group.rollouts):
-            share = _tool_call_share(groups)
-            metrics[f"eval/{eval_set.name}/tool_call_share"] = share.value
-            metrics[f"eval/{eval_set.name}/tool_call_share_stderr"] = share.stderr
+        ks, name = config.evaluation.k, eval_set.name
+        judged = [
+            JudgedProblem.from_verdict(name, group.prompt, {}, Verdict.from_group(group), ks)
+            for group in groups
+        ]
+        metrics |= next(measure(judged)).metrics()
     return metrics
-
-
-def _tool_call_share(groups: Sequence[Group]) -> Estimate:
-    """Estimate the share of episodes with a tool call, over problems."""
-    samples = [[rollout for rollout in group.rollouts if not is_missing(rollout)] for group in groups]
-    called = [[any(turn.calls for turn in r.turns) for r in rollouts] for rollouts in samples if rollouts]
-    return estimate([float(np.mean(calls)) for calls in called], samples=sum(map(len, called)))
 
 
 async def _sample_all(
@@ -233,8 +213,3 @@ def _missing(prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
         temperature=sampling.temperature,
         max_new_tokens=sampling.max_new_tokens,
     )
-
-
-def is_missing(rollout: Rollout) -> bool:
-    """Whether it stands for a sample that the engines gave up."""
-    return rollout.finish_reason == "error" and not rollout.num_tokens and not rollout.turns

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 
@@ -90,7 +90,7 @@ def _binomial(count: int, share: float) -> np.ndarray:
     return np.exp(logs + successes * math.log(share) + (count - successes) * math.log1p(-share))
 
 
-def final_answers(completions: Sequence[str], pool: Callable[[], GraderPool]) -> list[str]:
+def final_answers(completions: Sequence[str], pool: GraderPool) -> list[str]:
     """Return the answer that the math grader sees in each completion, "" for none.
 
     That is the last box, behind a closed thought if something follows it, else what reads as an answer, found
@@ -101,11 +101,11 @@ def final_answers(completions: Sequence[str], pool: Callable[[], GraderPool]) ->
     """
     boxed = [boxes(final_text(text)) for text in completions]
     unboxed = [text for text, inside in zip(completions, boxed, strict=True) if not inside]
-    read = iter(pool().extract(unboxed) if unboxed else [])
+    read = iter(pool.extract(unboxed) if unboxed else [])
     return [inside[-1] if inside else next(read) or "" for inside in boxed]
 
 
-def numbered(answers: Sequence[str], correct: Sequence[float], pool: Callable[[], GraderPool]) -> list[int]:
+def numbered(answers: Sequence[str], correct: Sequence[float], pool: GraderPool) -> list[int]:
     """Number the answers: each gets the index of the first that it equals as mathematics; -1 for "".
 
     All right answers have one number: they equal the gold answer. The others are compared as text, as plain
@@ -131,7 +131,7 @@ def numbered(answers: Sequence[str], correct: Sequence[float], pool: Callable[[]
     return numbers
 
 
-def _same(answer: str, wrong_answers: dict[int, str], pool: Callable[[], GraderPool]) -> int | None:
+def _same(answer: str, wrong_answers: dict[int, str], pool: GraderPool) -> int | None:
     """Return the number of a known answer that equals this one, or None."""
     plain, value = normalise(answer), _number(answer)
     asked = []
@@ -147,7 +147,7 @@ def _same(answer: str, wrong_answers: dict[int, str], pool: Callable[[], GraderP
         return None
     pairs = [(_read_share(answer), _read_share(wrong_answers[number])) for number in asked]
     both_ways = [(f"\\boxed{{{a}}}", b) for pair in pairs for a, b in (pair, pair[::-1])]
-    equal = [grade.outcome == "correct" for grade in pool().grade(both_ways)]
+    equal = [grade.outcome == "correct" for grade in pool.grade(both_ways)]
     return next((n for n, *ways in zip(asked, equal[::2], equal[1::2], strict=True) if all(ways)), None)
 
 

@@ -71,7 +71,7 @@ def restore_begun(config: Config, run_dir: Path, say: Callable[[str], None]) -> 
             run, step = split_reference(path)
             say(
                 f"note: {key} = {path}: this run reads that checkpoint again when it resumes; where {run} "
-                f"may delete it (`checkpoint.keep`), use an export: grpo-dist export {run} --step {step}"
+                f"may delete it (`checkpoint.keep`), use an export: grpo-dist export {run}@{step}"
             )
     return begun
 

@@ -398,7 +398,7 @@ def next_commands(run_dir: Path) -> list[str]:
     if (model := run_dir / MODEL).is_dir():
         lines = [f"model: {model}", *lines, f"      grpo-dist eval {run_dir} [DATA]"]
     if list_checkpoints(run_dir / CHECKPOINTS):
-        lines.append(f"      grpo-dist export {run_dir} [--step N] [--push USER/REPO]")
+        lines.append(f"      grpo-dist export {run_dir}[@STEP] [--push USER/REPO]")
     return lines
 
 

@@ -104,7 +104,7 @@ def test_an_evaluation_is_another_one_with_another_rollout_function_or_helper(ow
         "helper_of_rollout.py", "own_rollout.py", "package_of_rewards/__init__.py",
     ]  # fmt: skip
     assert found["rollout"]["function"] == "own_rollout:f"
-    assert "function" not in sample_settings(config(own))["rollout"]
+    assert sample_settings(config(own))["rollout"]["function"] is None
     (own / "helper_of_loss.py").write_text("x = 1\n")
     assert sample_settings(with_rollout) == found
     (own / "helper_of_rollout.py").write_text("x = 1\n")

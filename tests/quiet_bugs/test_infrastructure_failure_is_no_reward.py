@@ -8,10 +8,10 @@ import pytest
 
 from grpo_dist.batch.credit_assignment import sample_advantages
 from grpo_dist.batch.rows import make_batch
-from grpo_dist.evaluation.estimates import summarise
+from grpo_dist.evaluation.result import JudgedProblem, Verdict
 from grpo_dist.rewards.group import describe_failure
 from grpo_dist.rewards.scorer import combine
-from grpo_dist.types import Group, correctness
+from grpo_dist.types import Group
 from tests.support import fakes
 from tests.support.fakes import train
 from tests.support.losses import credit
@@ -65,7 +65,8 @@ def test_a_part_that_could_not_be_scored_makes_a_reward_that_is_unknown_and_not_
 
 def test_an_evaluation_leaves_it_out_of_its_accuracy():
     group = group_of([RIGHT, FAILED, RIGHT, RIGHT], [3] * 4)
-    assert summarise([correctness(group)], (1,))["pass@1"] == 1
+    judged = JudgedProblem.from_verdict("set", group.prompt, {}, Verdict.from_group(group), (1,))
+    assert judged.values["pass@1"] == 1
     assert np.nan_to_num(group.rewards).mean() == 0.75  # as it would be with 0
 
 

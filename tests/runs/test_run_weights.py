@@ -76,7 +76,7 @@ def test_a_resumed_run_begins_with_what_it_began_with_and_says_so(run, tmp_path)
     assert begun.model.path == "runs/mine@2"
     (kept,) = said
     assert "note: model.path = runs/mine@2: this run reads that checkpoint again when it resumes" in kept
-    assert "grpo-dist export runs/mine --step 2" in kept
+    assert "grpo-dist export runs/mine@2" in kept
     restore_begun(config, tmp_path / "runs/other", said.append)
     assert len(said) == 2
 

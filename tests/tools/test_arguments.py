@@ -31,9 +31,9 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(arguments,
 @pytest.mark.parametrize(
     ("line", "config", "overrides"),
     [
-        ("eval demo:tiny --fresh gsm8k", "demo:tiny", ["gsm8k"]),
+        ("report a --serve b", ["a", "b"], []),
         (
-            "eval --data-dir d demo:tiny gsm8k seed=1 --fresh math500",
+            "eval --output d demo:tiny gsm8k seed=1 --by level math500",
             "demo:tiny",
             ["gsm8k", "seed=1", "math500"],
         ),

@@ -26,18 +26,12 @@ def _add_eval(commands: Any) -> None:
         sub,
         "model directory, hub id, run directory, RUN@latest or RUN@STEP for a checkpoint, or a configuration "
         "(YAML) with `model.path`",
-        "gsm8k, math500, aime24, aime25, amc23, a JSONL or Parquet file, a data set directory or hub "
-        "id; default: `data.eval` of the configuration or run. E.g. evaluation.samples_per_prompt=8 "
-        "evaluation.k=[1,8] sampling.max_new_tokens=4096",
+        "gsm8k, math500, aime24, aime25, amc23 (files in the directory GRPO_DATA, else the hub), a data "
+        "file, a data set directory or a hub id; default: `data.eval` of the configuration or run. E.g. "
+        "evaluation.samples_per_prompt=8 evaluation.k=[1,8] sampling.max_new_tokens=4096",
         nargs="?",
         metavars=("MODEL", "DATA | key=value"),
         words=True,
-    )
-    sub.add_argument(
-        "--data-dir",
-        type=file_path,
-        metavar="DIR",
-        help="directory of the benchmark files; default GRPO_DATA, else the hub",
     )
     sub.add_argument(
         "--output", type=file_path, metavar="DIR",
@@ -48,9 +42,6 @@ def _add_eval(commands: Any) -> None:
         help="also report results by this column; default: source, difficulty, level, where present",
     )  # fmt: skip
     sub.add_argument(
-        "--fresh", action="store_true", help="start over; an existing directory is kept as a backup"
-    )
-    sub.add_argument(
         "--compare", nargs=2, type=file_path, metavar=("A", "B"),
         help="print the differences between two results (directories) with intervals; measure nothing",
     )  # fmt: skip
@@ -60,10 +51,8 @@ def _eval(
     target: str | None,
     rest: list[str],
     *,
-    data_dir: Path | None,
     output: Path | None,
     by: list[str],
-    fresh: bool,
     compare: list[Path] | None,
 ) -> None:
     if (target is None) == (compare is None) or (compare and rest):
@@ -79,8 +68,8 @@ def _eval(
             from grpo_dist.tools.evaluate.run import evaluate_model  # loads torch
             from grpo_dist.tools.evaluate.target import configuration
 
-        config = configuration(str(target), data, overrides, data_dir=data_dir)
-        evaluate_model(config, print_line, directory=output, by=by, fresh=fresh)
+        config = configuration(str(target), data, overrides)
+        evaluate_model(config, print_line, directory=output, by=by)
 
 
 def _add_score(commands: Any) -> None:
@@ -106,44 +95,31 @@ def _add_score(commands: Any) -> None:
         metavar="COLUMN",
         help="true or false, from a person or another grader; compared with the rewards",
     )
-    sub.add_argument("--problem-column", default="problem", metavar="COLUMN")
     sub.add_argument("--completion-column", metavar="COLUMN", help="default: completion or completions")
     sub.add_argument("--answer-column", default="answer", metavar="COLUMN")
     sub.add_argument(
-        "--source-column", default="source", metavar="COLUMN",
-        help="name of the problem's source, for rewards.by_source; default source",
-    )  # fmt: skip
-    sub.add_argument(
         "--output", type=file_path, metavar="FILE", help="default: COMPLETIONS.scored.jsonl in this directory"
     )
-    sub.add_argument(
-        "--show", type=int, default=5, metavar="N", help="number of disagreements to print; default 5"
-    )
 
 
-def _score(path: str, rest: list[str], **options: Any) -> None:
+def _score(
+    path: str,
+    rest: list[str],
+    *,
+    reward: list[str],
+    label: str | None,
+    completion_column: str | None,
+    answer_column: str,
+    output: Path | None,
+) -> None:
     files, overrides = split_overrides(rest)
     if len(files) > 1:
         raise UserError(f"score: {', '.join(files)}: expected at most one configuration")
     with stages_logged():
         with libraries_loaded():
             from grpo_dist.tools.evaluate.completions import Columns  # loads numpy and the rewards
-            from grpo_dist.tools.evaluate.score import score
+            from grpo_dist.tools.evaluate.score import configuration, score
 
-        columns = Columns(
-            options["problem_column"],
-            options["completion_column"],
-            options["answer_column"],
-            options["label"],
-            options["source_column"],
-        )
-        score(
-            expanded(path),
-            options["reward"],
-            files[0] if files else None,
-            overrides,
-            print_line,
-            columns=columns,
-            output=options["output"],
-            show=options["show"],
-        )
+        file, columns = expanded(path), Columns(completion_column, answer_column, label)
+        config = configuration(file, reward, files[0] if files else None, overrides)
+        score(file, config, print_line, columns=columns, output=output)

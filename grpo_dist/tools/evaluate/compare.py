@@ -23,9 +23,10 @@ from grpo_dist.config.differences import changes
 from grpo_dist.data.files import json_lines
 from grpo_dist.errors import UserError, as_user_errors
 from grpo_dist.evaluation.estimates import student
+from grpo_dist.evaluation.result import ALL
 from grpo_dist.runtime.files import read_json, write_text
 from grpo_dist.runtime.tables import make_table, print_lines, wide_console
-from grpo_dist.tools.evaluate.result import ALL, PROBLEMS, RESULT, headings
+from grpo_dist.tools.evaluate.result import PROBLEMS, RESULT, headings
 
 MCNEMAR = "McNemar, exact"
 SIGN_FLIPS = "sign flips, exact"

@@ -35,15 +35,12 @@ class Columns:
     """Names of the columns.
 
     ``completion`` holds a text or a list of texts; None takes `completion` or `completions`, whichever a row
-    has. ``label`` holds verdicts of a person or another grader; ``source`` names the rewards of
-    `rewards.by_source`.
+    has. ``label`` holds verdicts of a person or another grader.
     """
 
-    problem: str = "problem"
     completion: str | None = None
     answer: str = "answer"
     label: str | None = None
-    source: str = "source"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +172,16 @@ def _checked_turn(turn: Any, location: str) -> dict[str, Any]:
 def _completions(samples: Sequence[tuple[str, Mapping[str, Any]]], columns: Columns) -> Completions:
     """Join the samples of one problem."""
     location, first = samples[0]
-    problem = first.get(columns.problem)
+    problem = first.get("problem")
     if problem is not None and not isinstance(problem, str):
-        raise ValueError(f"{location}: `{columns.problem}` is a {_kind(problem)}; expected a text")
+        raise ValueError(f"{location}: `problem` is a {_kind(problem)}; expected a text")
     answer = _answer(first, location, columns.answer)
     shared = {name: value for name, value in first.items() if name not in _SAMPLE}
     prompt = Prompt(
         uid=str(first.get("uid") or location),
         token_ids=np.empty(0, np.int32),
         answer=answer,
-        source=str(first.get(columns.source) or ""),
+        source=str(first.get("source") or ""),
         text=problem or "",
         columns=shared | {"problem": problem or "", "answer": answer},
     )

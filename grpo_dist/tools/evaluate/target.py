@@ -5,8 +5,8 @@
     RUN@latest       the newest checkpoint of a run, with its settings; RUN@20: that of step 20
     model            a directory, a hub id or `demo:tiny`, with the settings below
 
-DATA replaces `data.eval`: a benchmark by name, or a path or hub id. It is read with the column names of the
-configuration's or run's own data where it has those columns; key=value overrides any setting.
+DATA replaces `data.eval`: a benchmark by name, or a path or hub id, which is read with the column names of
+the configuration's or run's own data; key=value overrides any setting.
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import regex
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.config.files import apply_overrides, read_tree, set_key, validated
-from grpo_dist.data.readers import PATTERN_S, column, first_record, has_column
 from grpo_dist.errors import UserError, expanded
 from grpo_dist.runtime.model_files import is_checkpoint, split_reference
 
 # For a bare model; the grader looks for a box first.
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
-_TEXTS = ("problem_column", "answer_column")
-_COLUMNS = (*_TEXTS, "answer_pattern", "multiple_answers", "columns")
+_COLUMNS = ("problem_column", "answer_column", "answer_pattern", "multiple_answers", "columns")
 _MODEL: dict[str, Any] = {
     "data": {"instruction": INSTRUCTION, "max_prompt_tokens": 1024},
     "sampling": {"max_new_tokens": 2048},
@@ -39,7 +36,7 @@ _MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A benchmark: its ``file`` with `problem` and `answer` in the directory `GRPO_DATA` (or --data-dir), the
+    """A benchmark: its ``file`` with `problem` and `answer` in the directory `GRPO_DATA`, the
     keys of its `DataSourceConfig` on the hub, and the columns ``by`` which results are broken down.
     """
 
@@ -76,9 +73,7 @@ def breakdown(source: DataSourceConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(["source", "difficulty", "level", *(benchmark.by if benchmark else ())]))
 
 
-def configuration(
-    target: str, data: Sequence[str], overrides: Sequence[str], *, data_dir: Path | None = None
-) -> Config:
+def configuration(target: str, data: Sequence[str], overrides: Sequence[str]) -> Config:
     """Build the configuration that evaluates ``target`` on ``data``. Raises UserError for invalid ones."""
     path = expanded(target)
     if path.suffix in (".yaml", ".yml"):
@@ -95,8 +90,7 @@ def configuration(
                 f"a hub id after it, e.g. grpo-dist eval {target} gsm8k"
             )
     if data:
-        from_environment = os.environ.get("GRPO_DATA")
-        _set_data(tree, data, data_dir or (Path(from_environment) if from_environment else None), target)
+        _set_data(tree, data, target)
     return validated(apply_overrides(tree, overrides, path), target, Config)
 
 
@@ -130,12 +124,12 @@ def _checkpoint_settings(target: str) -> DictConfig:
     return tree
 
 
-def _set_data(tree: DictConfig, data: Sequence[str], data_dir: Path | None, where: str) -> None:
-    columns = _own_columns(tree, where)
+def _set_data(tree: DictConfig, data: Sequence[str], where: str) -> None:
+    columns = _column_settings(tree, where)
     sources = [
-        _benchmark_source(name, data_dir)
+        _benchmark_source(name)
         if name in BENCHMARKS
-        else _set_columns({"path": name, "split": "test"}, columns)
+        else {"path": name, "split": "test"} | ({} if name.startswith("demo:") else columns)
         for name in data
     ]
     set_key(tree, "data.eval", sources, where)
@@ -143,23 +137,22 @@ def _set_data(tree: DictConfig, data: Sequence[str], data_dir: Path | None, wher
         set_key(tree, "data.train", sources, where)  # required by the schema; an evaluation does not read it
 
 
-def _benchmark_source(name: str, data_dir: Path | None) -> dict[str, Any]:
-    """Return the `DataSourceConfig` keys of a benchmark. Raises UserError for one that ``data_dir`` lacks."""
+def _benchmark_source(name: str) -> dict[str, Any]:
+    """Return the `DataSourceConfig` keys of a benchmark. Raises UserError for one that GRPO_DATA lacks."""
     benchmark = BENCHMARKS[name]
-    if data_dir is None:
+    if not (directory := os.environ.get("GRPO_DATA")):
         return {"name": name, **benchmark.hub}
-    path = expanded(data_dir) / benchmark.file
+    path = expanded(directory) / benchmark.file
     if not path.is_file():
         raise UserError(
             f"{name}: no file {path}; expected {benchmark.file} with `problem` and `answer` in the directory "
-            "of --data-dir or GRPO_DATA; set neither to read it from the hub"
+            "GRPO_DATA; unset it to read the hub"
         )
     return {"name": name, "path": str(path)}
 
 
-def _own_columns(tree: DictConfig, where: str) -> list[dict[str, Any]]:
-    """Return the column settings of the data of a configuration or run, evaluation sets first."""
-    columns: list[dict[str, Any]] = []
+def _column_settings(tree: DictConfig, where: str) -> dict[str, Any]:
+    """Return the first column settings in the data of a configuration or run, evaluation sets first."""
     for key in ("data.eval", "data.train"):
         try:
             value = OmegaConf.select(tree, key)
@@ -168,37 +161,6 @@ def _own_columns(tree: DictConfig, where: str) -> list[dict[str, Any]]:
             raise UserError(f"{where}: `{key}`: {error}".replace("\n", " ")) from error
         assert isinstance(sources, list)
         for source in sources:
-            if isinstance(source, dict):
-                columns.append({name: source[name] for name in _COLUMNS if source.get(name)})
-    return columns
-
-
-def _set_columns(source: dict[str, Any], candidates: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return ``source`` with the first of the column settings that fits its first row.
-
-    The answer pattern is kept only if it matches that row, further columns only if the row has them. An
-    unreadable source is returned unchanged, and reading it later reports why.
-    """
-    try:
-        first = first_record(DataSourceConfig(**source))
-    except ValueError:
-        return source
-    for candidate in candidates:
-        texts = {name: candidate.get(name, DataSourceConfig.model_fields[name].default) for name in _TEXTS}
-        if not all(has_column(first, name) for name in texts.values()):
-            continue
-        settings, answer = dict(candidate), str(column(first, texts["answer_column"]))
-        if "answer_pattern" in settings and not _matches(str(settings["answer_pattern"]), answer):
-            del settings["answer_pattern"]
-        if "columns" in settings:
-            settings["columns"] = [name for name in settings["columns"] if has_column(first, name)]
-        return source | settings
-    return source
-
-
-def _matches(pattern: str, text: str) -> bool:
-    """Return True when ``text`` has ``pattern``, also for a bad pattern: reading the data reports that."""
-    try:
-        return regex.search(pattern, text, timeout=PATTERN_S) is not None
-    except (TimeoutError, regex.error):
-        return True
+            if isinstance(source, dict) and (names := {n: source[n] for n in _COLUMNS if source.get(n)}):
+                return names
+    return {}

@@ -16,8 +16,12 @@ def add_export(commands: Any) -> None:
         "tokenizer, generation config and model card; starts no engine and no Ray"
     )
     sub = add_command(commands, "export", text, _export, overrides=[], takes="runs")
-    sub.add_argument("config", nargs=1, metavar="RUN", help="run directory, e.g. runs/demo, or RUN@STEP")
-    sub.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; default: the newest")
+    sub.add_argument(
+        "config",
+        nargs=1,
+        metavar="RUN",
+        help="run directory, e.g. runs/demo, for its newest checkpoint, or RUN@STEP",
+    )
     sub.add_argument(
         "--out", type=file_path, metavar="DIR", help="new or empty directory; default RUN/export/step_000020"
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 from grpo_dist.config import Config
 from grpo_dist.config.files import load_config
 from grpo_dist.errors import RunEnded, UserError, as_user_errors, expanded
-from grpo_dist.policy.full_weights import add_file, is_export_from, record_origin
+from grpo_dist.policy.full_weights import EXPORT_LIST, add_file, is_export_from, record_origin
 from grpo_dist.policy.lora import find_base_model
 from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.policy.text_model import find_wrapper, read_wrapper_type
@@ -37,7 +37,6 @@ from grpo_dist.runs.run_weights import find_checkpoint, load_weights, write_load
 from grpo_dist.runtime.files import publish, read_json
 from grpo_dist.runtime.model_files import ADAPTER_CONFIG, fingerprint, is_checkpoint, split_reference
 from grpo_dist.runtime.stage_log import stage
-from grpo_dist.tools.export.hub import check_push, upload
 
 _TEXT = "The sum of 127 and 385 is 512, because 7 + 5 = 12 carries 1, and 1 + 2 + 8 = 11 carries 1 again."
 _SAME_MAX, _ROUNDED_MEAN = 1e-3, 0.1  # nats
@@ -47,16 +46,15 @@ def export(
     run: str,
     say: Callable[[str], None],
     *,
-    step: int | None = None,
     out: Path | None = None,
     dtype: str | None = None,
     adapter: bool = False,
     push: str | None = None,
 ) -> Path:
-    """Write a checkpoint of ``run`` (a directory, or RUN@STEP) to ``out`` and return that directory.
+    """Write a checkpoint of ``run`` to ``out`` and return that directory. ``run``: RUN@STEP, or a directory,
+    whose newest undamaged one is taken.
 
     Args:
-        step: None: the newest undamaged one.
         out: None: `export/step_000020` or the like in the run's directory.
         dtype: None: as the weights were trained.
         adapter: write the LoRA adapter alone; else it is merged.
@@ -69,7 +67,7 @@ def export(
     with as_user_errors():
         if push:
             check_push(push)
-        checkpoint = _find(run, step, say)
+        checkpoint = _find(run, say)
         run_dir, step = checkpoint.parents[1], step_of(checkpoint)
         with _deletion_explained([checkpoint]):
             config = load_config(checkpoint / "config.yaml")
@@ -118,13 +116,9 @@ def _deletion_explained(checkpoints: Sequence[Path]) -> Iterator[None]:
         ) from error
 
 
-def _find(run: str, step: int | None, say: Callable[[str], None]) -> Path:
+def _find(run: str, say: Callable[[str], None]) -> Path:
     """Return the checkpoint. Raises ValueError."""
-    if is_checkpoint(run) and step is not None:
-        raise ValueError(f"--step {step}: {run} names a step already; leave out one of the two")
-    run_dir, named = split_reference(run) if is_checkpoint(run) else (expanded(run), str(step or "latest"))
-    if step is not None and step < 1:
-        raise ValueError(f"--step {step}: expected a step of the run, 1 or more")
+    run_dir, named = split_reference(run) if is_checkpoint(run) else (expanded(run), "latest")
     if not (run_dir / "config.yaml").is_file() and not (run_dir / CHECKPOINTS).is_dir():
         raise ValueError(f"{run_dir}: no run directory (no config.yaml); expected one such as runs/demo")
     if not (checkpoints := list_checkpoints(run_dir / CHECKPOINTS)):
@@ -210,3 +204,49 @@ def _compared(difference: Tensor, *, rounds: bool) -> str:
             "the checkpoint, and are removed. Please report this with the model's name"
         )
     return f"{what} (bound {bound:g})"
+
+
+# The Hugging Face hub, whose library reads HF_TOKEN, HF_ENDPOINT and the login.
+
+
+def check_push(repository: str) -> None:
+    """Raise UserError where ``repository`` is no name of one, or there is no token."""
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+        is_name = repository.count("/") == 1
+    except HFValidationError:
+        is_name = False
+    if not is_name:
+        raise UserError(f"--push {repository}: no repository's name; expected USER/REPO, e.g. me/my-model")
+    if get_token() is None:
+        raise UserError(
+            f"--push {repository}: no token for the hub; set HF_TOKEN to one that may write, or run "
+            "`hf auth login`"
+        )
+
+
+def upload(directory: Path, repository: str, message: str) -> str:
+    """Upload an export and return its address. Raises UserError where the hub refuses or is not reached."""
+    from huggingface_hub import HfApi  # slow to import
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=directory,
+            commit_message=message,
+            ignore_patterns=[EXPORT_LIST],
+        )
+    except (OSError, HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"--push {repository}: the hub did not take the files ({reason}); {directory} has them: check "
+            f"token, name and network, then `hf upload {repository} {directory}`"
+        ) from error
+    return f"{api.endpoint}/{repository}"

@@ -162,16 +162,11 @@ def _value(node: ast.AST, places: Mapping[str, Any]) -> Any:
             return _whole(_OPERATIONS[type(op)](one, other))
         case ast.Compare(left, [op], [right]):
             return _OPERATIONS[type(op)](_value(left, places), _value(right, places))
-        case ast.BoolOp(ast.And(), parts):
-            result: Any = True
+        case ast.BoolOp(op, parts):
+            result: Any = None
             for part in parts:
-                if not (result := _value(part, places)):
-                    break
-            return result
-        case ast.BoolOp(ast.Or(), parts):
-            result = None
-            for part in parts:
-                if result := _value(part, places):
+                result = _value(part, places)
+                if bool(result) == isinstance(op, ast.Or):
                     break
             return result
         case ast.IfExp(test, then, other):

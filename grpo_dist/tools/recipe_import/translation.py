@@ -342,23 +342,17 @@ def _nest(values: Mapping[Path, Any]) -> dict[str, Any]:
     stands among them.
     """
     tree: dict[Any, Any] = {}
+    sections = {path[:end] for path in values for end in range(1, len(path))}
     for path, value in values.items():
+        if path in sections and not isinstance(value, dict):
+            path = (*path, TAGS.get(plain_path(path), "name"))
         node = tree
         for part in path[:-1]:
-            child = node.get(part)
-            if not isinstance(child, dict):
-                child = node[part] = {} if child is None else {_tag(path, part): child}
-            node = child
+            node = node.setdefault(part, {})
         here = node.get(path[-1])
-        if isinstance(here, dict) and not isinstance(value, dict) and (tag := TAGS.get(plain_path(path))):
-            here[tag] = value
-        else:
-            node[path[-1]] = deepcopy(value)
+        both = isinstance(here, dict) and isinstance(value, dict)
+        node[path[-1]] = here | value if both else deepcopy(value)
     return _lists(tree)
-
-
-def _tag(path: Path, part: Any) -> str:
-    return TAGS.get(plain_path(path[: path.index(part) + 1]), "name")
 
 
 def plain_path(path: Path) -> tuple[str, ...]:

@@ -12,17 +12,12 @@ import pytest
 from rich.console import Console
 
 from grpo_dist.config import RewardsConfig
+from grpo_dist.evaluation.result import JudgedProblem, Verdict, episode_figures, measure
 from grpo_dist.evaluation.sampling import Draw, EvalSet, add_missing, evaluate
+from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.runs.training_cluster import Notes
-from grpo_dist.tools.evaluate.result import (
-    EvaluationResult,
-    JudgedProblem,
-    episode_figures,
-    measure,
-    print_measured,
-)
+from grpo_dist.tools.evaluate.result import EvaluationResult, make_verdict, print_measured
 from grpo_dist.tools.evaluate.store import Identity
-from grpo_dist.tools.evaluate.verdicts import Verdict, VerdictMaker
 from grpo_dist.types import Group, Prompt, Rollout, Sampling
 from tests.support import fakes
 from tests.support.made_episodes import episodes, ids_of
@@ -43,8 +38,9 @@ def plain(uid="q"):
 
 
 def judged(*groups):
-    with VerdictMaker(RewardsConfig()) as maker:
-        verdicts = [Verdict(**json.loads(json.dumps(asdict(v)))) for v in maker.verdicts(groups)]
+    with GraderPool(1) as pool:
+        made = [make_verdict(group, RewardsConfig(), pool) for group in groups]
+    verdicts = [Verdict(**json.loads(json.dumps(asdict(verdict)))) for verdict in made]
     return [
         JudgedProblem.from_verdict(group.prompt.source, group.prompt, {}, verdict, (1,))
         for group, verdict in zip(groups, verdicts, strict=True)

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from grpo_dist.evaluation.estimates import Estimate
-from grpo_dist.tools.evaluate.result import JudgedProblem, Measured, measure, print_measured
-from grpo_dist.tools.evaluate.verdicts import Verdict
+from grpo_dist.evaluation.result import JudgedProblem, Measured, Verdict, measure
+from grpo_dist.tools.evaluate.result import print_measured
 from grpo_dist.types import Prompt
 
 MEASURES = ("pass@1", "pass@4", "pass@8", "avg@16", "maj@4", "maj@8", "cons@16")
@@ -23,8 +23,8 @@ def terminal(request):
 def test_no_number_of_a_result_is_truncated(terminal):
     found = {name: Estimate(0.5 + i / 100, 0.05, 0.41, 0.62, 50) for i, name in enumerate(MEASURES)}
     sets = [
-        Measured("math500", None, None, 500, 8000, 3, 0.02, 1234.0, found),
-        Measured("math500", "subject", "Counting & Probability", 50, 800, 0, 0.07, 4321.0, found),
+        Measured("math500", None, None, 500, 8000, 3, 500, 0.02, 1234.0, found),
+        Measured("math500", "subject", "Counting & Probability", 50, 800, 0, 50, 0.07, 4321.0, found),
     ]
     print_measured(terminal, "[m]", sets)
     text = terminal.file.getvalue()

@@ -73,8 +73,6 @@ def test_benchmarks_are_found_in_the_directory_of_the_environment(tmp_path, monk
     assert (source.name, source.path) == ("aime24", str(tmp_path / "aime24.jsonl"))
     with pytest.raises(UserError, match=r"gsm8k: no file .*gsm8k_test\.jsonl"):
         configuration("demo:tiny", ["gsm8k"], [])
-    other = configuration("demo:tiny", ["aime24"], [], data_dir=tmp_path)
-    assert other.data.eval == (source,)
 
 
 def test_the_published_answers_of_gsm8k_are_read(tmp_path, shared_data):
@@ -93,8 +91,9 @@ def test_the_published_answers_of_gsm8k_are_read(tmp_path, shared_data):
 @pytest.mark.parametrize(
     ("name", "rows"), [("gsm8k", 1319), ("math500", 500), ("aime24", 30), ("aime25", 30), ("amc23", 40)]
 )
-def test_every_benchmark_of_the_data_directory_is_read_whole(shared_data, name, rows):
-    (source,) = configuration("demo:tiny", [name], [], data_dir=shared_data).data.eval
+def test_every_benchmark_of_the_data_directory_is_read_whole(shared_data, monkeypatch, name, rows):
+    monkeypatch.setenv("GRPO_DATA", str(shared_data))
+    (source,) = configuration("demo:tiny", [name], []).data.eval
     assert len(read(source)) == rows
     assert ("level" in breakdown(source)) and ("subject" in breakdown(source)) == (name == "math500")
 
@@ -166,18 +165,10 @@ def test_a_missing_column_is_refused_with_the_key_to_set(run, tmp_path):
         read_all([source], "data.eval")
 
 
-def test_columns_that_only_the_runs_own_data_has_are_not_asked_of_other_data(run, tmp_path):
-    (run / "config.yaml").write_text(OWN.replace("[level]", "[level, tests]"))
-    source = asked(run, tmp_path, {"question": "1+1", "solution": "2", "level": 3})
-    assert [(r.problem, r.columns) for r in read(source)] == [("1+1", {"level": 3})]
-
-
 @pytest.mark.slow
 def test_a_pattern_with_runaway_backtracking_does_not_hang(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_dist.tools.evaluate.target.PATTERN_S", 1.0)
     (run / "config.yaml").write_text(OWN.replace("#### (.+)", "(a|aa)+$"))
     source = asked(run, tmp_path, {"question": "1+1", "solution": "a" * 60 + "!", "level": 3})
-    assert source.answer_pattern == "(a|aa)+$"
     monkeypatch.setattr("grpo_dist.data.readers.PATTERN_S", 1.0)
     with pytest.raises(ValueError, match="does not finish within 1 s"):
         read(source)

@@ -109,12 +109,15 @@ def test_each_of_several_completions_has_a_row_and_the_table_is_that_of_an_evalu
 
 @pytest.mark.slow
 def test_graders_are_compared_with_a_label_and_disagreements_are_marked(here, capsys):
-    arguments = ["--reward", "math", "--reward", "exact", "--label", "right", "--show", "1"]
+    arguments = ["--reward", "math", "--reward", "exact", "--label", "right"]
     assert main(["score", "c.jsonl", *arguments]) == 0
     out = capsys.readouterr().out
     marked = [row["score"].get("graders_disagree", False) for row in lines("c.scored.jsonl")]
     assert marked == [False, True, False, False, True]
-    assert "c.jsonl:2: math 1, exact 0, right 1; answer '3'" in out and "c.jsonl:5: math" not in out
+    assert (
+        "c.jsonl:2: math 1, exact 0, right 1; answer '3'" in out
+        and "c.jsonl:5: math 0, exact 0, right 1" in out
+    )
     assert "disagreements: 2, with `graders_disagree` in c.scored.jsonl" in out
     assert "80.00%" in out  # math against the label: both 2, only the label 1, neither 2
 

@@ -7,7 +7,8 @@ import pytest
 
 from grpo_dist.config import RewardsConfig
 from grpo_dist.evaluation.votes import majority_at_k
-from grpo_dist.tools.evaluate.verdicts import VerdictMaker
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.tools.evaluate.result import make_verdict
 from grpo_dist.types import Group, Rollout, Thought
 from tests.support import fakes
 from tests.support.patience import HANG_S
@@ -33,7 +34,8 @@ def test_samples_vote_with_their_final_answer_and_not_a_guess_in_the_thought(clo
         for i, text in enumerate(texts)
     )
     outcomes = tuple("correct" if flag else "wrong" for flag in right)
-    with VerdictMaker(RewardsConfig(timeout_s=HANG_S, processes_per_worker=1)) as maker:
-        (verdict,) = maker.verdicts([Group(prompt, rollouts, right, {"math": right}, outcomes)])
+    with GraderPool(1, timeout_s=HANG_S) as pool:
+        group = Group(prompt, rollouts, right, {"math": right}, outcomes)
+        verdict = make_verdict(group, RewardsConfig(), pool)
     assert verdict.answers == ["7", "7", "7", "8", "8"] and verdict.numbers == [0, 0, 0, 3, 3]
     assert majority_at_k(verdict.flags, verdict.numbers, 5) == 0.0

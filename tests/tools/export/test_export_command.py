@@ -261,9 +261,7 @@ def test_files_that_are_not_the_checkpoint_are_removed(
     ("arguments", "words"),
     [
         (["runs/none"], "runs/none: no run directory"),
-        (["runs/mine", "--step", "7"], "no such checkpoint in runs/mine/checkpoints; it has 2, 3"),
-        (["runs/mine", "--step", "0"], "--step 0: expected a step"),
-        (["runs/mine@2", "--step", "2"], "runs/mine@2 names a step already"),
+        (["runs/mine@7"], "no such checkpoint in runs/mine/checkpoints; it has 2, 3"),
         (["runs/mine", "--adapter"], "--adapter: runs/mine trained all weights"),
         (["runs/mine", "--out", "runs"], "runs: the directory is not empty"),
         (["runs/mine", "--out", "runs/mine/config.yaml"], "config.yaml: a file or link"),
@@ -292,7 +290,7 @@ def test_a_run_without_checkpoints_leads_to_its_model(run, capsys):
 def test_a_damaged_checkpoint_is_named(run, capsys):
     run_dir, _ = run
     (run_dir / "checkpoints/step_000002/state.json").write_text("damaged")
-    assert main(["export", str(run_dir), "--step", "2"]) == 2
+    assert main(["export", f"{run_dir}@2"]) == 2
     assert "damaged checkpoint" in capsys.readouterr().err
 
 
@@ -365,8 +363,9 @@ def test_what_is_another_export_is_not_uploaded(run, uploads, capsys, how):
         (out / "model.safetensors").unlink()
     if how == "a file was added":
         (out / "notes.txt").write_text("")
-    options = {"another step": ["--step", "2"], "another type": ["--dtype", "bfloat16"]}.get(how, [])
-    assert main(["export", str(run_dir), "--out", "out", "--push", "me/mine", *options]) == 2
+    which = f"{run_dir}@2" if how == "another step" else str(run_dir)
+    options = ["--dtype", "bfloat16"] if how == "another type" else []
+    assert main(["export", which, "--out", "out", "--push", "me/mine", *options]) == 2
     assert "out: the directory is not empty" in (message := capsys.readouterr().err)
     assert "`hf upload me/mine out`" in message and uploads == []
 
