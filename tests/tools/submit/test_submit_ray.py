@@ -312,6 +312,9 @@ def test_by_hand_keys_are_not_uploaded_either():
         ),
         (("--env", "NOT_SET_HERE"), "--env NOT_SET_HERE: not set here"),
         (("--env", "HF_TOKEN=hf_123"), "--env HF_TOKEN=***: looks like a secret"),
+        (("--driver-cpus", "nan"), "--driver-cpus nan: expected 0 to"),
+        (("--driver-cpus", "-1"), "--driver-cpus -1: expected 0 to"),
+        (("--driver-cpus", "inf"), "--driver-cpus inf: expected 0 to"),
         (("--image", "x"), "--image is not an option of --to ray"),
         ((), "no cluster; give --address http://HEAD:8265"),
         (("--address", "10.0.0.1:6379"), "10.0.0.1:6379 is not the address of a job server"),
@@ -333,6 +336,11 @@ def test_a_submission_that_cannot_work_is_refused_in_one_message(project, capsys
     assert words in said and said.count("error:") == 1
     assert "k-1" not in said and "hf_123" not in said
     assert not (project / "runs/tiny").exists()
+
+
+def test_status_accepts_a_run_directory_with_any_name(tmp_path, capsys):
+    status, said = command(capsys, "status", tmp_path / "\udcff")
+    assert status == 2 and "nothing was submitted for this run directory" in said
 
 
 def test_a_run_that_is_complete_is_not_submitted_again(project, capsys):
