@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -135,29 +135,27 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
     return fingerprints
 
 
-def resumed_with(record: StageRecord, stage: ResolvedStage) -> StageRecord:
-    """Return ``record`` without the settings that a started ``stage`` may change: those that choose among
-    finished samples, and those that a run of the stage resumes with (`identity.Change.decides`).
+def comparable(record: StageRecord, stage: ResolvedStage, state: str) -> StageRecord:
+    """Return ``record`` without the settings that may differ from those of a stage in this ``state``.
+
+    complete: those that change no number of its result: profiles, probes, what a run warns of. started: those
+    that choose among finished samples, and those that a run of the stage resumes with
+    (`identity.Change.decides`).
     """
-    if record.kind == "sample":
+    if state == "started" and record.kind == "sample":
         rejection = {k: v for k, v in record.settings["rejection"].items() if k not in _CHOICE}
         return replace(record, settings=record.settings | {"rejection": rejection})
-    identity = SupervisedConfig.from_config(stage.symbolic) if stage.kind == "sft" else stage.symbolic
-    return _only(record, lambda change: change.decides(identity) and not change.is_recorded)
+    identity: Config = stage.symbolic
+    if state == "started" and stage.kind == "sft":
+        identity = SupervisedConfig.from_config(stage.symbolic)
 
+    def decides(change: Change) -> bool:
+        if state == "started":
+            return change.decides(identity) and not change.is_recorded
+        return change.key.partition(".")[0] in _OF_RESULTS or change.decides(identity)
 
-def select_results(record: StageRecord, stage: ResolvedStage) -> StageRecord:
-    """Return ``record`` without the settings that change no number of a complete ``stage``: profiles, probes,
-    what a run warns of.
-    """
-    config = stage.symbolic
-    return _only(record, lambda change: change.key.partition(".")[0] in _OF_RESULTS or change.decides(config))
-
-
-def _only(record: StageRecord, kept: Callable[[Change], bool]) -> StageRecord:
-    """Return ``record`` with the settings whose change is one of those that are ``kept``."""
-    settings = flat(record.settings)
-    return replace(record, settings={key: v for key, v in settings.items() if kept(Change(key, v, v))})
+    settings = {key: v for key, v in flat(record.settings).items() if decides(Change(key, v, v))}
+    return replace(record, settings=settings)
 
 
 def differences(old: StageRecord, new: StageRecord, config: Config) -> list[str]:

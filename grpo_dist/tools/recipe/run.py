@@ -37,10 +37,9 @@ from grpo_dist.tools.recipe.record import (
     FILE,
     StageRecord,
     begin,
+    comparable,
     differences,
     read_record,
-    resumed_with,
-    select_results,
     write_record,
 )
 from grpo_dist.tools.recipe.rejection import SFT_FILE, run_sampling
@@ -177,17 +176,12 @@ def _check_same(stage: ResolvedStage, record: StageRecord, now: StageRecord) -> 
     A started stage without any files may change freely. A started sft or grpo stage may change what a resumed
     run may change, and a started sample stage the settings that choose among its samples.
     """
-    if record.state == "started":
-        if not _has_work(stage.directory):
-            return
-        record, now = resumed_with(record, stage), resumed_with(now, stage)
-    else:
-        record, now = select_results(record, stage), select_results(now, stage)
-    changed = differences(record, now, stage.symbolic)
-    if changed:
-        state = "complete" if record.state == "complete" else "started"
+    if record.state == "started" and not _has_work(stage.directory):
+        return
+    old, new = (comparable(either, stage, record.state) for either in (record, now))
+    if changed := differences(old, new, stage.symbolic):
         raise ValueError(
-            f"stage `{stage.name}` is {state} ({stage.directory}) with other settings or inputs: "
+            f"stage `{stage.name}` is {record.state} ({stage.directory}) with other settings or inputs: "
             f"{listed(changed)}. Restore them, or redo it and all later stages with --from {stage.name}"
         )
 
@@ -344,7 +338,7 @@ def _protocol(settings: dict[str, Any]) -> dict[str, Any]:
         "evaluation": evaluation,
         "sampling": {key: settings["sampling"].get(key) for key in ("max_new_tokens", "stop")},
         "rewards": settings["rewards"],
-        "environments": settings.get("environments"),  # an older record may lack it: then evaluate again
+        "environments": settings["environments"],
     }
 
 
