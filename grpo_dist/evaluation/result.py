@@ -196,15 +196,16 @@ class Measured:
         """Return the metrics of a set: ``eval/SET/pass@1``, ``_stderr`` ... Those of a set without a scored
         sample are NaN.
         """
-        shares, prefix = dict(self.estimates), f"eval/{self.set}"
+        shares, metrics = dict(self.estimates), dict[str, float]()
         if self.episodes is not None:
             shares["tool_call_share"] = self.episodes.tool_call_share
-        metrics: dict[str, float] = {}
         for name, share in shares.items():
-            metrics |= {f"{prefix}/{name}": share.value, f"{prefix}/{name}_stderr": share.stderr}
-        counts = {"problems": self.scored_problems, "unscored": self.unscored}
-        metrics |= {f"{prefix}/{name}": float(count) for name, count in counts.items()}
-        return metrics | {f"{prefix}/length_tokens": self.length_tokens}
+            metrics[f"eval/{self.set}/{name}"] = share.value
+            metrics[f"eval/{self.set}/{name}_stderr"] = share.stderr
+        metrics[f"eval/{self.set}/length_tokens"] = self.length_tokens
+        metrics[f"eval/{self.set}/problems"] = float(self.scored_problems)
+        metrics[f"eval/{self.set}/unscored"] = float(self.unscored)
+        return metrics
 
 
 def measure(judged: Sequence[JudgedProblem]) -> Iterator[Measured]:

@@ -305,11 +305,11 @@ def _report(scored: Scored, config: Config, pool: GraderPool, label: str | None,
             if differ[number]:
                 values["graders_disagree"] = True
                 if (shown := shown + 1) <= _SHOWN:
-                    verdicts = ", ".join(f"{name} {_verdict(v[number])}" for name, v in graders.items())
+                    opinions = ", ".join(f"{name} {_verdict(v[number])}" for name, v in graders.items())
                     text = str(row["completion"])
                     tail = ("..." if len(text) > _TAIL else "") + text[-_TAIL:]
                     print_lines(
-                        console, [f"{location}: {verdicts}; answer {group.prompt.answer!r}: {tail!r}"]
+                        console, [f"{location}: {opinions}; answer {group.prompt.answer!r}: {tail!r}"]
                     )
             lines.append(json.dumps({**row, "score": values}, ensure_ascii=False) + "\n")
             number += 1

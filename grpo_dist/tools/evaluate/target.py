@@ -79,9 +79,9 @@ def configuration(target: str, data: Sequence[str], overrides: Sequence[str]) ->
     if path.suffix in (".yaml", ".yml"):
         tree = read_tree(path)
     elif is_checkpoint(target):
-        tree = _checkpoint_settings(target)
+        tree = _run_settings(split_reference(target)[0], target)
     elif _is_run(path):
-        tree = _run_settings(path)
+        tree = _run_settings(path, str(path / "model"))
     else:
         tree = OmegaConf.merge(OmegaConf.create(_MODEL), {"model": {"path": target}})  # type: ignore[assignment]
         if not data:
@@ -100,27 +100,19 @@ def _is_run(path: Path) -> bool:
     return path.is_dir() and not (path / "config.json").exists() and any((path / n).exists() for n in names)
 
 
-def _run_settings(path: Path) -> DictConfig:
-    model, settings = path / "model", path / "config.yaml"
-    if not (model / "config.json").is_file():
+def _run_settings(run: Path, model: str) -> DictConfig:
+    """Return the settings of a run, with ``model`` for its own: the exported one, or RUN@STEP."""
+    settings = run / "config.yaml"
+    if is_checkpoint(model) and not settings.is_file():
+        raise UserError(f"{model}: no run in {run} (no config.yaml); expected RUN@latest or RUN@STEP")
+    if not is_checkpoint(model) and not (run / "model/config.json").is_file():
         raise UserError(
-            f"{path}: a run directory without an exported model (no {model / 'config.json'}); name "
-            f"{path}@latest or {path}@STEP for a checkpoint, or finish the run with checkpoint.export=true"
+            f"{run}: a run directory without an exported model (no {run}/model/config.json); name "
+            f"{run}@latest or {run}@STEP for a checkpoint, or finish the run with checkpoint.export=true"
         )
     tree = read_tree(settings) if settings.is_file() else OmegaConf.create(_MODEL)
-    set_key(tree, "model.path", str(model), str(path))
-    set_key(tree, "model.revision", None, str(path))
-    return tree
-
-
-def _checkpoint_settings(target: str) -> DictConfig:
-    """Return the settings of a run, with the weights of one of its checkpoints."""
-    run, _ = split_reference(target)
-    if not (run / "config.yaml").is_file():
-        raise UserError(f"{target}: no run in {run} (no config.yaml); expected RUN@latest or RUN@STEP")
-    tree = read_tree(run / "config.yaml")
-    set_key(tree, "model.path", target, target)
-    set_key(tree, "model.revision", None, target)
+    set_key(tree, "model.path", model, model)
+    set_key(tree, "model.revision", None, model)
     return tree
 
 
