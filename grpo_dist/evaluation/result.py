@@ -196,12 +196,13 @@ class Measured:
         """Return the metrics of a set: ``eval/SET/pass@1``, ``_stderr`` ... Those of a set without a scored
         sample are NaN.
         """
-        shares, metrics = dict(self.estimates), dict[str, float]()
-        if self.episodes is not None:
-            shares["tool_call_share"] = self.episodes.tool_call_share
-        for name, share in shares.items():
+        metrics: dict[str, float] = {}
+        for name, share in self.estimates.items():
             metrics[f"eval/{self.set}/{name}"] = share.value
             metrics[f"eval/{self.set}/{name}_stderr"] = share.stderr
+        if self.episodes is not None:
+            metrics[f"eval/{self.set}/tool_call_share"] = self.episodes.tool_call_share.value
+            metrics[f"eval/{self.set}/tool_call_share_stderr"] = self.episodes.tool_call_share.stderr
         metrics[f"eval/{self.set}/length_tokens"] = self.length_tokens
         metrics[f"eval/{self.set}/problems"] = float(self.scored_problems)
         metrics[f"eval/{self.set}/unscored"] = float(self.unscored)
