@@ -608,7 +608,7 @@ class AlgorithmConfig(Section):
         description="how token losses are reduced; seq-mean...: per sequence first, ...-norm by "
         "sampling.max_new_tokens; prompt-mean...: per prompt first",
     )
-    kl: KLConfig = KLConfig()
+    kl: KLConfig = Field(default_factory=KLConfig)
     correction: Correction = Field(
         WeightedCorrection(),
         description="correction for engine-trainer mismatch and samples of older weights; bypass: ratios "

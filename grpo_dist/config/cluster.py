@@ -76,5 +76,5 @@ class ClusterConfig(Section):
         description="size to which an autoscaler grows the cluster, waited for "
         "`timeouts.placement_timeout_s`; null: fixed size",
     )
-    timeouts: TimeoutsConfig = TimeoutsConfig()
-    restarts: RestartsConfig = RestartsConfig()
+    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
+    restarts: RestartsConfig = Field(default_factory=RestartsConfig)

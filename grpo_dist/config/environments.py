@@ -89,4 +89,4 @@ class EnvironmentsConfig(Section):
     outcome_rewards: dict[BudgetOutcome, float] = Field(
         {}, description="added to the reward of episodes that ended so, e.g. {turns: -0.5}"
     )
-    sandbox: SandboxConfig = SandboxConfig()
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)

@@ -255,7 +255,7 @@ class RewardsConfig(Section):
         description="rewards of single sources by name, in place of the two keys above, e.g. {code: "
         "{functions: [{function: my_rewards:tests_pass}]}}",
     )
-    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+    overlong_buffer: OverlongBufferConfig = Field(default_factory=OverlongBufferConfig)
     num_workers: PositiveInt = Field(1, description="reward actors")
     processes_per_worker: PositiveInt = Field(2, description="killable grader processes of each actor")
     timeout_s: PositiveFloat = Field(5.0, description="deadline for grading one answer, seconds")

@@ -76,29 +76,29 @@ class Sections(Section):
     )
     model: ModelConfig
     data: DataConfig
-    batch: BatchConfig = BatchConfig()
+    batch: BatchConfig = Field(default_factory=BatchConfig)
     dynamic_sampling: DynamicSampling = Field(
         NoDynamicSampling(), description="replace zero-variance groups (DAPO), and those too easy or too hard"
     )
-    sampling: SamplingConfig = SamplingConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    distillation: DistillationConfig = DistillationConfig()
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
     demonstrations: DemonstrationStreamConfig | None = Field(
         None, description="demonstrations added to the samples of every step; null: none"
     )
-    rewards: RewardsConfig = RewardsConfig()
-    environments: EnvironmentsConfig = EnvironmentsConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    reference: ReferenceConfig = ReferenceConfig()
-    policy: PolicyConfig = PolicyConfig()
-    weight_sync: WeightSyncConfig = WeightSyncConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    health: HealthConfig = HealthConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    tracking: TrackingConfig = TrackingConfig()
-    profile: ProfileConfig = ProfileConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    bench: BenchConfig = BenchConfig()
+    rewards: RewardsConfig = Field(default_factory=RewardsConfig)
+    environments: EnvironmentsConfig = Field(default_factory=EnvironmentsConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    health: HealthConfig = Field(default_factory=HealthConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    bench: BenchConfig = Field(default_factory=BenchConfig)
     sft: SFTConfig | None = Field(
         None, description="the supervised cold start that `model.path: sft` refers to"
     )

@@ -222,9 +222,9 @@ class PolicyConfig(Section):
         "engine (arXiv:2510.11370)",
     )
     threads: Count = Field(0, description="CPU threads of a rank; 0: its share of the available threads")
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     lora: LoRAConfig | None = Field(None, description="train low-rank adapters; null: all weights")
-    offload: OffloadConfig = OffloadConfig()
+    offload: OffloadConfig = Field(default_factory=OffloadConfig)
     deepspeed: dict[str, Any] = Field(
         {}, description="merged into the DeepSpeed configuration, e.g. bucket sizes and offload details"
     )
