@@ -26,6 +26,8 @@ _TITLES = {
     "grader": "grpo_dist.rewards.child",
     "tool": "grpo_dist.environments.sandbox.zygote",
 }
+# Of a cluster of nodes: a run's own Ray starts none. A raylet names its agent in its arguments.
+_DASHBOARD = "/ray/dashboard/dashboard.py"
 _OF_RAY = (
     "/ray/core/",
     "/ray/_private/",
@@ -33,6 +35,7 @@ _OF_RAY = (
     "/ray/dashboard/",
     "ray::IDLE",
     "Agent",
+    "ray-dashboard",
 )
 
 
@@ -76,8 +79,13 @@ class Family:
 
 
 def is_of_ray(process: psutil.Process) -> bool:
-    """Return whether the process is Ray's own: a server, an agent, or an idle worker."""
-    return any(text in title(process) for text in _OF_RAY)
+    """Return whether the process is Ray's own: a server, an agent, a helper of one, or an idle worker."""
+    if any(text in title(process) for text in _OF_RAY):
+        return True
+    with suppress(psutil.Error):  # multiprocessing's helpers of the dashboard have no name of Ray's
+        parent = process.parent()
+        return parent is not None and _DASHBOARD in title(parent)
+    return False
 
 
 def role_of(process: psutil.Process) -> str | None:

@@ -93,6 +93,8 @@ def test_all_kinds_are_played_and_a_file_is_torn_only_after_its_driver_ended():
     [
         ("ray::IDLE", False, 0),
         ("/ray/autoscaler/_private/monitor.py", False, 0),
+        ("/ray/dashboard/dashboard.py", True, 0),  # a child's command names multiprocessing alone
+        ("ray-dashboard-NodeHead-0", False, 0),
         ("/ray/core/src/ray/raylet/raylet --agent=/ray/dashboard/agent.py", True, 1),  # a worker
     ],
 )
