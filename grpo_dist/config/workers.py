@@ -262,8 +262,8 @@ class WeightSyncConfig(Section):
     )
     probe_every: Count = Field(
         20,
-        description="steps between probes, which compare the log-probs of every engine and the trainer; 0: "
-        "only at a start, resume or restart",
+        description="steps between probes, which compare the log-probs of the trainer and every engine of "
+        "training; 0: only at a start, resume or restart",
     )
     probe_above: PositiveFloat | None = Field(
         None,
