@@ -144,9 +144,11 @@ class AsyncSink:
 
     def _submit(self, work: Callable[[Sink], None], *, full: bool) -> None:
         self._submitted += 1
-        if full:
+        if not self._thread.is_alive():  # it could not be started, which is reported
+            pass
+        elif full:
             self._note_once("too slow or hanging; records that do not fit its queue are dropped")
-        elif self._thread.is_alive():
+        else:
             self._work.put(work)
         self._deliver()
 

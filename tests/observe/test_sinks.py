@@ -99,6 +99,14 @@ def test_a_tracker_that_does_not_start_is_left_out():
     )
     assert warnings[-1].startswith("broken: 3000 of 3000 records are missing")
 
+    warnings.clear()
+    sink = AsyncSink("broken", broken, warnings.append)
+    sink._thread.join(HANG_S)
+    for step in range(20):  # nobody takes them, but nothing is slow either
+        sink.table(step, Table("samples", ()))
+    close_all([sink], failed=False)
+    assert len(warnings) == 2 and not any("too slow" in warning for warning in warnings)
+
 
 def test_a_hanging_tracker_delays_neither_the_loop_nor_the_end(monkeypatch):
     for close_s in longer(0.3):

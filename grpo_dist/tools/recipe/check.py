@@ -110,7 +110,8 @@ def _without_stages(stage: ResolvedStage, ancestors: dict[str, Path]) -> dict[st
     derive from, and `demonstrations` without the files that they will write.
     """
     distillation, demonstrations = stage.config.distillation, stage.config.demonstrations
-    names = [t.model.partition("stage:")[2] for t in stage.symbolic.distillation.teachers]
+    models = [teacher.model for teacher in stage.symbolic.distillation.teachers]
+    names = [model.removeprefix("stage:") if model.startswith("stage:") else "" for model in models]
     teachers = tuple(
         teacher.model_copy(update={"model": str(ancestors[name])}) if name else teacher
         for teacher, name in zip(distillation.teachers, names, strict=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NoReturn
 
 from grpo_dist.config import Config
 from grpo_dist.config.files import to_yaml
@@ -128,7 +129,7 @@ def _code_directories(code_paths: Sequence[str]) -> Iterator[str]:
 def _files(source: Path, excludes: Sequence[str], left_out: dict[str, str]) -> Iterator[Path]:
     """Yield the files of a directory that travel; add to ``left_out`` what must not, and why."""
     top = source.resolve()
-    for directory, folders, names in os.walk(source, followlinks=True):
+    for directory, folders, names in os.walk(source, onerror=_unreadable, followlinks=True):
         at_top = Path(directory).resolve() == Path.cwd()
         patterns = [p.strip("/") for p in excludes if at_top or not p.startswith("/")]
         fit = set()
@@ -141,6 +142,13 @@ def _files(source: Path, excludes: Sequence[str], left_out: dict[str, str]) -> I
                 fit.add(name)
         folders[:] = fit.intersection(folders)
         yield from (Path(directory) / name for name in names if name in fit)
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise UserError(
+        f"`code_paths`: {error.filename} cannot be read ({error.strerror}), so its files could not travel; "
+        "make it readable, or name directories without it"
+    ) from error
 
 
 def _unfit(path: Path, top: Path) -> str:

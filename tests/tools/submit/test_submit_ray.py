@@ -282,6 +282,22 @@ def test_a_code_directory_that_links_outside_is_refused(project, capsys, tmp_pat
     assert status == 2 and "linked is outside of the current directory" in said
 
 
+def test_a_code_directory_that_cannot_be_read_is_refused(project, capsys, monkeypatch):
+    """Its files would be missing on the cluster without a word."""
+    (project / "rewards/closed").mkdir()
+    scandir = os.scandir
+
+    def closed(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    arguments = ("--to", "ray", "--dry-run", "code_paths=[rewards]")
+    status, said = command(capsys, "submit", config_in(project), *arguments)
+    assert status == 2 and "rewards/closed cannot be read (Permission denied)" in said
+
+
 def test_by_hand_keys_are_not_uploaded_either():
     excludes = ray_jobs.runtime_env()["excludes"]
     assert [name for name in code.KEYS if name not in excludes and not name.startswith(".")] == []
