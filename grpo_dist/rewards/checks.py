@@ -36,7 +36,6 @@ def reward_problems(
     """
     custom, seen = [], list[tuple[str, Mapping[str, Any]]]()
     for source, rewards_of_source in settings.variants.items():
-        key = f"rewards.by_source.{source}.functions" if source else "rewards.functions"
         for spec in rewards_of_source.functions:
             if (spec.label, spec.kwargs) in seen:
                 continue
@@ -47,7 +46,7 @@ def reward_problems(
             try:
                 make(spec).check(max_new_tokens=max_new_tokens)
             except ValueError as error:
-                yield f"{key} {spec.label}: {error}"
+                yield f"{_key(settings, source)} {spec.label}: {error}"
     if not custom:
         return
     with nullcontext(pool) if pool else GraderPool.from_config(settings, 1) as loading:
@@ -85,7 +84,7 @@ def combination_problems(settings: RewardsConfig) -> Iterator[str]:
         tests = next((s.label for s in built_in if not REWARDS[s.function].knows_right_answers), None)
         if tests is None or {"math", "judge"} & {spec.function for spec in built_in}:
             continue
-        key = f"rewards.by_source.{source}.functions" if source else "rewards.functions"
+        key = _key(settings, source)
         for spec in built_in:
             if REWARDS[spec.function].asks_math_grader:
                 yield (
@@ -125,16 +124,26 @@ def column_problems(
         pool: where the functions of users are loaded, and only they are looked at; None: only the built-in
             rewards are.
     """
-    for function in settings.select_source(rows[0].source).functions if rows else ():
+    source = rows[0].source if rows else ""
+    for function in settings.select_source(source).functions if rows else ():
         if (function.function in REWARDS) == (pool is not None):
             continue
-        reward = UserFunction(function, pool) if pool else make(function)
+        try:
+            reward = UserFunction(function, pool) if pool else make(function)
+        except ValueError as error:
+            yield str(error) if pool else f"{_key(settings, source)} {function.label}: {error}"
+            continue
         missing = dict(_missing(function.label, reward.data_columns, rows, remedy, available))
         for column, problem in missing.items():
             here = _NAMES_OF_PEERS.get(column) if pool else None
             yield problem + (f". What other trainers call `{column}` is `{here}` here" if here else "")
         if isinstance(reward, Builtin) and reward.data_columns and not missing:
             yield from islice(_unreadable_rows(function.label, reward, rows), 1)
+
+
+def _key(settings: RewardsConfig, source: str) -> str:
+    """Return the key of the functions that score ``source``."""
+    return f"rewards.by_source.{source}.functions" if source in settings.by_source else "rewards.functions"
 
 
 def _unreadable_rows(name: str, reward: Builtin, rows: Sequence[HasColumns]) -> Iterator[str]:

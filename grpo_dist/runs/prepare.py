@@ -170,13 +170,14 @@ def check_columns(rewards: RewardsConfig, sources: Iterable[SourceRows], key: st
     """Raise ValueError where rewards lack columns in the rows of ``sources``, or cannot read them. ``key``:
     of the sources in the configuration.
     """
-    refuse(
+    problems = (
         problem
         for number, (source, rows) in enumerate(sources)
         for problem in column_problems(
             rewards, distinct_of(rows), f"add it to `{key}.{number}.columns`", partial(common_columns, source)
         )
     )
+    refuse(dict.fromkeys(problems))  # wrong kwargs are wrong for all sources
 
 
 def train_prompts(

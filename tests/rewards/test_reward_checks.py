@@ -7,7 +7,13 @@ import pytest
 
 from grpo_dist.config import DataSourceConfig, RewardsConfig
 from grpo_dist.data.readers import DataRow
-from grpo_dist.rewards.checks import column_problems, describe_no_answers, find_unreadable, is_no_answer
+from grpo_dist.rewards.checks import (
+    column_problems,
+    describe_no_answers,
+    find_unreadable,
+    is_no_answer,
+    reward_problems,
+)
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.runs.prepare import check_columns
 from grpo_dist.types import Prompt
@@ -55,6 +61,19 @@ def test_a_column_that_a_row_lacks_is_named_with_those_it_has():
     (found,) = problems({"functions": [SERVED]}, row("a", 1, level=1), row("a", 2))
     assert "reward remote reads column `level`, but a.jsonl:2" in found
     assert len(problems({"functions": [CODE]}, row("a", 1))) == 2
+
+
+@pytest.mark.parametrize("source", ["", "a"])
+def test_kwargs_that_a_reward_does_not_take_are_named_with_their_key(source):
+    wrong = {"functions": [{"function": "exact", "kwargs": {"casefold": True}}]}
+    rewards, key = (
+        ({"by_source": {"a": wrong}}, "rewards.by_source.a.functions") if source
+        else (wrong, "rewards.functions")
+    )  # fmt: skip
+    (found,) = problems(rewards, row("a", 1))
+    assert found.startswith(f"{key} exact: unknown key kwargs.casefold")
+    settings = RewardsConfig.model_validate(rewards)
+    assert found in list(reward_problems(settings, max_new_tokens=8))  # `check` says it once
 
 
 def test_columns_that_the_source_has_and_rows_do_not_keep_are_listed():

@@ -19,7 +19,7 @@ from grpo_dist.config.files import load_config
 from grpo_dist.errors import UserError, as_user_errors, expanded, searched
 from grpo_dist.runtime.files import read_json
 from grpo_dist.runtime.model_config import heads_of_layers, keep_attention_cap, position_limit
-from grpo_dist.runtime.model_files import cached, is_checkpoint
+from grpo_dist.runtime.model_files import cached, describe_gguf, is_checkpoint
 from grpo_dist.tools.bench.flops import Shape
 
 # Types of decoders whose weights are counted from config.json alone: plans of them import no library for
@@ -353,7 +353,10 @@ def model_of(model: ModelConfig, sft: SFTConfig | None, seed: int) -> ModelShape
             return _read(cached_model(path.removeprefix("demo:"), seed=seed) / "config.json", _policy(path))
     if found := _known_locally(path, model.revision, _policy(path)):
         return found
-    if expanded(path).is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
+    if (file := expanded(path)).is_file():
+        what = describe_gguf(file) if file.suffix.lower() == ".gguf" else "the directory that holds it"
+        raise UserError(f"{_policy(path)}: a file; expected {what}")
+    if file.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
         raise UserError(
             f"{_policy(path)}: no such directory{searched(path)}; write one that has config.json, "
             "model.path=random:config.json for such a file alone, or the id of a model of the same size: "

@@ -636,6 +636,7 @@ def test_settings_that_every_policy_rank_refuses_are_refused_in_a_plan():
     [
         ([], ["--cluster is missing", "8x8xH100"]),
         (["--cluster", "1x1xH100", "model.path=./x"], ["no such directory in /", "random:config.json"]),
+        (["--cluster", "1x1xH100", f"model.path={__file__}"], ["a file; expected the directory"]),
         (["--cluster", "1x0xCPU"], ["in no data sheet", "grpo-dist bench"]),
         (["--cluster", "1x8xH100", "--price", "-1"], ["--price -1"]),
         (["--cluster", "1x8xH100", "--prompt-tokens", "0"], ["--prompt-tokens 0"]),
