@@ -33,6 +33,9 @@ _DECIDED = (
     "job-name", "dependency", "output", "error", "open-mode", "array", "signal", "chdir", "clusters", "time",
     "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "no-requeue",
 )  # fmt: skip
+# Short forms of those that submit does without, so that none of its own would win: a second log, several
+# tasks of one run, and a cluster where `status` and `stop` do not look.
+_WITHOUT = {"-e": "error", "-a": "array", "-n": "ntasks", "-M": "clusters"}
 
 
 @dataclass(frozen=True)
@@ -214,15 +217,19 @@ def check_time(limit: str, grace_s: float) -> None:
 
 
 def check_left_open(option: str) -> None:
-    """Raise UserError for an option of sbatch that submit sets. A directive may have several options:
-    "--partition=gpu --mem=0".
+    """Raise UserError for an option of sbatch that submit sets, or that it does without. A directive may have
+    several options, which sbatch takes abbreviated: "--partition=gpu --mem=0".
     """
     for word in option.split():
         name = word.removeprefix("--").partition("=")[0]
-        if word.startswith("--") and name in _DECIDED:
+        if word.startswith("--"):
+            decided = [long for long in _DECIDED if name and name != "gpus" and long.startswith(name)]
+        else:
+            decided = [long for letter, long in _WITHOUT.items() if word.startswith(letter)]
+        if decided:
             raise UserError(
-                f"--sbatch={option}: submit decides --{name}; use its own options (--nodes, --time, --after, "
-                "...) and the keys `name`, `output_dir` and `checkpoint.grace_s`"
+                f"--sbatch={option}: submit decides --{decided[0]}; use its own options (--nodes, --time, "
+                "--after, ...) and the keys `name`, `output_dir` and `checkpoint.grace_s`"
             )
 
 
