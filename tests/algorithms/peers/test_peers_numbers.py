@@ -131,6 +131,6 @@ def test_the_documents_count_the_cases_and_name_every_reason():
         assert len(cases) == head["cases"] and all(own in text for own in head["commit"].split(", oat "))
     said = (ROOT / "grpo_dist/algorithms/README.md").read_text().replace("\n", " ")
     assert (
-        f"{totals['cases']:,} cases with {totals['numbers']:,} numbers: {totals['agree']:,} cases agree, "
-        f"{totals['differ']:,} differ on purpose, for {totals['reasons']} reasons" in said
+        f"of {totals['cases']:,} cases {totals['agree']:,} agree, {totals['differ']:,} differ on purpose, "
+        f"for {totals['reasons']} reasons" in said
     )
