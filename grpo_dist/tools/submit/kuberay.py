@@ -23,6 +23,11 @@ from grpo_dist.tools.submit.job import Job, JobState, Refused, SubmissionRecord,
 _OVER = ("Complete", "Failed", "ValidationFailed")
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _MOUNT = re.compile(r"/[\w+@-][\w./+@-]*", re.ASCII)
+# What the image, Ray, the manifest and the kernel have in a pod.
+_USED_BY_PODS = (
+    "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/run", "/var/run", "/dev", "/proc", "/sys",
+    "/tmp/ray", "/opt/grpo-dist",  # the image's working directory
+)  # fmt: skip
 _NO_TEXT = re.compile(r"[yYnN]$|[-+]?\.?\d", re.ASCII)  # to some parser of YAML: y, 1e3, 0o17
 _GIB_PER_GPU, _GIB_ON_CPUS = 64, 32
 # On the volume, unless the user sets them.
@@ -113,7 +118,14 @@ class KubeRayTarget(NodeSizes):
         claim, _, path = (self.volume or "").partition(":")
         if not _CLAIM.fullmatch(claim) or not _MOUNT.fullmatch(path) or ".." in PurePosixPath(path).parts:
             raise UserError(f"--volume {self.volume}: expected CLAIM:/path, e.g. --volume runs:/runs")
-        return claim, path.rstrip("/")
+        mounted = PurePosixPath(path)
+        for used in map(PurePosixPath, _USED_BY_PODS):
+            if mounted.is_relative_to(used) or used.is_relative_to(mounted):
+                raise UserError(
+                    f"--volume {self.volume}: it would hide files of {used}, which the pods need; mount it "
+                    "elsewhere, e.g. --volume runs:/runs"
+                )
+        return claim, str(mounted)
 
     def _fill(self, pod: dict[str, Any], job: Job) -> None:
         claim, path = self._volume
