@@ -1,5 +1,8 @@
 """Weight deltas to an engine over two processes: each keeps a copy of all weights, and loads its own part."""
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 
@@ -26,8 +29,8 @@ class SplitEngine(RolloutWorker):
     async def spoil_copy(self, rank):
         await self._engine.in_workers(lambda worker: spoil(worker, rank))
 
-    async def loads_of_changes(self):
-        """Return how often each process loaded changes since this was asked first."""
+    async def loads(self):
+        """Return how many buckets each process has loaded since this was asked first."""
         return await self._engine.in_workers(counted_loads)
 
     async def lose_transfer(self):
@@ -150,16 +153,19 @@ def test_a_wrong_bit_in_the_copy_of_one_process_is_noticed_and_whole_weights_fol
         for seed in (5, 6):
             await world.nudge(seed)
             await world.push()
-        before = await world.engine.loads_of_changes.remote()
+        counts = [await world.engine.loads.remote()]
         await world.engine.spoil_copy.remote(rank)
         await world.nudge(7 + rank)
         found = await world.push()
         assert found["sync/mismatches"] == 1 and found["sync/whole"] == 0
-        assert await world.engine.loads_of_changes.remote() == before  # whole weights alone
+        counts.append(await world.engine.loads.remote())
         after = await world.check()
         await world.nudge(9)
         found = await world.push()
         assert found["sync/mismatches"] == found["sync/whole"] == 0
+        counts.append(await world.engine.loads.remote())
+        whole, changes = (np.subtract(b, a) for a, b in itertools.pairwise(counts))
+        assert (whole == changes).all() and (whole > 0).all()  # after the wrong bit: whole weights alone
         before = await world.check()
         await world.push_whole()
         assert equal(before, await world.check()) and not equal(after, before)

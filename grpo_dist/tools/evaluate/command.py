@@ -18,7 +18,7 @@ def add_commands(commands: Any) -> None:
 
 def _add_eval(commands: Any) -> None:
     text = (
-        "measure a model on benchmarks or other data: pass@k, avg@k, maj@k, cons@k with intervals; "
+        "measure a model on benchmarks or other data: pass@k, avg@n, maj@k, cons@k with intervals; "
         "rerunning the command resumes an interrupted evaluation and reuses finished problems"
     )
     sub = add_command(commands, "eval", text, _eval)
