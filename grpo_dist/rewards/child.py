@@ -3,7 +3,7 @@
 Requests arrive as pickles on standard input; replies leave as JSON lines on the original standard output.
 Both are redirected to /dev/null for graded code, so its prints are discarded and its reads are empty. A reply
 repeats the random number of its request, so a line that other code writes to the descriptor is not taken for
-a reply. A forked process inherits neither descriptor.
+a reply; it ends with the CPU seconds of this process. A forked process inherits neither descriptor.
 
 USER_CODE is 0 in a process for the package's graders, which never runs user code, and 1 otherwise.
 """
@@ -18,6 +18,7 @@ import math
 import os
 import pickle
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache, partial
@@ -47,13 +48,14 @@ def main() -> None:
             grader.importing = partial(_importing, replies, memory_mb)
             grader.grade("\\boxed{1}", "2")  # warm-up: builds the tables of the package's reader
     limit_address_space(memory_mb)
-    _reply(replies, "ready")
+    _reply(replies, ["ready", os.getpid(), time.process_time()])
     while True:
         try:
             number, kind, arguments = pickle.load(requests)
         except EOFError:
             return
-        _reply(replies, [number, *_answer(kind, pickle.loads(arguments), memory_mb)])
+        answer = _answer(kind, pickle.loads(arguments), memory_mb)
+        _reply(replies, [number, *answer, time.process_time()])
 
 
 def _reply(descriptor: int, value: Any) -> None:

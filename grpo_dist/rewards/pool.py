@@ -27,6 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import RewardsConfig
@@ -44,6 +45,8 @@ _START_S = 120.0  # limit for a new process to import the parsers, or a user mod
 _TASKS_PER_PROCESS = 2000  # then the process is replaced, because parsers keep caches
 _ATTEMPTS = 2  # a process may die for a reason other than its current answer
 _KILLED_S = 10.0  # limit for a killed process to exit; one that the kernel holds is abandoned
+_BUSY = 6  # times its deadline in wall clock, at most, for a math grader that does not get its CPU
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")  # of /proc
 _LONGEST_REPLY = 1 << 20  # bytes; far above any reply of a grader
 _TOGETHER_S = 2.0  # for an event loop to end calls that are past their deadline
 _USER_CODE = ("load", "call")  # kinds whose first argument is a function
@@ -80,7 +83,8 @@ class GraderPool:
     The processes end with the process that made the pool, even if that is killed.
 
     Args:
-        timeout_s: deadline of an answer, seconds of wall clock. Starting a process and imports do not count.
+        timeout_s: deadline of an answer, seconds of wall clock; of CPU for the math grader on a machine that
+            is too busy for it. Starting a process and imports do not count.
         memory_mb: address space a process may add to its size at start, MiB.
         code_paths: directories of custom reward functions, searched before PYTHONPATH and installed packages.
             The working directory is not searched unless it is listed.
@@ -217,7 +221,7 @@ class GraderPool:
         idle = self._idle_for_users if is_user_code else self._idle
         try:
             # Bounds the time until a process is free: start, import, call, and at worst kill and restart.
-            process = idle.get(timeout=_ATTEMPTS * (3 * _START_S + timeout_s + _KILLED_S))
+            process = idle.get(timeout=_ATTEMPTS * (3 * _START_S + _BUSY * timeout_s + _KILLED_S))
         except queue.Empty:
             return Failure("error", "no grader process became free")
         try:
@@ -331,8 +335,10 @@ class _Process:
             self._launch()
         if not self._ready:
             try:
-                if self._line(time.monotonic() + _START_S) != "ready":
+                ready = self._line(time.monotonic() + _START_S)
+                if not isinstance(ready, list) or len(ready) != 3 or ready[0] != "ready":
                     raise ValueError("it sent no ready message")
+                _, self._pid, self._cpu_s = ready
             except TimeoutError as error:
                 raise EOFError(f"not started within {_START_S:g} s") from error
             self._ready = True
@@ -350,20 +356,39 @@ class _Process:
             if not ready:
                 raise TimeoutError
             rest = rest[os.write(self._input, rest[: 1 << 16]) :]
-        reply = self._line(end)
+        cpu_s = 0.0 if kind in _USER_CODE else seconds
+        reply = self._line(end, cpu_s)
         if reply == IMPORTING and not self._runs_user_code:
             self._line(time.monotonic() + _START_S)
-            reply = self._line(time.monotonic() + seconds)
-        if not isinstance(reply, list) or len(reply) != 3 or reply[0] != number:
+            reply = self._line(time.monotonic() + seconds, cpu_s)
+        if not isinstance(reply, list) or len(reply) != 4 or reply[0] != number:
             raise ValueError(_FORGED)
+        self._cpu_s = reply[3]
         return reply[1], reply[2]
 
-    def _line(self, end: float) -> Any:
-        """Read and parse the next line. Raises TimeoutError, or EOFError if the process ended."""
+    def _used_cpu(self) -> float:
+        """Return CPU seconds of the process since its last reply; infinity where it has ended."""
+        try:
+            user, system = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        except OSError:
+            return math.inf
+        return (int(user) + int(system)) * _TICK_S - self._cpu_s
+
+    def _line(self, end: float, cpu_s: float = 0.0) -> Any:
+        """Read and parse the next line. Raises TimeoutError, or EOFError if the process ended.
+
+        The math grader only computes: where the machine is too busy for it, it has ``cpu_s`` seconds of CPU,
+        and at most `_BUSY` times as many of wall clock.
+        """
+        last = end + (_BUSY - 1) * cpu_s
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._output], [], [], max(0.0, end - time.monotonic()))
             if not ready:
-                raise TimeoutError
+                left = min(cpu_s - self._used_cpu(), last - time.monotonic())
+                if left <= 0:
+                    raise TimeoutError
+                end = time.monotonic() + max(left, _TICK_S)
+                continue
             piece = os.read(self._output, 1 << 16)
             if not piece:
                 assert self._child is not None

@@ -6,9 +6,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 import grpo_dist
@@ -221,6 +223,18 @@ def test_importing_math_verify_counts_against_no_answer(code: str) -> None:
     )
     with GraderPool(1, timeout_s=2.0, memory_mb=64, code_paths=[code]) as pool:
         assert [grade.outcome for grade in pool.grade([("x7@@ 3 ^^", "579")])] == ["wrong"]
+
+
+def test_a_grader_that_the_machine_does_not_run_misses_no_deadline() -> None:
+    """It has used no CPU. One that computes for too long has: the bombs above."""
+    with GraderPool(1, timeout_s=0.5) as pool:
+        assert pool.grade([("\\boxed{2}", "2")])[0].outcome == "correct"  # the process is there
+        (grader,) = psutil.Process(pool._idle.queue[0]._child.pid).children()
+        grader.suspend()
+        resumed = threading.Timer(1.5, grader.resume)
+        resumed.start()
+        assert pool.grade([("\\boxed{3}", "2")])[0].outcome == "wrong"
+        resumed.join()
 
 
 def module_in(directory: Path, name: str, value: float) -> None:
