@@ -22,6 +22,13 @@ from grpo_dist.tools.submit.job import Job, JobState, Refused, SubmissionRecord,
 
 _OVER = ("Complete", "Failed", "ValidationFailed")
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*", re.ASCII)
+_SECRET = re.compile(_CLAIM.pattern + r"(:[A-Za-z_][A-Za-z0-9_]*)?")
+_NAMES = {  # that the cluster would refuse only when the finished RayJob of before is deleted
+    "--image": (_IMAGE, "the name of an image, e.g. registry/grpo-dist:gpu"),
+    "--namespace": (_CLAIM, "small letters, digits and -"),
+    "--secret": (_SECRET, "the name of a Secret, or NAME:KEY"),
+}
 _MOUNT = re.compile(r"/[\w+@-][\w./+@-]*", re.ASCII)
 # What the image, Ray, the manifest and the kernel have in a pod.
 _USED_BY_PODS = (
@@ -56,6 +63,11 @@ class KubeRayTarget(NodeSizes):
                     f"--to kuberay: give {option}: --image takes the image built with docker/Dockerfile, and "
                     "--volume CLAIM:/runs the claim that holds the runs with its mount point"
                 )
+        named = [("--image", self.image), ("--namespace", self.namespace)]
+        for option, text in (*named, *(("--secret", secret) for secret in self.secret)):
+            pattern, expected = _NAMES[option]
+            if text is not None and not pattern.fullmatch(text):
+                raise UserError(f"{option} {text!r}: expected {expected}")
         check_output(job.config.output_dir, "the file system of a pod ends with it")
         _, path = self._volume
         if PurePosixPath(path) not in (out := PurePosixPath(job.config.output_dir), *out.parents):
