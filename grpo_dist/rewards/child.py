@@ -66,14 +66,21 @@ def _reply(descriptor: int, value: Any) -> None:
 
 @contextmanager
 def _importing(replies: int, memory_mb: int) -> Iterator[None]:
-    """Tell the pool that an import begins and that it has ended, and charge its memory to no answer."""
+    """Tell the pool that an import begins and that it has ended."""
     _reply(replies, IMPORTING)
+    with _unlimited(memory_mb):
+        yield
+    _reply(replies, IMPORTING)
+
+
+@contextmanager
+def _unlimited(memory_mb: int) -> Iterator[None]:
+    """Lift the limit for the memory of an import, which may be large and is not charged to the answers."""
     limit_address_space(None)
     try:
         yield
     finally:
         limit_address_space(memory_mb)
-    _reply(replies, IMPORTING)
 
 
 def _close(descriptors: tuple[int, ...]) -> None:
@@ -89,12 +96,8 @@ def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
     """
     try:
         if kind == "load":
-            # The memory of an import, which may be large, is not charged to the answers.
-            limit_address_space(None)
-            try:
+            with _unlimited(memory_mb):
                 function, accepted = load(*arguments)
-            finally:
-                limit_address_space(memory_mb)
             parameters = {
                 name: parameter
                 for name, parameter in inspect.signature(function).parameters.items()

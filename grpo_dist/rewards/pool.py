@@ -27,8 +27,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.child import IMPORTING
@@ -46,7 +47,6 @@ _TASKS_PER_PROCESS = 2000  # then the process is replaced, because parsers keep 
 _ATTEMPTS = 2  # a process may die for a reason other than its current answer
 _KILLED_S = 10.0  # limit for a killed process to exit; one that the kernel holds is abandoned
 _BUSY = 6  # times its deadline in wall clock, at most, for a math grader that does not get its CPU
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")  # of /proc
 _LONGEST_REPLY = 1 << 20  # bytes; far above any reply of a grader
 _TOGETHER_S = 2.0  # for an event loop to end calls that are past their deadline
 _USER_CODE = ("load", "call")  # kinds whose first argument is a function
@@ -369,10 +369,10 @@ class _Process:
     def _used_cpu(self) -> float:
         """Return CPU seconds of the process since its last reply; infinity where it has ended."""
         try:
-            user, system = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-        except OSError:
+            used = psutil.Process(self._pid).cpu_times()
+        except psutil.NoSuchProcess:
             return math.inf
-        return (int(user) + int(system)) * _TICK_S - self._cpu_s
+        return used.user + used.system - self._cpu_s
 
     def _line(self, end: float, cpu_s: float = 0.0) -> Any:
         """Read and parse the next line. Raises TimeoutError, or EOFError if the process ended.
@@ -384,10 +384,10 @@ class _Process:
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._output], [], [], max(0.0, end - time.monotonic()))
             if not ready:
-                left = min(cpu_s - self._used_cpu(), last - time.monotonic())
+                left = min(cpu_s - self._used_cpu(), last - time.monotonic()) if cpu_s else 0.0
                 if left <= 0:
                     raise TimeoutError
-                end = time.monotonic() + max(left, _TICK_S)
+                end = time.monotonic() + left
                 continue
             piece = os.read(self._output, 1 << 16)
             if not piece:

@@ -225,6 +225,13 @@ def test_importing_math_verify_counts_against_no_answer(code: str) -> None:
         assert [grade.outcome for grade in pool.grade([("x7@@ 3 ^^", "579")])] == ["wrong"]
 
 
+def test_a_process_that_does_not_start_in_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_dist.rewards.pool._START_S", 0.01)
+    with GraderPool(1) as pool:
+        (grade,) = pool.grade([("\\boxed{2}", "2")])
+    assert grade.outcome == "error" and "not started within 0.01 s" in grade.detail
+
+
 def test_a_grader_that_the_machine_does_not_run_misses_no_deadline() -> None:
     """It has used no CPU. One that computes for too long has: the bombs above."""
     with GraderPool(1, timeout_s=0.5) as pool:
