@@ -371,6 +371,10 @@ class RewardsConfig(Section):
         """The rewards of each source with its own by name, and those of all others by ""."""
         return {source: self.select_source(source) for source in ("", *self.by_source)}
 
+    def functions_key(self, source: str) -> str:
+        """Return the key of the functions that score ``source``."""
+        return f"rewards.by_source.{source}.functions" if source in self.by_source else "rewards.functions"
+
     @property
     def all_functions(self) -> tuple[FunctionConfig, ...]:
         """The functions of all sources."""

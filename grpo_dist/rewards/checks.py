@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from grpo_dist.config import RewardsConfig
 from grpo_dist.config.algorithm import ESTIMATOR_TRAITS
+from grpo_dist.config.rewards import FunctionConfig
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.group import named_columns
 from grpo_dist.rewards.pool import GraderPool
@@ -34,27 +35,27 @@ def reward_problems(
     Loads user functions in a process of ``pool``, None: of a pool of its own, and asks each judge one
     question.
     """
-    custom, seen = [], list[tuple[str, Mapping[str, Any]]]()
+    custom, seen = list[tuple[str, FunctionConfig]](), list[tuple[str, Mapping[str, Any]]]()
     for source, rewards_of_source in settings.variants.items():
         for spec in rewards_of_source.functions:
             if (spec.label, spec.kwargs) in seen:
                 continue
             seen.append((spec.label, spec.kwargs))
             if spec.function not in REWARDS:
-                custom.append(spec)
+                custom.append((source, spec))
                 continue
             try:
                 make(spec).check(max_new_tokens=max_new_tokens)
             except ValueError as error:
-                yield f"{_key(settings, source)} {spec.label}: {error}"
+                yield f"{settings.functions_key(source)} {spec.label}: {error}"
     if not custom:
         return
     with nullcontext(pool) if pool else GraderPool.from_config(settings, 1) as loading:
-        for spec in custom:
+        for source, spec in custom:
             try:
                 UserFunction(spec, loading)
             except ValueError as error:
-                yield str(error)
+                yield f"{settings.functions_key(source)}: {error}"
 
 
 def graded_problems(settings: RewardsConfig, advantage: str) -> Iterator[str]:
@@ -84,7 +85,7 @@ def combination_problems(settings: RewardsConfig) -> Iterator[str]:
         tests = next((s.label for s in built_in if not REWARDS[s.function].knows_right_answers), None)
         if tests is None or {"math", "judge"} & {spec.function for spec in built_in}:
             continue
-        key = _key(settings, source)
+        key = settings.functions_key(source)
         for spec in built_in:
             if REWARDS[spec.function].asks_math_grader:
                 yield (
@@ -131,7 +132,8 @@ def column_problems(
         try:
             reward = UserFunction(function, pool) if pool else make(function)
         except ValueError as error:
-            yield str(error) if pool else f"{_key(settings, source)} {function.label}: {error}"
+            key, label = settings.functions_key(source), "" if pool else f" {function.label}"
+            yield f"{key}{label}: {error}"
             continue
         missing = dict(_missing(function.label, reward.data_columns, rows, remedy, available))
         for column, problem in missing.items():
@@ -139,11 +141,6 @@ def column_problems(
             yield problem + (f". What other trainers call `{column}` is `{here}` here" if here else "")
         if isinstance(reward, Builtin) and reward.data_columns and not missing:
             yield from islice(_unreadable_rows(function.label, reward, rows), 1)
-
-
-def _key(settings: RewardsConfig, source: str) -> str:
-    """Return the key of the functions that score ``source``."""
-    return f"rewards.by_source.{source}.functions" if source in settings.by_source else "rewards.functions"
 
 
 def _unreadable_rows(name: str, reward: Builtin, rows: Sequence[HasColumns]) -> Iterator[str]:

@@ -78,15 +78,16 @@ def make(settings: FunctionConfig) -> Builtin:
         raise ValueError(f"{message}; {settings.function} takes: {fields}") from error
 
 
-def module_and_name(function: str) -> tuple[str, str]:
-    """Split the name of a user reward. Raises ValueError unless it is ``module:function``."""
+def resolve_function(function: str) -> str:
+    """Return ``module:function`` of a user's reward. Raises ValueError if it is unknown or malformed."""
+    names = registered(REWARD)
     module, _, name = function.partition(":")
-    if not module or not name:
+    if function not in names and not (module and name):
         raise ValueError(
-            f"reward function {function!r}: expected one of {', '.join(REWARDS)}, or `module:function`, "
-            "e.g. my_rewards:length"
+            f"reward function {function!r}: expected one of {', '.join((*REWARDS, *names))}, or "
+            "`module:function`, e.g. my_rewards:length"
         )
-    return module, name
+    return function if name else resolve_target(REWARD, function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +106,7 @@ class UserFunction:
     """
 
     def __init__(self, settings: FunctionConfig, pool: GraderPool) -> None:
-        path = settings.function
-        if ":" not in path and path in registered(REWARD):
-            path = resolve_target(REWARD, path)
-        module_and_name(path)
+        path = resolve_function(settings.function)
         self._path, self._kwargs, self._pool = path, settings.kwargs, pool
         self._steps = settings if isinstance(settings, ProcessRewardConfig) else None
         self._signature = pool.check(path)

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from grpo_dist.config import AlgorithmConfig, Config
 from grpo_dist.config.checks import learns_from_equal_rewards
 from grpo_dist.config.files import ConfigError, load_config
+from grpo_dist.errors import UserError
 from grpo_dist.plugins.user_code import (
     ADVANTAGE,
     LOSS,
@@ -18,6 +20,8 @@ from grpo_dist.plugins.user_code import (
     load,
     resolve_target,
 )
+from grpo_dist.rewards.checks import reward_problems
+from grpo_dist.tools.submit.checks import check_rewards_known
 from tests.support.documents import ROOT
 from tests.support.patience import HANG_S
 
@@ -62,6 +66,20 @@ def test_a_name_of_a_package_is_found_by_its_entry_point(install):
     assert [piece.name for piece in config.user_components] == ["short"]
     with pytest.raises(ValueError, match=r"'short': expected a built-in advantage.*grpo_dist\.advantages"):
         resolve_target(ADVANTAGE, "short")  # registered for another kind
+
+
+def test_a_reward_of_a_package_can_be_submitted_and_an_unknown_one_is_named_with_its_key(install, tmp_path):
+    install("short-answers", {"grpo_dist.rewards": {"short": "short_answers:found"}})
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: demo:tiny}\ndata: {train: [{path: demo:add3}]}\n")
+    check_rewards_known(load_config(path, ["rewards.functions=[{function: short}]"]))
+    for key in ("rewards.functions", "rewards.by_source.add3.functions"):
+        config = load_config(path, [f"{key}=[{{function: shorter}}]"])
+        expected = f"{key}: reward function 'shorter': expected one of math, .*, short, or `module:function`"
+        with pytest.raises(UserError, match=expected):
+            check_rewards_known(config)
+        (problem,) = reward_problems(config.rewards, max_new_tokens=8)
+        assert re.match(expected, problem)
 
 
 def test_an_estimator_of_a_package_is_treated_as_one_of_a_module(install, tmp_path):

@@ -14,7 +14,7 @@ from actors.placement.demands import Resources, describe, placement
 from actors.placement.fitting import Node, bundles, fits
 from grpo_dist.config import CheckpointConfig, Config
 from grpo_dist.config.secrets import HIDDEN, masked, masked_setting, masked_text
-from grpo_dist.errors import UserError, as_user_errors, expanded
+from grpo_dist.errors import UserError, expanded
 from grpo_dist.tools.submit.job import Job, Variable
 
 # Includes the other line ends of editors and YAML.
@@ -50,12 +50,15 @@ def check_rewards_known(config: Config) -> None:
     not go with. The user's own may exist only on the cluster.
     """
     from grpo_dist.rewards.checks import combination_problems, graded_problems  # imports numpy
-    from grpo_dist.rewards.registry import REWARDS, module_and_name
+    from grpo_dist.rewards.registry import REWARDS, resolve_function
 
-    for reward in config.rewards.all_functions:
-        if reward.function not in REWARDS:
-            with as_user_errors():
-                module_and_name(reward.function)
+    for source, rewards in config.rewards.variants.items():
+        for reward in rewards.functions:
+            if reward.function not in REWARDS:
+                try:
+                    resolve_function(reward.function)
+                except ValueError as error:
+                    raise UserError(f"{config.rewards.functions_key(source)}: {error}") from None
     graded = (graded_problems(seen, advantage) for advantage, seen in config.rewards_by_estimator)
     for problem in chain(*graded, combination_problems(config.rewards)):
         raise UserError(problem)

@@ -321,7 +321,7 @@ def test_by_hand_keys_are_not_uploaded_either():
         (("code_paths=[nowhere]",), "nowhere: no such directory in "),
         (("checkpoint.resume=never",), "`checkpoint.resume` = never"),
         (("steps=none",), "steps"),
-        (("rewards.functions=[{function: maths}]",), "reward function 'maths': expected"),
+        (("rewards.functions=[{function: maths}]",), "rewards.functions: reward function 'maths': expected"),
         (
             ("algorithm.advantage=maxrl", "rewards.functions=[{function: cosine_length}]"),
             "needs a reward of 0 and 1, but `cosine_length` has other values",
