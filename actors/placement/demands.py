@@ -115,6 +115,15 @@ def colocated_ranks(rank_devices: Sequence[Devices], engines: Sequence[Devices])
 
 
 _COMPUTING = ("rollout", "policy", "evaluation")  # the other roles mostly wait
+_NUM_WORKERS = {role: f"{role}.num_workers" for role in ("policy", "rollout", "reference", "evaluation")} | {
+    "reward_models": "rewards.models[*].num_workers",
+    "teachers": "distillation.teachers[*].num_workers",
+}
+
+
+def fewer_workers(workers: Mapping[str, int]) -> list[str]:
+    """Return the keys by which roles can do with fewer ``workers``; an evaluation can do with none."""
+    return [f"`{key}`" for role, key in _NUM_WORKERS.items() if workers.get(role, 0) > (role != "evaluation")]
 
 
 @dataclass(frozen=True)
@@ -400,21 +409,14 @@ def _too_few_gpus(
 
 def _fewer_gpus(separate: Mapping[str, Demand]) -> list[str]:
     """Return the keys that can be lowered for fewer GPUs. ``separate``: the roles with GPUs of their own."""
-    ones = ("policy", "rollout", "reference")
-    keys = [f"`{role}.num_workers`" for role in ones if role in separate and separate[role].workers > 1]
+    keys = fewer_workers({role: demand.workers for role, demand in separate.items()})
     if "rollout" in separate and separate["rollout"].gpus > 1:
         keys.append("`rollout.tensor_parallel_size`")
-    if "evaluation" in separate:
-        keys.append("`evaluation.num_workers`")
-    several = {"reward_models": "rewards.models", "teachers": "distillation.teachers"}
-    return keys + [f"the `num_workers` of `{key}`" for role, key in several.items() if role in separate]
+    return keys
 
 
 def _check_cpus(demands: dict[str, Demand], cpus: int, tensor_parallel_size: int) -> None:
-    keys = {role: f"{role}.num_workers" for role in ("rollout", "policy", "reference", "evaluation")}
-    keys["reward_models"] = "rewards.models[*].num_workers"
-    keys["teachers"] = "distillation.teachers[*].num_workers"
-    for role, key in keys.items():
+    for role, key in _NUM_WORKERS.items():
         if role in demands and demands[role].workers > cpus:
             raise UserError(
                 f"`{key}` = {demands[role].workers} but the cluster has {cpus} CPUs and no GPU, "

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from actors.placement.demands import Demand, whole_gpus
+from actors.placement.demands import Demand, fewer_workers, whole_gpus
 from grpo_dist.config import AutoscalingConfig, ClusterConfig
 from grpo_dist.errors import UserError
 
@@ -158,6 +158,9 @@ def no_room(wanted: Sequence[Bundle], nodes: Sequence[Node], cluster: ClusterCon
     elif fits(wanted, nodes):
         lines.append("There is room for it now: start it again")
     else:
-        keys = [f"`{role}.num_workers`" for role in ("policy", "rollout") if role in {b.role for b in wanted}]
-        lines.append(f"Lower {' or '.join(keys)}, wait for other jobs, or add nodes")
+        workers = Counter[str]()
+        for bundle in wanted:
+            workers[bundle.role] += bundle.workers
+        lower = " or ".join(fewer_workers(workers))
+        lines.append((f"Lower {lower}, wait" if lower else "Wait") + " for other jobs, or add nodes")
     return UserError("\n".join(lines))

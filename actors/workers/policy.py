@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -98,6 +98,14 @@ class WeightSender(Metered):
         if transport := self._transports.pop(group, None):
             transport.close()
 
+    @contextmanager
+    def _left_on_error(self, group: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self.close_transfer(group)
+            raise
+
     @metered("sync")
     def send_weights(
         self, bucket_bytes: int, group: str, adapters_only: bool, as_held: bool = False
@@ -110,12 +118,8 @@ class WeightSender(Metered):
         which = {"adapters_only": adapters_only, "as_held": as_held}
         weights = self._trainer.weights.buckets(bucket_bytes, **which)
         specs = self._trainer.weights.specs(**which)
-        try:
-            with one_thread():
-                return send(self._transports.get(group), weights, specs, bucket_bytes)
-        except Exception:
-            self.close_transfer(group)
-            raise
+        with self._left_on_error(group), one_thread():
+            return send(self._transports.get(group), weights, specs, bucket_bytes)
 
     @metered("sync")
     def take_weights(self, bucket_bytes: int, senders: Collection[int], token: str) -> Taken | None:
@@ -139,15 +143,11 @@ class WeightSender(Metered):
         if transport is None:
             return {}
         assert taken.held is not None and taken.changes is not None, "no weights were taken"
-        try:
-            with one_thread():
-                if not whole:
-                    return send_changes(transport, taken.changes, taken.held)
-                weights = taken.held
-                return send(transport, weights.weights(), weights.specs, weights.bucket_bytes)
-        except Exception:
-            self.close_transfer(group)
-            raise
+        with self._left_on_error(group), one_thread():
+            if not whole:
+                return send_changes(transport, taken.changes, taken.held)
+            weights = taken.held
+            return send(transport, weights.weights(), weights.specs, weights.bucket_bytes)
 
     @metered("snapshot")
     def snapshot(self, file: str, bucket_bytes: int, adapters_only: bool) -> list[ParameterSpec]:
@@ -461,12 +461,8 @@ class PolicyGroup:
         The caller holds the deadline. ``sent_after`` is then the number of updates in these weights.
         """
         self.sent_after = self.updates
-        try:
+        async with self._as_cause("weights gathered and sent"):
             return (await self._all("send_weights", bucket_bytes, group, adapters_only, as_held))[0]
-        except RayTaskError as error:
-            if isinstance(error.cause, TransferLost):  # the weight sync handles it
-                raise
-            raise await self._cause(error, "weights gathered and sent") from error
 
     async def take_weights(self, bucket_bytes: int, senders: Sequence[int], token: str) -> Taken:
         """Have the ranks ``senders`` copy the weights as ``token``, for `weight_sync.deltas`, and find what
@@ -475,23 +471,16 @@ class PolicyGroup:
         Raises StateLost when a rank is lost. The caller holds the deadline.
         """
         self.sent_after = self.updates
-        try:
-            answers = [
-                taken for taken in await self._all("take_weights", bucket_bytes, senders, token) if taken
-            ]
-        except RayTaskError as error:
-            raise await self._cause(error, "weights gathered and compared") from error
+        async with self._as_cause("weights gathered and compared"):
+            answers = await self._all("take_weights", bucket_bytes, senders, token)
+        answers = [taken for taken in answers if taken]
         bases = {taken.base for taken in answers}
         return replace(answers[0], base=bases.pop() if len(bases) == 1 else None)
 
     async def send_taken(self, *, group: str, whole: bool) -> dict[str, float]:
         """Send what `take_weights` took, or what has changed in it; see `send_weights`."""
-        try:
+        async with self._as_cause("taken weights sent"):
             return next(filter(None, await self._all("send_taken", group, whole)), {})
-        except RayTaskError as error:
-            if isinstance(error.cause, TransferLost):  # the weight sync handles it
-                raise
-            raise await self._cause(error, "taken weights sent") from error
 
     async def snapshot(self, directory: Path, version: int, bucket_bytes: int) -> Snapshot:
         """Have the weights, which are ``version``, written to ``directory``. Updates may follow at once;
@@ -550,19 +539,23 @@ class PolicyGroup:
         """
         what = f"policy: {stage} on {len(self.ranks)} rank(s)"
         try:
-            async with deadline_of(self.team.named(), seconds, what):
+            async with self._as_cause(what), deadline_of(self.team.named(), seconds, what):
                 yield
         except TimeoutError as error:
             raise StateLost(f"{error}: {_SHARDED}") from error
-        except RayTaskError as error:
-            raise await self._cause(error, what) from error
 
-    async def _cause(self, error: RayTaskError, what: str) -> Exception:
-        """Return the error that a failed call stands for. Raises StateLost when another rank is gone."""
-        await self.team.ask_all()
-        if isinstance(error.cause, RuntimeError):  # of CUDA, NCCL, gloo, memory
-            return StateLost(f"{what}: failed ({reason(error)}): {_SHARDED}")
-        return error
+    @asynccontextmanager
+    async def _as_cause(self, what: str) -> AsyncIterator[None]:
+        """Raise StateLost for an error of a rank that means that it, or another rank, is lost."""
+        try:
+            yield
+        except RayTaskError as error:
+            if isinstance(error.cause, TransferLost):  # the weight sync handles it
+                raise
+            await self.team.ask_all()
+            if isinstance(error.cause, RuntimeError):  # of CUDA, NCCL, gloo, memory
+                raise StateLost(f"{what}: failed ({reason(error)}): {_SHARDED}") from error
+            raise
 
     async def _all(self, method: str, *arguments: Any, group: str | None = None) -> list[Any]:
         """Call ``method`` with the same arguments on every rank; see `_each`."""

@@ -51,9 +51,9 @@ def reward_problems(
     if not custom:
         return
     with nullcontext(pool) if pool else GraderPool.from_config(settings, 1) as loading:
-        for source, spec in custom:
+        for source, function in custom:
             try:
-                UserFunction(spec, loading)
+                UserFunction(function, loading)
             except ValueError as error:
                 yield f"{settings.functions_key(source)}: {error}"
 

@@ -243,7 +243,7 @@ class Verbs:
         await self._settled()
         if before is not None and tuple(map(id, before.groups)) == tuple(map(id, scored)):
             raise UserError(
-                "update(): an update of these groups was interrupted, has ended since, and counts; sample "
+                "update(): another call has trained on these groups meanwhile, and its update counts; sample "
                 "again"
             )
         task = asyncio.create_task(self._update(scored, advantage_arrays), name=f"update {self.step + 1}")

@@ -227,7 +227,10 @@ def measured_limits(
         "training", lambda: training_limit(config, model_dir, steps, threads=threads["policy"])
     )
     sync = _attempted("weight sync", lambda: sync_limit(config.rollout, sent, port=free_port("127.0.0.1")))
-    settings = {"repeats": f"the fastest of {REPEATS}, of the sync of {SYNC_REPEATS}"}
+    settings = {}
+    if generation or training or sync:
+        settings["repeats"] = f"the fastest of {REPEATS}, of the sync of {SYNC_REPEATS}"
+        settings["step"] = "largest limit" if config.max_staleness else "sum of the limits"
     if generation:
         settings["generation"] = "vllm.LLM.generate, all requests of a step at once"
     if training:
@@ -235,7 +238,6 @@ def measured_limits(
         settings["peak"] = "a matrix product measured on the same threads"
     if sync:
         settings["sync"] = "one broadcast of all bytes"
-    settings["step"] = "largest limit" if config.max_staleness else "sum of the limits"
     return MachineLimits(
         generation_tokens_per_s=generation and generation[0],
         training_tokens_per_s=training and training[0],

@@ -118,7 +118,7 @@ def test_nodes_that_an_autoscaler_adds_count_once():
     smaller = node("b", 8, 0, cpus=63)  # its GPUs are what counts
     assert len(grown([worker, smaller], to)) == 2
     taken = str(no_room(wanted, [head, node("a", 8, 1), smaller], asked.cluster))
-    assert "has not grown" not in taken and taken.endswith("wait for other jobs, or add nodes")
+    assert "has not grown" not in taken and taken.endswith("Wait for other jobs, or add nodes")
     with pytest.raises(UserError, match=r"it has 16 with the nodes of `cluster\.grows_to`"):
         placement(_growing(shape(16, 16, where="separate"), to), Resources(128, 16), training=True)
 
@@ -165,3 +165,7 @@ def test_the_message_names_what_is_needed_what_is_free_and_what_to_do():
     ]
     what = "Lower `policy.num_workers` or `rollout.num_workers`, wait for other jobs, or add nodes"
     assert told[-1] == what
+    one, models = Bundle("policy", 1, 1), [Bundle("reward_models", 1, 1)] * 2
+    told = str(no_room([one, *models, Bundle("evaluation", 1, 1)], [node("a", 2, 2)], asked.cluster))
+    assert "\nLower `evaluation.num_workers` or `rewards.models[*].num_workers`, wait for" in told
+    assert "\nWait for other jobs, or" in str(no_room([one], [node("a", 8, 0)], asked.cluster))

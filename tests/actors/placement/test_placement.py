@@ -92,7 +92,7 @@ def test_apart_they_take_gpus_of_their_own():
         UserError, match=r"9 GPUs are needed \(.*\+ reference 1 x 1\).*placement=colocated, or"
     ):
         placement(shape(4, 4, where="separate", **KL), NODE, training=True)
-    with pytest.raises(UserError, match=r"reward_models 3 x 1.*`rewards\.models`"):
+    with pytest.raises(UserError, match=r"reward_models 3 x 1.*`rewards\.models\[\*\]\.num_workers`"):
         placement(config(**MODELS, max_staleness=1), Resources(8, 4), training=True)
     on_cpus = r"rewards\.models\[\*\]\.num_workers` = 3 but the cluster has 2 CPUs"
     with pytest.raises(UserError, match=on_cpus):
