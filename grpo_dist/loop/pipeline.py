@@ -186,7 +186,7 @@ class Pipeline:
         self, config: Config, workers: Workers, prompts: Sequence[Prompt], first: int, state: PipelineState
     ) -> None:
         self._prompts, self._where_stuck = prompts, workers.where_stuck
-        self._batch_config, self._max_staleness = config.batch, config.max_staleness
+        self._max_staleness = config.max_staleness
         dynamic = config.dynamic_sampling
         self._dynamic = dynamic if isinstance(dynamic, DynamicSamplingConfig) else None
         chosen = self._dynamic or DynamicSamplingConfig(enabled=True)
