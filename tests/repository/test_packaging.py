@@ -170,7 +170,7 @@ def test_a_tokenizer_needs_no_compiler_and_a_model_with_remote_code_still_genera
     auto = {"auto_map": {"AutoModelForCausalLM": "remote.Remote"}, "architectures": ["Remote"]}
     config.write_text(json.dumps(json.loads(config.read_text()) | auto))
     done = python(
-        "import sys\nfrom pathlib import Path\nfrom grpo_dist.runs.prepare import load_tokenizer\n"
+        "import sys\nfrom pathlib import Path\nfrom grpo_dist.runs.models import load_tokenizer\n"
         f"path = Path({str(tmp_path / 'model')!r})\n"
         "load_tokenizer(path, False)\n"
         "print(sorted({'torch._dynamo', 'transformers.generation.utils'} & set(sys.modules)))\n"
