@@ -286,8 +286,9 @@ async def spilling(store_mb=80, count=6, batch_mb=40):
         repeats = batch_mb * 10**6 // (made.tokens.numel() * 25)
         for seed in range(count):
             rows = made.select([i % len(made) for i in range(len(made) * repeats)])
-            random = torch.Generator().manual_seed(seed)
-            rows.tokens.add_(torch.randint(0, 9, rows.tokens.shape, generator=random))
+            drawn = torch.randint(0, 9, rows.tokens.shape, generator=torch.Generator().manual_seed(seed))
+            is_token = torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None]  # no padding is sent
+            rows.tokens.add_(drawn * is_token)
             yield rows
 
     settings = TrainerSettings(
