@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -359,6 +360,20 @@ def test_status_accepts_a_run_directory_with_any_name(tmp_path, capsys):
     assert status == 2 and "nothing was submitted for this run directory" in said
 
 
+def test_a_job_is_submitted_again_while_the_agents_of_a_new_cluster_start(monkeypatch):
+    """Ray 2.60 waits 10 s for an agent, then answers 500 (dashboard/modules/job/job_head.py)."""
+    monkeypatch.setattr(ray_jobs, "_POLL_S", 0.0)
+    waiting = RuntimeError("status code 500: No available agent to submit job, please try again later.")
+    answers = [waiting, waiting, "tiny-1"]
+    assert ray_jobs._submit(Mock(submit_job=Mock(side_effect=answers)), {"entrypoint": "true"}) == "tiny-1"
+    refused = Mock(submit_job=Mock(side_effect=[RuntimeError("status code 400"), "tiny-1"]))
+    with pytest.raises(RuntimeError, match="400"):
+        ray_jobs._submit(refused, {})
+    monkeypatch.setattr(ray_jobs, "_DEADLINE_S", -1.0)
+    with pytest.raises(RuntimeError, match="No available agent"):
+        ray_jobs._submit(Mock(submit_job=Mock(side_effect=answers)), {})
+
+
 def test_a_run_that_is_complete_is_not_submitted_again(project, capsys):
     (project / "runs/tiny").mkdir()
     (project / "runs/tiny/DONE").write_text("2\n")
@@ -372,7 +387,8 @@ def test_a_whole_run_trains_as_a_job(project, capsys, monkeypatch):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         run = project / "runs/tiny"
-        assert command(capsys, "submit", config_in(project), "--to", "ray")[0] == 0
+        status, said = command(capsys, "submit", config_in(project), "--to", "ray")
+        assert status == 0, said
         said = command(capsys, "logs", "--follow", run)[1]
         wait_until(lambda: "SUCCEEDED" in command(capsys, "status", run)[1], said)
         assert (run / "DONE").read_text() == "2\n"
