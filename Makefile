@@ -1,15 +1,15 @@
 # `make demo` and `make test` set up .venv themselves. On a machine with GPUs: make demo EXTRA=gpu, and without it from then on
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# cpu or gpu: that of the .venv that is there.
+# cpu or gpu; default: the existing .venv's.
 EXTRA ?= $(or $(patsubst .venv/.ready-%,%,$(firstword $(wildcard .venv/.ready-*))),cpu)
-# Index for torch's CPU wheels where the configured package index has none.
+# Index for torch's CPU wheels if the configured package index has none.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 READY := .venv/.ready-$(EXTRA)
-# Python keeps what it compiled: set-up compiles nothing, and the suite starts a thousand processes.
+# Let Python cache bytecode: set-up compiles nothing, and the suite starts a thousand processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Packages of other environments, for tests alone: pinned, in an interpreter of their own.
+# Packages of other environments, for tests only: pinned, in a separate interpreter.
 PACKAGES := .venv-packages/.ready
 
 .PHONY: setup demo demo-short demo-real demo-tools pipeline bench gpu-check test test-all chaos evidence findings install-check reference lint clean
@@ -41,8 +41,8 @@ demo-tools: $(READY)
 pipeline: $(READY)
 	$(BIN)/grpo-dist pipeline configs/pipelines/r1_demo.yaml $(ARGS)
 
-# Speed of the loop on this machine, and of each stage against its limit, for each workload in some minutes; without a
-# GPU also of single parts, in half an hour: PARTS= leaves them out, BENCH= the loop.
+# Speed of the loop on this machine, and of each stage relative to its limit, some minutes per workload; without a
+# GPU also of single parts, half an hour: PARTS= skips these, BENCH= skips the loop.
 BENCH ?= $(if $(filter gpu,$(EXTRA)),configs/bench/gpu_0.5b.yaml,configs/bench/cpu_13m.yaml configs/bench/cpu_13m_lognormal.yaml)
 PARTS ?= $(if $(filter gpu,$(EXTRA)),,first_minute engine_cost update_cost \
     "driver_scaling --samples 65536 --workers 8 --tables ray" "many_prompts --distinct 1800000")
@@ -50,27 +50,27 @@ bench: $(READY)
 	for config in $(BENCH); do $(BIN)/grpo-dist bench $$config $(ARGS) || exit; done
 	for part in $(PARTS); do $(BIN)/python -m tests.evidence.$$part || exit; done
 
-# What holds on this machine's GPUs, in at most 10 minutes: make gpu-check EXTRA=gpu. Without a GPU: ARGS=--rehearse
+# Checks this machine's GPUs, in at most 10 minutes: make gpu-check EXTRA=gpu. Without a GPU: ARGS=--rehearse
 gpu-check: $(READY)
 	$(BIN)/python -m pytest --confcutdir=tests/gpu -q -m gpu tests/gpu/test_gpu.py $(ARGS)
 
-# Both halves of the suite at once, the same tests every time; test-all has the slow ones too: hours on two cores.
+# Both halves of the suite in parallel, the same tests every time; test-all includes slow tests: hours on two cores.
 test: $(READY) $(PACKAGES)
 	$(BIN)/python -m tests.support.halves $(ARGS)
 
 test-all: $(READY) $(PACKAGES)
 	$(BIN)/python -m tests.support.halves --all $(ARGS)
 
-# A real job whose parts are killed, stopped, cut off and starved, 20 events of each kind: hours on two cores. Shorter:
+# A real job whose processes are killed, stopped, cut off and starved, 20 events per kind: hours on two cores. Shorter:
 # make chaos ARGS="--each 2 --only 'SIGKILL rollout' --only 'disk full'"
 chaos: $(READY)
 	$(BIN)/python -m tests.chaos $(ARGS)
 
-# Whole runs that learn, one that must not, a recipe that is killed: hours on two cores.
+# Whole runs that learn, a negative control, a recipe that is killed: hours on two cores.
 evidence: $(READY) $(PACKAGES)
 	$(BIN)/python -m pytest -s -m evidence tests $(ARGS)
 
-# What outside libraries do, each in an environment of its own: an hour. Before an upgrade: make findings ARGS="--latest"
+# Behaviour of outside libraries, each in a separate environment: an hour. Before an upgrade: make findings ARGS="--latest"
 findings:
 	$(PYTHON) findings/run.py $(ARGS)
 

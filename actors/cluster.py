@@ -3,8 +3,8 @@
     async with Cluster(config) as cluster:
         workers = await cluster.start_training(model_dir)
 
-The block joins a running Ray cluster and leaves it running, or starts a private local one and ends it. No
-actor is created before the whole placement fits.
+The block joins a running Ray cluster and leaves it running, or starts and stops a private local one. No actor
+is created before the whole placement fits.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ from grpo_dist.workers import NO_SAMPLING, Workers
 
 logger = logging.getLogger("grpo_dist")
 
-# Roles of `calls.one_at_a_time`, in which a call waits for those before it; for `reward` several run at once.
+# Roles of `calls.one_at_a_time`, whose calls wait for earlier ones; `reward` runs several at once.
 QUEUEING = {"reference", "teacher", "reward_model", "policy"}
-_POLL_S = 1.0  # while waiting for a node that joins
+_POLL_S = 1.0  # while waiting for a node to join
 
 
 class Cluster:
@@ -77,7 +77,7 @@ class Cluster:
         self._handles: list[Any] = []
         self._own_connection = self._shared = self._is_connected = False
         self._factory = Factory(config, {}, Reservation([], None))  # nothing is reserved yet
-        self._generation = 0  # policy groups created before
+        self._generation = 0  # number of earlier policy groups
         self._parts: TrainingActors | None = None
 
     async def __aenter__(self) -> Cluster:
@@ -92,8 +92,8 @@ class Cluster:
                 ray.shutdown()
 
     def connect(self) -> None:
-        """Join or start Ray, if that is not done. A program whose event loop is in another thread calls it in
-        its main thread: Ray installs a handler of signals.
+        """Join or start Ray, unless connected. If the event loop runs in another thread, call this from the
+        main thread: Ray installs signal handlers.
         """
         if self._is_connected:
             return
@@ -106,7 +106,7 @@ class Cluster:
     async def start_training(self, model_dir: Path) -> Workers:
         """Start every worker of the loop and connect the engines to the policy.
 
-        Raises UserError when they do not fit, StateLost when a worker dies before that.
+        Raises UserError when they do not fit, StateLost when a worker dies during the start.
         """
         try:
             return await self._start_training(model_dir)
@@ -140,7 +140,7 @@ class Cluster:
         return colocated(workers, colocation, has_reference=self._config.needs_reference)
 
     async def _admit_guests(self, parts: TrainingActors) -> None:
-        """Let further engines join from now on, if the run may have any."""
+        """Let more engines join from now on, if the run allows it."""
         guests, team = self._factory.guests(), parts.samplers.rollouts.team
         if guests is not None and isinstance(team, ElasticTeam):
             async with deadline(self._config.cluster.timeouts.sync_s, "start: where the actors are"):
@@ -158,31 +158,29 @@ class Cluster:
 
     @asynccontextmanager
     async def failures_as_state_lost(self) -> AsyncIterator[None]:
-        """Convert unrecoverable actor failures and expired deadlines into StateLost, which restarts all
-        workers.
-        """
+        """Convert unrecoverable actor failures and expired deadlines into StateLost: all workers restart."""
         try:
             yield
         except (RayError, SamplesLost, TimeoutError) as error:
             # A transfer that failed twice, or a partly updated reference, cannot be repaired by its caller.
-            lost = (*LOST, ObjectLostError, SamplesLost, TransferLost, TimeoutError)
-            if not isinstance(find_cause(error), lost):
+            unrecoverable = (*LOST, ObjectLostError, SamplesLost, TransferLost, TimeoutError)
+            if not isinstance(find_cause(error), unrecoverable):
                 raise
             self._parts = None  # other actors may wait for the one that failed
             first, line, stacks = str(error).partition("\n")
             raise StateLost(f"{first}: restarting all workers{line}{stacks}") from error
 
     async def start_again(self, model_dir: Path) -> Workers:
-        """Start workers after the loss of one that cannot be replaced alone.
+        """Restart workers after losing one that cannot be replaced alone.
 
-        The policy is as it was when the run began. Healthy roles with devices of their own keep running:
+        The policy starts from its initial weights. Healthy roles with dedicated devices keep running:
         engines, rewards, a frozen reference.
         """
         self._generation += 1
         if self._parts is not None and not self._config.reference.refresh_every:
             try:
                 return await self._renew_policy(self._parts, model_dir)
-            except (RayError, WorkerLost, TimeoutError) as error:  # a further actor was lost meanwhile
+            except (RayError, WorkerLost, TimeoutError) as error:  # another actor was lost meanwhile
                 logger.warning("%s: restarting all workers", reason(error))
         self._parts = None
         await self._end_workers()
@@ -203,7 +201,7 @@ class Cluster:
         return workers
 
     async def _connected(self, parts: TrainingActors, shared: SharedDevices | None) -> Workers:
-        """Connect policy, engines and reference, which are all ready."""
+        """Connect policy, engines and reference; all must be ready."""
         policy, reference = parts.policy, parts.reference
         rollouts, rewards = parts.samplers.rollouts, parts.samplers.rewards
         timeout_s = self._config.cluster.timeouts.sync_s
@@ -228,9 +226,7 @@ class Cluster:
         )  # fmt: skip
 
     async def _shared_devices(self, policy: PolicyGroup) -> SharedDevices | None:
-        """Return the GPUs of policy ranks, which all others share; None: they have their own, or there are
-        none.
-        """
+        """Return the policy ranks' GPUs, which all other roles share; None: not colocated, or no GPUs."""
         demand = self._factory.demands["rollout"]
         if not (demand.shared and demand.gpus):
             return None
@@ -255,30 +251,30 @@ class Cluster:
         )
 
     async def start_evaluation(self, model_dir: Path) -> SamplingActors:
-        """Start rollout and reward workers alone, on the weights in ``model_dir``."""
+        """Start only rollout and reward workers, with the weights in ``model_dir``."""
         await self._reserve(training=False)
         samplers = self._create_samplers(model_dir, None)
         await self._ready()
         return samplers
 
     async def stop_workers(self) -> None:
-        """End every actor this cluster started, and release their reservation; safe to call twice."""
+        """End every actor that this cluster started and release the reservation; safe to call twice."""
         try:
             await self._end_workers()
         finally:
             self._factory.reservation.release()
 
     async def _end_workers(self) -> None:
-        """End all actors; the reservation stays, because other jobs wait for it, too."""
+        """End all actors; keep the reservation, as other jobs may be waiting for its devices."""
         handles, self._handles = self._handles, []
         if handles:
             with stage("workers", "all actors end"):
                 await gather(handle.shutdown() for handle in reversed(handles))
 
     async def _ready(self, colocation: Colocation | None = None, sharing: Sequence[Any] = ()) -> None:
-        """Wait until all actors are loaded: those of ``sharing`` in sequence, all others at once.
+        """Wait until all actors are loaded: the roles in ``sharing`` in sequence, all others at once.
 
-        Errors such as an unloadable model are reported as user errors.
+        Raises UserError for errors such as an unloadable model.
         """
         models = [m for pool in self._handles if isinstance(pool, RewardPool) for m in pool.models]
         separate = [handle for handle in [*self._handles, *models] if handle not in sharing]
@@ -289,16 +285,16 @@ class Cluster:
             await gather(starts)
 
     async def _with_kernels(self, start: Callable[[], Awaitable[None]], handles: Sequence[Any]) -> None:
-        """Await ``start()``. Where ``handles`` have policy ranks, and the cluster is this machine, compile
-        DeepSpeed's kernels first, while other actors load: elsewhere the first rank of a node does. Raises
-        UserError where one cannot be built.
+        """Await ``start()``. If ``handles`` include policy ranks and the cluster is this machine, compile
+        DeepSpeed's kernels first, while other actors load; on other clusters each node's first rank compiles
+        them. Raises UserError if one cannot be built.
         """
         if not self._shared and any(isinstance(handle, PolicyGroup) for handle in handles):
             await self._build_kernels()
         await start()
 
     async def _build_kernels(self) -> None:
-        # torch's part for kernels imports setuptools.
+        # torch's kernel build module imports setuptools.
         from grpo_dist.policy.extensions import build_kernels_here, list_kernels, unbuilt
 
         device = "cuda" if self._factory.demands["policy"].gpus else "cpu"
@@ -324,7 +320,7 @@ class Cluster:
 
     async def _reserve(self, *, training: bool) -> None:
         config = self._config
-        if self._factory.reservation.is_held:  # by workers that were lost or ended
+        if self._factory.reservation.is_held:  # from workers that were lost or ended
             await self._factory.reservation.wait_ready(config.cluster)
             return
         with stage("placement", "GPUs and CPUs are reserved for all actors"):
@@ -335,8 +331,7 @@ class Cluster:
     async def _placed(self, training: bool) -> dict[str, Demand]:
         """Return the demands of all roles once the cluster is large enough for them.
 
-        A run that starts raises UserError at once. A run that restarts waits: a replacement for a lost node
-        may be coming.
+        Raises UserError at once on the first start. A restart waits: a lost node may be replaced.
         """
         again = self._generation > 0
         end = time.monotonic() + (self._config.cluster.timeouts.placement_timeout_s if again else 0.0)
@@ -357,7 +352,7 @@ class Cluster:
             await asyncio.sleep(_POLL_S)
 
 
-# By class of a role's handle: the name of its stage of the start, and what the actors do in it.
+# By handle class: the name of the role's startup stage, and what its actors do in it.
 _STAGES: dict[type, tuple[str, str]] = {
     RolloutPool: ("engines", "load the model, compile, and answer a first request"),
     EnvironmentPool: ("environments", "start their sandbox"),
@@ -369,7 +364,7 @@ _STAGES: dict[type, tuple[str, str]] = {
 
 
 async def _wait_until_ready(handle: Any) -> None:
-    """Wait for the actors of one role, as a stage of the log."""
+    """Wait for the actors of one role, and log this as a stage."""
     name, what = next(words for kind, words in _STAGES.items() if isinstance(handle, kind))
     if isinstance(handle, RolloutPool) and handle.role == "evaluation":
         name = "evaluation engines"
@@ -388,7 +383,7 @@ async def _start_colocated(colocation: Colocation, handles: Sequence[Any]) -> No
 
 
 class SupervisedCluster(Cluster):
-    """Starts and ends the ranks of a `SupervisedConfig`. After a loss all of them start again."""
+    """Starts and ends the ranks of a `SupervisedConfig`. After a loss, all ranks restart."""
 
     async def _start_training(self, model_dir: Path) -> Workers:
         await self._reserve(training=True)

@@ -1,23 +1,22 @@
-"""Engines, policy, reference and reward models on the same GPUs: which of them holds the memory, and when.
+"""Colocate engines, policy, reference and reward models on the same GPUs: which role holds the memory when.
 
     GPU      | engines       | reward model | reference | policy            | weights of both | engines
     driver   | sample ...... | score ...... | log-probs | update ...........| push            | sample ...
     leaving  | weights drop  | to host      | to host   | optimiser to host | weights to host |
 
-One role at a time holds the GPUs, all of them. The handle of a role enters `turn` for each call: a call to
-another role waits until the holder has none left. Then the holder leaves, and a role that waits takes over,
-for all calls that wait for it. So the groups of a batch are sampled, then scored and given their reference
-log-probs, each role at once, whatever the order of calls.
+One role at a time holds all GPUs. A role's handle enters `turn` for each call; calls to other roles wait
+until the holder has no calls left. Then the holder leaves, and a waiting role takes over for all its pending
+calls. So a batch is sampled, then scored, then given reference log-probs, whatever the order of calls.
 
 - Engines drop their weights when they leave. The policy sends them again before they sample: after an update
-  that is the push of the step, after a checkpoint the same version once more.
-- Ranks move the memory of their tensors (`grpo_dist.policy.rank_memory`), whatever the ZeRO stage. Before the
-  push all but the weights leaves, and the update's memory is given back: the engines' weights need it.
-- Reference and reward models have one copy on each GPU. With adapters the reference is the policy without
-  them, and takes no turn of its own.
-- Engines that join have GPUs of their own: they never sleep, and get their first weights between two turns.
+  by the push of the step, after a checkpoint by a second push of the same version.
+- Ranks offload their tensors (`grpo_dist.policy.rank_memory`), whatever the ZeRO stage. Before the push they
+  offload all but the weights and free the update's memory, which the engines' weights need.
+- Reference and reward models have one copy on each GPU. With adapters, the reference is the policy without
+  them and needs no turn.
+- Engines that join have dedicated GPUs: they never sleep, and get their first weights between two turns.
 
-On CPUs the same happens on the same cores, only that engines free no memory.
+On CPUs, roles alternate on the same cores in the same way, but engines free no memory.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ from grpo_dist.workers import ReferenceSyncHandle, WeightSyncHandle, Workers
 T = TypeVar("T")
 
 ENGINES, POLICY, REFERENCE = "engines", "policy", "reference"
-# Seconds for which a holder without calls keeps the GPUs: the next call may follow at once.
+# Seconds that an idle holder keeps the GPUs: its next call may follow at once.
 _GRACE_S = 0.02
 
 
 class Colocation:
-    """Moves the GPUs between roles. ``residents``: those that hold frozen models, by name."""
+    """Moves the GPUs between roles. ``residents``: pools of frozen models, by name."""
 
     def __init__(
         self,
@@ -62,25 +61,25 @@ class Colocation:
         timeout_s: float,
         where_stuck: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
-        """``timeout_s``: deadline of one change; ``where_stuck``: see `Workers`."""
+        """``timeout_s``: deadline of one change of holder; ``where_stuck``: see `Workers`."""
         self.policy, self.rollouts, self._residents = policy, rollouts, residents
         self._timeout_s, self._where_stuck = timeout_s, where_stuck
-        self.sync: WeightSyncHandle | None = None  # set once all are connected, as is the next
+        self.sync: WeightSyncHandle | None = None  # both syncs are set once all roles are connected
         self.reference_sync: ReferenceSyncHandle | None = None
         self._holder: str | None = None
-        self._users = 0  # calls of the holder
+        self._users = 0  # the holder's running calls
         self._idle, self._idle_since = asyncio.Event(), 0.0
-        self._change: asyncio.Task[Any] | None = None  # of the holder; stays once one has failed
-        self._engines_kept = True  # they still have the weights that they were started with
-        self._version, self._is_sent = 0, True  # of the policy's weights; whether engines had them
-        self._seconds = defaultdict[str, float](float)  # of changes since the last push, by kind
+        self._change: asyncio.Task[Any] | None = None  # current change of holder; kept after a failure
+        self._has_initial_weights = True  # engines still have the weights that they were started with
+        self._version, self._is_sent = 0, True  # policy version; whether it was sent to the engines
+        self._seconds = defaultdict[str, float](float)  # seconds per kind of change since the last push
         policy.turn, policy.on_change = partial(self.turn, POLICY), self._policy_changes
         rollouts.turn = partial(self.turn, ENGINES)
         for name, resident in residents.items():
             resident.turn = partial(self.turn, name)
 
     async def start(self) -> None:
-        """Load all, one after the other, so that each finds the memory free that it measures or takes."""
+        """Load all roles in sequence, so that each finds free GPU memory when it measures or allocates."""
         await self.rollouts.ready()
         await self.rollouts.sleep(keep_weights=True)
         await self.policy.ready()
@@ -91,7 +90,7 @@ class Colocation:
 
     @asynccontextmanager
     async def turn(self, role: str) -> AsyncIterator[None]:
-        """Wait until ``role`` holds the GPUs, and keep them for the length of the block."""
+        """Wait until ``role`` holds the GPUs, and keep them during the block."""
         while self._holder != role or self._change is not None:
             if await self._is_free():
                 self._begin(self._give(role))
@@ -105,12 +104,12 @@ class Colocation:
                 self._idle.set()
 
     def _policy_changes(self) -> None:
-        """Note that the policy's weights change: engines must not get them as the old version."""
+        """Note that the policy's weights change: they must not be sent as the old version."""
         self._is_sent = False
 
     async def push(self, version: int) -> dict[str, float]:
-        """Send the policy's weights to the engines, which hold the GPUs afterwards. Returns metrics of the
-        sync, and the seconds of all changes since the last push.
+        """Send the policy's weights to the engines, which hold the GPUs afterwards. Returns sync metrics and
+        the seconds of all changes since the last push.
         """
         self._version, self._is_sent = version, True
         metrics = await self._alone(self._send)
@@ -118,12 +117,12 @@ class Colocation:
         return metrics | {f"time/turn_{change}_s": seconds for change, seconds in spent.items()}
 
     def admit(self, team: Team) -> None:
-        """Have engines of ``team`` that join get the policy's weights while no role holds the GPUs."""
+        """Let joining engines of ``team`` get the policy's weights between two turns."""
         assert team.catch_up is not None, "policy and engines are connected"
         team.catch_up = partial(self.catch_up, team.catch_up)
 
     async def catch_up(self, send: Callable[[Any], Awaitable[None]], worker: Any) -> None:
-        """Have ``send`` give the policy's weights to ``worker``, which joins. Raises its error."""
+        """Send the policy's weights to ``worker``, which joins, by ``send``. Raises its error."""
         if (failure := await self._alone(lambda: self._catch_up(send, worker))) is not None:
             raise failure
 
@@ -132,9 +131,9 @@ class Colocation:
         await self._alone(self._refresh)
 
     async def _is_free(self) -> bool:
-        """Return whether the holder can change now; else wait until that may have become true.
+        """Return whether the holder can change now; otherwise wait until it may be possible.
 
-        Raises the error of a change that failed: the run restarts all roles.
+        Raises the error of a failed change: the run then restarts all roles.
         """
         if (change := self._change) is not None:
             await asyncio.wait([change])  # bounded: by the deadlines of its parts
@@ -157,7 +156,7 @@ class Colocation:
         return task.result()  # bounded: it is done
 
     def _begin(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run ``change`` as a task: a caller that is cancelled does not leave the GPUs half moved."""
+        """Run ``change`` as a task, so that a cancelled caller does not leave the GPUs half moved."""
         task = asyncio.create_task(change, name="change of the GPUs' holder")
         task.add_done_callback(self._changed)
         self._change = task
@@ -174,16 +173,16 @@ class Colocation:
         elif role != ENGINES:
             await self._leave()
             await self._part(f"{_kind(role)}_wake", self._residents[role].wake_up)
-        elif self._engines_kept:
+        elif self._has_initial_weights:
             await self._leave()
             await self._part("engines_wake", self.rollouts.wake_up)
-            self._engines_kept = False
+            self._has_initial_weights = False
         else:
             await self._send()
         self._holder = role
 
     async def _leave(self) -> None:
-        """Have the role that holds the GPUs leave them."""
+        """Move the current holder off the GPUs."""
         holder, self._holder = self._holder, None
         if holder == ENGINES:
             await self._part("engines_sleep", self._engines_sleep)
@@ -193,11 +192,11 @@ class Colocation:
             await self._part(f"{_kind(holder)}_sleep", self._residents[holder].sleep)
 
     async def _engines_sleep(self) -> None:
-        await self.rollouts.abandon()  # requests of cancelled calls, which sleep would wait for
+        await self.rollouts.abandon()  # sleep would wait for requests of cancelled calls
         await self.rollouts.sleep(keep_weights=False)
 
     async def _only_weights(self) -> None:
-        """Put the policy's weights on the GPUs, and nothing else."""
+        """Put only the policy's weights on the GPUs."""
         if self._holder == POLICY:
             self._holder = None
             await self._part("policy_offload", lambda: self.policy.hold("weights"))
@@ -216,19 +215,19 @@ class Colocation:
         metrics = await self.sync.push(self._version)
         await self._part("policy_offload", lambda: self.policy.hold("nothing"))
         await self._part("engines_wake", lambda: self.rollouts.wake_up("kv_cache"))
-        self._holder, self._engines_kept = ENGINES, False
+        self._holder, self._has_initial_weights = ENGINES, False
         return metrics
 
     async def _catch_up(self, send: Callable[[Any], Awaitable[None]], worker: Any) -> Exception | None:
-        """Return why ``worker`` could not join: the change itself succeeds, and the run continues."""
+        """Return why ``worker`` could not join; the change itself succeeds, and the run continues."""
         await self._only_weights()
         failure, limit_s = None, self._timeout_s
         try:
             await send(worker)
-        except (RayError, TimeoutError, UserError) as error:  # of a rank: the next part fails, too
+        except (RayError, TimeoutError, UserError) as error:  # if a rank failed, the next part fails, too
             failure = error
-            kill([worker])  # a rank that sends to it notices, and one that waits for it to connect
-            limit_s += self._timeout_s  # does so for as long as this
+            kill([worker])  # a rank that is sending to it notices
+            limit_s += self._timeout_s  # a rank may wait this long for it to connect
         await self._part("policy_offload", lambda: self.policy.hold("nothing"), limit_s)
         return failure
 
@@ -243,7 +242,7 @@ class Colocation:
     async def _part(
         self, name: str, move: Callable[[], Awaitable[None]], limit_s: float | None = None
     ) -> None:
-        """Run a part of a change, timed, with a deadline: ``limit_s``, or that of all parts."""
+        """Run and time one part of a change. ``limit_s``: its deadline; None: the default one."""
         stage = f"placement: {name.replace('_', ' ')} on the shared GPUs"
         begin = time.perf_counter()
         async with deadline(limit_s or self._timeout_s, stage, explain=self._where_stuck):
@@ -252,8 +251,8 @@ class Colocation:
 
 
 def colocated(workers: Workers, colocation: Colocation, *, has_reference: bool) -> Workers:
-    """Return ``workers``, connected, with the weight syncs of ``colocation``. ``has_reference``: the loss
-    needs one, which the policy is itself where ``workers`` have none.
+    """Return the connected ``workers`` with the weight syncs of ``colocation``. ``has_reference``: the loss
+    needs a reference; without reference workers, the policy serves as one.
     """
     colocation.sync, colocation.reference_sync = workers.sync, workers.reference_sync
     reference = workers.reference
@@ -264,23 +263,22 @@ def colocated(workers: Workers, colocation: Colocation, *, has_reference: bool) 
 
 
 def _kind(role: str) -> str:
-    """Return the part of a role's name that is not one's own: "reward_model" of "reward_model safety"."""
+    """Return the role without the model's name: "reward_model" for "reward_model safety"."""
     return role.partition(" ")[0]
 
 
-_Asked = tuple[Prompt, Any, int, "asyncio.Future[list[TeacherLogprobs]]"]  # prompt, samples, top_k, answer
+_Request = tuple[Prompt, Any, int, "asyncio.Future[list[TeacherLogprobs]]"]  # prompt, samples, top_k, answer
 
 
 class BaseReference:
-    """The reference of a policy of adapters: the policy without them.
+    """The reference of a policy with adapters: the policy without them.
 
-    The calls for all groups of a batch wait for the policy's turn, and are answered together: those that want
-    as many likeliest tokens.
+    All groups of a batch wait for the policy's turn; calls with equal ``top_k`` are answered together.
     """
 
     def __init__(self, policy: PolicyGroup, colocation: Colocation) -> None:
         self._policy, self._turn = policy, partial(colocation.turn, POLICY)
-        self._waiting: list[_Asked] = []
+        self._waiting: list[_Request] = []
         self._answering: asyncio.Task[None] | None = None
 
     async def logprobs(self, prompt: Prompt, rollouts: Any, top_k: int = 0) -> list[TeacherLogprobs]:
@@ -291,33 +289,34 @@ class BaseReference:
         self._waiting.append((prompt, rollouts, top_k, answer))
         try:
             async with self._turn():
-                taken = [waiting for waiting in self._waiting if not waiting[-1].done()]
+                requests = [request for request in self._waiting if not request[-1].done()]
                 self._waiting = []
-                if taken:  # as a task: it is for the others, too, should this caller be cancelled
-                    self._answering = asyncio.create_task(self._answer(taken), name="log-probs of the base")
+                if requests:  # a task: it answers other callers, too, even if this one is cancelled
+                    task = asyncio.create_task(self._answer(requests), name="log-probs of the base")
+                    self._answering = task
                 return await answer  # bounded: the call of the ranks has a deadline
         finally:
-            answer.cancel()  # of a caller that was cancelled: it is not asked for any more
+            answer.cancel()  # a cancelled caller needs no answer
 
-    async def _answer(self, taken: list[_Asked]) -> None:
-        for top_k in sorted({asked[2] for asked in taken}):
-            await self._answer_alike([asked for asked in taken if asked[2] == top_k], top_k)
+    async def _answer(self, requests: list[_Request]) -> None:
+        for top_k in sorted({request[2] for request in requests}):
+            await self._answer_top_k([request for request in requests if request[2] == top_k], top_k)
 
-    async def _answer_alike(self, taken: list[_Asked], top_k: int) -> None:
-        groups = [(prompt, samples) for prompt, samples, *_ in taken]
+    async def _answer_top_k(self, requests: list[_Request], top_k: int) -> None:
+        groups = [(prompt, samples) for prompt, samples, *_ in requests]
         try:
             logprobs = await self._policy.base_logprobs(groups, top_k)
         except Exception as error:
-            for *_, answer in taken:
+            for *_, answer in requests:
                 if not answer.done():
                     answer.set_exception(error)
             return
-        for (*_, answer), values in zip(taken, logprobs, strict=True):
+        for (*_, answer), values in zip(requests, logprobs, strict=True):
             if not answer.done():  # its caller may have been cancelled
                 answer.set_result(values)
 
     async def save(self, path: Path) -> None:
-        """Nothing: it never changes, and is in the model's directory."""
+        """Do nothing: the base never changes, and is in the model's directory."""
 
     async def load(self, path: Path) -> None:
-        """Nothing, see `save`."""
+        """Do nothing, see `save`."""

@@ -1,10 +1,9 @@
-"""The Ray cluster of a run: which one it is, what it has, the connection to it, and whether the run fits it.
+"""Choose the Ray cluster of a run, connect to it, and check whether the run fits it.
 
-A private cluster, which a run starts for itself, is kept closed to other users of the machine: Ray writes its
-token with the permissions that new files of the user have, mostly readable by all, and makes its directories
-writable by all.
+A private cluster, which a run starts for itself, is closed to other users of the machine: Ray writes its
+token with default file permissions, mostly readable by all, and makes its directories writable by all.
 
-Ray is imported where it is called: a check of a run on this machine does without it.
+Ray is imported lazily: checking a run on this machine does not need it.
 """
 
 from __future__ import annotations
@@ -35,26 +34,25 @@ logger = logging.getLogger("grpo_dist")
 T = TypeVar("T")
 
 _TRIES = 5
-# Ray's own processes read these when they start. In a private cluster nobody uses what they switch off: the
-# load of each process for a dashboard, workers without an actor.
+# Ray's processes read these when they start. They turn off what a private cluster does not need: dashboard
+# statistics per process, and prestarted workers.
 _NOT_COLLECTED = {
     "REPORTER_UPDATE_INTERVAL_MS": "86400000",
-    # Workers for each core beforehand: every actor here has variables of its own, and takes none of them.
+    # Every actor sets environment variables, so no actor uses a prestarted worker.
     "RAY_prestart_worker_first_driver": "0",
 }
-# A path of a socket has 107 bytes at most; those behind Ray's temporary directory are
-# /session_2026-11-28_13-46-32_123456_1234567/sockets/plasma_store, and of vLLM's engines and of Python's
-# multiprocessing fewer.
+# A socket path has at most 107 bytes. Ray appends 63 to its temporary directory:
+# /session_2026-11-28_13-46-32_123456_1234567/sockets/plasma_store. vLLM and multiprocessing append fewer.
 _LONGEST = 107 - 63 - 1
 _SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 _ENGINES = "VLLM_RPC_BASE_PATH"  # vLLM's sockets; default: TMPDIR
 _SPILLING = "RAY_object_spilling_directory"
-_TOO_SLOW = "timed out during startup"  # in an error that is a plain Exception
+_TOO_SLOW = "timed out during startup"  # in the message of a plain Exception
 
 
 def start_private_ray(**options: Any) -> None:
-    """Start a private Ray for this process, with ``options`` of `ray.init`. Variables by which its actors
-    would see other GPUs than their own leave the environment, which Ray's processes inherit.
+    """Start a private Ray for this process, with ``options`` of `ray.init`. Removes variables from the
+    environment that would let an actor see GPUs that it was not assigned; Ray's processes inherit it.
     """
     import ray
 
@@ -71,8 +69,8 @@ def start_private_ray(**options: Any) -> None:
 
 @contextmanager
 def _without_monitors() -> Iterator[None]:
-    """Let Ray start neither the process that scales a cluster, nor the one that sends logs to a driver, nor
-    the dashboard: without its pages it only counts use, and Ray waits 2.5 s for it.
+    """Keep Ray from starting the autoscaler, the log monitor and the dashboard. Ray starts the dashboard even
+    without its pages, only for usage statistics, and waits 2.5 s for it.
     """
     from ray._private.node import Node
 
@@ -88,35 +86,32 @@ def _without_monitors() -> Iterator[None]:
 
 
 def _short_paths() -> dict[str, str]:
-    """Return options of `ray.init` that keep the paths of its sockets, and of engines, short where TMPDIR is
-    long, as Slurm sets it. Objects that do not fit into memory are still written to TMPDIR. Raises UserError
-    where no directory with a short name can be written.
+    """Return `ray.init` options that keep the socket paths of Ray and engines short when TMPDIR is long, as
+    under Slurm. Objects that do not fit into memory still spill to TMPDIR. Raises UserError if no directory
+    with a short name is writable.
     """
     from ray._common.utils import get_default_ray_temp_dir
 
-    wanted = Path(get_default_ray_temp_dir())
-    if len(os.fsencode(wanted)) <= _LONGEST:
+    default_dir = Path(get_default_ray_temp_dir())
+    if len(os.fsencode(default_dir)) <= _LONGEST:
         return {}
     short = next((path for path in _SHORT if os.access(path, os.W_OK | os.X_OK)), None)
     if short is None:
         raise UserError(
-            f"TMPDIR (or RAY_TMPDIR) = {wanted.parent}: Ray's sockets are below it, and their paths are "
+            f"TMPDIR (or RAY_TMPDIR) = {default_dir.parent}: Ray's sockets are below it, and their paths are "
             f"longer than 107 bytes; set RAY_TMPDIR to a directory of at most {_LONGEST - len('/ray')} "
             "characters"
         )
     os.environ.setdefault(_ENGINES, short)
-    print_line(f"Ray's sockets and logs are in {short}/ray: the path of {wanted.parent} is too long for them")
+    print_line(f"Ray's sockets and logs are in {short}/ray: {default_dir.parent} is too long for sockets")
     options = {"_temp_dir": f"{short}/ray"}
     if _SPILLING not in os.environ:
-        options["object_spilling_directory"] = str(wanted)
+        options["object_spilling_directory"] = str(default_dir)
     return options
 
 
 def started_in_time(start_ray: Callable[[], T]) -> T:
-    """Return ``start_ray()``.
-
-    Ray gives its own processes 30 s, which they may exceed on a busy machine. Then they are started again.
-    """
+    """Return ``start_ray()``; retry it when Ray's processes exceed their 30 s limit, as on a busy machine."""
     before = set(psutil.Process().children())
     for tries_left in reversed(range(_TRIES)):
         try:
@@ -124,17 +119,14 @@ def started_in_time(start_ray: Callable[[], T]) -> T:
         except Exception as error:
             if _TOO_SLOW not in str(error) or not tries_left:
                 raise
-        logger.warning("Ray's processes did not start within its limit; they are started again")
+        logger.warning("Ray's processes did not start within its limit; retrying")
         for process in set(psutil.Process().children()) - before:
             process.kill()
     raise AssertionError("the last try returns or raises")
 
 
 def prepare_token() -> None:
-    """Write a token to the file where Ray looks for one, readable by this user alone.
-
-    An existing token is kept, and made unreadable to others.
-    """
+    """Write Ray's token file, readable by this user alone; keep an existing one and make it private."""
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or os.environ.get("RAY_AUTH_TOKEN"):
         return
     if token_path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
@@ -152,9 +144,7 @@ def prepare_token() -> None:
 
 
 def close_session(session: Path) -> None:
-    """Keep others from entering the directory of a started session, and from renaming it in the shared
-    one.
-    """
+    """Keep other users from entering a session directory, and from renaming it in the shared parent."""
     _close_to_others(session, 0o700)
     with suppress(OSError):
         shared = session.parent.stat()
@@ -182,7 +172,7 @@ def _warn_if_open(path: Path) -> None:
             logger.warning("RAY_AUTH_TOKEN_PATH = %s can be read by others; chmod 600 it", path)
 
 
-_LISTENS_S = 10.0  # until a port of a cluster that starts is open
+_LISTENS_S = 10.0  # until a starting cluster opens its port
 
 
 def address_of(cluster: ClusterConfig) -> str:
@@ -191,7 +181,7 @@ def address_of(cluster: ClusterConfig) -> str:
 
 
 def local_resources(cluster: ClusterConfig) -> Resources:
-    """Return what this machine has. Raises UserError as `usable_gpus`."""
+    """Return this machine's resources. Raises UserError like `usable_gpus`."""
     return Resources(cluster.num_cpus or available_cpus(), usable_gpus())
 
 
@@ -206,13 +196,13 @@ def check_grows_no_more(cluster: ClusterConfig) -> None:
     """Raises UserError for a private cluster that is expected to grow."""
     if cluster.grows_to is not None:
         raise UserError(
-            "`cluster.grows_to` is set, and the run has a cluster of its own, which is this machine; set "
+            "`cluster.grows_to` is set, but the run starts a private cluster on this machine; set "
             "`cluster.address` (or RAY_ADDRESS) to the one that grows, or remove it"
         )
 
 
 def is_this_machine() -> bool:
-    """Return whether the cluster is this machine alone, so that a check here holds for every node."""
+    """Return whether this machine is the whole cluster, so that a check here covers every node."""
     import ray
 
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -220,11 +210,11 @@ def is_this_machine() -> bool:
 
 
 def _check_answers(address: str) -> None:
-    """Raise ConnectionError where no Ray answers at ``address`` within a minute; `ray.init` waits a quarter
-    of an hour. Raises ValueError for an address of another kind.
+    """Raise ConnectionError if no Ray answers at ``address`` within a minute; `ray.init` would wait 15
+    minutes. Raises ValueError for a malformed address.
 
-    A port that nobody listens on is asked again for some seconds: its cluster may be starting. Ray's own
-    client then tells a cluster from other servers, in the time that it is allowed (40 s).
+    Retries a closed port for 10 s: its cluster may be starting. Ray's client then tells a Ray cluster from
+    other servers, within its limit of 40 s.
     """
     if address.startswith("ray://"):
         return  # Ray's client has deadlines
@@ -256,18 +246,17 @@ def _check_answers(address: str) -> None:
 def connect(cluster: ClusterConfig) -> bool:
     """Join the cluster, or start a private local one; return whether this call opened the connection.
 
-    Raises UserError where none answers within a minute, or where CUDA does not start on the GPUs of a private
-    one.
+    Raises UserError if no cluster answers within a minute, or if CUDA does not start on a private one's GPUs.
     """
     import ray
 
     if ray.is_initialized():
         return False
     address = address_of(cluster)
-    # Ray runs its workers at the lowest priority by default, where any other program of this machine starves
-    # them. Ray reads this when a cluster starts; a running cluster keeps its own value.
+    # By default Ray runs workers at the lowest priority, so other programs on this machine starve them. Ray
+    # reads this when a cluster starts; a running cluster keeps its value.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # A group that failed has two results, and its caller reads only the first.
+    # A failed group has two results, and its caller reads only the first.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     local: dict[str, Any] = {}
     if address == "local":
@@ -283,7 +272,7 @@ def connect(cluster: ClusterConfig) -> bool:
         else:
             _check_answers(address)
             ray.init(address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError) as error:  # Ray raises ValueError for an address of another kind
+    except (ConnectionError, ValueError) as error:  # Ray raises ValueError for a malformed address
         key = "cluster.address" if cluster.address else "RAY_ADDRESS"
         raise UserError(
             f"{key} = {address}: no Ray cluster answers there ({error}); start one with `ray start "
@@ -295,16 +284,16 @@ def connect(cluster: ClusterConfig) -> bool:
 
 
 class Fit(NamedTuple):
-    """``words`` describe the placement of a run; ``gpus`` counts those of the whole cluster."""
+    """``words``: description of a run's placement; ``gpus``: GPUs of the whole cluster."""
 
     words: str
     gpus: int
 
 
 def fit(config: Config, *, training: bool = True) -> Fit:
-    """Check that a training run, or an evaluation, fits the cluster, before anything is started.
+    """Check that a training run, or an evaluation, fits the cluster, before starting anything.
 
-    Raises UserError when it takes more than the cluster has.
+    Raises UserError if it needs more than the cluster has.
     """
     is_connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     if address_of(config.cluster) == "local" and not is_connected:

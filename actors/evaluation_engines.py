@@ -1,11 +1,11 @@
-"""Engines on which evaluation runs while training continues.
+"""Engines that evaluate while training continues.
 
 policy ranks        | copy of version k | update k+1 ... | update k+2 ...
 disk                |        snapshot of version k
 evaluation engines  |                     load | sample the held-out problems under version k
 
-Nothing of training waits for these engines, and no weight sync includes them. An engine that replaces a lost
-one loads the same snapshot, and samples the lost groups again with the same seeds.
+Training never waits for these engines, and weight syncs skip them. A replacement engine loads the same
+snapshot and resamples the lost groups with the same seeds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BUCKET_BYTES = 64 * 2**20
 
 
 class EvaluationEngines:
-    """Driver-side handle. ``rollouts`` and ``rewards`` are what an evaluation needs."""
+    """Driver-side handle. An evaluation uses its ``rollouts`` and ``rewards``."""
 
     def __init__(
         self, policy: PolicyGroup, rollouts: RolloutPool, rewards: RewardPool, *, timeout_s: float
@@ -41,9 +41,7 @@ class EvaluationEngines:
         rollouts.team.catch_up = self._catch_up
 
     async def snapshot(self, directory: Path, version: int) -> None:
-        """Copy the policy's weights, which are ``version``, for the file in ``directory``. Updates may follow
-        at once.
-        """
+        """Copy the policy's weights, of ``version``, to be written to ``directory``; updates may follow."""
         self._unwritten = await self._policy.snapshot(directory, version, _BUCKET_BYTES)
 
     async def written(self) -> None:
@@ -55,10 +53,10 @@ class EvaluationEngines:
                 self._unwritten = None
 
     async def load(self, directory: Path) -> bool:
-        """Have all engines load the snapshot in ``directory``; False where it is not whole.
+        """Load the snapshot in ``directory`` on all engines; return False if it is incomplete.
 
-        Raises RuntimeError where an engine read other bytes than the policy wrote, or reports another
-        version, and ValueError for a damaged description.
+        Raises RuntimeError if an engine reads other bytes than the policy wrote or reports another version,
+        and ValueError for a damaged description.
         """
         snapshot = await run_in_thread(lambda: read_snapshot(directory))
         if snapshot is None:
@@ -70,20 +68,18 @@ class EvaluationEngines:
         return True
 
     def has_snapshot(self, directory: Path) -> bool:
-        """Return whether there is a whole snapshot in ``directory``."""
+        """Return whether ``directory`` has a complete snapshot."""
         return read_snapshot(directory) is not None
 
     async def discard(self, directory: Path) -> None:
-        """Delete the snapshot in ``directory``. An engine that replaces a lost one then loads none: it gets
-        the next.
-        """
+        """Delete the snapshot in ``directory``. A replacement engine then waits for the next one."""
         async with self._loading:
             if self._snapshot is not None and self._snapshot.file.parent == directory:
                 self._snapshot = None
         await run_in_thread(lambda: discard(directory))
 
     async def _load(self, worker: Any, snapshot: Snapshot) -> None:
-        """Load ``snapshot``. A lost engine is left to its replacement, which loads it, too."""
+        """Load ``snapshot``. If the engine is lost, its replacement loads it."""
         try:
             await self._load_on(worker, snapshot)
         except RayError:
@@ -94,7 +90,7 @@ class EvaluationEngines:
         names = {name: w for name, w in self.rollouts.team.named().items() if w is worker}
         stage = f"evaluation: version {snapshot.version} is loaded"
         async with deadline_of(names, self._timeout_s, stage):
-            await worker.abandon.remote()  # requests of an evaluation that was given up
+            await worker.abandon.remote()  # drops requests of a cancelled evaluation
             await worker.open_transfer.remote("gloo", (), self._timeout_s, file=str(snapshot.file))
             await worker.begin_update.remote()
             received = snapshot.parameters, snapshot.bucket_bytes, snapshot.adapter_scale

@@ -29,14 +29,14 @@ from grpo_dist.runtime.hardware import thread_environment
 
 ModelT = TypeVar("ModelT", RewardModelConfig, TeacherConfig)
 
-# An actor on the policy's GPUs has the memory for its start only in its own turn, which may not come again
-# before its answers are there.
+# A colocated actor has the memory to start only in its turn, which may not come before its answers are
+# needed.
 _SHARES = "it shares devices with the policy, and all of them restart together"
 
 
 @dataclass(frozen=True)
 class SamplingActors:
-    """``environments``: None where no prompt has one."""
+    """``environments``: None if no prompt has one."""
 
     rollouts: RolloutPool
     rewards: RewardPool
@@ -50,21 +50,21 @@ class TrainingActors:
     policy: PolicyGroup
     samplers: SamplingActors
     reference: ReferencePool | None
-    evaluation: RolloutPool | None = None  # engines for evaluation alone
+    evaluation: RolloutPool | None = None  # engines only for evaluation
     teachers: Mapping[str, ReferencePool] = field(default_factory=dict)
 
     def engines(self) -> list[RolloutPool]:
-        """Return the pools of engines: of training, and of evaluation if it has its own."""
+        """Return the engine pools: training's, and evaluation's if it has dedicated engines."""
         return [self.samplers.rollouts, *([self.evaluation] if self.evaluation else [])]
 
     def frozen_models(self) -> dict[str, ReferencePool | RewardModelPool]:
-        """Return the roles that hold a model which is not trained, by name."""
+        """Return the pools of frozen models, by role."""
         reference = {"reference": self.reference} if self.reference else {}
         teachers = {f"teacher {name}": teacher for name, teacher in self.teachers.items()}
         return reference | teachers | {f"reward_model {m.name}": m for m in self.samplers.rewards.models}
 
     def teams(self) -> dict[str, list[Team]]:
-        """Return the teams of each role by the role's name in metrics."""
+        """Return the teams of each role, by its name in metrics."""
         rewards, environments = self.samplers.rewards, self.samplers.environments
         return {
             "rollout": [self.samplers.rollouts.team],
@@ -78,7 +78,7 @@ class TrainingActors:
         }
 
     async def cores_in_use(self, demands: Mapping[str, Demand]) -> dict[str, int]:
-        """See `elasticity.cores_in_use`. The caller holds the deadline."""
+        """Return `elasticity.cores_in_use`. The caller sets the deadline."""
         threads, teams = uncounted_threads(demands), self.teams()
         nodes = {
             role: await nodes_of(actor for team in teams[role] for actor in team.alive()) for role in threads
@@ -88,22 +88,22 @@ class TrainingActors:
 
 @dataclass(frozen=True)
 class SharedDevices:
-    """GPUs of each policy rank and of each engine on them."""
+    """GPUs of each policy rank and of each colocated engine."""
 
     ranks: list[Devices]
     engines: list[Devices]
 
     @property
     def ranks_of_engines(self) -> list[int]:
-        """For each process of the engines the policy rank on its GPU."""
+        """The policy rank on the GPU of each engine process."""
         return colocated_ranks(self.ranks, self.engines)
 
 
 class Factory:
-    """Creates the actors of one run on what is reserved for them."""
+    """Creates the actors of one run on their reserved devices."""
 
     def __init__(self, config: Config, demands: Mapping[str, Demand], reservation: Reservation) -> None:
-        self._config = config.make_code_paths_absolute()  # actors have working directories of their own
+        self._config = config.make_code_paths_absolute()  # actors have other working directories
         self.demands, self.reservation = demands, reservation
 
     def policy(self, model_dir: Path, *, generation: int) -> PolicyGroup:
@@ -115,7 +115,7 @@ class Factory:
         )
 
     def environments(self) -> EnvironmentPool | None:
-        """Create the environment workers; None where no prompt has an environment."""
+        """Create the environment workers; None if no prompt has an environment."""
         if "environments" not in self.demands:
             return None
         sandboxed = any(map(may_run_code, self._config.environment_names))
@@ -132,7 +132,7 @@ class Factory:
         return RolloutPool(spec, actors, environments=environments)
 
     def guests(self) -> GuestSpec | None:
-        """Return how many engines may join those that are reserved, and what each takes."""
+        """Return how many engines may join beyond the reserved ones, and the devices of each."""
         demand, rollout = self.demands["rollout"], self._config.rollout
         if not rollout.may_grow or "policy" not in self.demands:
             return None
@@ -141,7 +141,7 @@ class Factory:
         return GuestSpec(rollout.most_workers - rollout.num_workers, cpus, demand.gpus)
 
     def evaluation(self, model_dir: Path, environments: EnvironmentPool | None) -> RolloutPool | None:
-        """Create the engines on which evaluation runs while training continues; None: there are none."""
+        """Create the engines that evaluate while training continues; None if there are none."""
         if "evaluation" not in self.demands:
             return None
         spec = EngineSpec.from_config(self._config, model_dir).make_evaluation_spec(self._config.evaluation)
@@ -167,7 +167,7 @@ class Factory:
         ]
 
     def reference(self, model_dir: Path, shared: SharedDevices | None) -> ReferencePool | None:
-        """Create the reference workers; None where the run needs none."""
+        """Create the reference workers; None if the run needs none."""
         config = self._config
         if "reference" not in self.demands:
             return None
@@ -184,8 +184,8 @@ class Factory:
     def teachers(
         self, model_dirs: Mapping[str, Path], policy_dir: Path, shared: SharedDevices | None
     ) -> dict[str, ReferencePool]:
-        """Create the workers of the teachers with models of their own. ``model_dirs``: by their names;
-        ``policy_dir``: of the policy's, which may have fewer tokens.
+        """Create the workers of teachers that have a model. ``model_dirs``: model directories by teacher;
+        ``policy_dir``: the policy's model, whose vocabulary may be smaller.
         """
         config, tokens = self._config, None
         if config.distillation.top_k and model_dirs:
@@ -208,7 +208,7 @@ class Factory:
     def _split_by_model(
         self, role: str, models: Sequence[ModelT], shared: SharedDevices | None
     ) -> Iterator[tuple[ModelT, ActorSpec]]:
-        """Yield each model of a role that has several, with its share of the role's actors."""
+        """Yield each of the role's models with its share of the role's actors."""
         if not models:
             return
         if shared:  # one copy of each on every GPU
@@ -220,10 +220,10 @@ class Factory:
             yield model, replace(every, actor_options=options)
 
     def _actors(self, role: str, shared: Sequence[Devices] = ()) -> ActorSpec:
-        """Return options, placement and restarts of a role's actors; ``shared``: devices of each, if others
-        have them, too.
+        """Return options, placement and restarts of a role's actors. ``shared``: the devices of each
+        colocated actor.
 
-        CPUs are divided by thread counts, not by Ray: actors that never run at the same time share them.
+        Thread counts divide the CPUs, not Ray: actors that never run at the same time share them.
         """
         demand, cluster = self.demands[role], self._config.cluster
         options = {
@@ -242,13 +242,13 @@ class Factory:
 
 
 def _place_on_each(model: ModelT, gpus: int) -> ModelT:
-    """Return ``model`` with a copy on each of ``gpus``, which it has alone in its turn."""
+    """Return ``model`` with a copy on each of ``gpus``, which it has to itself in its turn."""
     whole: dict[str, Any] = {"gpu_share": 1.0} if isinstance(model, RewardModelConfig) else {}
     return model.model_copy(update={"num_workers": gpus} | whole)
 
 
 def set_devices(options: dict[str, Any], devices: Devices) -> dict[str, Any]:
-    """Return options of an actor that sees ``devices``, which Ray has given to others and counts there."""
+    """Return options of an actor that sees ``devices``, which Ray has assigned to other actors."""
     gpus = ",".join(devices.gpus)
     environment = options["runtime_env"]["env_vars"] | {VISIBLE: gpus, SHARED: gpus}
     return {

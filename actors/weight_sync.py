@@ -1,4 +1,4 @@
-"""Weight sync: from the policy to every engine, over vLLM's weight-transfer interface.
+"""Sync weights from the policy to every engine over vLLM's weight-transfer interface.
 
 driver            policy ranks                           engines
   begin_update  ------------------------------------->   drain or freeze requests, drop the key-value cache
@@ -6,21 +6,20 @@ driver            policy ranks                           engines
                   send checksum                   ===>   compare; a difference ends the run
   finish_update ------------------------------------->   repack, take the version, serve again
 
-An engine that dies during the transfer ends it for all: it is repeated with the others, in a new group. The
-replacement gets the weights in its own group, while the others keep serving. If only a connection is lost,
+If an engine dies during the transfer, the transfer is repeated with the others in a new group. Its
+replacement gets the weights in a separate group while the others keep serving. If only a connection is lost,
 the transfer is repeated once.
 
 With `weight_sync.deltas` (`DeltaSync`) the policy copies the weights while the engines stop:
 
-    all engines hold the weights before   changes   -> engines compare the checksum of the whole
+    all engines have the previous weights changes   -> engines compare the checksum of the whole
     one does not (new, restarted, late)   whole
     a checksum differs                    changes, then whole
     an engine joins                       whole, from the policy's copy
 
-`TransferGroup` is a group in which the policy sends its weights to other workers: engines, or a reference
-that is refreshed every few steps or follows as a moving average (`ReferenceSync`). Rank 0 sends to all
-workers. Where policy and workers share GPUs, each rank sends to the process on its GPU, and there are as many
-groups as GPUs.
+In a `TransferGroup` the policy sends its weights to other workers: engines, or a reference that is refreshed
+every few steps or follows as a moving average (`ReferenceSync`). Rank 0 sends to all workers. If colocated,
+each rank sends to the process on its GPU, with one group per GPU.
 """
 
 from __future__ import annotations
@@ -51,27 +50,27 @@ from grpo_dist.runtime.hardware import transfer_backend
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.types import Prompt, Rollout, Sampling
 
-# Size of a bucket, MiB. vLLM walks the whole model once a bucket: on a CPU a sync of 538 MB took a fifth
-# longer with 4 MiB.
+# Bucket size, MiB. vLLM walks the whole model for each bucket: on a CPU, a sync of 538 MB took a fifth longer
+# with 4 MiB.
 _BUCKET_MB = {"cpu": 32, "cuda": 256}
 
-# Mapped memory does not leave its device: every rank sends to the process on its own device.
+# Backends whose mapped memory does not leave its device: every rank sends to the process on the same device.
 _MAPPED = ("ipc", "shared_memory")
 
 
-async def _seats(policy: PolicyGroup, senders: Sequence[int]) -> tuple[dict[int, Seat], list[Seat]]:
-    """Return the seats of sending ranks, by rank, and of receivers: receiver i joins the group in which
-    policy rank ``senders[i]`` is rank 0.
+async def _make_seats(policy: PolicyGroup, senders: Sequence[int]) -> tuple[dict[int, Seat], list[Seat]]:
+    """Return the senders' seats, by policy rank, and the receivers' seats: receiver i joins the group in
+    which policy rank ``senders[i]`` is rank 0.
     """
-    of_senders, of_receivers = {}, []
+    sender_seats, receiver_seats = {}, []
     for rank, count in Counter(senders).items():
         host, port = await policy.ranks[rank].address.remote()
-        of_senders[rank] = Seat(host, port, 0, 1 + count, new_secret())
+        sender_seats[rank] = Seat(host, port, 0, 1 + count, new_secret())
     next_rank: Counter[int] = Counter()
     for rank in senders:
         next_rank[rank] += 1
-        of_receivers.append(replace(of_senders[rank], rank=next_rank[rank]))
-    return of_senders, of_receivers
+        receiver_seats.append(replace(sender_seats[rank], rank=next_rank[rank]))
+    return sender_seats, receiver_seats
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class TransferSpec:
 
     Attributes:
         settings: backend and bucket size.
-        processes_each: receiving processes of each worker.
+        processes_each: receiving processes per worker.
         adapters_only, as_held: see `FullWeights.buckets`.
     """
 
@@ -96,8 +95,8 @@ class TransferGroup:
 
     Attributes:
         senders: the policy ranks that send.
-        one_host: all members are on one machine.
-        on_ranks: of workers on the policy's GPUs, the rank on the GPU of each of their processes.
+        one_host: whether all members are on one machine.
+        on_ranks: for each colocated worker, the policy rank on the GPU of each of its processes.
     """
 
     policy: PolicyGroup
@@ -113,11 +112,11 @@ class TransferGroup:
     async def reopen(
         self, workers: Sequence[Any], *, name: str, timeout_s: float, ranks_busy_s: float = 0.0
     ) -> TransferGroup:
-        """Open a group of the same policy with ``workers``: either some of ``on_ranks``, or others, which do
-        not share its devices.
+        """Open a group of the same policy with ``workers``: either workers in ``on_ranks``, or workers that
+        do not share its devices.
         """
         ranks, spec = [rank for worker in workers for rank in self.on_ranks.get(worker, ())], self.spec
-        if spec.settings.backend in _MAPPED and not ranks:  # it was set for the engines of the start
+        if spec.settings.backend in _MAPPED and not ranks:  # the backend was set for the initial engines
             reaches = await are_on_one_host([self.policy.ranks[0], *workers])
             if spec.settings.backend == "ipc" or not reaches:
                 spec = replace(spec, settings=spec.settings.model_copy(update={"backend": "auto"}))
@@ -132,7 +131,7 @@ class TransferGroup:
         )
 
     async def close(self) -> None:
-        """Close the policy's side; the caller holds the deadline."""
+        """Close the policy's side; the caller sets the deadline."""
         await results(rank.close_transfer.remote(self.name) for rank in self.policy.ranks)
 
     @classmethod
@@ -147,12 +146,12 @@ class TransferGroup:
         timeout_s: float,
         ranks_busy_s: float = 0.0,
     ) -> TransferGroup:
-        """Join the policy's ranks and all processes of ``workers``; the caller holds the deadline.
+        """Connect the policy's ranks and all processes of ``workers``; the caller sets the deadline.
 
         Args:
-            colocated_ranks: for each receiving process the policy rank on its GPU; None: GPUs of their own.
-            ranks_busy_s: the ranks may join this much later than the workers, which wait for them. No other
-                wait exceeds ``timeout_s``, so that a lost worker does not keep the ranks from their work.
+            colocated_ranks: the policy rank on the GPU of each receiving process; None: not colocated.
+            ranks_busy_s: the ranks may join this much later than the workers, which wait for them. Other
+                waits take at most ``timeout_s``, so that a lost worker does not block the ranks.
         """
         settings, each = spec.settings, spec.processes_each
         one_host = await are_on_one_host([policy.ranks[0], *workers])
@@ -165,14 +164,14 @@ class TransferGroup:
         senders = [0] * (each * len(workers))
         if colocated_ranks is not None and backend in _MAPPED:
             senders = list(colocated_ranks)
-        of_senders, of_receivers = await _seats(policy, senders)
+        sender_seats, receiver_seats = await _make_seats(policy, senders)
         joining = [
             policy.ranks[rank].open_transfer.remote(name, backend, seat, timeout_s)
-            for rank, seat in of_senders.items()
+            for rank, seat in sender_seats.items()
         ]
         for i, worker in enumerate(workers):
-            taken = of_receivers[i * each : (i + 1) * each]
-            joining.append(worker.open_transfer.remote(backend, taken, timeout_s + ranks_busy_s))
+            seats = receiver_seats[i * each : (i + 1) * each]
+            joining.append(worker.open_transfer.remote(backend, seats, timeout_s + ranks_busy_s))
         await results(joining)
         bucket_bytes = (settings.bucket_mb or _BUCKET_MB[policy.device]) * 2**20
         parameters = await policy.ranks[0].parameter_specs.remote(spec.adapters_only, spec.as_held)
@@ -182,8 +181,8 @@ class TransferGroup:
         return cls(policy, name, tuple(workers), spec, parameters, bucket_bytes, sending, one_host, on_ranks)
 
     async def send(self, receiving: Iterable[Coroutine[Any, Any, Any]]) -> dict[str, float]:
-        """Send the weights while the workers are ``receiving``, and return metrics of the sender. The caller
-        holds the deadline.
+        """Send the weights while the workers are ``receiving``; return the sender's metrics. The caller sets
+        the deadline.
         """
         spec = self.spec
         sending = self.policy.send_weights(
@@ -192,22 +191,22 @@ class TransferGroup:
         return (await gather([sending, *receiving]))[0]
 
     async def take(self, token: str) -> Taken:
-        """Have the senders copy the weights as ``token``. The caller holds the deadline."""
+        """Make the senders copy the weights as ``token``. The caller sets the deadline."""
         return await self.policy.take_weights(self.bucket_bytes, self.senders, token)
 
     async def send_taken(
         self, receiving: Iterable[Coroutine[Any, Any, bool]], *, whole: bool
     ) -> tuple[dict[str, float], list[bool]]:
-        """Send what was taken, or what has changed in it, while the workers are ``receiving``.
+        """Send the copied weights, or only their changes, while the workers are ``receiving``.
 
-        Returns metrics of the sender, and what the workers return. The caller holds the deadline.
+        Returns the sender's metrics and the workers' results. The caller sets the deadline.
         """
         sent, *arrived = await gather([self.policy.send_taken(group=self.name, whole=whole), *receiving])
         return sent, arrived
 
 
 def added(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-    """Return the sums of metrics of two transfers."""
+    """Add the metrics of two transfers."""
     return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in [*a, *(n for n in b if n not in a)]}
 
 
@@ -228,7 +227,7 @@ class ReferenceSync:
         colocated_ranks: Sequence[int] | None = None,
         timeout_s: float,
     ) -> ReferenceSync:
-        """Join the policy and all reference workers in a transfer group of their own.
+        """Connect the policy and all reference workers in a separate transfer group.
 
         ``colocated_ranks``: see `TransferGroup.open`.
         """
@@ -246,7 +245,7 @@ class ReferenceSync:
         return cls(group, reference, mix, timeout_s)
 
     async def refresh(self) -> None:
-        """Replace every reference worker's weights by (1 - mix) of its own and mix of the policy's.
+        """Set every reference worker's weights to (1 - mix) * reference + mix * policy.
 
         Raises StateLost when a reference worker or a policy rank is lost.
         """
@@ -260,7 +259,7 @@ class ReferenceSync:
             raise
 
 
-_OF_FREE_MEMORY = 0.25  # most that copies may take on a host, for `auto`
+_OF_FREE_MEMORY = 0.25  # maximum share of a host's free memory for copies, with `auto`
 
 
 async def uses_deltas(settings: WeightSyncConfig, group: TransferGroup, *, colocated: bool) -> bool:
@@ -282,33 +281,33 @@ async def uses_deltas(settings: WeightSyncConfig, group: TransferGroup, *, coloc
 
 
 def _free_memory(_: Any) -> tuple[str, int]:
-    """Return the node of an actor, and the free memory there, bytes."""
+    """Return an actor's node, and its free memory in bytes."""
     return ray.get_runtime_context().get_node_id(), psutil.virtual_memory().available
 
 
 class DeltaSync:
-    """What `WeightSync` does with deltas.
+    """The delta transfers of `WeightSync`.
 
     Attributes:
-        token: of the weights that the policy took last; None: none yet.
+        token: identifies the policy's last copy of its weights; None: none yet.
     """
 
     def __init__(self) -> None:
         self.token: str | None = None
-        self._of: tuple[int, int] | None = None  # version of what was taken, and updates before it
+        self._copied: tuple[int, int] | None = None  # version and update count of the copied weights
         self._taken: Taken | None = None
 
     async def take_during(
         self, stopping: Coroutine[Any, Any, list[bool]], group: TransferGroup, version: int
     ) -> list[bool]:
-        """Have the policy copy its weights, which are ``version``, while engines are ``stopping``. A transfer
-        that is repeated sends the same copy: where an engine is lost as it stops, too, since no engine holds
-        a copy that was never sent, and the changes from it would be of no use to any.
+        """Make the policy copy its weights, of ``version``, while engines are ``stopping``. A repeated
+        transfer sends the same copy, even if an engine is lost while stopping: no engine holds a copy that
+        was never sent, so changes relative to it would be useless.
         """
-        if self._of == (of := (version, group.policy.updates)):
+        if self._copied == (key := (version, group.policy.updates)):
             return await stopping
-        self.token = self._of = None
-        taking = asyncio.create_task(self._take(group, of), name="the policy copies its weights")
+        self.token = self._copied = None
+        taking = asyncio.create_task(self._take(group, key), name="the policy copies its weights")
         try:
             stopped, _ = await gather([stopping, result(asyncio.shield(taking))])
         except RayError:
@@ -319,16 +318,13 @@ class DeltaSync:
         lacks: list[bool] = stopped
         return lacks
 
-    async def _take(self, group: TransferGroup, of: tuple[int, int]) -> None:
+    async def _take(self, group: TransferGroup, key: tuple[int, int]) -> None:
         token = secrets.token_hex(8)
         self._taken = await group.take(token)
-        self.token, self._of = token, of
+        self.token, self._copied = token, key
 
     async def send(self, group: TransferGroup, receivers: Sequence[Any]) -> dict[str, float]:
-        """Send changes to ``receivers`` if all hold the weights before, else whole weights.
-
-        Returns metrics.
-        """
+        """Send changes if all ``receivers`` hold the previous weights, else whole weights; return metrics."""
         assert self.token is not None and self._taken is not None
         tokens = await results(worker.held_weights.remote() for worker in receivers)
         base = self._taken.base if set(tokens) == {self._taken.base} else None
@@ -354,8 +350,8 @@ class WeightSync:
         self, group: TransferGroup, rollouts: RolloutPool, timeout_s: float, deltas: DeltaSync | None = None
     ) -> None:
         self._group, self._rollouts, self._timeout_s, self._deltas = group, rollouts, timeout_s, deltas
-        self._opened = {group.name: group}  # those that are open, by name
-        self._version, self._updates = 0, group.policy.updates  # of the last push
+        self._opened = {group.name: group}  # open groups by name
+        self._version, self._updates = 0, group.policy.updates  # at the last push
         self._one_at_a_time = asyncio.Lock()
         rollouts.team.catch_up = self.catch_up
         if isinstance(rollouts.team, ElasticTeam):
@@ -371,15 +367,15 @@ class WeightSync:
         colocated_ranks: Sequence[int] | None = None,
         timeout_s: float,
     ) -> WeightSync:
-        """Join the policy and all engine processes in a transfer group.
+        """Connect the policy and all engine processes in a transfer group.
 
         ``colocated_ranks``: see `TransferGroup.open`.
         """
-        all_of_them = policy.team.named() | rollouts.team.named()
+        actors = policy.team.named() | rollouts.team.named()
         stage = "weight sync: policy and engines join the transfer group"
         adapters_only = policy.adapter_scale is not None
         spec = TransferSpec(settings, rollouts.tensor_parallel_size, adapters_only)
-        async with deadline_of(all_of_them, timeout_s, stage):
+        async with deadline_of(actors, timeout_s, stage):
             group = await TransferGroup.open(
                 "rollout",
                 policy,
@@ -392,15 +388,15 @@ class WeightSync:
         return cls(group, rollouts, timeout_s, DeltaSync() if uses else None)
 
     async def push(self, version: int) -> dict[str, float]:
-        """Send the policy's weights to all serving engines as ``version``, and return metrics.
+        """Send the policy's weights to all serving engines as ``version``; return metrics.
 
-        Raises TimeoutError naming the stage that is late, RuntimeError when an engine received other bytes
-        than were sent or reports another version.
+        Raises TimeoutError naming the late stage, and RuntimeError if an engine received other bytes than
+        were sent or reports another version.
         """
         team, watch = self._rollouts.team, Stopwatch()
         async with self._one_at_a_time:
             sent: dict[str, float] = {}
-            repeated = False  # because a connection was lost, and no engine
+            repeated = False  # after the loss of a connection, but of no engine
             while True:
                 team.check()
                 workers = team.alive()
@@ -421,7 +417,7 @@ class WeightSync:
     async def catch_up(self, worker: Any) -> None:
         """Send the current weights to a restarted engine.
 
-        The policy may have been updated since the last push, or be updating now. Then the weights carry a
+        The policy may have been updated since the last push, or be updating now. Then the weights get a
         version that no other engine has yet.
         """
         policy, name = self._group.policy, "rollout restarted"
@@ -446,20 +442,20 @@ class WeightSync:
                     reported = await worker.finish_update.remote(version)
                     await group.close()
                 self._opened.clear()  # the common group lacks this engine
-            except RayTaskError:  # the policy may only have noticed that the engine is gone
+            except RayTaskError:  # the policy's error may only mean that the engine is gone
                 async with deadline_of(engine, self._timeout_s, f"{stage} answers its health check"):
                     await worker.health.remote()
                 raise
         _check_versions([reported], version)
 
     async def _transfer(self, version: int, workers: list[Any], watch: Stopwatch) -> dict[str, float]:
-        """Send ``version`` to the ``workers`` that lack it, and return metrics of the sender, {} if none
-        lacks it. May be repeated.
+        """Send ``version`` to the ``workers`` that lack it; return the sender's metrics, or {} if none lacks
+        it. May be repeated.
         """
         engines = self._engines(workers)
         both = self._group.policy.team.named() | engines
-        of = version, self._group.policy.updates
-        stopping = results(worker.begin_update.remote(of) for worker in workers)
+        key = version, self._group.policy.updates
+        stopping = results(worker.begin_update.remote(key) for worker in workers)
         who, stage = engines, f"weight sync: engines stop for version {version}"
         if self._deltas is not None:
             stopping, who = self._deltas.take_during(stopping, self._group, version), both
@@ -483,21 +479,19 @@ class WeightSync:
         return {name: w for name, w in self._rollouts.team.named().items() if w in workers}
 
     async def _open(self, receivers: list[Any]) -> list[TransferGroup]:
-        """Return open groups with ``receivers``: one, or two where some have GPUs of the policy and others
-        their own.
-        """
+        """Return open groups with ``receivers``: two if some are colocated with the policy and others not."""
         first = self._group
         sharing = [worker for worker in receivers if worker in first.on_ranks]
         others = [worker for worker in receivers if worker not in first.on_ranks]
-        wanted = {first.name: sharing, "rollout joined": others} if first.on_ranks else {first.name: others}
+        by_name = {first.name: sharing, "rollout joined": others} if first.on_ranks else {first.name: others}
         groups = []
-        for name, members in wanted.items():
+        for name, members in by_name.items():
             if members and (name not in self._opened or list(self._opened[name].workers) != members):
                 self._opened[name] = await first.reopen(members, name=name, timeout_s=self._timeout_s)
             if members:
                 groups.append(self._opened[name])
-            elif (empty := self._opened.pop(name, None)) is not None:
-                await empty.close()
+            elif (unused := self._opened.pop(name, None)) is not None:
+                await unused.close()
         return groups
 
     async def _send(self, group: TransferGroup, receivers: Sequence[Any]) -> dict[str, float]:
@@ -514,17 +508,15 @@ def _check_versions(reported: Sequence[int], version: int) -> None:
 
 
 class EngineProbe:
-    """What `grpo_dist.loop.sync_probe` asks of engines and policy: samples of one engine at a time, and the
-    policy's log-probs of them.
+    """Interface of `grpo_dist.loop.sync_probe`: sample on one engine at a time, and get the policy's
+    log-probs of the samples.
     """
 
     def __init__(self, policy: PolicyGroup, rollouts: RolloutPool) -> None:
         self._rollouts, self.logprobs = rollouts, policy.logprobs
 
     def engines(self) -> dict[str, Any]:
-        """Return the serving engines by name; a replacement is another object. Raises the error that ended
-        the role.
-        """
+        """Return the serving engines by name; a replacement is another object. Raises the role's failure."""
         team = self._rollouts.team
         team.check()
         serve = team.alive()
@@ -533,9 +525,9 @@ class EngineProbe:
     async def sample(
         self, engine: Any, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
     ) -> list[tuple[Rollout, ...]]:
-        """Sample one completion a seed for each of ``prompts`` on ``engine``; return [] if it is lost.
+        """Sample one completion per seed for each of ``prompts`` on ``engine``; return [] if it is lost.
 
-        The caller holds the deadline.
+        The caller sets the deadline.
         """
         try:
             async with self._rollouts.turn():

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # datasets 5.2.0. `map` with a function of an imported module takes the rows of the module's former text from its cache.
-# The cache's key is a hash of the function. One would guess a hash of its code; of an imported function it is that of its name.
+# The cache's key is a hash of the function. One would guess a hash of its code; for an imported function only its name is hashed.
 # Seen: after the prompt's wording in the module has changed, a new process maps the same file and gets the old prompts. A function of the
 # main script with the same change gives the new ones.
 # A prompt template, a gold's clean-up or a filter that was corrected is then not in the data that a run is trained on.

@@ -2,7 +2,7 @@
 # transformers 5.19.0, torch 2.13.0. Rows packed by position_ids attend across their boundary unless use_cache=False.
 # A model that gets position_ids which start again at 0, and no mask, separates the packed sequences. It does so only where no cache is made.
 # `use_cache` is true by default, in train() as well: then the second sequence sees the first, without a warning. A mask of ones does the same.
-# Seen: log-probs of the second sequence off by 0.1 and more; with use_cache=False they are those of the sequence alone up to rounding.
+# Seen: log-probs of the second sequence off by 0.1 and more; with use_cache=False they equal the unpacked sequence's up to rounding.
 # A trainer that packs rows trains each completion on the text of a stranger's, and its ratios to the rollout are not 1.
 set -euo pipefail
 packages=(torch==2.13.0 transformers==5.19.0)

@@ -1,7 +1,7 @@
 """Runs the findings one after another: ``python findings/run.py [--latest] [NAME ...]``.
 
-Prints a line each: holds, changed, or not installed, with the seconds it took; below what does not hold, the
-end of what it printed. Exits 1 unless all hold. ``--latest`` installs the newest releases instead of the
+Prints a line per finding: holds, changed, or not installed, with its seconds; below changed findings, the end
+of their output. Exits 1 unless all hold. ``--latest`` installs the newest releases instead of the
 pinned ones, shows which findings they changed, and exits 0.
 """
 
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-NOT_INSTALLED = 2  # exit code of a script whose packages pip could not install
+NOT_INSTALLED = 2  # exit code if pip could not install the packages
 
 
 def main() -> int:

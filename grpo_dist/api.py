@@ -1,5 +1,5 @@
-"""The Python interface: `grpo-dist train` and `grpo-dist eval` as functions, and the workers for a loop of
-your own.
+"""The Python interface: `grpo-dist train` and `grpo-dist eval` as functions, and the workers for your
+own loop.
 
 from grpo_dist import train
 run = train("my.yaml", ["steps=50"])    # the run's directory: metrics.jsonl, samples/, model/, ...
@@ -35,13 +35,13 @@ def train(config: Source, overrides: Sequence[str] = ()) -> Path:
         overrides: as on the command line, e.g. ``["steps=50", "+algorithm=dapo"]``; not with a Config.
 
     Raises:
-        UserError: the input cannot be used, or the call is not in the main thread, outside of an event loop.
+        UserError: the input cannot be used, or the call is outside the main thread or inside an event loop.
         RunEnded: the run ended early, by SIGTERM, Ctrl-C or `health`, and resumes when called again. Or its
             ledger does not balance at the end.
     """
     settings = resolved(config, overrides)
     _check_place("train")
-    # Imports torch, which `import grpo_dist` does without.
+    # Imports torch; `import grpo_dist` must not.
     from grpo_dist.runs.preemption import ended_by_sigterm
     from grpo_dist.runs.session import train as train_to_the_end
     from grpo_dist.runtime.stage_log import stages_logged
@@ -51,7 +51,7 @@ def train(config: Source, overrides: Sequence[str] = ()) -> Path:
 
 
 def evaluate_model(config: Source, overrides: Sequence[str] = ()) -> dict[str, float]:
-    """Sample `model.path` on `data.eval`, where that was not done before. Returns `eval/SET/pass@k` and other
+    """Evaluate `model.path` on `data.eval`, reusing samples that exist. Returns `eval/SET/pass@k` and other
     estimates, with standard errors.
 
     Args and UserError as for `train`.
@@ -64,15 +64,15 @@ def evaluate_model(config: Source, overrides: Sequence[str] = ()) -> dict[str, f
 
 
 def cluster(config: Source, overrides: Sequence[str] = ()) -> TrainingCluster:
-    """Return the workers of a configuration, with the verbs `sample`, `score`, `update` and `sync` for a loop
-    of your own. They start with ``with cluster(...) as workers:`` or `open`, and end with it or `close`.
+    """Return the workers of a configuration, with the verbs `sample`, `score`, `update` and `sync` for your
+    own loop. ``with cluster(...) as workers:`` starts and ends them, as `open` and `close` do.
 
-    Args and UserError as for `train`. It may be called in a notebook, too, by the main thread.
+    Args and UserError as for `train`. Works in a notebook, too, in the main thread.
     """
     settings = resolved(config, overrides)
     if threading.current_thread() is not threading.main_thread():
         raise UserError("cluster() must be called by the main thread of a program or notebook")
-    from grpo_dist.runs.start import resolve_steps  # imports torch, which the package does without
+    from grpo_dist.runs.start import resolve_steps  # imports torch
     from grpo_dist.runs.training_cluster import TrainingCluster
 
     with as_user_errors():
@@ -100,7 +100,7 @@ def resolved(config: Source, overrides: Sequence[str] = ()) -> Config:
 
 
 def _check_place(name: str) -> None:
-    """Raise UserError outside the main thread, which alone receives signals, or inside an event loop."""
+    """Raise UserError outside the main thread, the only one to receive signals, or inside an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -35,9 +35,8 @@ USER_ERROR = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: done. 1: the run failed. 2: the input cannot be used; one message has the reason. 3: the run stopped
-    itself for its health. 75: it ended in order when asked to; the same command resumes it. 128 + n: signal n
-    ended it at once.
+    0: done. 1: the run failed. 2: the input cannot be used; one message has the reason. 3: a `health` check
+    stopped the run. 75: it stopped on request; the same command resumes it. 128 + n: signal n ended it.
     """
     with unread_output_dropped():
         parser = command_parser()
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (UserError, RunEnded, KeyboardInterrupt) as end:
             return report_end(end)
         return 0
-    return 1  # a reader such as `head` has left
+    return 1  # a reader such as `head` closed stdout
 
 
 def report_end(end: UserError | RunEnded | KeyboardInterrupt) -> int:
@@ -71,8 +70,8 @@ def report_end(end: UserError | RunEnded | KeyboardInterrupt) -> int:
 
 
 def _accept_interrupts() -> None:
-    """Handle SIGINT where the shell has it ignored. A shell without job control does so for background
-    commands, and `kill -INT` would have no effect.
+    """Restore SIGINT: a shell without job control makes background commands ignore it, and `kill -INT` would
+    have no effect.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -96,7 +95,7 @@ def _train(path: str, overrides: list[str]) -> None:
 def _stage_alone(
     path: str, overrides: list[str], kind: Kind, again_from: str | None, check_only: bool
 ) -> None:
-    """Run a pipeline that has one stage, of ``kind``."""
+    """Run a pipeline with a single stage of ``kind``."""
     from grpo_dist.config.files import load_config
     from grpo_dist.tools.recipe.config import PipelineFile, StageFile, resolve
 
@@ -104,8 +103,8 @@ def _stage_alone(
     stage = StageFile(name=kind, kind=kind, config=str(Path(path).resolve()))
     name = f"{config.name}_{'samples' if kind == 'sample' else kind}"
     file = PipelineFile(name=name, output_dir=config.output_dir, stages=(stage,))
-    of_stage = [f"{kind}.{text}" for text in overrides if not text.startswith(("name=", "output_dir="))]
-    _run_stages(resolve(file, Path(path), of_stage), again_from, check_only)
+    settings = [f"{kind}.{text}" for text in overrides if not text.startswith(("name=", "output_dir="))]
+    _run_stages(resolve(file, Path(path), settings), again_from, check_only)
 
 
 def _run_stages(pipeline: ResolvedPipeline, again_from: str | None, check_only: bool) -> None:

@@ -52,16 +52,15 @@ async def run(
     pipelines: Mapping[str, type[Pipeline]] = PIPELINES,
     make_staging: type[Staging] = Staging,
 ) -> int:
-    """Train to step ``config.steps``, from that of ``progress``, whose version the engines hold on entry.
-    Returns the last step, which may be an earlier one with `checkpoint.patience` and `checkpoint.target`.
+    """Train from the step in ``progress``, whose weights the engines hold on entry, to step ``config.steps``.
+    Returns the last step, which is earlier where `checkpoint.patience` or `checkpoint.target` ends the run.
 
-    ``demonstrations``: those that `config.demonstrations` names, for the cross-entropy in every update. Once
-    ``stop_requested`` is true, the run saves the current step and ends; while samples are still missing
-    it saves the step before, with the finished groups. ``pipelines``, ``make_staging``: a simulation has its
-    own.
+    ``demonstrations``: the rows of `config.demonstrations`, for the cross-entropy in every update. Once
+    ``stop_requested`` is true, the run saves the current step and ends; if samples are still missing, it
+    saves the step before, with the finished groups. A simulation replaces ``pipelines`` and ``make_staging``.
 
     Raises what a worker raises; TimeoutError naming a stage of `cluster.timeouts`; Unhealthy and Rollback
-    from `health`; Preempted once it is saved.
+    from `health`; Preempted after saving.
     """
     progress = progress or Progress()
     pipeline = pipelines[config.batch.order.name](config, workers, prompts, progress.step, progress.pipeline)

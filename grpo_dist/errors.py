@@ -16,7 +16,7 @@ RERUN = "rerun the same command to resume from the last checkpoint"  # the remed
 
 _PACKAGE = str(Path(__file__).parent)
 _LONGEST = 600  # characters of an exception's text
-_PLACE = re.compile(r"\([^()]+:\d+ in \S+\)$")  # at the end of what `raised` returns
+_PLACE = re.compile(r"\([^()]+:\d+ in \S+\)$")  # the end of a text by `raised`
 
 
 class UserError(ValueError):
@@ -40,7 +40,7 @@ class Unhealthy(RunEnded):
 
 
 class Preempted(RunEnded):
-    """The run was asked to stop, and stopped in order."""
+    """The run was asked to stop, and stopped cleanly."""
 
     exit_code = 75  # EX_TEMPFAIL: run it again
 
@@ -62,7 +62,7 @@ class StateLost(WorkerLost):
 
 
 class SamplesLost(RuntimeError):
-    """A node failed before all readers had the samples that it held."""
+    """A node failed before all readers had fetched its samples."""
 
 
 class SamplesFailed(RuntimeError):
@@ -86,7 +86,7 @@ def expanded(path: str | Path) -> Path:
 
 
 def searched(path: str | Path) -> str:
-    """Return where a relative path is looked for, for messages: `` in /home/me``; "": it is absolute."""
+    """Return where a relative path is searched, for messages: `` in /home/me``; "" for an absolute path."""
     return "" if expanded(path).is_absolute() else f" in {Path.cwd()}"
 
 
@@ -101,14 +101,14 @@ def one_line(text: str) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """Describe an exception of user code with the last line of that code: neither of this package, nor of the
-    standard library, nor, if there is another, of an installed package.
+    """Describe an exception with its last line of user code: outside this package, the standard library and,
+    if possible, installed packages.
 
         ZeroDivisionError: division by zero (/home/me/rewards.py:7 in score)
     """
     try:
         text = one_line(str(error))[:_LONGEST]
-    except BaseException:  # a class of the user's own
+    except BaseException:  # a user-defined class
         text = "its text cannot be read"
     named = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
@@ -122,15 +122,15 @@ def raised(error: BaseException) -> str:
 
 
 def failure_kind(reason: str) -> str:
-    """Return file and line where `raised` made ``reason``: exceptions of one line are one kind, whatever the
-    text. Others are kinds of their own.
+    """Return the file and line in ``reason``, a text by `raised`: exceptions of one line are one kind. A
+    reason without a line is a kind by itself.
     """
     place = _PLACE.search(reason)
     return place[0] if place else reason
 
 
 def count_failures(reasons: Iterable[str]) -> list[tuple[str, int]]:
-    """Return the first reason of each `failure_kind` and how many are of it, the most frequent first."""
+    """Return the first reason of each `failure_kind` with the count of the kind, the most frequent first."""
     first: dict[str, str] = {}
     counts = Counter(first.setdefault(failure_kind(reason), reason) for reason in reasons)
     return counts.most_common()
@@ -138,14 +138,14 @@ def count_failures(reasons: Iterable[str]) -> list[tuple[str, int]]:
 
 @contextmanager
 def as_user_errors() -> Iterator[None]:
-    """Raise ValueError and OSError (a file that cannot be read or written) of the block as UserError. Outside
-    such a block they are bugs and keep their traceback.
+    """Turn ValueError and OSError (a file that cannot be read or written) of the block into UserError.
+    Outside the block they are bugs and keep their traceback.
     """
     try:
         yield
     except (UserError, TimeoutError, ConnectionError) as error:
         if isinstance(cause := find_cause(error), UserError) and cause is not error:
-            raise cause from error  # raised in an actor: Ray's own message is the remote traceback
+            raise cause from error  # raised in an actor: Ray's message is the remote traceback
         raise
     except (ValueError, OSError) as error:
         raise UserError(str(find_cause(error))) from error

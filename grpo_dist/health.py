@@ -1,9 +1,8 @@
-"""Whether a run is healthy: bounds of `health` on the metrics of a step, and what is done beyond them.
+"""Health checks of a run: bounds of `health` on the metrics of a step, and the action once one is exceeded.
 
-A batch is judged before it is trained on, by metrics that are known by then. With `health.action` skip, each
-update is held to its bounds before the weights move (`update_bounds`); otherwise at the end of the step. What
-is remembered of earlier steps is a `HealthState`; checkpoints keep it, so that a resumed run decides and
-warns the same.
+The metrics of a batch are checked before it is trained on. With `health.action` skip, the metrics of each
+update are checked before the weights change (`update_bounds`); otherwise at the end of the step. Checkpoints
+keep the `HealthState` of earlier steps, so that a resumed run decides and warns the same.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from grpo_dist.types import Group, count_signals
 
 GRAD_NORM = "policy/grad_norm"
 IN_A_ROW = "health/skipped_in_a_row"
-SKIPPED = "health/skipped_updates"  # of the step: not finite, or beyond a bound
-REFUSED = "health/refused_"  # followed by the key of a bound: the skipped updates that were beyond it
+SKIPPED = "health/skipped_updates"  # updates that were not finite, or beyond a bound
+REFUSED = "health/refused_"  # + key of a bound: updates skipped because of it
 BAD_WEIGHTS = "health/bad_weights"  # 1: weights are not finite after the step
 TRAINED_TOKENS = "train/loss_tokens"
 _REMEMBERED = 20  # gradient norms
 _MOST_IDLE = 50  # steps in a row that trained on no token
 _ENOUGH = 5  # gradient norms for a median
 
-# Keys of `health`, whose ending names the side, and the metrics that they bound: those of
-# `loop.metrics.rollout_metrics`, of an update of the policy, and counts of `HealthWatch.examine`.
+# Keys of `health`, with the direction as suffix, and the metrics that they bound, of
+# `loop.metrics.rollout_metrics`, of policy updates, and of `HealthWatch.examine`.
 _BOUNDED = {
     "batch": {"truncated_above": "rollout/truncated_share", "degenerate_above": "rollout/degenerate_share"},
     "update": {
@@ -54,11 +53,11 @@ class HealthState:
 
     Attributes:
         best_reward: greatest mean reward of a step.
-        grad_norms: the latest of steps that trained, all above 0, oldest first.
-        skipped: steps in a row, up to the last, with a skipped update.
+        grad_norms: of the latest steps that trained, all above 0, oldest first.
+        skipped: latest consecutive steps with a skipped update.
         avoid: steps that the run was rolled back from; they are not trained on.
-        idle: steps in a row that trained on no token.
-        unscored: steps in a row in which no sample could be scored.
+        idle: latest consecutive steps that trained on no token.
+        unscored: latest consecutive steps in which no sample could be scored.
     """
 
     best_reward: float | None = None
@@ -85,19 +84,19 @@ class Bound:
     words: str = ""
 
     def is_passed(self, metrics: Mapping[str, float]) -> bool:
-        """Compare. A metric that is missing, or NaN, passes no bound."""
+        """Return whether the metric is beyond the bound; a missing or NaN metric never is."""
         value = metrics.get(self.metric, math.nan)
         return value > self.value if self.above else value < self.value
 
     def describe(self, metrics: Mapping[str, float]) -> str:
-        """Say that ``metrics`` pass the bound."""
+        """Describe how ``metrics`` are beyond the bound."""
         side = "above" if self.above else "below"
         limit = self.words or f"{self.value:g}"
         return f"{self.metric} = {metrics[self.metric]:.4g} is {side} {limit} (`health.{self.key}`)"
 
 
 def passed(bounds: Sequence[Bound], metrics: Mapping[str, float]) -> list[Bound]:
-    """Return those of ``bounds`` that ``metrics`` pass."""
+    """Return the ``bounds`` that ``metrics`` exceed."""
     return [bound for bound in bounds if bound.is_passed(metrics)]
 
 
@@ -128,7 +127,7 @@ class HealthWatch:
 
     def __init__(self, config: Config, recorder: Recorder, state: HealthState) -> None:
         self._settings, self._recorder = config.health, recorder
-        self._keeps_samples = config.tracking.samples  # then no batch needs quarantine to be kept
+        self._keeps_samples = config.tracking.samples  # if so, no batch needs quarantine
         self._needed = 0 if learns_from_equal_rewards(config) else config.health.min_signal_groups
         self._skips = config.health.action.kind == "skip"
         other_losses = config.distillation.teachers or config.demonstrations is not None
@@ -138,11 +137,11 @@ class HealthWatch:
     def judge_batch(
         self, step: int, groups: list[Group], metrics: Mapping[str, float], *, user_advantages: bool = False
     ) -> tuple[bool, dict[str, float]]:
-        """Decide whether to train on the batch of ``step``; return that, and ``metrics`` with its counts.
-        ``user_advantages``: they do not come from the rewards, which then need no signal.
+        """Decide whether to train on the batch of ``step``; return the decision, and ``metrics`` with counts.
+        ``user_advantages``: the caller computed the advantages, so the rewards need no signal.
 
         A batch is not trained on after a rollback from its step, when too few groups carry a signal, or when
-        its metrics pass a bound of `health` and the action is skip.
+        its metrics exceed a bound of `health` and the action is skip.
         """
         with_signal = count_signals(groups)
         metrics = {**metrics, "health/low_signal": float(with_signal < self._needed)}
@@ -180,7 +179,7 @@ class HealthWatch:
         return True, metrics
 
     def update_bounds(self) -> list[Bound]:
-        """Return the bounds that no update of the next step may pass."""
+        """Return the bounds that no update of the next step may exceed."""
         return make_bounds(self._settings, self.state, "update") if self._skips else []
 
     def after_update(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
@@ -203,9 +202,9 @@ class HealthWatch:
             )  # fmt: skip
 
     def examine(self, step: int, metrics: Mapping[str, float]) -> tuple[list[Bound], dict[str, float]]:
-        """Compare the metrics of a finished step with the steps before it, and remember them.
+        """Check the metrics of a finished step against the bounds, and update the state.
 
-        Returns the bounds that they pass, and the counts to add to the metrics.
+        Returns the exceeded bounds, and the counts to add to the metrics.
         """
         settings, state = self._settings, self.state
         skipped = state.skipped + 1 if metrics.get(SKIPPED) else 0
@@ -220,7 +219,7 @@ class HealthWatch:
         counts["health/alarms"] = float(len(alarms))
         norm, reward = metrics.get(GRAD_NORM, math.nan), metrics.get("reward/mean", math.nan)
         rewards = [r for r in (reward, state.best_reward) if r is not None and not math.isnan(r)]
-        # A step without a trained token has norm 0, which says nothing of the next gradient.
+        # A step without a trained token has norm 0, which says nothing about the next gradient.
         norms = [norm] if norm > 0 and not counts[SKIPPED] else []
         self.state = replace(
             state,
@@ -236,8 +235,8 @@ class HealthWatch:
     ) -> None:
         """Warn of ``alarms``, or raise Unhealthy or Rollback, by `health.action`.
 
-        With action skip, the watch has warned already of what was skipped; only too many skipped steps in a
-        row stop the run.
+        With action skip, each skip has been reported already; only too many consecutive skipped steps stop
+        the run.
         """
         self._stop_if_unscored(step, groups)
         self._stop_if_idle(step, metrics)
@@ -257,7 +256,7 @@ class HealthWatch:
         )  # fmt: skip
 
     def _stop_if_unscored(self, step: int, groups: list[Group]) -> None:
-        """Raise Unhealthy if no sample was scored in too many steps in a row, whatever `health.action` is."""
+        """Raise Unhealthy after too many consecutive steps without a score, with any `health.action`."""
         most, steps = self._settings.unscored_steps_above, self.state.unscored
         if most is None or steps <= most:
             return
@@ -269,14 +268,14 @@ class HealthWatch:
         )
 
     def _stop_if_idle(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Raise Unhealthy if too many steps in a row trained on nothing, whatever `health.action` is.
+        """Raise Unhealthy after too many consecutive steps without a trained token, with any `health.action`.
 
         Neither training on nor a rollback would help: both would only sample more.
         """
         if self.state.idle <= _MOST_IDLE:
             return
-        seen = ("reward/mean", "reward/unscored", "group/no_signal_share", "rollout/truncated_share")
-        numbers = ", ".join(f"{name} = {metrics[name]:.4g}" for name in seen if name in metrics)
+        names = ("reward/mean", "reward/unscored", "group/no_signal_share", "rollout/truncated_share")
+        numbers = ", ".join(f"{name} = {metrics[name]:.4g}" for name in names if name in metrics)
         raise Unhealthy(
             f"step {step}: {self.state.idle} steps in a row trained on no token: {numbers}. Stopped. Use "
             "problems of which the model solves some (`data.order=pass_rate`, `dynamic_sampling`), check the "
@@ -292,15 +291,15 @@ class HealthWatch:
         """Quarantine the batch. Raises Rollback if `health.action` is rollback and its `max_rollbacks` allows
         another one, else Unhealthy.
         """
-        kept = self._recorder.quarantine(step, groups)
+        path = self._recorder.quarantine(step, groups)
         action = self._settings.action
         if isinstance(action, RollbackAction) and len(self.state.avoid) < action.max_rollbacks:
-            raise Rollback(f"{problem}; the batch is kept in {kept}, and not trained on", step)
-        raise Unhealthy(f"{problem}; the batch is kept in {kept}. {remedy}")
+            raise Rollback(f"{problem}; the batch is kept in {path}, and not trained on", step)
+        raise Unhealthy(f"{problem}; the batch is kept in {path}. {remedy}")
 
 
 def _why_unscored(groups: Sequence[Group]) -> str:
-    """Return up to three reasons, those of most samples first, with how many have them."""
+    """Return up to three reasons with their numbers of samples, the most frequent first."""
     counts = count_failures(reason for group in groups for reasons in group.failures for reason in reasons)
     listed = (reason if len(counts) == 1 else f"{count} times {reason}" for reason, count in counts[:3])
     return "; ".join(listed) or "the rewards gave no reason"
@@ -316,5 +315,5 @@ def _why_skipped(metrics: Mapping[str, float]) -> str:
         loss = metrics.get("loss/total", math.nan)
         return f"the loss or its gradient is not finite (loss {loss:.4g})"
     by = ", ".join(f"{count:.0f} beyond `health.{key}`" for key, count in refused.items())
-    seen = (f"{name} = {metrics[name]:.4g}" for name in UPDATE_METRICS if name in metrics)
-    return f"{by} ({', '.join(seen)})"
+    values = (f"{name} = {metrics[name]:.4g}" for name in UPDATE_METRICS if name in metrics)
+    return f"{by} ({', '.join(values)})"

@@ -4,7 +4,7 @@ Each is frozen and complete when made; no field is filled in later. They hold nu
 Ray hands numpy arrays back read-only and without a copy, so no worker can spoil another's data.
 
 Shape letters: P prompt tokens, C completion tokens, G samples per prompt; B rows, T tokens of a padded row,
-K likeliest tokens of a teacher. [B, T] and [B, T, K] tensors are indexed by the token they describe. ``None``
+K top-k tokens of a teacher. [B, T] and [B, T, K] tensors are indexed by the token they describe. ``None``
 in an optional field means "not needed".
 """
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:  # torch takes seconds to import, and workers that only sample
 
 @runtime_checkable
 class Routes(Protocol):
-    """Where routes are."""
+    """A handle to the experts that the tokens of a row took in the engine."""
 
     def fetch(self) -> np.ndarray:
-        """Return them, [T, L, k]. Raises SamplesLost when they are lost."""
+        """Return the experts, [T, L, k]. Raises SamplesLost when they are lost."""
         ...
 
     def digest(self, tokens: int) -> bytes:
-        """Return what samples have in common whose first ``tokens`` took the same experts."""
+        """Return a key that is equal where the first ``tokens`` of samples took the same experts."""
         ...
 
 
@@ -62,8 +62,8 @@ class KeptTokens:
 
     Attributes:
         counts: int32 [C], how many tokens were kept; 0: all, or the token was given.
-        ids: int32, of the lists end to end.
-        bits: uint8 [W, ceil(V / 8)], the lowest bit first, of the masks that are shorter so.
+        ids: int32, all lists concatenated.
+        bits: uint8 [W, ceil(V / 8)], lowest bit first, of masks that are shorter as bits.
     """
 
     counts: np.ndarray
@@ -88,8 +88,8 @@ class KeptTokens:
 
     @classmethod
     def join(cls, parts: Sequence[tuple[KeptTokens | None, int]]) -> KeptTokens | None:
-        """Return the masks of parts of a row end to end, each with its number of tokens; None: of no part
-        they are known.
+        """Concatenate the masks of a row's parts, each passed with its number of tokens; None where no part
+        has masks.
         """
         present = [tokens for tokens, _ in parts if tokens is not None]
         if not present:
@@ -105,12 +105,12 @@ class KeptTokens:
 
     @classmethod
     def from_bytes(cls, counts: bytes, ids: bytes, bits: bytes, width: int) -> KeptTokens:
-        of_bits = np.frombuffer(bits, np.uint8).reshape(-1, width)
-        return cls(np.frombuffer(counts, np.int32), np.frombuffer(ids, np.int32), of_bits)
+        bit_rows = np.frombuffer(bits, np.uint8).reshape(-1, width)
+        return cls(np.frombuffer(counts, np.int32), np.frombuffer(ids, np.int32), bit_rows)
 
     @property
     def are_listed(self) -> np.ndarray:
-        """Which positions have no bits, bool [C]."""
+        """Return which positions are stored as lists, bool [C]."""
         listed: np.ndarray = 4 * self.counts <= self.bits.shape[1]
         return listed
 
@@ -125,13 +125,13 @@ class KeptTokens:
         return KeptTokens(self.counts[at], ids, self.bits[number[at][~listed[at]]])
 
     def contain(self, tokens: np.ndarray) -> np.ndarray:
-        """Return whether each position keeps its one of ``tokens`` [C], bool [C]."""
-        listed, kept = self.are_listed, self.counts == 0
+        """Return for each position whether its token of ``tokens`` [C] was kept, bool [C]."""
+        listed, is_kept = self.are_listed, self.counts == 0
         owner = np.repeat(np.arange(len(tokens)), np.where(listed, self.counts, 0))
-        kept[owner[self.ids == tokens[owner]]] = True
+        is_kept[owner[self.ids == tokens[owner]]] = True
         in_bits = tokens[~listed]
-        kept[~listed] = self.bits[np.arange(len(in_bits)), in_bits // 8] >> (in_bits % 8) & 1
-        return kept
+        is_kept[~listed] = self.bits[np.arange(len(in_bits)), in_bits // 8] >> (in_bits % 8) & 1
+        return is_kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Task:
         messages: the prompt as chat messages, which later turns are rendered after; () for plain text.
         tools: JSON schemas of the tools that the policy may call, as chat templates take them.
         batched: the environment answers the actions of many episodes at once (`step_batch`).
-        stop: texts that end an action; what the environment then answers as text follows in the same message.
+        stop: texts that end an action; a text answer of the environment follows in the same message.
         prefill: text with which every message of the policy begins, the first one at the end of the prompt.
     """
 
@@ -183,16 +183,16 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)  # extra columns a reward may ask for
     thought: Thought = NO_THOUGHT  # as it stands in the prompt's text
     task: Task | None = None  # None: one completion and no environment
-    # int32 [P] by the name of a teacher: what it reads in place of ``token_ids``; no entry: the same
+    # int32 [P] by teacher name: the tokens that it reads instead of ``token_ids``; no entry: the same
     teacher_ids: Mapping[str, np.ndarray] = field(default_factory=dict)
-    # Those of the row, with `data.template` filled, where they are more than ``text``.
+    # Chat messages of the row, with `data.template` filled, where they are more than ``text``.
     messages: tuple[Mapping[str, Any], ...] = ()
-    # What ``Rollout.text`` begins with, the end of the prompt; in an episode each message of the policy.
+    # The end of the prompt, with which ``Rollout.text`` begins; in an episode each message of the policy.
     prefill: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the tokens as bytes: every call for a group carries a prompt, and an array costs the driver
-        more than all else in it.
+        more than all other fields.
         """
         ids = self.token_ids.tobytes() if self.token_ids.dtype == np.int32 else self.token_ids
         thought = None if self.thought == NO_THOUGHT else self.thought
@@ -210,10 +210,10 @@ def _prompt(uid: str, ids: Any, answer: str, source: str, text: str, columns: An
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are drawn. ``temperature`` 0 is greedy; ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0 mean
+    """How completions are sampled. ``temperature`` 0 is greedy; ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0 mean
     the full distribution. ``lengths``: the exact number of tokens of each sample, which EOS and ``stop`` do
-    not end; None: completions end by themselves. ``stop``: texts that end a completion, with the token that
-    completes one. ``least``: number of samples with which a group is complete if the others fail; None: all.
+    not end; None: completions end by themselves. ``stop``: texts that end a completion, after the
+    token that completes one. ``least``: samples that suffice for a group if the others fail; None: all.
     """
 
     temperature: float = 1.0
@@ -237,7 +237,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One tool call of a turn and what came of it."""
+    """One tool call of a turn and its outcome."""
 
     name: str
     arguments: str  # as the policy wrote them
@@ -248,14 +248,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One action of the policy, and what the environment answered.
+    """One action of the policy, and the answer of the environment.
 
     Attributes:
         row: training row of the episode that holds the action: 0 for the first.
-        end: index in that row's ``completion_ids`` behind the last token of the action.
+        end: index in that row's ``completion_ids`` after the last token of the action.
         text: the action, decoded without special tokens.
-        observation: the text that the environment put in behind it; "" after the last turn.
-        reward: of this turn, by the environment; None: it gave none.
+        observation: the text that the environment inserted after it; "" after the last turn.
+        reward: reward that the environment gave for this turn; None: none.
     """
 
     row: int
@@ -286,8 +286,8 @@ class FurtherRow:
 class Rollout:
     """One finished sample of a prompt: a completion, or an episode with the turns of an environment.
 
-    The tokens of an episode are one growing row: what the policy sampled, what the environment put in, and so
-    on. ``text`` is then the last action, which holds the answer.
+    The tokens of an episode are one growing row: what the policy sampled, what the environment inserted, and
+    so on. ``text`` is then the last action, which holds the answer.
     """
 
     prompt_uid: str
@@ -302,13 +302,13 @@ class Rollout:
     sampled: np.ndarray | None = None
     turns: tuple[Turn, ...] = ()  # () without an environment
     further_rows: tuple[FurtherRow, ...] = ()
-    # How it was drawn; None: as the numbers in `sampling` say.
+    # Its sampling settings; None: as in `sampling`.
     temperature: float | None = None
     max_new_tokens: int | None = None
-    # Of the prompt and all tokens of the first row but its last; None without `policy.router_replay`.
+    # Routes of the prompt and of the first row except its last token; None without `policy.router_replay`.
     routes: Routes | None = None
     kept: KeptTokens | None = None  # None: each token was sampled from the whole vocabulary
-    # int32 [P], in front of the first row of an agent that asked in words of its own; None: the prompt's.
+    # int32 [P], context of the first row where an agent wrote its own prompt; None: the prompt's tokens.
     context_ids: np.ndarray | None = None
 
     @property
@@ -325,7 +325,7 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Count the tokens behind the prompt, sampled and given."""
+        """Count the tokens after the prompt, sampled and given."""
         count = len(self.completion_ids)
         return (
             count + sum(len(row.completion_ids) for row in self.further_rows) if self.further_rows else count
@@ -347,8 +347,8 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class TeacherLogprobs:
-    """What a teacher gives for a row: log-probs of its sampled tokens, nats, 0 for given ones. With
-    `distillation.kl` = top_k also its K likeliest tokens at each position, and their log-probs.
+    """A teacher's log-probs for a row: of the sampled tokens, nats, 0 for given ones. With
+    `distillation.kl` = top_k also the teacher's top-k tokens per position, with their log-probs.
     """
 
     sampled: np.ndarray  # float32 [C]
@@ -364,7 +364,7 @@ def training_rows(samples: Sequence[Rollout]) -> Sequence[Rollout | FurtherRow]:
 
 
 def select_sampled(row: Rollout | FurtherRow, values: np.ndarray) -> np.ndarray:
-    """Return those of ``values`` [C] that belong to sampled tokens of ``row``."""
+    """Return the ``values`` [C] of the sampled tokens of ``row``."""
     return values if row.sampled is None else values[row.sampled]
 
 
@@ -374,8 +374,8 @@ def sampled_logprobs(rows: Sequence[Rollout | FurtherRow]) -> np.ndarray:
 
 
 def have_logprobs(samples: Sequence[Rollout], finite: np.ndarray) -> np.ndarray:
-    """Return which samples have a finite log-prob of every sampled token, bool [samples]. ``finite``: which
-    of the `sampled_logprobs` of all their rows are.
+    """Return which samples have a finite log-prob of every sampled token, bool [samples]. ``finite``: bool,
+    for the `sampled_logprobs` of all their rows.
     """
     if finite.all():
         return np.ones(len(samples), bool)
@@ -391,11 +391,11 @@ class Group:
     rollouts: tuple[Rollout, ...]
     rewards: np.ndarray  # float32 [G]
     reward_parts: Mapping[str, np.ndarray]  # reward name -> float32 [G], before weighting
-    # [G] of the math grader, or of a judge: correct | wrong | no_answer | timeout | error; "" if none ran
+    # [G] by the math grader, or by a judge: correct | wrong | no_answer | timeout | error; "" if none ran
     outcomes: tuple[str, ...]
     score_s: float = 0.0  # seconds that scoring this group took
-    degenerate: int = 0  # samples of it that `format.is_degenerate` is true of
-    baseline_reward: float | None = None  # of the greedy answer; None: not sampled
+    degenerate: int = 0  # samples for which `format.is_degenerate` is true
+    baseline_reward: float | None = None  # reward of the greedy answer; None: not sampled
     # From a process reward model; None without one. [G] of float32 [S], the score of each step, and of int32
     # [S], the index in completion_ids of each step's last token, not decreasing.
     step_rewards: tuple[np.ndarray, ...] | None = None
@@ -403,7 +403,7 @@ class Group:
     failures: tuple[tuple[str, ...], ...] = ()  # [G] why each sample could not be scored; (): all were
 
     def scores(self) -> tuple[Any, ...]:
-        """Return all but prompt and samples, for `from_scores`. Rewards are bytes, as a prompt's tokens."""
+        """Return all but prompt and samples, for `from_scores`. Rewards are bytes, like a prompt's tokens."""
         parts = {name: part.tobytes() for name, part in self.reward_parts.items()}
         others = (getattr(self, f.name) for f in fields(self)[4:])
         return self.rewards.tobytes(), parts, *others
@@ -420,9 +420,9 @@ class PackedSamples:
     """The samples of many groups, to be sent: dozens of small arrays cost more than their bytes.
 
     Attributes:
-        numbers: int32, of each sample its token ids, its versions and the bits of its log-probs.
-        groups: of each group where its samples begin in ``numbers``, the lengths of their completions, and
-            what is no number of a token.
+        numbers: int32, for each sample its token ids, its versions and the bits of its log-probs.
+        groups: for each group the start of its samples in ``numbers``, the lengths of their completions, and
+            their other fields.
     """
 
     numbers: np.ndarray
@@ -444,8 +444,8 @@ class PackedSamples:
         return cls(numbers, packed)
 
     def group(self, index: int) -> tuple[Rollout, ...]:
-        """Return the samples of a group. Their arrays are read-only views of a copy of its numbers: a group
-        that is kept does not keep those of all others.
+        """Return the samples of a group. Their arrays are read-only views of a copy of its numbers: keeping
+        one group does not keep the numbers of all others.
         """
         begin, lengths, others = self.groups[index]
         numbers = self.numbers[begin : begin + 3 * sum(lengths)].copy()
@@ -453,8 +453,8 @@ class PackedSamples:
         logprobs, start = numbers.view(np.float32), 0
         rollouts = []
         for length, (uid, sample, reason, text, how, episode, further) in zip(lengths, others, strict=True):
-            versions, known, end = start + length, start + 2 * length, start + 3 * length
-            tokens, made_by, values = numbers[start:versions], numbers[versions:known], logprobs[known:end]
+            versions, nats, end = start + length, start + 2 * length, start + 3 * length
+            tokens, made_by, values = numbers[start:versions], numbers[versions:nats], logprobs[nats:end]
             mask, turns, rows = episode
             sampled = None if mask is None else np.frombuffer(mask, dtype=bool)
             rollouts.append(
@@ -471,8 +471,8 @@ _NOTHING = None, None, None
 
 
 def _others(rollout: Rollout) -> tuple[Any, ...]:
-    """Return what is no number of a token. What only an episode has comes together, its mask as bytes, and
-    what most samples lack: all samples without it share one object.
+    """Return all fields without a number per token. Fields of episodes, with the mask as bytes, form one
+    tuple, fields that most samples lack another: samples without them share one object.
     """
     mask, turns, rows = rollout.sampled, rollout.turns, rollout.further_rows
     episode = (None if mask is None else mask.tobytes(), turns, rows)
@@ -492,18 +492,18 @@ def has_signal(rewards: np.ndarray) -> bool:
 
 
 def count_signals(groups: Sequence[Group]) -> int:
-    """Count the groups whose rewards have a signal, as `has_signal` says."""
+    """Count the groups for which `has_signal` is true."""
     if not groups:
         return 0
     rewards = np.concatenate([group.rewards for group in groups])
     sizes = np.fromiter((len(group.rewards) for group in groups), np.int64, len(groups))
     starts = np.cumsum(sizes) - sizes
-    least, most = (pick.reduceat(rewards, starts) for pick in (np.fmin, np.fmax))  # both pass over NaN
+    least, most = (pick.reduceat(rewards, starts) for pick in (np.fmin, np.fmax))  # both ignore NaN
     return int(np.count_nonzero(least < most))
 
 
 def correctness(group: Group) -> np.ndarray:
-    """Return float32 [G]: 1 right, 0 wrong, NaN not scorable."""
+    """Return float32 [G]: 1 right, 0 wrong, NaN unscored."""
     if any(group.outcomes):
         scores = {"correct": 1.0, "wrong": 0.0, "no_answer": 0.0}
         return np.array([scores.get(o, np.nan) for o in group.outcomes], dtype=np.float32)
@@ -511,15 +511,13 @@ def correctness(group: Group) -> np.ndarray:
 
 
 class TensorRecord:
-    """A dataclass of tensors, whose first dimension is the rows, of other values, and of further such
-    records.
-    """
+    """A dataclass of tensors with rows as first dimension, nested TensorRecords and other values."""
 
     __slots__ = ()
 
     @classmethod
     def combine(cls, records: Sequence[Self], function: Callable[[list[Tensor]], Tensor]) -> Self:
-        """Return the first of ``records`` with each tensor replaced by ``function`` of those of all."""
+        """Return the first record with each tensor replaced by ``function`` of that tensor in all."""
         import torch
 
         changes: dict[str, Any] = {}
@@ -532,7 +530,7 @@ class TensorRecord:
         return replace(records[0], **changes)  # type: ignore[type-var]
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Return the record with ``function`` of each tensor in its place."""
+        """Return the record with ``function`` applied to each tensor."""
         return self.combine([self], lambda values: function(values[0]))
 
 
@@ -544,9 +542,9 @@ class Rows(TensorRecord):
         lengths: prompt + completion tokens of each row.
         group_ids: rows of one group with the same ``prompt_lengths`` begin with the same tokens.
         prompt_lengths: 0: the row shares no tokens with others.
-        temperatures: at which each row was sampled; None: that of the trainer's settings.
+        temperatures: sampling temperature of each row; None: as in the trainer's settings.
         routes: [B], the experts that the tokens of each row took in the engine; None: the model chooses.
-        kept: [B], the sampling masks of the last tokens of each row; None: of no row.
+        kept: [B], the sampling masks of the last tokens of each row; None: no row has any.
     """
 
     tokens: Int[Tensor, "B T"]  # int64
@@ -564,17 +562,16 @@ class PolicyStream(TensorRecord):
 
     Attributes:
         mask: True on completion tokens that the policy sampled and that are trained.
-        rollout_logprobs: nats, of the engine; 0 outside the mask.
+        rollout_logprobs: nats, by the engine; 0 outside the mask.
         max_tokens: longest completion allowed: the constant of seq-mean-token-sum-norm.
-        sequence_tokens: trained tokens of all rows of a row's sample; None: each row is a sample.
-        prompt_tokens: trained tokens of all samples of a row's prompt; None: each sample has a prompt of its
-            own.
-        old_logprobs: nats, of the weights that ratios are taken to, known on a rank from the begin of the
-            step; None: of those that are being trained.
+        sequence_tokens: trained tokens in the sample of each row; None: each row is a sample.
+        prompt_tokens: trained tokens in all samples of a row's prompt; None: each prompt has one sample.
+        old_logprobs: nats, the denominators of the ratios, computed on a rank at the start of the step; None:
+            the current log-probs.
         old_entropies: nats, with `algorithm.top_entropy_share`.
-        loss_ids: which loss a row has: 0: `algorithm.loss`, n: that of the n-th source with parts of its own;
-            None: all have the first.
-        kl_weights: of each row's KL, as a share of `algorithm.kl.coef`; None: all have 1.
+        loss_ids: loss of each row: 0: `algorithm.loss`, n: loss of the n-th source with its own algorithm;
+            None: all 0.
+        kl_weights: weight of each row's KL, as a share of `algorithm.kl.coef`; None: all 1.
     """
 
     mask: Bool[Tensor, "B T"]
@@ -592,13 +589,12 @@ class PolicyStream(TensorRecord):
 
 @dataclass(frozen=True, slots=True)
 class TeacherStream(TensorRecord):
-    """The divergence from a teacher that is no part of the advantages.
+    """The divergence from a teacher as a loss, not as part of the advantages.
 
     Attributes:
         logprobs: mean of the log-probs of a sample's teachers, nats; 0 outside the mask.
-        top_ids: the teacher's K likeliest tokens at each taught one; None: the KL is that of the sampled
-            tokens.
-        top_logprobs: theirs, nats.
+        top_ids: the teacher's top-k tokens per taught position; None: the KL is over the sampled tokens.
+        top_logprobs: log-probs of ``top_ids``, nats.
     """
 
     mask: Bool[Tensor, "B T"]
@@ -609,12 +605,12 @@ class TeacherStream(TensorRecord):
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice(TensorRecord):
-    """What a rank has chosen over all tokens of an update before its loss.
+    """What a rank selects over all tokens of an update, before the loss.
 
     Attributes:
         kept: tokens of the policy loss, with `algorithm.top_entropy_share`; None: all of its mask.
         selected: tokens that policy losses clip_cov and kl_cov treat differently; None: no token.
-        mean_weight: of the correction over the whole update, by which each weight is divided; 1: it is not.
+        mean_weight: mean correction weight of the update, which divides each weight; 1: no division.
     """
 
     kept: Bool[Tensor, "B T"] | None = None
@@ -627,9 +623,9 @@ class Denominators:
     """Sizes of a whole update (all ranks, all micro-batches), fixed before any split.
 
     Attributes:
-        tokens: of the policy loss.
+        tokens: tokens of the policy loss.
         sequences: samples with a token of the policy loss; an episode counts once, whatever its rows.
-        prompts: that have a token of the policy loss.
+        prompts: prompts with a token of the policy loss.
     """
 
     tokens: float
@@ -641,12 +637,12 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch(Rows):
-    """Rows of one optimiser update. A token may belong to several streams: the policy loss, that of a
-    teacher, and the cross-entropy of demonstrations.
+    """Rows of one optimiser update. A token may belong to several streams: the policy loss, the
+    teacher loss, and the cross-entropy of demonstrations.
 
     Attributes:
-        row_ids: which row of the step a row is.
-        demonstrated: tokens to learn of demonstrations; None: there are none.
+        row_ids: index of each row within the step.
+        demonstrated: demonstration tokens to learn; None: there are none.
     """
 
     row_ids: Int[Tensor, " B"]  # int64
@@ -666,13 +662,13 @@ class TrainBatch(Rows):
         return mask if self.demonstrated is None else mask | self.demonstrated
 
     def drop_candidates(self) -> Self:
-        """Return the batch without what is K times as large as log-probs."""
+        """Return the batch without the teacher's [B, T, K] tensors."""
         if self.teacher is None or self.teacher.top_ids is None:
             return self
         return replace(self, teacher=replace(self.teacher, top_ids=None, top_logprobs=None))
 
     def select(self, rows: list[int]) -> Self:
-        """Return these rows, cut to their own longest; the denominators stay."""
+        """Return these rows, cut to the longest of them; the denominators stay."""
         import torch
 
         index = np.array(rows, dtype=np.int64)
@@ -682,17 +678,17 @@ class TrainBatch(Rows):
             array = values.numpy()  # numpy takes rows several times faster
             return torch.from_numpy(array[index] if array.ndim == 1 else array[index, :width])
 
-        def select_own(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+        def select_items(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
             return None if values is None else tuple(values[row] for row in rows)
 
         selected = self.map_tensors(select_rows)
-        return replace(selected, routes=select_own(self.routes), kept=select_own(self.kept))
+        return replace(selected, routes=select_items(self.routes), kept=select_items(self.kept))
 
 
 @dataclass(frozen=True, slots=True)
 class SentRows:
-    """Some rows of a batch on their way to another process, where they are what `TrainBatch.select` returns.
-    Only their tokens are sent and copied, no padding.
+    """Rows of a batch to send to another process, which gets the result of `TrainBatch.select`. Only tokens
+    are sent and copied, no padding.
     """
 
     batch: TrainBatch
@@ -710,7 +706,7 @@ class _PackedRecord(NamedTuple):
 
 
 class _PackedTokens(NamedTuple):
-    values: np.ndarray  # of the rows end to end; token ids as int32
+    values: np.ndarray  # all rows concatenated; token ids as int32
     dtype: np.dtype
 
 

@@ -1,4 +1,4 @@
-"""What the driver asks of its workers, in the words of RL. The Ray handles in `actors` and the fakes in tests
+"""The workers as the driver sees them, in RL terms. The Ray handles in `actors` and the fakes in tests
 implement these protocols.
 """
 
@@ -15,7 +15,7 @@ from grpo_dist.health import Bound
 from grpo_dist.runtime.metering import Usage
 from grpo_dist.types import EpochUpdate, Group, Prompt, Rollout, Sampling, TeacherLogprobs, TrainBatch
 
-# The sampled completions of one prompt: where they are between actors, the tuple itself in tests.
+# A reference to the sampled completions of one prompt; in tests, the tuple itself.
 RolloutsRef = Any
 
 # The updates of one step, sharded over ranks. `PolicyHandle.stage` makes it, in any thread.
@@ -86,7 +86,7 @@ class ProbeHandle(Protocol):
 
 
 class EvaluationHandle(Protocol):
-    """Engines of evaluation alone; see `actors.evaluation_engines.EvaluationEngines`."""
+    """Engines for evaluation only; see `actors.evaluation_engines.EvaluationEngines`."""
 
     @property
     def rollouts(self) -> RolloutHandle: ...
@@ -100,7 +100,7 @@ class EvaluationHandle(Protocol):
 
 
 class NoSampling:
-    """Takes the place of engines, reward workers and weight sync in supervised training, which has none."""
+    """Replaces engines, reward workers and weight sync in supervised training, which needs none of them."""
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:
         raise AssertionError("supervised training samples nothing")
@@ -127,11 +127,11 @@ class Workers:
         reference: None where neither a KL term nor a teacher needs it.
         reference_sync: None when the reference stays frozen.
         usage: None when the work of the workers is not measured.
-        where_stuck: describes where each worker is in its code, for a deadline that has passed.
-        probe: None where there is no engine to probe, as with simulated workers.
+        where_stuck: describes where each worker is in its code, for the error of a missed deadline.
+        probe: None without engines to probe, as with simulated workers.
         evaluation: None where evaluation uses the engines of training.
-        teachers: by name, those with a model of their own.
-        leaving_nodes: the nodes of policy ranks, and the driver's, that are about to go; safe at any time.
+        teachers: teachers with their own model, by name.
+        leaving_nodes: nodes of the driver and of policy ranks that are being drained; callable at any time.
     """
 
     rollouts: RolloutHandle

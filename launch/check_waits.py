@@ -1,4 +1,4 @@
-"""Find waits without a bound: ``python launch/check_waits.py DIRECTORY ...``; part of `make lint`.
+"""Finds waits without a bound: ``python launch/check_waits.py DIRECTORY ...``; part of `make lint`.
 
 A run must never wait forever for something that may have died. A call that blocks a thread needs a timeout.
 An await needs a timeout, or a deadline around it in the same function (`asyncio.timeout`, or `deadline` of
@@ -7,7 +7,7 @@ An await needs a timeout, or a deadline around it in the same function (`asyncio
 was descheduled, the C code takes it for no deadline and waits forever.
 
 Waits are found by name, so the check is incomplete: tasks, futures, locks and actor calls are awaited like
-any coroutine, under the deadline of the caller.
+any coroutine, under the caller's deadline.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Methods that wait until something else happens, and how many positional arguments they have when one of
-# them is a timeout. `ray.get` and collectives are reported with any arguments.
+# Blocking methods, with the number of positional arguments if one is a timeout. `ray.get` and collectives are
+# reported with any arguments.
 _BLOCKING = {
     "get": 2, "put": 3, "join": 1, "wait": 1, "wait_for": 2, "result": 1, "acquire": 2, "communicate": 2,
     "recv": 9, "accept": 9,
@@ -74,11 +74,11 @@ def unbounded(source: str) -> Iterator[tuple[int, str]]:
 def _calls(
     node: ast.AST, *, awaited: bool = False, fenced: bool = False
 ) -> Iterator[tuple[ast.Call, bool, bool]]:
-    """Each call, whether it is awaited, and whether that is under a deadline."""
+    """Yield each call, whether it is awaited, and whether under a deadline."""
     if isinstance(node, ast.Call):
         yield node, awaited, awaited and fenced
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-        fenced = False  # called who knows where
+        fenced = False  # a nested function may run anywhere
     if isinstance(node, ast.AsyncWith):
         fenced = fenced or any(_is_fence(item.context_expr, _FENCE) for item in node.items)
     within = _is_fence(node, _WITHIN)
@@ -87,14 +87,14 @@ def _calls(
 
 
 def _is_fence(node: ast.AST, names: re.Pattern[str]) -> bool:
-    """Whether it is a call of one of ``names`` with something else than None for its time."""
+    """Return whether ``node`` calls one of ``names`` with a time other than None."""
     if not isinstance(node, ast.Call) or not names.search(ast.unparse(node.func)):
         return False
     return not any(_is(given, None) for given in [*node.args, *(k.value for k in node.keywords)])
 
 
 def _endless_queues(tree: ast.AST) -> set[str]:
-    """Names of queues made without a size: no call waits to put into one."""
+    """Return names of unbounded queues, whose `put` never waits."""
     made: dict[bool, set[str]] = {True: set(), False: set()}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Call):
@@ -121,12 +121,12 @@ def _may_wait(name: str, call: ast.Call) -> bool:
         return False
     if method == "put":
         given = given[1:]
-    # Of a mapping or a cache they have a key, where queues have a flag that waits.
+    # On mappings and caches the first argument is a key, on queues the blocking flag.
     return method not in ("get", "put") or all(_is(block, True) for block in given)
 
 
 def _ends_it(keyword: ast.keyword) -> bool:
-    """A timeout, or that it does not wait at all; what ** brings may be either."""
+    """Return whether the keyword is a timeout or disables waiting; ** may be either."""
     if keyword.arg in ("block", "blocking"):
         return _is(keyword.value, False)
     return keyword.arg is None or (keyword.arg == "timeout" and not _is(keyword.value, None))
@@ -137,7 +137,7 @@ def _is(node: ast.expr, value: object) -> bool:
 
 
 def _is_text(name: str) -> bool:
-    """``", ".join`` and paths; what they join is an argument."""
+    """Return whether ``name`` is a text's or a path's `join`."""
     return name.startswith(("'", '"', "os.path")) or name.rpartition(".")[0].endswith(("'", '"'))
 
 

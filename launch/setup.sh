@@ -40,7 +40,7 @@ extras=$EXTRA
 [ "$DEV" = no ] || extras+=,dev
 packages=(-c .venv/constraints.txt -e ".[$extras]")
 
-# Pass on pip's settings as those of uv, which reads none of them. Fails where pip has one that uv has not.
+# Pass pip's settings to uv, which does not read them. Fails for a setting that uv lacks.
 uv_settings() {
     "${pip[@]}" config list | .venv/bin/python -c '
 import ast, shlex, sys
@@ -81,9 +81,9 @@ install_with_uv() { (
     "${pip[@]}" install --quiet --no-compile --target "$directory" uv==0.13.9 > /dev/null 2>&1 || return
     settings=$(uv_settings) || return
     eval "$settings"
-    # Of all indexes the newest version, as pip chooses.
+    # The newest version over all indexes, like pip.
     uv=("$directory/bin/uv" pip install --quiet --python .venv/bin/python --index-strategy unsafe-best-match "${packages[@]}")
-    # The user of an image cannot keep what Python compiles; elsewhere it compiles what is used, a tenth of all.
+    # An image's user cannot cache bytecode, so compile all; elsewhere Python compiles only what it uses, a tenth.
     [ "$DEV" = yes ] || uv+=(--compile-bytecode)
     if [ "$EXTRA" = cpu ]; then
         "${uv[@]}" 2> /dev/null || UV_INDEX="${UV_INDEX:-} $TORCH_INDEX" "${uv[@]}"

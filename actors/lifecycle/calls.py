@@ -1,14 +1,13 @@
-"""Calls from the driver to actors: many at once, in parallel to their work, with deadlines, and the last one
-that ends them.
+"""Call actors from the driver: concurrently, in parallel to their work, with deadlines; and end them.
 
-The error of a deadline says where each actor is, on its node and in its code:
+A deadline's error says where each actor is, on its node and in its code:
 
     driver                                  node of the actor
       which node, which process? <-- Ray
       where is it? --------------------->   `grpo_dist.runtime.stacks`: state, stacks of all threads
       text of the error <----------------
 
-`Probeable` is what a supervised actor must provide: an answer to whether it is well.
+`Probeable` is the interface of a supervised actor: a health check.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from grpo_dist.errors import SamplesLost, find_cause
 from grpo_dist.runtime.concurrency import deadline, gather, run_in_thread
 from grpo_dist.runtime.stacks import listen, look
 
-# Ray's errors for an actor that is gone. OutOfMemoryError: the memory monitor of its node killed it.
+# Ray's errors for a lost actor. OutOfMemoryError: its node's memory monitor killed it.
 LOST = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)
-PARALLEL = "parallel"  # concurrency group of calls that do not wait for an actor's work
-_CLOSE_S = 30.0  # an actor that has not closed by then, or never started, is killed
+PARALLEL = "parallel"  # concurrency group for calls that do not wait for an actor's work
+_CLOSE_S = 30.0  # then an actor is killed, also one that never started
 
 
 async def results(refs: Iterable[Any]) -> list[Any]:
-    """Return the values of object references, in order; raise the first failure at once."""
+    """Return the values of object references in order; raise the first failure at once."""
     return await gather(result(ref) for ref in refs)
 
 
@@ -56,7 +55,7 @@ async def result(ref: Any) -> Any:
 
 
 async def fetched(samples: Any) -> Any:
-    """Return the samples behind an object reference. Raises SamplesLost where their node is lost."""
+    """Return the samples behind an object reference. Raises SamplesLost if their node is lost."""
     try:
         return await samples
     except ObjectLostError as error:
@@ -64,15 +63,15 @@ async def fetched(samples: Any) -> Any:
 
 
 def one_at_a_time(worker: type) -> Any:
-    """Return an actor class whose calls run one at a time, in order, except those in the group `PARALLEL`.
+    """Return an actor class whose calls run one at a time, in order, except calls in the group `PARALLEL`.
 
-    `max_concurrency` in its options raises the number of calls that run at once.
+    Its option `max_concurrency` lets more calls run at once.
     """
     return ray.remote(concurrency_groups={PARALLEL: 1})(worker)
 
 
 async def nodes_of(workers: Iterable[Any]) -> list[str]:
-    """Return the node of each worker, by Ray's id."""
+    """Return the Ray node id of each worker."""
     return await results(
         worker.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()) for worker in workers
     )
@@ -84,7 +83,7 @@ async def are_on_one_host(workers: Iterable[Any]) -> bool:
 
 
 async def end(workers: Sequence[Any]) -> None:
-    """Ask each worker to `close`, for half a minute at most, then kill it. Errors of workers are ignored."""
+    """Ask each worker to `close`, wait up to 30 s, then kill it. Ignores errors of workers."""
     closing = asyncio.gather(*(result(worker.close.remote()) for worker in workers), return_exceptions=True)
     try:
         await asyncio.wait_for(closing, _CLOSE_S)
@@ -95,34 +94,34 @@ async def end(workers: Sequence[Any]) -> None:
 
 
 def kill(workers: Sequence[Any]) -> None:
-    """Kill each worker; for workers that hold nothing to release."""
+    """Kill each worker; for workers with nothing to release."""
     for worker in workers:
         ray.kill(worker)
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of the message of ``error``; Ray adds a page."""
+    """Return the first line of the error's message; Ray adds a page."""
     error = find_cause(error)
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def where_stuck_in(error: BaseException) -> str:
-    """Return the further lines of a TimeoutError that names where an actor hangs."""
+    """Return the remaining lines of a TimeoutError, which say where an actor hangs."""
     _, newline, where = str(error).partition("\n")
     return newline + where if type(error) is TimeoutError else ""
 
 
 T = TypeVar("T")
 
-_FIND_S = 2.0  # of Ray's table of actors
-_LOOK_S = 6.0  # on another node Ray may have to start a process for it
-_CALLS_S = 2.0  # of an event loop, for what waits in it
+_FIND_S = 2.0  # deadline for reading Ray's actor table
+_LOOK_S = 6.0  # deadline for reading stacks: on another node, Ray may have to start a process
+_CALLS_S = 2.0  # deadline for listing an event loop's pending calls
 
 
 def deadline_of(
     workers: Mapping[str, Any], seconds: float, stage: str
 ) -> AbstractAsyncContextManager[object]:
-    """Return a `deadline` whose error has the location of each of ``workers``, actors by name."""
+    """Return a `deadline` whose error locates each of ``workers``, actors by name."""
     return deadline(seconds, stage, explain=partial(where_stuck, workers))
 
 
@@ -132,23 +131,23 @@ def numbered(role: str, workers: Iterable[Any]) -> dict[str, Any]:
 
 
 async def where_stuck(workers: Mapping[str, Any]) -> str:
-    """Describe each actor's node, process and Python stacks, most recent call last; actors at the same place
-    share one entry. Takes ten seconds at most. Reports what it could not find out instead of raising.
+    """Describe each actor's node, process and Python stacks, most recent call last; actors with equal stacks
+    share one entry. Takes at most ten seconds. Reports what it could not find out instead of raising.
 
         policy-0 (node 10.0.0.2, pid 71), policy-1 (node 10.0.0.2, pid 72): in
           File ".../trainer.py", line 120, in update
             loss = self._micro_batches(batch)
     """
     nowhere = dict.fromkeys(workers, _Place(unknown="Ray does not know where"))
-    places = await _within(_FIND_S, run_in_thread(partial(_find, workers)), nowhere)
+    places = await _wait_or_default(_FIND_S, run_in_thread(partial(_find, workers)), nowhere)
     on_nodes: defaultdict[str, list[int]] = defaultdict(list)
     for place in places.values():
         if not place.unknown:
             on_nodes[place.node].append(place.process)
     texts = await gather(_look_on(node, sorted(set(processes))) for node, processes in on_nodes.items())
-    # After the stacks, in which these calls would appear.
+    # After the stacks were read: these calls would appear in them.
     pending = await gather(_calls(worker) for worker in workers.values())
-    seen = {
+    stacks = {
         (node, p): text
         for node, processes in zip(on_nodes, texts, strict=True)
         for p, text in processes.items()
@@ -156,7 +155,7 @@ async def where_stuck(workers: Mapping[str, Any]) -> str:
     together: defaultdict[str, list[str]] = defaultdict(list)
     for name, waiting in zip(workers, pending, strict=True):
         place = places[name]
-        what = place.unknown or seen[place.node, place.process]
+        what = place.unknown or stacks[place.node, place.process]
         together["\n".join(filter(None, [what, waiting]))].append(f"{name}{place}")
     return "\n".join(f"{', '.join(who)}: {what}" for what, who in together.items())
 
@@ -175,7 +174,7 @@ class _Place:
 
 
 def _find(workers: Mapping[str, Any]) -> dict[str, _Place]:
-    # Ray's public interface to this table needs the dashboard, which a run's own cluster does not start. An
+    # Ray's public interface to this table needs the dashboard, which a private cluster does not start. An
     # actor that hangs in its constructor cannot be asked.
     from ray._private.state import actors
 
@@ -193,9 +192,9 @@ async def _look_on(node: str, processes: Sequence[int]) -> dict[int, str]:
     """`look` at ``processes`` of ``node``."""
     unknown = dict.fromkeys(processes, f"its node does not answer within {_LOOK_S:g} s")
     if node == ray.get_runtime_context().get_node_id():
-        return await _within(_LOOK_S, look(processes), unknown)
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    return await _within(_LOOK_S, _call(_look_there.options(scheduling_strategy=there), processes), unknown)
+        return await _wait_or_default(_LOOK_S, look(processes), unknown)
+    remote_look = _look_there.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+    return await _wait_or_default(_LOOK_S, _call(remote_look, processes), unknown)
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -204,25 +203,23 @@ def _look_there(processes: Sequence[int]) -> dict[int, str]:
 
 
 async def _calls(worker: Any) -> str:
-    """Return the pending calls of an actor with an event loop, from its method ``calls``: see
+    """Return the pending calls of an actor with an event loop, by its method ``calls``: see
     `grpo_dist.runtime.stacks.pending_calls`.
     """
-    return await _within(_CALLS_S, _call(worker.calls), "") if hasattr(worker, "calls") else ""
+    return await _wait_or_default(_CALLS_S, _call(worker.calls), "") if hasattr(worker, "calls") else ""
 
 
 async def _call(method: Any, *arguments: Any) -> Any:
     return await method.remote(*arguments)
 
 
-async def _within(seconds: float, answer: Awaitable[T], otherwise: T) -> T:
-    """Return ``otherwise`` when ``answer`` is late or fails: a failed report must not hide the error that it
-    explains.
-    """
+async def _wait_or_default(seconds: float, answer: Awaitable[T], default: T) -> T:
+    """Return ``default`` if ``answer`` is late or fails: a failed report must not hide the original error."""
     try:
         async with asyncio.timeout(seconds):
             return await answer
     except Exception:
-        return otherwise
+        return default
 
 
 _PORTABLE = "_raises_portable_errors"
@@ -230,14 +227,14 @@ _PORTABLE = "_raises_portable_errors"
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """``work``: a number that changes while work makes progress; None: there is no work."""
+    """``work``: a number that changes as work progresses; None: there is no work."""
 
     work: float | None = None
 
 
 class Probeable:
-    """A worker with a health check, and with stack dumps for when it does not answer. Exceptions of its
-    public methods reach the driver: see `portable`.
+    """A worker with a health check, and stack dumps for when it does not answer. Exceptions of its public
+    methods reach the driver, see `portable`.
     """
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -257,10 +254,10 @@ class Probeable:
 
 
 def portable(error: Exception) -> Exception:
-    """Return ``error``, or its type and text where another process could not read it: that of a class which
-    takes other arguments than it hands to its base. Ray would deliver an error without type or cause.
+    """Return ``error``, or a RuntimeError with its type and text if it cannot be unpickled: its class takes
+    other arguments than it passes to its base. Ray would deliver an error without type or cause.
     """
-    if isinstance(error, RayError):  # of an actor that this one called
+    if isinstance(error, RayError):  # from an actor that this one called
         return error
     try:
         pickle.loads(pickle.dumps(error))

@@ -1,12 +1,11 @@
-"""The actors of one role: created, watched, and replaced when they die or hang.
+"""Create and watch the actors of one role, and replace those that die or hang.
 
     serving --lost--> back-off, created, started, caught up --> serving
                         | repeated within the restart budget
                         v
                       the role has failed: every caller gets the error
 
-For actors whose state can be rebuilt. A call to an actor that is lost is repeated on another actor, so that
-the caller gets one answer.
+For actors whose state can be rebuilt. A lost actor's calls are repeated on another: callers get one answer.
 
 Some actors of an `ElasticTeam`, the guests, join and leave while the others serve:
 
@@ -15,10 +14,10 @@ Some actors of an `ElasticTeam`, the guests, join and leave while the others ser
                        v                                     v
                      absent                                absent
 
-A guest that is lost is not replaced, and costs the role no restart: its node may be gone for good. Its calls
-are repeated on another actor, as those of any lost one.
+A lost guest is not replaced, and costs the role no restart: its node may be gone for good. Its calls are
+repeated on another actor, like the calls of any lost actor.
 
-`ActorUsage` reads what the actors of all roles did during a step, at once after its weight sync.
+`ActorUsage` reads what all actors did during a step, right after its weight sync.
 """
 
 from __future__ import annotations
@@ -61,11 +60,11 @@ from grpo_dist.runtime.stage_log import say, seconds_text
 
 @dataclass(frozen=True)
 class GuestSpec:
-    """Further actors of a role, which join while the cluster has room, and leave again.
+    """Additional actors of a role, which join while the cluster has room, and leave again.
 
     Attributes:
-        most: how many there may be at once.
-        cpus, gpus: what each takes, on one node.
+        most: maximum number at once.
+        cpus, gpus: devices of each, on one node.
     """
 
     most: int
@@ -80,12 +79,12 @@ class ActorSpec:
     Attributes:
         options: Ray options of every actor.
         actor_options: Ray options of each actor, such as its bundle, which override ``options``; None: none.
-        restarts: None: no actor is watched or replaced, and a lost one ends the run.
+        restarts: None: actors are not watched or replaced, and a lost one ends the run.
         start_s: deadline of one restart, seconds.
         irreplaceable: why a lost actor cannot be replaced alone; None: it can.
-        generation: number of times that all actors of this role were created before.
-        on_gpu: they compute on GPUs.
-        guests: actors beyond those that are reserved; None: there are none.
+        generation: how often all actors of this role were created before.
+        on_gpu: whether they compute on GPUs.
+        guests: actors beyond the reserved ones; None: there are none.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -99,28 +98,26 @@ class ActorSpec:
 
     @property
     def hang_s(self) -> float:
-        """Seconds without an answer or progress after which an actor has hung; one that is not watched is
-        given those of a start.
-        """
+        """Seconds without an answer or progress until an actor counts as hung; ``start_s`` if not watched."""
         return self.restarts.hangs_after(on_gpu=self.on_gpu) if self.restarts else self.start_s
 
     def makers(self, actor: Any, count: int, *arguments: Any, **keywords: Any) -> list[Callable[[str], Any]]:
-        """Return one function for each of ``count`` actors, which creates it under the name that it is given.
+        """Return for each of ``count`` actors a function that takes a name and creates the actor.
 
-        ``actor``: a Ray actor class; ``arguments``, ``keywords``: those of its constructor.
+        ``actor``: a Ray actor class; ``arguments``, ``keywords``: passed to its constructor.
         """
         placements = [{}] * count if self.actor_options is None else list(self.actor_options)
         assert len(placements) == count, f"{len(placements)} placements for {count} workers"
 
         def make(options: dict[str, Any], name: str) -> Any:
-            if self.generation:  # the name of the actor before may still be taken
+            if self.generation:  # the previous actor's name may still be taken
                 name = f"{name}.{self.generation}"
             return actor.options(name=name, **self.options | options).remote(*arguments, **keywords)
 
         return [partial(make, options) for options in placements]
 
     def guest_maker(self, actor: Any, *arguments: Any) -> Callable[[str, str], Any]:
-        """Return the function that creates a guest under a name on a node, given by Ray's node id."""
+        """Return a function that creates a guest, given its name and Ray's node id."""
 
         def make(name: str, node: str) -> Any:
             assert self.guests is not None
@@ -136,19 +133,18 @@ class ActorSpec:
 
 logger = logging.getLogger("grpo_dist")
 
-_LATE_S = 1.0  # a deadline noticed this much later means that the driver itself was blocked
+_LATE_S = 1.0  # a deadline that fires this late means that the driver itself was blocked
 
 
 class Team:
-    """Driver-side handle of the actors of one role, used on one event loop. ``workers`` is their current
-    list.
+    """Driver-side handle of the actors of one role, used on one event loop. ``workers``: the current actors.
 
     Args:
-        makers: for each actor the function that creates it under a given name.
+        makers: one function per actor, which creates it under a name.
         start: starts an actor; the actor can serve once the returned reference is done.
         health: calls an actor's health check.
         capacity: sequences in flight on one actor, see `LoadBalancer`.
-        guests: numbers after those of ``makers`` that actors may take later, see `ElasticTeam`. An absent
+        guests: number of indices after ``makers`` that guests may take later, see `ElasticTeam`. An absent
             actor is None in ``workers``.
     """
 
@@ -171,11 +167,11 @@ class Team:
         self.load_balancer = LoadBalancer(len(self.workers), capacity)
         for index in self._absent:
             self.load_balancer.withdraw(index)
-        # Brings a restarted actor up to date before it serves.
+        # Updates a restarted actor before it serves.
         self.catch_up: Callable[[Any], Coroutine[Any, Any, None]] | None = None
         self.on_lost: Callable[[int], None] = lambda _: None
         self._budgets = [Budget(spec.restarts) for _ in self.workers]
-        # Starts at -1 for a role that was itself restarted, so that `restarted` counts it once.
+        # -1 for a restarted role, so that `restarted` counts its restart once.
         self._reported_restarts = -min(spec.generation, 1)
         self.failed = asyncio.Event()
         self._replacing: dict[int, asyncio.Task[None]] = {}
@@ -193,7 +189,7 @@ class Team:
         self.starting.discard(self._name(index))
 
     def watch(self) -> None:
-        """Start watching for actors that die or hang; `ready` does so, too."""
+        """Start watching for actors that die or hang; `ready` calls this."""
         if self._restarts is not None:
             for index in range(len(self.workers)):
                 task = asyncio.create_task(self._watch(index), name=f"health of {self._name(index)}")
@@ -201,17 +197,17 @@ class Team:
                 self._watching.append(task)
 
     def oversee(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work`` beside the actors until `shutdown`; its failure fails the role."""
+        """Run ``work`` in the background until `shutdown`; its failure fails the role."""
         task = asyncio.create_task(work, name=f"watch over {self._role}")
         task.add_done_callback(self._ended)
         self._watching.append(task)
 
     def alive(self) -> list[Any]:
-        """Return the actors that serve."""
+        """Return the serving actors."""
         return [worker for i, worker in enumerate(self.workers) if self._serves(i)]
 
     def states(self) -> list[bool | None]:
-        """Return for each actor whether it serves; None: it is absent. Safe in any thread."""
+        """Return whether each actor serves; None: it is absent. Thread-safe."""
         replacing, absent = set(self._replacing), set(self._absent)
         return [None if i in absent else i not in replacing for i in range(len(self.workers))]
 
@@ -221,7 +217,7 @@ class Team:
         return {name: worker for name, worker in every.items() if worker is not None}
 
     def is_current(self, index: int, worker: Any) -> bool:
-        """Return whether ``worker`` is the actor that serves as number ``index``."""
+        """Return whether ``worker`` is the serving actor at ``index``."""
         return self._serves(index) and self.workers[index] is worker
 
     def _serves(self, index: int) -> bool:
@@ -248,13 +244,13 @@ class Team:
         return await self.send(lambda worker: getattr(worker, method).remote(*arguments))
 
     async def send(self, call: Callable[[Any], Awaitable[Any]], *, attempts: int | None = None) -> Any:
-        """Return what ``call`` returns for the actor with the fewest calls in flight, or, if that is lost
-        meanwhile, for another.
+        """Return the result of ``call`` on the actor with the fewest calls in flight, or on another if that
+        one is lost.
 
-        Raises the error of `LOST` when ``attempts`` actors were lost during the call, and SamplesLost when
-        an argument was lost. With ``attempts`` a repeated call probes its actor first: Ray reports
-        the actors of a lost node one after the other, and one that is already gone is not lost by the call.
-        The last attempt has an actor for itself: what it is lost with then is no other call.
+        Raises the last of the `LOST` errors when ``attempts`` actors were lost during the call, and
+        SamplesLost when an argument was lost. With ``attempts``, a repeated call probes its actor first: Ray
+        reports the actors of a lost node one by one, and an actor that is already gone does not count as an
+        attempt. The last attempt has an actor to itself, so that no other call can have killed it.
         """
         tries = 0
         while True:
@@ -279,9 +275,7 @@ class Team:
                     self.load_balancer.release(index, calls, 1)
 
     def lost(self, index: int, worker: Any, error: BaseException) -> None:
-        """Replace ``worker``, number ``index``, which no longer answers. Any caller that notices reports it
-        here.
-        """
+        """Replace ``worker``, at ``index``, which no longer answers. Any caller that notices calls this."""
         if not self.is_current(index, worker) or self._failure is not None:
             return
         self.load_balancer.withdraw(index)
@@ -297,11 +291,9 @@ class Team:
         task.add_done_callback(self._ended)
 
     async def find_dead(self, workers: Sequence[Any]) -> bool:
-        """Probe ``workers`` after a failed call, and return whether one is lost; False: the failure has
-        another reason.
-        """
-        numbers = [self._number(worker) for worker in workers]
-        answers = await gather(self._probe(i, w) for i, w in zip(numbers, workers, strict=True))
+        """Probe ``workers`` after a failed call, and return whether one is lost; False: another cause."""
+        indices = [self._find_index(worker) for worker in workers]
+        answers = await gather(self._probe(i, w) for i, w in zip(indices, workers, strict=True))
         return not all(answers)
 
     async def ask_all(self) -> None:
@@ -324,11 +316,11 @@ class Team:
         return True
 
     async def _mark_hung(self, index: int, worker: Any, how: str) -> None:
-        """Report a hung actor as lost, with its stacks, which are gone once it is killed."""
+        """Report a hung actor as lost, with its stacks, which are read before it is killed."""
         where = await where_stuck({self._name(index): worker})
         self.lost(index, worker, TimeoutError(f"{how}\n{where}"))
 
-    def _number(self, worker: Any) -> int | None:
+    def _find_index(self, worker: Any) -> int | None:
         return next((i for i, current in enumerate(self.workers) if current is worker), None)
 
     async def shutdown(self) -> None:
@@ -342,7 +334,7 @@ class Team:
         while True:
             kill([self.workers[index]])
             await asyncio.sleep(delay_s)
-            # The name of the actor before may still be taken.
+            # The previous actor's name may still be taken.
             worker = self._makers[index](f"{self._name(index)}.{self._budgets[index].used}")
             self.workers[index] = worker
             try:
@@ -360,15 +352,13 @@ class Team:
         while (catch_up := self.catch_up) is not None:
             await catch_up(worker)
             if catch_up == self.catch_up:
-                break  # else the policy was replaced meanwhile, and the weights are those of the one before
-        # With no await in between: from here on, calls to all serving actors include this one.
+                break  # else the policy was replaced meanwhile, and these weights are the old policy's
+        # No await in between: from here on, calls to all serving actors include this one.
         del self._replacing[index]
         self.load_balancer.restore(index)
 
     async def _while_it_answers(self, index: int, worker: Any, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work`` on an actor that does not serve yet, and so is not watched; end it when the actor
-        hangs.
-        """
+        """Run ``work`` on an actor that is not watched, as it does not serve yet; cancel it if it hangs."""
         working, answering = asyncio.create_task(work), asyncio.create_task(self._answers_on(index, worker))
         try:
             done, _ = await asyncio.wait(  # bounded: `answering` fails when the actor hangs
@@ -382,7 +372,7 @@ class Team:
             await asyncio.gather(working, answering, return_exceptions=True)
 
     async def _answers_on(self, index: int, worker: Any) -> None:
-        """Probe ``worker`` for ever; raises when it does not answer."""
+        """Probe ``worker`` until cancelled. Raises TimeoutError when it does not answer."""
         name = self._name(index)
         while True:
             await asyncio.sleep(HEALTH_S)
@@ -390,7 +380,7 @@ class Team:
                 await self._health(worker)
 
     def _take(self, index: int, error: BaseException) -> float:
-        """Take one restart from the budget, and return the seconds to wait before it.
+        """Take one restart from the budget and return the seconds to wait before it.
 
         Raises WorkerLost when none is left, StateLost when the actor cannot be replaced alone.
         """
@@ -417,11 +407,11 @@ class Team:
 
     async def _watch(self, index: int) -> None:
         every_s, limit_s = HEALTH_S, self._hang_s - HEALTH_S
-        seen: tuple[Any, float] | None = None
+        last_progress: tuple[Any, float] | None = None
         since = 0.0
         while self._failure is None:
             await asyncio.sleep(every_s)
-            worker, asked = self.workers[index], time.monotonic()
+            worker, asked_at = self.workers[index], time.monotonic()
             if not self.is_current(index, worker):
                 continue
             try:
@@ -431,14 +421,14 @@ class Team:
                 self.lost(index, worker, error)
                 continue
             except TimeoutError as error:
-                if time.monotonic() - asked < limit_s + _LATE_S:
+                if time.monotonic() - asked_at < limit_s + _LATE_S:
                     await self._mark_hung(index, worker, str(error))
                 continue
             now = time.monotonic()
             if health.work is None:
-                seen = None
-            elif seen != (worker, health.work):
-                seen, since = (worker, health.work), now
+                last_progress = None
+            elif last_progress != (worker, health.work):
+                last_progress, since = (worker, health.work), now
             elif now - since >= limit_s:
                 stuck = f"{self._name(index)}: its work has made no progress for {now - since:.0f} s"
                 await self._mark_hung(index, worker, stuck)
@@ -448,7 +438,7 @@ class Team:
 
 
 class FrozenPool:
-    """Driver-side handle of the actors of a role that hold copies of a frozen model.
+    """Driver-side handle of a role whose actors hold copies of a frozen model.
 
     Attributes:
         turn: entered for each call that needs GPUs, see `Colocation`.
@@ -462,7 +452,7 @@ class FrozenPool:
         await self.team.ready()
 
     async def sleep(self) -> None:
-        """Free the GPUs; the caller holds the deadline."""
+        """Free the GPUs; the caller sets the deadline."""
         await results(worker.sleep.remote() for worker in self.workers)
 
     async def wake_up(self) -> None:
@@ -474,17 +464,17 @@ class FrozenPool:
         kill(self.workers)
 
 
-_POLL_S = 0.1  # while a guest that leaves finishes its groups
+_POLL_S = 0.1  # while a leaving guest finishes its groups
 
-# What happened to guests between two steps: how many joined and left, and seconds of the slowest of each.
+# Guests that joined and left between two steps, and the seconds of the slowest join and leave.
 _NO_CHANGE = {"engines/joined": 0.0, "engines/left": 0.0, "engines/join_s": 0.0, "engines/leave_s": 0.0}
 
 
 class ElasticTeam(Team):
-    """See `Team`. Numbers from ``len(makers)`` on are those of guests.
+    """A `Team` with guests, whose indices begin at ``len(makers)``.
 
     Args:
-        guest: creates a guest under a name on a node, given by Ray's node id.
+        guest: creates a guest, given its name and Ray's node id.
     """
 
     def __init__(
@@ -499,9 +489,9 @@ class ElasticTeam(Team):
         assert spec.guests is not None and spec.restarts is not None
         super().__init__(role, makers, spec, guests=spec.guests.most, **options)
         self.reserved, self._guest = len(makers), guest
-        self._nodes: dict[int, str] = {}  # of each guest
+        self._nodes: dict[int, str] = {}  # node of each guest
         self._leaving: set[int] = set()
-        self._created = 0  # guests so far
+        self._created = 0  # number of guests so far
         self._changes = dict(_NO_CHANGE)
         # Held while a guest leaves, so that no weights are in transit to it.
         self.between_syncs: AbstractAsyncContextManager[Any] = nullcontext()
@@ -512,15 +502,15 @@ class ElasticTeam(Team):
         return self._failure is None and all(index >= self.reserved for index in self._replacing)
 
     def guests(self) -> dict[int, str]:
-        """Return the node of each guest that serves or joins, by number. Those that leave are left out."""
+        """Return the node of each guest that serves or joins, by index; without leaving guests."""
         return {index: node for index, node in self._nodes.items() if index not in self._leaving}
 
     def free_places(self) -> list[int]:
-        """Return the numbers that no guest has."""
+        """Return the indices that no guest has."""
         return sorted(self._absent)
 
     def metrics(self) -> dict[str, float]:
-        """Return how many actors serve, and what happened to guests since the last call."""
+        """Return how many actors serve, and how many guests joined and left since the last call."""
         changes, self._changes = self._changes, dict(_NO_CHANGE)
         return {"engines/serving": float(len(self.alive())), **changes}
 
@@ -534,7 +524,7 @@ class ElasticTeam(Team):
             self._remove(index)
 
     def join(self, index: int, node: str) -> asyncio.Task[None]:
-        """Start guest ``index`` on ``node``; it serves once the returned task is done, unless it failed."""
+        """Start guest ``index`` on ``node``; it serves once the returned task is done, unless it fails."""
         self._created += 1
         worker = self._guest(f"{self._name(index)}.guest{self._created}", node)
         self.workers[index], self._nodes[index] = worker, node
@@ -550,7 +540,7 @@ class ElasticTeam(Team):
             async with deadline_of({name: worker}, self._start_s, f"{name} joins"):
                 await result(self._start(worker))
             await self._while_it_answers(index, worker, self._caught_up(index, worker))
-        except (RayError, TimeoutError, StateLost) as error:  # StateLost: the policy's, which others notice
+        except (RayError, TimeoutError, StateLost) as error:  # StateLost: a policy failure; others notice it
             self._replacing.pop(index, None)
             logger.warning("%s could not join (%s)", name, reason(error))
             self._remove(index)
@@ -561,13 +551,13 @@ class ElasticTeam(Team):
         say(f"{name} has joined, after {seconds_text(seconds)}")
 
     async def leave(self, index: int, why: str, *, within_s: float) -> None:
-        """Give guest ``index`` no more groups, and end it once it has finished its own. Other actors repeat,
-        with the same seeds, what it has not finished ``within_s`` seconds from now.
+        """Give guest ``index`` no more groups, and end it once its groups are finished. Other actors repeat,
+        with the same seeds, the groups that are unfinished after ``within_s`` seconds.
         """
         worker, begin = self.workers[index], time.monotonic()
         self._leaving.add(index)
         try:
-            if index in self._replacing:  # its join fails, like that of any actor that dies
+            if index in self._replacing:  # its join fails, as for any actor that dies
                 kill([worker])
                 return
             self.load_balancer.close(index)
@@ -579,14 +569,14 @@ class ElasticTeam(Team):
             self._leaving.discard(index)
 
     async def _drained(self, index: int, worker: Any, end: float) -> None:
-        """Return once the guest has no groups and no sync is under way, at ``end`` at the latest."""
+        """Return once the guest has no groups and no sync is running, at ``end`` at the latest."""
         while self._has_work(index, worker) and time.monotonic() < end:
             await asyncio.sleep(_POLL_S)
         try:
             async with asyncio.timeout(max(_POLL_S, end - time.monotonic())), self.between_syncs:
                 pass  # the removal follows with no await in between
         except TimeoutError:
-            pass  # the sync is repeated without it
+            pass  # the sync is repeated without this guest
 
     def _has_work(self, index: int, worker: Any) -> bool:
         return self.is_current(index, worker) and self.load_balancer.sequences(index) > 0
@@ -597,7 +587,7 @@ class ElasticTeam(Team):
         say(f"{self._name(index)} has left ({why}), after {seconds_text(seconds)}")
 
     def _remove(self, index: int) -> None:
-        """Make the guest absent: its process ends, and other actors repeat its unfinished calls."""
+        """Make the guest absent: kill its process; other actors repeat its unfinished calls."""
         worker = self.workers[index]
         self.load_balancer.withdraw(index)
         self.on_lost(index)
@@ -610,9 +600,8 @@ class ElasticTeam(Team):
 class ActorUsage:
     """Reads and adds up the usage of all actors.
 
-    ``teams``: those of each role. ``queueing``: roles of `calls.one_at_a_time`, whose queues hold work of
-    later batches, so that they are asked in parallel to it. ``latest``: the result of the last `read`, by
-    actor.
+    ``teams``: the teams of each role. ``queueing``: roles of `calls.one_at_a_time`, which are asked in
+    parallel to their work, as their queues hold later batches. ``latest``: usage by actor at the last `read`.
     """
 
     def __init__(
@@ -622,14 +611,14 @@ class ActorUsage:
         self.latest: dict[str, Usage] = {}
 
     async def read(self) -> dict[str, float]:
-        """Return metrics of the work since the last call, and of how many actors were replaced."""
+        """Return metrics of the work since the last call, and the number of restarts per role."""
         named = {
             f"{role}-{i}": (role, actor)
             for role, serving in self._serving().items()
             for i, actor in enumerate(serving)
         }
-        all_of_them = {name: actor for name, (_, actor) in named.items()}
-        async with deadline_of(all_of_them, self._timeout_s, f"usage of {len(named)} actors"):
+        actors = {name: actor for name, (_, actor) in named.items()}
+        async with deadline_of(actors, self._timeout_s, f"usage of {len(named)} actors"):
             usages = await gather(self._read_one(*who) for who in named.values())
         self.latest = {name: usage for name, usage in zip(named, usages, strict=True) if usage is not None}
         restarts = {
@@ -640,7 +629,7 @@ class ActorUsage:
         return usage_metrics(self.latest) | restarts | joined
 
     def states(self) -> dict[str, bool]:
-        """Return for every actor by name whether it serves; False: it is being replaced."""
+        """Return whether each actor serves, by name; False: it is being replaced."""
         return {
             f"{role}-{i}": serves
             for role, teams in self._teams.items()
@@ -649,13 +638,11 @@ class ActorUsage:
         }
 
     def _serving(self) -> dict[str, list[Any]]:
-        """Return the serving actors of each role; one that is being replaced answers only once it is
-        ready.
-        """
+        """Return the serving actors of each role; an actor being replaced answers only once it is ready."""
         return {role: [w for team in teams for w in team.alive()] for role, teams in self._teams.items()}
 
     async def _read_one(self, role: str, actor: Any) -> Usage | None:
-        """Return the usage of one actor; None: it is lost, which its team notices by itself."""
+        """Return the usage of one actor; None: it is lost, which its team notices."""
         in_parallel = role in self._queueing
         ask = actor.usage.options(concurrency_group=PARALLEL) if in_parallel else actor.usage
         try:

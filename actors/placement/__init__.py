@@ -1,1 +1,1 @@
-"""Which devices and nodes each role gets: demands, whether they fit, and their reservation."""
+"""Place roles on devices and nodes: compute demands, check that they fit, reserve them."""

@@ -1,12 +1,12 @@
-"""What every role of a run takes of a cluster, and whether the cluster has it. Starts nothing.
+"""Compute the devices that each role needs, and check that the cluster has them. Starts nothing.
 
 separate                               colocated
 GPU 0 1 2     policy ranks             GPU 0 1 2 3 4 5 6 7   rollout engines, while they sample
 GPU 3 4 5     rollout engines          GPU 0 1 2 3 4 5 6 7   a copy of each reward model, while they score
-GPU 6         reward models            GPU 0 1 2 3 4 5 6 7   a copy of the reference, while it is asked
+GPU 6         reward models            GPU 0 1 2 3 4 5 6 7   a copy of the reference, for its log-probs
 GPU 7         the reference            GPU 0 1 2 3 4 5 6 7   policy ranks, while they train
               (a teacher likewise)
-GPU 8         evaluation's own engine  GPU 8                 evaluation's own engine
+GPU 8         evaluation engine        GPU 8                 evaluation engine
 GPU 9, if any engines that join        GPU 9, if any         engines that join
 
 `actors.colocation` moves colocated GPUs from one role to the next.
@@ -32,7 +32,7 @@ from grpo_dist.config.files import changed
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import transfer_backend
 
-_ROUNDING = 1e-6  # three times 1/3 is a GPU
+_ROUNDING = 1e-6  # so that three times 1/3 is a whole GPU
 
 
 class Devices(NamedTuple):
@@ -43,9 +43,9 @@ class Devices(NamedTuple):
 
 
 def packed(gpus: Sequence[float], copies: Sequence[int] = ()) -> list[tuple[int, ...]]:
-    """Return which workers, by index, share a GPU or have GPUs of their own; the largest share first, each on
-    the first GPU with enough left. Of equal shares the first copies of all models come first, so that the
-    copies of one model are on different GPUs where others fill these.
+    """Group workers, by index, that share a GPU; a worker with whole GPUs is a group alone. Places the
+    largest share first, on the first GPU with enough left. Among equal shares, the first copies of all models
+    come first, so that copies of one model are spread over GPUs when other models can fill these.
 
         (0.25, 2, 0.5, 0.75, 0.5)           -> (1,), (0, 3), (2, 4)
         (0.5, 0.5, 0.5, 0.5), (0, 1, 0, 1)  -> (0, 2), (1, 3)
@@ -62,13 +62,13 @@ def packed(gpus: Sequence[float], copies: Sequence[int] = ()) -> list[tuple[int,
 
 
 def whole_gpus(gpus: Iterable[float]) -> int:
-    """Return the GPUs that workers of a group of `packed` have together."""
+    """Return the number of GPUs of one group of `packed`."""
     return math.ceil(sum(gpus) - _ROUNDING)
 
 
 def smaller_shared(ranks: int, rollout: RolloutConfig, gpus: int) -> Iterator[dict[str, Any]]:
-    """Yield overrides with which at most ``ranks`` policy ranks, one a GPU, and the engines share at most
-    ``gpus``; the most ranks first. A step's samples that ``ranks`` can share are shared by a divisor of them.
+    """Yield overrides with which at most ``ranks`` policy ranks, one per GPU, and the engines share at most
+    ``gpus``; the most ranks first. Rank counts divide ``ranks``, so they still divide a step's samples.
 
         ranks 4, 4 engines, 3 GPUs -> policy.num_workers and rollout.num_workers 2, then 1
     """
@@ -84,8 +84,7 @@ def smaller_shared(ranks: int, rollout: RolloutConfig, gpus: int) -> Iterator[di
 
 
 def share_out(rank_devices: Sequence[Devices], engines: int, tensor_parallel_size: int) -> list[Devices]:
-    """Return the devices of each of ``engines``, out of those the policy ranks hold; an engine's are on one
-    node.
+    """Split the policy ranks' devices among ``engines``; the devices of one engine are on one node.
 
     Two nodes of two GPUs each, two engines of two: [a/0, b/0, a/1, b/1] -> [a/0,1  b/0,1].
     """
@@ -109,7 +108,7 @@ def share_out(rank_devices: Sequence[Devices], engines: int, tensor_parallel_siz
 
 
 def colocated_ranks(rank_devices: Sequence[Devices], engines: Sequence[Devices]) -> list[int]:
-    """Return for each process of ``engines``, one a GPU, the policy rank that holds its GPU."""
+    """Return the policy rank on the GPU of each process of ``engines``, one process per GPU."""
     ranks = {(node, gpu): rank for rank, (node, gpus) in enumerate(rank_devices) for gpu in gpus}
     return [ranks[node, gpu] for node, gpus in engines for gpu in gpus]
 
@@ -122,16 +121,16 @@ _NUM_WORKERS = {role: f"{role}.num_workers" for role in ("policy", "rollout", "r
 
 
 def fewer_workers(workers: Mapping[str, int]) -> list[str]:
-    """Return the keys by which roles can do with fewer ``workers``; an evaluation can do with none."""
+    """Return the keys that can lower the ``workers`` of a role; evaluation can be lowered to 0."""
     return [f"`{key}`" for role, key in _NUM_WORKERS.items() if workers.get(role, 0) > (role != "evaluation")]
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a cluster has in all.
+    """Total resources of a cluster.
 
-    ``node_cpus``: CPUs of its largest node; None: it has one node. ``shared``: other jobs may use it, so that
-    CPUs are reserved, too, where they suffice.
+    ``node_cpus``: CPUs of its largest node; None: it has one node. ``shared``: other jobs may use it, so CPUs
+    are reserved, too, if there are enough.
     """
 
     cpus: int
@@ -142,12 +141,12 @@ class Resources:
 
 @dataclass(frozen=True)
 class Demand:
-    """Devices a role takes: ``workers`` actors with ``gpus`` each, or the CPU threads each may use.
+    """Devices of a role: ``workers`` actors with ``gpus`` each, or with ``threads`` CPU threads each.
 
-    ``shared``: colocated on the devices of the policy ranks, which are counted there. ``cpus``:
-    reserved for each actor; 0: none. ``each``: GPUs of each worker where they differ, whole ones or a share
-    of one; (): ``gpus`` each. ``copies``: which copy of its model each of these workers is, from 0.
-    ``adjacent``: how many successive workers exchange most, and are best on one node.
+    ``shared``: colocated on the policy ranks' devices, which are counted there. ``cpus``: CPUs reserved for
+    each actor; 0: none. ``each``: GPUs per worker if they differ, whole ones or a share of one; (): ``gpus``
+    each. ``copies``: which copy of its model each of these workers is, from 0. ``adjacent``: how many
+    successive workers communicate most and are best on one node.
     """
 
     workers: int
@@ -161,7 +160,7 @@ class Demand:
 
     @property
     def total_gpus(self) -> int:
-        """GPUs of all workers; those of workers with shares of one count once."""
+        """GPUs of all workers; a GPU that workers share counts once."""
         if not self.each:
             return self.workers * self.gpus
         return sum(whole_gpus(self.each[i] for i in together) for together in self.together())
@@ -175,9 +174,7 @@ class Demand:
 
 
 def placement(config: Config, has: Resources, *, training: bool) -> dict[str, Demand]:
-    """Return what every role takes. Raises UserError with the role and the remedy when ``has`` is not
-    enough.
-    """
+    """Return the demand of every role. Raises UserError with role and remedy if ``has`` is not enough."""
     colocated = training and not config.is_supervised and is_colocated(config, has)
     demands = demands_of(config, has, training=training, colocated=colocated)
     if problem := _colocation_problem(config, demands, has):
@@ -188,13 +185,13 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
         raise _too_few_gpus(
             config.cluster, demands, has.gpus, _colocated_overrides(config, demands, has.gpus)
         )
-    elif training and (rollout := demands.get("rollout")):  # refuses a transport that cannot connect these
+    elif training and (rollout := demands.get("rollout")):  # rejects a transport that cannot connect them
         transfer_backend(config.weight_sync.backend, "cuda", one_host=True, colocated=rollout.shared)
     return demands
 
 
 def _colocation_problem(config: Config, demands: Mapping[str, Demand], has: Resources) -> str | None:
-    """Return why roles cannot share devices as the configuration asks, and the remedy; None: they can."""
+    """Return why roles cannot share devices as configured, and the remedy; None: they can."""
     shared = {role for role, demand in demands.items() if demand.shared}
     if "evaluation" in demands and "reward_models" in shared:
         return (
@@ -214,22 +211,22 @@ def _colocation_problem(config: Config, demands: Mapping[str, Demand], has: Reso
 
 
 def _keeps_weights_of_joining(config: Config) -> bool:
-    """Return whether engines that join must hold the weights before, which colocated engines drop."""
+    """Return whether joining engines must keep the previous weights, which colocated engines drop."""
     return config.rollout.may_grow and config.weight_sync.deltas is True
 
 
 def is_colocated(config: Config, has: Resources) -> bool:
-    """Return whether the roles of a training run share the same devices, one at a time.
+    """Return whether the roles of a training run are colocated.
 
-    ``auto``: with GPUs, only where they do not suffice for all; without, when nothing is sampled ahead, so
-    that sampling and training alternate anyway. Raises UserError where `colocated` is set and impossible.
+    ``auto``: with GPUs, only if there are too few for separate roles; without GPUs, if nothing is sampled
+    ahead, as sampling and training alternate anyway. Raises UserError if `colocated` is set and impossible.
     """
-    wanted = config.cluster.placement
+    mode = config.cluster.placement
     problem = _not_colocated(config.rollout, config.policy.num_workers, config.rewards, config.max_staleness)
-    if wanted != "auto":
-        if wanted == "colocated" and problem:
+    if mode != "auto":
+        if mode == "colocated" and problem:
             raise UserError(f"`cluster.placement` = colocated: {problem}")
-        return wanted == "colocated"
+        return mode == "colocated"
     if not has.gpus:
         return config.max_staleness == 0
     apart = demands_of(config, has, training=True, colocated=False)
@@ -239,8 +236,8 @@ def is_colocated(config: Config, has: Resources) -> bool:
 def has_reference(policy: PolicyConfig, reference: ReferenceConfig, *, needed: bool, colocated: bool) -> bool:
     """Return whether a training run has reference workers. ``needed``: something reads their log-probs.
 
-    Adapters that share GPUs with their reference need none: without them the policy is the base model. A
-    reference that is refreshed is another model.
+    A colocated policy with adapters needs none: with adapters disabled, it is the base model. This does not
+    hold for a refreshed reference, which is another model.
     """
     if colocated and policy.lora is not None and not reference.refresh_every:
         return False
@@ -272,17 +269,17 @@ def _not_colocated(
 
 
 def demands_of(config: Config, has: Resources, *, training: bool, colocated: bool) -> dict[str, Demand]:
-    """Return what every role takes, whether or not ``has`` is enough for all.
+    """Return the demand of every role, whether or not ``has`` is enough for all.
 
-    A role that computes has ``threads`` of its section, or else its share of the CPUs, divided by its workers
-    and at most those of the largest node:
+    A computing role gets ``threads`` of its section, or else its share of the CPUs, divided by its workers
+    and at most the CPUs of the largest node:
 
         colocated, or an evaluation    all CPUs: the other roles wait meanwhile
-        separate                       half of them, for engines and for ranks
+        separate                       half of them each for engines and ranks
         supervised                     all of them, for the ranks
 
-    One CPU is left to the driver, which may be a job of the cluster, where CPUs are reserved. The engines of
-    an evaluation get a thread in addition, since between evaluations a share would be idle.
+    Where CPUs are reserved, one is left to the driver, which may be a job on the cluster. Each evaluation
+    engine gets one thread on top, since a share would idle between evaluations.
     """
     rollout, policy, reference = config.rollout, config.policy, config.reference
     on_gpu = 1 if has.gpus else 0
@@ -294,9 +291,9 @@ def demands_of(config: Config, has: Resources, *, training: bool, colocated: boo
     def threads(configured: int, workers: int) -> int:
         return configured or max(1, min(node, share // workers))
 
-    # `auto` means threads alone where there are no GPUs: on cores, roles need not wait for each other.
+    # Without GPUs, `auto` affects only thread counts: on cores, roles need not wait for each other.
     shared = colocated and (has.gpus > 0 or config.cluster.placement == "colocated")
-    on_each = policy.num_workers if shared and has.gpus else None  # copies of a frozen model, one on each GPU
+    on_each = policy.num_workers if shared and has.gpus else None  # copies of a frozen model, one per GPU
     ranks = Demand(
         policy.num_workers,
         on_gpu,
@@ -339,15 +336,13 @@ def _reward_model_demand(rewards: RewardsConfig, on_each: int | None, on_gpu: in
 
 
 def uncounted_threads(demands: Mapping[str, Demand]) -> dict[str, int]:
-    """Return by role the threads of one actor on cores that are not reserved, so that Ray has them as free.
-    On GPUs nobody computes on cores.
-    """
+    """Return by CPU role the threads per actor on unreserved cores, which Ray counts as free."""
     computing = {role: demands[role] for role in _COMPUTING if role in demands}
     return {role: demand.threads for role, demand in computing.items() if not (demand.cpus or demand.gpus)}
 
 
 def _reserve_cpus(demands: dict[str, Demand], has: Resources, *, colocated: bool) -> dict[str, Demand]:
-    """Add the CPUs that are reserved for each worker, if there are enough for all."""
+    """Add the CPUs to reserve for each worker, if there are enough for all."""
     if has.gpus:
         cpus = {role: 0 if demand.shared else 1 for role, demand in demands.items()}
     elif has.shared and not colocated:
@@ -363,7 +358,7 @@ def _gpus(demands: Mapping[str, Demand]) -> int:
 
 
 def _colocated_overrides(config: Config, demands: Mapping[str, Demand], gpus: int) -> dict[str, Any] | None:
-    """Return overrides with which engines and policy ranks share some of ``gpus``; None: there are none."""
+    """Return overrides that colocate engines and policy ranks on some of ``gpus``; None: there are none."""
     rollout, evaluated = config.rollout, demands.get("evaluation")
     if not {"policy", "rollout"} <= demands.keys() or _not_colocated(
         rollout, config.policy.num_workers, config.rewards, max_staleness=0
@@ -377,11 +372,11 @@ def _colocated_overrides(config: Config, demands: Mapping[str, Demand], gpus: in
     evaluations: list[tuple[int, dict[str, Any]]] = [(evaluated.total_gpus if evaluated else 0, {})]
     if evaluated:
         without = (0, {"evaluation.num_workers": 0})
-        # It cannot score with colocated reward models.
+        # Evaluation cannot score with colocated reward models.
         evaluations = [without] if "reward_models" in demands else [*evaluations, without]
     for evaluation_gpus, evaluation in evaluations:
         for fewer in smaller_shared(demands["policy"].workers, rollout, gpus - evaluation_gpus):
-            with suppress(ValueError):  # of overrides that the configuration refuses
+            with suppress(ValueError):  # the configuration rejects these overrides
                 changed(config, first | evaluation | fewer)
                 return first | evaluation | fewer
     return None
@@ -390,16 +385,16 @@ def _colocated_overrides(config: Config, demands: Mapping[str, Demand], gpus: in
 def _too_few_gpus(
     cluster: ClusterConfig, demands: Mapping[str, Demand], gpus: int, sharing: Mapping[str, Any] | None
 ) -> UserError:
-    """Return the refusal of demands that take more than ``gpus``. It names only what can help. ``sharing``:
-    overrides with which engines and policy ranks share as many GPUs as there are.
+    """Return the error for demands that exceed ``gpus``, with the remedies that can help. ``sharing``:
+    overrides with which engines and policy ranks fit by sharing GPUs.
     """
     separate = {role: demand for role, demand in demands.items() if demand.gpus and not demand.shared}
     needed, parts = _gpus(demands), " + ".join(f"{role} {demand}" for role, demand in separate.items())
     grown = " with the nodes of `cluster.grows_to`" if cluster.grows_to else ""
     ways = ["set " + " ".join(f"{key}={value}" for key, value in sharing.items())] if sharing else []
-    named = sharing if sharing and demands["rollout"].shared else {}
-    keys = [key for key in _fewer_gpus(separate) if key.strip("`") not in named]
-    if keys and sum(role != "evaluation" for role in separate) <= gpus:  # each of them takes a GPU at least
+    named_keys = sharing if sharing and demands["rollout"].shared else {}
+    keys = [key for key in _fewer_gpus(separate) if key.strip("`") not in named_keys]
+    if keys and sum(role != "evaluation" for role in separate) <= gpus:  # each role takes at least one GPU
         ways.append("lower " + " or ".join(keys))
     ways.append("add nodes (`cluster.grows_to`: an autoscaler does)")
     return UserError(
@@ -408,7 +403,7 @@ def _too_few_gpus(
 
 
 def _fewer_gpus(separate: Mapping[str, Demand]) -> list[str]:
-    """Return the keys that can be lowered for fewer GPUs. ``separate``: the roles with GPUs of their own."""
+    """Return the keys that can be lowered to use fewer GPUs. ``separate``: roles with dedicated GPUs."""
     keys = fewer_workers({role: demand.workers for role, demand in separate.items()})
     if "rollout" in separate and separate["rollout"].gpus > 1:
         keys.append("`rollout.tensor_parallel_size`")
@@ -431,7 +426,7 @@ def _check_cpus(demands: dict[str, Demand], cpus: int, tensor_parallel_size: int
 
 
 def describe(demands: dict[str, Demand], has: Resources) -> str:
-    """Describe in one sentence which role has which devices."""
+    """Describe the devices of each role in one sentence."""
     parts = []
     for role, d in demands.items():
         what = f"{d} GPU(s)" if d.gpus else f"{d.workers} x {d.threads} CPU thread(s)"

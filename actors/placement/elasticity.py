@@ -1,11 +1,11 @@
-"""Nodes that come and go: engines join a running job while the cluster has room, and leave before their node
-goes; the policy's state is saved before one of its nodes does.
+"""Handle nodes that come and go: engines join a running job while the cluster has room, and leave before
+their node does; the policy's state is saved before one of its nodes leaves.
 
 every few seconds   a guest's node is drained     -> the guest leaves, within the node's notice
-                    fewer than may serve          -> guests join, on nodes with room
+                    fewer guests than allowed     -> guests join, on nodes with room
                     reserved actors wait for room -> all guests leave
                     a policy rank's node, or the driver's, is drained (spot notice, `ray drain-node`, an
-                    autoscaler)                   -> `DrainNotice.leaving` has it; the loop saves, and goes on
+                    autoscaler)                   -> `DrainNotice.leaving` has it; the loop saves and goes on
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from grpo_dist.runtime.concurrency import run_in_thread
 
 
 def draining() -> dict[str, float]:
-    """Return the nodes that Ray was asked to drain, by node id, with the seconds that each still has;
-    infinity where no deadline was given.
-    """
-    # Ray has no public interface to this; its own Serve reads it in the same way.
+    """Return the seconds until each draining node leaves, by Ray's node id; infinity without a deadline."""
+    # Ray has no public interface to this; Ray Serve reads it in the same way.
     from ray._private.state import state
 
     now = time.time()
@@ -43,10 +41,10 @@ def draining() -> dict[str, float]:
 def cores_in_use(
     nodes: Mapping[str, Sequence[str]], threads: Mapping[str, int], *, in_turns: bool
 ) -> dict[str, int]:
-    """Return for each node the cores on which the run's own actors compute though Ray has them as free.
+    """Return for each node the cores that the run's actors use although Ray counts them as free.
 
-    ``nodes``: by role, the node of each actor; ``threads``: of one actor of each role; ``in_turns``: engines
-    and policy ranks compute one after the other.
+    ``nodes``: the node of each actor, by role; ``threads``: threads per actor, by role; ``in_turns``: engines
+    and policy ranks alternate.
     """
     used = {
         role: Counter({n: c * threads[role] for n, c in Counter(actor_nodes).items()})
@@ -58,15 +56,14 @@ def cores_in_use(
 
 
 def rooms(cpus: float, gpus: float, count: int, *, in_use: Mapping[str, float]) -> list[str]:
-    """Return the ids of nodes for up to ``count`` actors that take ``cpus`` and ``gpus`` of one node each; a
-    node with room for several stands there several times. The fullest node comes first. ``in_use``: see
-    `cores_in_use`.
+    """Return a node id for each of up to ``count`` actors that take ``cpus`` and ``gpus`` of one node each; a
+    node may repeat. The fullest node comes first. ``in_use``: see `cores_in_use`.
     """
     # See `reservation.nodes`.
     from ray._private.state import available_resources_per_node
 
-    free, going = available_resources_per_node(), draining()
-    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in going]
+    free, leaving = available_resources_per_node(), draining()
+    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
     has = {
         node: (free.get(node, {}).get("GPU", 0.0), free.get(node, {}).get("CPU", 0.0) - in_use.get(node, 0.0))
         for node in alive
@@ -75,7 +72,7 @@ def rooms(cpus: float, gpus: float, count: int, *, in_use: Mapping[str, float]) 
 
 
 def pick(has: dict[str, tuple[float, float]], cpus: float, gpus: float, count: int) -> list[str]:
-    """See `rooms`. ``has``: free GPUs and CPUs of each node."""
+    """Pick nodes, see `rooms`. ``has``: free GPUs and CPUs of each node."""
     chosen: list[str] = []
     for node, (free_gpus, free_cpus) in sorted(has.items(), key=lambda item: (item[1], item[0])):
         while len(chosen) < count and free_gpus >= gpus and free_cpus >= cpus:
@@ -86,10 +83,10 @@ def pick(has: dict[str, tuple[float, float]], cpus: float, gpus: float, count: i
 
 logger = logging.getLogger("grpo_dist")
 
-_LOOK_S = 5.0  # between two looks at the cluster
-_LEAVE_S = 300.0  # the longest that a guest that leaves has to finish its groups
-_MARGIN_S = 5.0  # of a node's notice, so that its engine ends before the node
-_AGAIN_S = (30.0, 600.0)  # wait after a failed join: the first, doubled each time up to the second
+_LOOK_S = 5.0  # interval of checks of the cluster
+_LEAVE_S = 300.0  # maximum time for a leaving guest to finish its groups
+_MARGIN_S = 5.0  # time kept from a node's notice, so that its engine ends before the node
+_AGAIN_S = (30.0, 600.0)  # back-off after a failed join: initial and maximum, doubled each time
 
 
 class Elasticity:
@@ -97,8 +94,8 @@ class Elasticity:
 
     Args:
         in_use: see `cores_in_use`.
-        is_placed: whether all reserved actors have their places, which a lost node takes from them. Called in
-            a thread.
+        is_placed: returns whether all reserved actors are placed, as after a lost node they are not. Called
+            in a thread.
     """
 
     def __init__(
@@ -111,15 +108,15 @@ class Elasticity:
         self._team, self._guests, self._is_placed = team, guests, is_placed
         self._in_use = in_use
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failed, self._not_before = 0, 0.0  # joins that failed in a row, and when to try again
+        self._failed, self._not_before = 0, 0.0  # consecutive failed joins; time of the next try
 
     async def run(self) -> None:
-        """Look at the cluster again and again, until cancelled."""
+        """Check the cluster periodically until cancelled."""
         try:
             while True:
                 try:
                     await self.look()
-                except Exception as error:  # Ray may fail for a moment
+                except Exception as error:  # Ray may fail temporarily
                     logger.warning("engines can neither join nor leave now (%s)", reason(error))
                 await asyncio.sleep(_LOOK_S)
         finally:
@@ -128,13 +125,13 @@ class Elasticity:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def look(self) -> None:
-        """Start what the state of the cluster asks for."""
-        going = await run_in_thread(draining)
+        """Start the joins and leaves that the cluster's state requires."""
+        leaving = await run_in_thread(draining)
         for index, node in self._team.guests().items():
-            if node in going:
-                notice_s = min(_LEAVE_S, max(0.0, going[node] - _MARGIN_S))
+            if node in leaving:
+                notice_s = min(_LEAVE_S, max(0.0, leaving[node] - _MARGIN_S))
                 self._start(self._team.leave(index, "its node is drained", within_s=notice_s))
-                await asyncio.sleep(0)  # it begins, so that `guests` no longer has it
+                await asyncio.sleep(0)  # lets it begin, so that `guests` omits it
         guests = self._team.guests()
         if not await run_in_thread(self._is_placed):
             for index in sorted(guests):
@@ -165,7 +162,7 @@ class Elasticity:
 
 class DrainNotice:
     """Attributes:
-    leaving: those of ``nodes``, Ray's node ids, that Ray was asked to drain, at the last look.
+    leaving: the draining nodes among ``nodes`` (Ray's node ids), at the last check.
     """
 
     def __init__(self, nodes: Collection[str]) -> None:
@@ -173,21 +170,20 @@ class DrainNotice:
         self.leaving: frozenset[str] = frozenset()
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Check periodically until cancelled."""
         while True:
             try:
-                going = await run_in_thread(draining)
-                self.leaving = self._nodes.intersection(going)
-            except Exception as error:  # Ray may fail for a moment
+                self.leaving = self._nodes.intersection(await run_in_thread(draining))
+            except Exception as error:  # Ray may fail temporarily
                 logger.warning("the notices of nodes are unknown now (%s)", reason(error))
             await asyncio.sleep(_LOOK_S)
 
 
 async def leaving_nodes(team: Team, timeout_s: float) -> Callable[[], frozenset[str]]:
-    """Watch the nodes of the actors of ``team``, which are idle now, and the driver's, until the team ends.
+    """Watch the driver's node and the nodes of ``team``, whose actors are idle now, until the team ends.
 
-    Returns a function that returns those that are about to go. Raises TimeoutError where an actor does not
-    answer within ``timeout_s`` seconds.
+    Returns a function that returns the draining nodes. Raises TimeoutError if an actor does not answer within
+    ``timeout_s`` seconds.
     """
     async with deadline_of(team.named(), timeout_s, "start: where the policy's ranks are"):
         nodes = await nodes_of(team.alive())

@@ -1,6 +1,6 @@
-"""Whether a run fits on the nodes of a cluster as they are now.
+"""Check whether a run fits on a cluster's current nodes.
 
-A run reserves all its devices or none, so that two jobs never wait for each other with half of theirs each.
+A run reserves all its devices or none: no deadlock between half-placed jobs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from grpo_dist.errors import UserError
 
 @dataclass(frozen=True)
 class Node:
-    """A node's address as its name, what it has, and what of that is free."""
+    """A node's address (``name``), its resources, and which of them are free."""
 
     name: str
     cpus: float
@@ -32,9 +32,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Devices of one worker, on one node, or of several ``workers`` that share them. ``shares``: the index
-    and the GPUs of each worker of a role whose workers differ. ``adjacent``: how many successive bundles
-    of the size are best on one node.
+    """Devices on one node for one worker, or for several ``workers`` that share them. ``shares``: index and
+    GPUs of each worker, if a role's workers differ. ``adjacent``: how many successive bundles of this size
+    are best on one node.
     """
 
     role: str
@@ -50,27 +50,27 @@ class Bundle:
 
 
 def bundles(demands: dict[str, Demand]) -> list[Bundle]:
-    """Return the bundles of all workers that something is reserved for.
+    """Return the bundles of all workers that need a reservation.
 
-    Policy ranks come first: they communicate most, and are the first to choose nodes (`assignment`).
+    Policy ranks come first: they communicate most, so they choose nodes first (`reservation.assigned`).
     """
-    wanted = []
+    requested = []
     for role in ["policy", *(role for role in demands if role != "policy")]:
         demand = demands.get(role)
         if demand is None or demand.shared or not (demand.cpus or demand.gpus):
             continue
         if demand.each:
-            wanted += _shared_bundles(role, demand)
+            requested += _shared_bundles(role, demand)
             continue
-        for together in _sizes(role, demands):
+        for together in _bundle_sizes(role, demands):
             gpus, cpus = together * demand.gpus, together * demand.cpus
             adjacent = math.lcm(demand.adjacent, together) // together
-            wanted.append(Bundle(role, gpus, cpus, together, adjacent=adjacent))
-    return wanted
+            requested.append(Bundle(role, gpus, cpus, together, adjacent=adjacent))
+    return requested
 
 
 def _shared_bundles(role: str, demand: Demand) -> list[Bundle]:
-    """Return a bundle for each group of workers that share a GPU, and for each worker with its own."""
+    """Return a bundle for each group of workers that share a GPU, and for each worker with whole GPUs."""
     shares = [tuple((i, demand.each[i]) for i in together) for together in demand.together()]
     return [
         Bundle(
@@ -80,10 +80,8 @@ def _shared_bundles(role: str, demand: Demand) -> list[Bundle]:
     ]
 
 
-def _sizes(role: str, demands: dict[str, Demand]) -> list[int]:
-    """Return the workers of each bundle of ``role``: ranks whose GPUs one engine shares must be on one
-    node.
-    """
+def _bundle_sizes(role: str, demands: dict[str, Demand]) -> list[int]:
+    """Return the workers per bundle of ``role``: ranks that share one engine's GPUs must be on one node."""
     rollout, workers = demands.get("rollout"), demands[role].workers
     if role != "policy" or rollout is None or not rollout.shared or not rollout.gpus:
         return [1] * workers
@@ -91,16 +89,16 @@ def _sizes(role: str, demands: dict[str, Demand]) -> list[int]:
 
 
 def grown(nodes: Sequence[Node], to: AutoscalingConfig | None) -> list[Node]:
-    """Return ``nodes`` and those that an autoscaler can add."""
+    """Return ``nodes`` plus the nodes that an autoscaler can add."""
     if to is None:
         return list(nodes)
-    there = sum(node.gpus >= to.gpus for node in nodes)
-    each = Node("an added node", to.cpus, to.gpus, to.cpus, to.gpus)
-    return [*nodes, *[each] * (to.nodes - there)]
+    existing = sum(node.gpus >= to.gpus for node in nodes)
+    added = Node("an added node", to.cpus, to.gpus, to.cpus, to.gpus)
+    return [*nodes, *[added] * (to.nodes - existing)]
 
 
 def fits(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> bool:
-    """Return whether all bundles fit at once: largest first, each on the fullest node that takes it."""
+    """Return whether all bundles fit at once: largest first, each on the fullest node with room."""
     free = [[node.free_gpus, node.free_cpus] for node in nodes]
     for bundle in sorted(wanted, key=lambda b: (-b.gpus, -b.cpus)):
         takes = [node for node in free if node[0] >= bundle.gpus and node[1] >= bundle.cpus]
@@ -113,8 +111,8 @@ def fits(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> bool:
 
 
 def too_large(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> str | None:
-    """Return why waiting cannot help; None: it can. Either no node is large enough for a worker, or the GPUs
-    suffice in all but not on single nodes.
+    """Return why waiting cannot help; None: it can. Either no node is large enough for a worker, or there are
+    enough GPUs in total, but not on single nodes.
     """
     for bundle in wanted:
         if not any(node.gpus >= bundle.gpus and node.cpus >= bundle.cpus for node in nodes):
@@ -139,13 +137,13 @@ def too_large(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> str | None:
 
 
 def no_room(wanted: Sequence[Bundle], nodes: Sequence[Node], cluster: ClusterConfig) -> UserError:
-    """Return an error with the request, what each node has, and what can be done."""
+    """Return an error with the request, each node's resources, and the remedies."""
     waited_s = cluster.timeouts.placement_timeout_s
-    asked = Counter((bundle.role, str(bundle)) for bundle in wanted)
+    counts = Counter((bundle.role, str(bundle)) for bundle in wanted)
     lines = [
         f"cluster: no room for this run within `cluster.timeouts.placement_timeout_s` = {waited_s:g} s; "
         "it asks for",
-        *(f"  {role}: {count} x {each}" for (role, each), count in asked.items()),
+        *(f"  {role}: {count} x {each}" for (role, each), count in counts.items()),
         "and has",
         *(f"  {node}" for node in nodes),
     ]

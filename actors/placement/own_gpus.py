@@ -1,7 +1,7 @@
-"""Whether an actor sees the GPUs that it was given, and no others.
+"""Check that an actor sees exactly the GPUs that it was assigned.
 
-Ray counts GPUs, and gives an actor its own through CUDA_VISIBLE_DEVICES. Two variables of Ray change that
-without a word: all ranks would compute on one GPU, or engines on the CPU.
+Ray assigns GPUs to an actor through CUDA_VISIBLE_DEVICES. Two Ray variables silently change that: all ranks
+would compute on one GPU, or engines on the CPU.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import usable_gpus
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-SHARED = "GRPO_DIST_SHARED_GPUS"  # of an actor on GPUs that Ray gave to another: those that it is to see
-# Ray leaves CUDA_VISIBLE_DEVICES as it is. verl and OpenRLHF have their users set it.
+SHARED = "GRPO_DIST_SHARED_GPUS"  # GPUs that a colocated actor should see; Ray assigned them to another actor
+# Makes Ray leave CUDA_VISIBLE_DEVICES as it is. verl and OpenRLHF have their users set it.
 NOT_SET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-# Ray empties CUDA_VISIBLE_DEVICES of actors that it gave no GPU, such as those that share one.
+# Makes Ray empty CUDA_VISIBLE_DEVICES of actors without assigned GPUs, such as colocated actors.
 EMPTIED = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 
 
 def check_gpus() -> None:
-    """Check that this process sees the GPUs that Ray or the reservation gave it. Called before CUDA starts.
-    No effect in an actor without GPUs, or outside of Ray.
+    """Check that this process sees its assigned GPUs. Call it before CUDA starts. No effect in an actor
+    without GPUs, or outside of Ray.
 
-    Raises UserError with the variable that is in the way and the remedy.
+    Raises UserError with the offending variable and the remedy.
     """
     shared = os.environ.get(SHARED)
-    expected = shared.split(",") if shared else _given_by_ray()
+    expected = shared.split(",") if shared else _read_ray_gpus()
     if not expected:
         return
     usable = usable_gpus()
-    seen = os.environ.get(VISIBLE)
-    visible = [str(i) for i in range(usable)] if seen is None else [name for name in seen.split(",") if name]
+    setting = os.environ.get(VISIBLE)
+    visible = [str(i) for i in range(usable)] if setting is None else list(filter(None, setting.split(",")))
     if set(visible) == set(expected):
         return
-    value = "not set" if seen is None else repr(seen)
+    value = "not set" if setting is None else repr(setting)
     name = EMPTIED if shared else NOT_SET
     if os.environ.get(name, "").lower() in ("1", "true"):
         cause = f"{name}={os.environ[name]} has Ray {'empty it' if shared else 'leave it alone'}; unset that"
     else:
-        cause = "something but Ray has set it; remove that"
+        cause = "something other than Ray has set it; remove that"
     assigned = f"GPU {', '.join(sorted(expected))} of {ray.util.get_node_ip_address()}"
     raise UserError(
         f"this worker has {assigned}, and {VISIBLE} is {value}, so that it would compute elsewhere: {cause}, "
@@ -49,7 +49,7 @@ def check_gpus() -> None:
     )
 
 
-def _given_by_ray() -> list[str]:
+def _read_ray_gpus() -> list[str]:
     if not ray.is_initialized():
         return []
     return list(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))

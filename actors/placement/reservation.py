@@ -1,16 +1,16 @@
-"""The reservation of a run: one placement group, acquired whole or not at all.
+"""Reserve the devices of a run as one placement group, acquired whole or not at all.
 
-    policy ranks   one bundle each; ranks that share GPUs with one engine, in one bundle
-    engines        one bundle each, so that a tensor-parallel engine has its GPUs on one node; none where they
-                   share those of the policy, and so with the reference and reward models
-    all others     one bundle each; reward models with shares of a GPU, one for each GPU
+    policy ranks   one bundle each; ranks that share GPUs with one engine are in one bundle
+    engines        one bundle each, so that a tensor-parallel engine has its GPUs on one node; none if
+                   colocated with the policy, like the reference and reward models
+    all others     one bundle each; reward models with GPU shares: one per GPU
 
-A replacement actor gets the bundle of the actor before. Ray moves the bundles of a lost node to another node
-when there is capacity. Roles that restart as a whole are assigned theirs again.
+A replacement actor gets the previous actor's bundle. Ray moves the bundles of a lost node to another node
+when there is capacity. Roles that restart as a whole are assigned bundles again.
 
-Ray chooses the node of each bundle: it sorts them before it fills one node after the other, and its sort
-mixes equal ones (https://github.com/ray-project/ray/issues/51117). `assigned` then says whose bundle it is,
-so that the policy has whole nodes. The bundles of 8 policy ranks and 8 engines on two nodes:
+Ray chooses the node of each bundle: it sorts bundles before it fills node after node, and its sort is not
+stable (https://github.com/ray-project/ray/issues/51117). `assigned` then assigns bundles to workers, so that
+the policy has whole nodes. The bundles of 8 policy ranks and 8 engines on two nodes:
 
     bundle       0   1 ... 7   8   9 ... 15
     node         a   b ... b   b   a  ... a
@@ -44,25 +44,25 @@ from grpo_dist.errors import UserError
 def assigned(
     wanted: Sequence[Bundle], nodes: Sequence[str], kept: Mapping[int, int] | None = None
 ) -> list[int]:
-    """Return for each of ``wanted`` the index of a bundle of the same size. The same arguments give the same
-    indices; on one node they are 0, 1, 2 ...
+    """Return the index of a bundle of the same size for each of ``wanted``. Deterministic; on one node the
+    indices are 0, 1, 2 ...
 
-    Roles choose in the order of ``wanted``. Each takes whole nodes first, node after node, on as few as keep
+    Roles choose in the order of ``wanted``. Each fills node after node, and uses the fewest nodes that keep
     its `adjacent` bundles together.
 
     Args:
-        wanted: bundles of all workers, in the order in which they are in the group.
-        nodes: the node of each bundle of the group.
-        kept: indices of bundles that stay as they are, by their positions in ``wanted``.
+        wanted: bundles of all workers, in the order of the placement group.
+        nodes: the node of each bundle of the placement group.
+        kept: indices of bundles that stay assigned, by their positions in ``wanted``.
 
     Two ranks and two engines of one GPU each, nodes a b b a -> [0, 3, 1, 2].
     """
     indices = dict(kept or {})
-    for (role, size), positions in _alike(wanted, indices).items():
-        taken = set(indices.values())
-        free = [i for i, bundle in enumerate(wanted) if _size(bundle) == size and i not in taken]
+    for (role, size), positions in _group(wanted, indices).items():
+        used = set(indices.values())
+        free = [i for i, bundle in enumerate(wanted) if _size(bundle) == size and i not in used]
         near = [nodes[index] for i, index in indices.items() if wanted[i].role == role]
-        chosen = _chosen(free, nodes, near, len(positions), wanted[positions[0]].adjacent)
+        chosen = _choose(free, nodes, near, len(positions), wanted[positions[0]].adjacent)
         indices |= zip(positions, chosen, strict=True)
     return [indices[i] for i in range(len(wanted))]
 
@@ -71,8 +71,8 @@ def _size(bundle: Bundle) -> tuple[int, int]:
     return bundle.gpus, bundle.cpus
 
 
-def _alike(wanted: Sequence[Bundle], kept: Mapping[int, int]) -> dict[tuple[str, tuple[int, int]], list[int]]:
-    """Return the positions of bundles of the same role and size, without those that are kept."""
+def _group(wanted: Sequence[Bundle], kept: Mapping[int, int]) -> dict[tuple[str, tuple[int, int]], list[int]]:
+    """Group the positions of bundles by role and size, without kept bundles."""
     positions: dict[tuple[str, tuple[int, int]], list[int]] = {}
     for i, bundle in enumerate(wanted):
         if i not in kept:
@@ -80,27 +80,27 @@ def _alike(wanted: Sequence[Bundle], kept: Mapping[int, int]) -> dict[tuple[str,
     return positions
 
 
-def _chosen(
+def _choose(
     free: Sequence[int], nodes: Sequence[str], near: Sequence[str], count: int, adjacent: int
 ) -> list[int]:
-    """Return ``count`` of the bundles ``free``, node after node. Each ``adjacent`` successive ones are on one
-    node, except the last where no node has room for as many. ``near``: nodes that the role is on already.
+    """Return ``count`` of the bundles ``free``, node after node. Each ``adjacent`` successive bundles are on
+    one node, except the last if no node has enough room. ``near``: nodes that the role already uses.
     """
     left: dict[str, list[int]] = {node: [] for node in near}
     for index in free:
         left.setdefault(nodes[index], []).append(index)
     chosen: list[int] = []
     for size in (adjacent, 1):
-        while (needed := (count - len(chosen)) // size) and (node := _node(left, near, needed, size)):
-            taken = size * min(needed, len(left[node]) // size)
-            chosen += left[node][:taken]
-            left[node] = left[node][taken:]
+        while (needed := (count - len(chosen)) // size) and (node := _pick_node(left, near, needed, size)):
+            n = size * min(needed, len(left[node]) // size)
+            chosen += left[node][:n]
+            left[node] = left[node][n:]
     return chosen
 
 
-def _node(left: Mapping[str, Sequence[int]], near: Sequence[str], needed: int, size: int) -> str | None:
-    """Return the node to fill next: the smallest with ``needed`` times ``size`` of the bundles ``left``, one
-    of ``near`` first, or else the largest; None: none has ``size``. Of equal nodes it is the first.
+def _pick_node(left: Mapping[str, Sequence[int]], near: Sequence[str], needed: int, size: int) -> str | None:
+    """Return the node to fill next: the smallest with ``needed`` * ``size`` bundles ``left``, nodes in
+    ``near`` first, or else the largest; the first of equal nodes. None: no node has ``size`` bundles.
     """
     rooms = {node: len(free) // size for node, free in left.items() if len(free) >= size}
     enough = [node for node, room in rooms.items() if room >= needed]
@@ -117,17 +117,17 @@ _LOG_EVERY_S = 30.0
 
 
 class Reservation:
-    """Made by `acquire`; empty where nothing is reserved."""
+    """Holds a run's placement group. Use `acquire` to create it; empty if nothing is reserved."""
 
     def __init__(self, wanted: list[Bundle], group: PlacementGroup | None) -> None:
         self._wanted, self._group = wanted, group
-        self._indices = list(range(len(wanted)))  # where each of them is in the group
+        self._indices = list(range(len(wanted)))  # index of each bundle in the group
 
     @classmethod
     async def acquire(cls, demands: dict[str, Demand], cluster: ClusterConfig, *, name: str) -> Reservation:
-        """Reserve the devices of the run ``name``, and wait `cluster.timeouts.placement_timeout_s` at most.
+        """Reserve the devices of the run ``name``; wait at most `cluster.timeouts.placement_timeout_s`.
 
-        Raises UserError with the request, what each node has, and what can be done.
+        Raises UserError with the request, each node's resources, and the remedies.
         """
         wanted = bundles(demands)
         if not wanted:
@@ -147,18 +147,18 @@ class Reservation:
 
     @property
     def is_held(self) -> bool:
-        """True while a placement group is held."""
+        """True while there is a placement group."""
         return self._group is not None
 
     def is_placed(self) -> bool:
-        """Return whether all bundles have their places. Asks Ray."""
+        """Ask Ray whether all bundles are placed."""
         return self._group is None or placement_group_table(self._group)["state"] == "CREATED"
 
     async def wait_ready(self, cluster: ClusterConfig, *, only: str | None = None) -> None:
-        """Wait until all bundles are placed, as Ray does again with those of a lost node, and assign them.
+        """Wait until Ray has placed all bundles, also after it lost a node, and assign them.
 
-        ``only``: this role alone chooses again, among its own bundles; the others still use theirs.
-        Does nothing where nothing is reserved. Raises as `acquire`.
+        ``only``: only this role is reassigned, among its bundles; other roles still use theirs. Does nothing
+        if nothing is reserved. Raises like `acquire`.
         """
         if self._group is None:
             return
@@ -182,7 +182,7 @@ class Reservation:
         self._indices = assigned(self._wanted, [homes[i] for i in range(len(self._wanted))], kept)
 
     def options(self, role: str) -> list[dict[str, Any]] | None:
-        """Return the Ray options of each worker of ``role``; None: nothing is reserved for them."""
+        """Return the Ray options of each worker of ``role``; None: nothing is reserved for it."""
         if self._group is None:
             return None
         places: list[tuple[int, dict[str, Any]]] = []
@@ -200,14 +200,14 @@ class Reservation:
         return [options for _, options in sorted(places, key=lambda place: place[0])] or None
 
     def release(self) -> None:
-        """Give the devices back; Ray ends actors that still use them. Safe to call twice."""
+        """Release the devices; Ray ends actors that still use them. Safe to call twice."""
         group, self._group = self._group, None
         if group is not None:
             remove_placement_group(group)
 
 
 def nodes() -> list[Node]:
-    """Return the nodes that are alive, and what they have."""
+    """Return the live nodes and their resources."""
     # Ray's public interface to a node's free resources needs the dashboard, which may not run.
     from ray._private.state import available_resources_per_node
 
@@ -226,7 +226,7 @@ def nodes() -> list[Node]:
 
 
 def expected(cluster: ClusterConfig) -> list[Node]:
-    """Return `nodes` and those that an autoscaler adds."""
+    """Return `nodes` plus the nodes that an autoscaler adds."""
     return grown(nodes(), cluster.grows_to)
 
 

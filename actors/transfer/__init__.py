@@ -1,3 +1,3 @@
-"""How weights travel from the policy to other processes: connections, transports, vLLM's receiver."""
+"""Transfer weights from the policy to other processes: connections, transports, vLLM's receiver."""
 
-WEIGHT_TRANSFER = "grpo_dist"  # what vLLM calls the receiving side of this project's weight sync
+WEIGHT_TRANSFER = "grpo_dist"  # vLLM's name for the receiving side of this project's weight sync

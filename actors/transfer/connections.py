@@ -1,19 +1,19 @@
 """Authenticated connections between rank 0 of a transfer group and its other processes.
 
-They carry control messages next to the weights. A process that dies is noticed at once, a host that is cut
-off within `_SILENT_S`, and a process that hangs by the deadline.
+They carry control messages alongside the weights. A dead process is noticed at once, a disconnected host
+within `_SILENT_S`, and a hung process by the deadline.
 
 Each begins with a mutual HMAC handshake; the secret is only sent over Ray:
 
     listening side               connecting side
       challenge          ------>
-                         <------     own challenge, proof
+                         <------     its challenge, proof
       proof              ------>
 
 A proof is an HMAC over both challenges: the secret itself is never sent, and a recorded proof is useless for
-another connection. Both sides give one, because each trusts the messages of the other from then on.
+another connection. Both sides prove themselves, because each then trusts the other's messages.
 
-The processes of a gloo group find its store this way, without telling its port to other processes:
+The processes of a gloo group find its store this way, without revealing its port to other processes:
 
     rank 0                                  others
     listens on a free port
@@ -38,7 +38,7 @@ from grpo_dist.errors import TransferLost
 from grpo_dist.runtime.rendezvous import Rank
 
 _SIZE = 32  # bytes of a secret, a challenge, a proof
-_MAX_PENDING = 64  # open connections without a proof; beyond that the oldest is closed
+_MAX_PENDING = 64  # limit of unproven connections; beyond it, the oldest is closed
 _CONNECTS, _LISTENS = b"connects", b"listens"
 
 
@@ -51,21 +51,21 @@ class Unauthenticated(ConnectionError):
 
 
 class _Pending:
-    """A connection that has not given its proof yet."""
+    """A connection that has not proved itself yet."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._connection, self._challenge, self._received = connection, secrets.token_bytes(_SIZE), b""
-        connection.send(self._challenge)  # an empty buffer takes it whole
+        connection.send(self._challenge)  # complete: the send buffer is empty
 
     def read(self, secret: bytes) -> bool:
-        """Read what has arrived; return whether the proof is complete, and answered. Raises ConnectionError
-        when it is wrong.
+        """Read the received bytes; return whether the proof is complete and answered. Raises ConnectionError
+        for a wrong proof.
         """
-        piece = self._connection.recv(2 * _SIZE - len(self._received))  # bounded: it does not block
-        if not piece:
+        data = self._connection.recv(2 * _SIZE - len(self._received))  # bounded: it does not block
+        if not data:
             raise Unauthenticated("it closed the connection")
-        self._received += piece
+        self._received += data
         if len(self._received) < 2 * _SIZE:
             return False
         challenge, proof = self._received[:_SIZE], self._received[_SIZE:]
@@ -76,7 +76,7 @@ class _Pending:
 
 
 def admit(server: socket.socket, count: int, secret: bytes, timeout_s: float) -> list[socket.socket]:
-    """Return the first ``count`` connections with a valid proof, and close all others.
+    """Accept the first ``count`` connections with a valid proof, and close all others.
 
     A silent connection does not delay the others. Raises TimeoutError.
     """
@@ -114,31 +114,32 @@ def admit(server: socket.socket, count: int, secret: bytes, timeout_s: float) ->
 def authenticate(connection: socket.socket, secret: bytes) -> None:
     """Prove over ``connection`` that this process knows the secret, and check the other side's proof.
 
-    The connection's timeout bounds it. Raises ConnectionError when the other side closes it or fails.
+    The connection's timeout applies. Raises ConnectionError if the other side closes it or fails the proof.
     """
-    asked, challenge = receive(connection, _SIZE), secrets.token_bytes(_SIZE)
-    connection.sendall(challenge + _proof(secret, _CONNECTS, asked, challenge))
-    if not hmac.compare_digest(receive(connection, _SIZE), _proof(secret, _LISTENS, asked, challenge)):
+    their_challenge, challenge = receive(connection, _SIZE), secrets.token_bytes(_SIZE)
+    connection.sendall(challenge + _proof(secret, _CONNECTS, their_challenge, challenge))
+    expected = _proof(secret, _LISTENS, their_challenge, challenge)
+    if not hmac.compare_digest(receive(connection, _SIZE), expected):
         raise Unauthenticated("the listening process does not belong to the transfer group")
 
 
 def receive(connection: socket.socket, count: int) -> bytes:
-    """Receive exactly ``count`` bytes. Raises ConnectionError when the other side closes before."""
+    """Receive exactly ``count`` bytes. Raises ConnectionError if the other side closes too early."""
     received = b""
     while len(received) < count:  # with a timeout set, MSG_WAITALL may return less
-        piece = connection.recv(count - len(received))  # bounded: by the socket's own timeout
-        if not piece:
+        data = connection.recv(count - len(received))  # bounded: by the socket's timeout
+        if not data:
             raise ConnectionResetError("it closed the connection")
-        received += piece
+        received += data
     return received
 
 
-def _proof(secret: bytes, side: bytes, asked: bytes, answered: bytes) -> bytes:
-    return hmac.digest(secret, side + asked + answered, "sha256")
+def _proof(secret: bytes, side: bytes, listener_challenge: bytes, connector_challenge: bytes) -> bytes:
+    return hmac.digest(secret, side + listener_challenge + connector_challenge, "sha256")
 
 
 def _ready(sockets: list[socket.socket], end: float) -> list[socket.socket]:
-    """Return the sockets with something to read. Raises TimeoutError when there is none before ``end``."""
+    """Return the readable sockets. Raises TimeoutError if there is none before ``end``."""
     with selectors.DefaultSelector() as selector:
         for each in sockets:
             selector.register(each, selectors.EVENT_READ)
@@ -148,8 +149,8 @@ def _ready(sockets: list[socket.socket], end: float) -> list[socket.socket]:
     return [key.fileobj for key, _ in events]  # type: ignore[misc]
 
 
-_RETRY_S = 0.01  # between two attempts to reach rank 0, which may not listen yet
-_IDLE_S, _PROBE_S, _PROBES = 4, 2, 4  # keep-alive of the kernel: a host answers also for a process that hangs
+_RETRY_S = 0.01  # between attempts to reach rank 0, which may not listen yet
+_IDLE_S, _PROBE_S, _PROBES = 4, 2, 4  # TCP keep-alive: the kernel answers even for a hung process
 _SILENT_S = _IDLE_S + _PROBE_S * _PROBES
 _YES, _NO = b"y", b"n"
 
@@ -158,7 +159,7 @@ _YES, _NO = b"y", b"n"
 class Seat:
     """One process's place in a transfer group, whose rank 0 listens at ``host:port``.
 
-    ``secret``: of the group, for the handshake; never written anywhere.
+    ``secret``: the group's secret for the handshake; never written anywhere.
     """
 
     host: str
@@ -169,7 +170,7 @@ class Seat:
 
 
 class Connections:
-    """Rank 0's connections to all others, or the one of another rank to it."""
+    """Rank 0's connections to all other ranks, or another rank's connection to rank 0."""
 
     def __init__(self, seat: Seat, timeout_s: float) -> None:
         self._timeout_s, self._is_first = timeout_s, seat.rank == 0
@@ -190,7 +191,7 @@ class Connections:
                 each.sendall(message)
 
     def receive(self, count: int) -> bytes:
-        """Receive ``count`` bytes from every connection, and return the last one's."""
+        """Receive ``count`` bytes from every connection; return the last connection's bytes."""
         received = b""
         with self._failures():
             for each in self._sockets:
@@ -198,7 +199,7 @@ class Connections:
         return received
 
     def agree(self, agrees: bool) -> bool:
-        """Return whether ``agrees`` is true in every process. All call it."""
+        """Return whether ``agrees`` is true in every process. Collective."""
         vote = _YES if agrees else _NO
         if not self._is_first:
             self.send(vote)
@@ -210,7 +211,7 @@ class Connections:
         return agreed
 
     def check(self) -> None:
-        """Raise TransferLost when a process is gone. Reads nothing, and does not wait."""
+        """Raise TransferLost if a process is gone. Reads nothing, does not wait."""
         poll = select.poll()
         for each in self._sockets:
             poll.register(each, select.POLLRDHUP)
@@ -234,7 +235,7 @@ class Connections:
 
 
 def _connect(seat: Seat, timeout_s: float) -> socket.socket:
-    """Connect to rank 0, which may not listen yet, or may have closed this connection among pending ones."""
+    """Connect to rank 0; retry, as it may not listen yet or may have closed this pending connection."""
     end = time.monotonic() + timeout_s
     while True:
         try:
@@ -267,9 +268,7 @@ _MESSAGE = struct.Struct("<I32s")  # port of the store, challenge
 
 @dataclass(frozen=True, slots=True)
 class GroupStore:
-    """Where the store is. ``listening``: rank 0's descriptor of its socket at ``port``; None for the
-    others.
-    """
+    """The location of the group's store. ``listening``: rank 0's socket descriptor at ``port``, else None."""
 
     port: int
     challenge: bytes
@@ -295,7 +294,7 @@ def agree_on_store(seat: Seat, timeout_s: float) -> GroupStore:
 
 
 def open_store(rank: Rank) -> Rank:
-    """Return ``rank`` with the store of its group. Collective over the ranks."""
+    """Return ``rank`` with its group's store. Collective over the ranks."""
     if not rank.secret:
         return rank
     seat = Seat(rank.host, rank.port, rank.index, rank.world_size, rank.secret)

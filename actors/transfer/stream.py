@@ -1,16 +1,16 @@
-"""Send and receive weights over any transport: all buckets, then a checksum; or what changed in them.
+"""Send and receive weights over any transport: all buckets, then a checksum; or only changes.
 
     sender of changes                      receivers, which hold the weights `base`
     table: words and bytes of each bucket,
            checksum of the new weights,
-           checksum of all this         -> compare the checksum; sizes of what follows
-    all agree that the table is intact  <> else the transfer ends here for all
+           checksum of the table        -> compare the checksum; read the sizes of the changes
+    all agree that the table is intact  <> otherwise the transfer ends here for all
     changed buckets                     -> write into the copy
                                            compare the checksum of the whole copy
 
-The table has a fixed size, so both ends know it; the buckets without changes are left out. A receiver whose
-table has a wrong bit does not know the sizes of what follows, and a broadcast waits for every receiver. So
-none receives more, and the caller sends whole weights.
+Both ends know the table's size; unchanged buckets are not sent. A receiver with a corrupt table does not know
+the sizes that follow, and a broadcast waits for every receiver. So all receivers stop, and the caller sends
+whole weights.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Bucket = list[tuple[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class HeldTransfer:
-    """Which weights a transfer leads to in the copies that engines hold, and how.
+    """The weights that engines' copies hold after a transfer, and what it sends.
 
     Attributes:
-        token: of the weights after it.
-        base: of the weights whose changes are sent; None: whole weights are sent.
+        token: identifies the new weights.
+        base: token of the weights that the changes apply to; None: whole weights are sent.
     """
 
     token: str
@@ -58,8 +58,8 @@ def send(
 ) -> dict[str, float]:
     """Send ``weights``, the buckets of ``specs``; return the bytes sent and the seconds of each stage.
 
-    Without a transport the buckets are only iterated: under ZeRO-3 every rank takes part in gathering what
-    another rank sends. After a failure the remaining buckets are iterated, too.
+    Without a transport, only iterates the buckets: under ZeRO-3 every rank takes part in gathering the
+    weights that another rank sends. After a failure, iterates the remaining buckets, too.
     """
     weights = iter(weights)
     try:
@@ -88,14 +88,14 @@ def _send(
         with watch("sync_checksum"):
             checksum.add(flat)
     with watch("sync_wait"):
-        next(buffers, None)  # sends the last buffer and waits for all
+        next(buffers, None)  # sends the last buffer and waits for all buffers
     return {"sync/bytes": float(sum(sizes[:-1]))} | watch.phases()
 
 
 def receive(transport: Transport, specs: Sequence[ParameterSpec], bucket_bytes: int) -> Iterator[Bucket]:
     """Yield the buckets of `send`, each valid until the next is requested.
 
-    Raises RuntimeError after the last one when the checksums differ.
+    Raises RuntimeError after the last bucket if the checksums differ.
     """
     buckets = make_buckets(specs, bucket_bytes)
     return map(unpack, receive_flat(transport, specs, bucket_bytes), buckets)
@@ -118,17 +118,17 @@ def receive_flat(transport: Transport, specs: Sequence[ParameterSpec], bucket_by
 
 
 def _sizes(specs: Sequence[ParameterSpec], bucket_bytes: int) -> list[int]:
-    """Return the bytes of all buckets and of the checksum after them."""
+    """Return the bytes of each bucket and of the checksum after them."""
     return [bucket_size(bucket) for bucket in make_buckets(specs, bucket_bytes)] + [Checksum.NUM_BYTES]
 
 
-_ROW = 16  # bytes of a bucket in the table: two int64
-_CHECKSUMS = 2 * Checksum.NUM_BYTES  # behind the rows: of the new weights, and of the table
+_ROW = 16  # bytes per bucket in the table: two int64
+_CHECKSUMS = 2 * Checksum.NUM_BYTES  # after the rows: checksums of the new weights and of the table
 
 
 def send_changes(transport: Transport, changes: Changes, copy: HeldWeights) -> dict[str, float]:
-    """Send ``changes``, after which ``copy`` has the new weights. Return the bytes sent and the seconds of
-    each stage. Ends after the table where a receiver finds it damaged.
+    """Send ``changes``, whose new weights are in ``copy``; return the bytes sent and the seconds of each
+    stage. Stops after the table if a receiver finds it damaged.
     """
     watch = Stopwatch()
     keys = [delta.key for delta in changes.deltas]
@@ -137,33 +137,33 @@ def send_changes(transport: Transport, changes: Changes, copy: HeldWeights) -> d
         for flat in transport.outgoing([len(table)]):
             flat.copy_(table)
         agreed = transport.agree(True)
-    sent = _sent(keys, copy) if agreed else {}
-    buffers = transport.outgoing(list(sent.values())) if sent else iter(())
-    for i in sent:
+    sizes = _changed_sizes(keys, copy) if agreed else {}
+    buffers = transport.outgoing(list(sizes.values())) if sizes else iter(())
+    for i in sizes:
         with watch("sync_wait"):
             flat = next(buffers)
         with watch("sync_pack"):
             data = changes.deltas[i].data
             flat.copy_(copy.flat(i) if data is None else data)
     with watch("sync_wait"):
-        next(buffers, None)  # sends the last buffer and waits for all
-    return {"sync/bytes": float(len(table) + sum(sent.values()))} | watch.phases()
+        next(buffers, None)  # sends the last buffer and waits for all buffers
+    return {"sync/bytes": float(len(table) + sum(sizes.values()))} | watch.phases()
 
 
 def receive_changes(transport: Transport, copy: HeldWeights) -> bool:
-    """Apply what `send_changes` sends to ``copy``, and return whether it has the sender's weights now.
+    """Apply the changes of `send_changes` to ``copy``; return whether it now has the sender's weights.
 
-    False: the table was damaged in transit, a delta is malformed, or the checksum of the copy is
-    not that of the sender's weights; ``copy`` is then of no use. ``copy.token`` is None afterwards.
+    False: the table was damaged in transit, a delta is malformed, or the checksums of the copy and the
+    sender's weights differ; ``copy`` is then unusable. ``copy.token`` is None afterwards.
     """
     copy.token = None
-    table = _table(transport, copy)
+    table = _receive_table(transport, copy)
     if not transport.agree(table is not None) or table is None:
         return False
     keys, expected = table
-    sent, intact = _sent(keys, copy), True
-    arriving = transport.incoming(list(sent.values())) if sent else iter(())
-    for i in sent:
+    sizes, intact = _changed_sizes(keys, copy), True
+    arriving = transport.incoming(list(sizes.values())) if sizes else iter(())
+    for i in sizes:
         data = next(arriving).to("cpu")
         if keys[i][0] < 0:
             copy.flat(i).copy_(data)
@@ -174,9 +174,9 @@ def receive_changes(transport: Transport, copy: HeldWeights) -> bool:
 
 
 def receive_whole(transport: Transport, copy: HeldWeights) -> Iterator[list[tuple[str, Tensor]]]:
-    """Copy what `stream.send` sends into ``copy``; yield the tensors of each bucket once it has arrived.
+    """Receive the weights of `stream.send` into ``copy``; yield the tensors of each bucket once it arrives.
 
-    Raises RuntimeError after the last one when the checksums differ. ``copy.token`` is None meanwhile.
+    Raises RuntimeError after the last bucket if the checksums differ. Sets ``copy.token`` to None.
     """
     copy.token = None
     for i, flat in enumerate(receive_flat(transport, copy.specs, copy.bucket_bytes)):
@@ -185,7 +185,7 @@ def receive_whole(transport: Transport, copy: HeldWeights) -> Iterator[list[tupl
 
 
 def _packed(keys: Sequence[tuple[int, int]], checksum: Checksum) -> Tensor:
-    """Return the table, uint8: the key of each bucket's delta, the checksum of the new weights, its own."""
+    """Return the uint8 table: each bucket's delta key, checksums of the new weights and of the table."""
     rows = torch.tensor(keys, dtype=torch.int64).view(torch.uint8).view(-1)
     return _add_checksum(torch.cat([rows, checksum.view_bytes().cpu()]))
 
@@ -196,9 +196,9 @@ def _add_checksum(flat: Tensor) -> Tensor:
     return torch.cat([flat, checksum.view_bytes()])
 
 
-def _table(transport: Transport, copy: HeldWeights) -> tuple[list[tuple[int, int]], int] | None:
-    """Receive the key of each bucket's delta, and the checksum of the new weights. None: a bit is wrong, or
-    no sender can have made the table.
+def _receive_table(transport: Transport, copy: HeldWeights) -> tuple[list[tuple[int, int]], int] | None:
+    """Receive the key of each bucket's delta, and the checksum of the new weights. None: the table is corrupt
+    or not from a sender.
     """
     size = _ROW * len(copy) + _CHECKSUMS
     (received,) = [flat.to("cpu", copy=True) for flat in transport.incoming([size])]
@@ -212,7 +212,7 @@ def _table(transport: Transport, copy: HeldWeights) -> tuple[list[tuple[int, int
     return [(words, num_bytes) for words, num_bytes in rows], Checksum.read(content[-Checksum.NUM_BYTES :])
 
 
-def _sent(keys: Sequence[tuple[int, int]], copy: HeldWeights) -> dict[int, int]:
-    """Return the bytes of each bucket that is sent."""
+def _changed_sizes(keys: Sequence[tuple[int, int]], copy: HeldWeights) -> dict[int, int]:
+    """Return the bytes to send for each changed bucket, by index."""
     sizes = {i: len(copy.flat(i)) if words < 0 else size for i, (words, size) in enumerate(keys)}
     return {i: size for i, size in sizes.items() if size}

@@ -1,22 +1,22 @@
 """Transports of a transfer group: rank 0 sends, ranks 1 .. N receive buffers of bytes.
 
-A transport is independent of either side's own process groups and of models. It has two buffers, so that one
-is filled or read while the other is in transit:
+A transport is independent of both sides' process groups and of models. It has two buffers, so that one is
+filled or read while the other is in transit:
 
     rank 0    fill a | fill b          | fill a     ...
     a, b             | a leaves ...    | b leaves ...
     others                    | read a           | read b   ...
 
-`GlooTransport` and `NcclTransport` broadcast. Those between processes of one host copy no bytes: all map the
-two buffers of rank 0 and read them in place, so that only messages travel, over authenticated connections:
+`GlooTransport` and `NcclTransport` broadcast. Transports within one host copy no bytes: all processes map
+rank 0's two buffers and read them in place, so that only messages are sent, over authenticated connections:
 
     rank 0                         others
     offer: where the buffers are -> map them, once
     filled                       -> read
-                                 <- done: it may be filled again
+                                 <- done: the buffer may be refilled
 
-A peer that died is noticed at once, one that hangs by the deadline. An offer is JSON with a few numbers, so
-that nothing in it can be executed.
+A dead peer is noticed at once, a hung one by the deadline. An offer is JSON with a few numbers, so nothing in
+it can be executed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Transport(Protocol):
     """Rank 0 calls ``outgoing`` while all others call ``incoming`` with the same sizes, in bytes.
 
     Both yield one uint8 tensor per size, on ``device``. Rank 0 fills the tensor, which is sent when the next
-    one is requested. On the other ranks its contents are valid until the next one is requested.
+    one is requested. On other ranks, the tensor is valid until the next one is requested.
     """
 
     device: torch.device
@@ -61,27 +61,27 @@ class Transport(Protocol):
     def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]: ...
 
     def agree(self, agrees: bool) -> bool:
-        """Return whether ``agrees`` is true on every rank. All ranks call it, between two transfers."""
+        """Return whether ``agrees`` is true on every rank. Collective; called between two transfers."""
 
     def close(self) -> None: ...
 
 
 class Broadcasts:
-    """A transport that broadcasts the two buffers of rank 0 to all other ranks, asynchronously.
+    """A transport that broadcasts rank 0's two buffers to all other ranks, asynchronously.
 
-    A subclass sets ``device`` and writes ``_start``, ``agree`` and ``close``. Two broadcasts may be in
-    transit at once, in order.
-    After a transfer the buffers are freed: each may hold a whole embedding, and the update needs the memory.
+    A subclass sets ``device`` and implements ``_start``, ``agree`` and ``close``. Two broadcasts may be in
+    transit at once, in order. Buffers are freed after a transfer: each may hold a whole embedding, and the
+    update needs the memory.
     """
 
     device: torch.device
 
     def _start(self, flat: Tensor) -> Callable[[], object]:
-        """Start to broadcast ``flat``; return a function that waits for the end."""
+        """Start broadcasting ``flat``; return a function that waits for completion."""
         raise NotImplementedError
 
     def broadcast(self, flat: Tensor) -> None:
-        """Broadcast ``flat`` from rank 0 to all others, and wait."""
+        """Broadcast ``flat`` from rank 0 to all others and wait."""
         self._start(flat)()
 
     def outgoing(self, sizes: Sequence[int]) -> Iterator[Tensor]:
@@ -95,12 +95,11 @@ class Broadcasts:
             finish()
 
     def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        pieces = iter(
-            [buffer[:size] for size, buffer in zip(sizes, cycle(self._pair(max(sizes))), strict=False)]
-        )
-        in_transit = deque((flat, self._start(flat)) for flat in islice(pieces, 1))
+        buffers = cycle(self._pair(max(sizes)))
+        slices = iter([buffer[:size] for size, buffer in zip(sizes, buffers, strict=False)])
+        in_transit = deque((flat, self._start(flat)) for flat in islice(slices, 1))
         while in_transit:
-            in_transit.extend((flat, self._start(flat)) for flat in islice(pieces, 1))
+            in_transit.extend((flat, self._start(flat)) for flat in islice(slices, 1))
             flat, finish = in_transit.popleft()
             finish()
             yield flat
@@ -117,8 +116,8 @@ _JOIN_POLL_S = 0.05  # while NCCL joins a group
 class GlooTransport(Broadcasts):
     """Broadcast over TCP, with a deadline on every operation: a dead peer raises an error.
 
-    Gloo itself does not authenticate. Each process proves that it knows the group's secret before it learns
-    the port of the store, and once more over gloo, before any weights are sent.
+    Gloo does not authenticate. Each process proves that it knows the group's secret before it learns the
+    store's port, and again over gloo before any weights are sent.
     """
 
     device = torch.device("cpu")
@@ -128,7 +127,7 @@ class GlooTransport(Broadcasts):
         store = agree_on_store(seat, timeout_s)
         rank = Rank(seat.rank, seat.world_size, seat.host, store.port, timeout_s, listening=store.listening)
         self._store = meeting_point(rank)
-        # Gloo's default is the address of the host's own name, which is often unreachable in containers.
+        # Gloo's default is the address of the hostname, which is often unreachable in containers.
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [
             dist.ProcessGroupGloo.create_device(hostname=find_local_address(seat.host, seat.port))
@@ -138,9 +137,9 @@ class GlooTransport(Broadcasts):
             dist.PrefixStore("weights", self._store), seat.rank, seat.world_size, options
         )
         self._timeout = timeout
-        check_members(self._gathered, seat.secret, store.challenge, seat.rank)
+        check_members(self._gather, seat.secret, store.challenge, seat.rank)
 
-    def _gathered(self, tensor: Tensor) -> list[Tensor]:
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self._group.size())]
         self._group.allgather([gathered], [tensor]).wait(self._timeout)  # type: ignore[attr-defined]
         return gathered
@@ -161,8 +160,8 @@ class GlooTransport(Broadcasts):
 
     def agree(self, agrees: bool) -> bool:
         try:
-            return all(bool(each) for each in self._gathered(torch.tensor([agrees], dtype=torch.uint8)))
-        except RuntimeError as error:  # as of a broadcast
+            return all(bool(each) for each in self._gather(torch.tensor([agrees], dtype=torch.uint8)))
+        except RuntimeError as error:  # gloo raises nothing more specific
             raise TransferLost(f"weight sync: gloo's gathering failed: {error}") from error
 
     def close(self) -> None:
@@ -170,11 +169,11 @@ class GlooTransport(Broadcasts):
 
 
 class NcclTransport(Broadcasts):
-    """Broadcast between GPUs through vLLM's own NCCL communicator, on a stream of its own.
+    """Broadcast between GPUs through vLLM's NCCL communicator, on a separate stream.
 
-    NCCL never returns when a peer died. A process that notices it, by its connection outside NCCL, aborts the
-    communicator, or leaves the thread behind that joins it, and closes its connections, by which the others
-    notice it, too.
+    NCCL never returns when a peer died. A process that notices this by its other connection aborts the
+    communicator, or abandons the thread that joins it. It also closes its connections, so that the other
+    processes notice, too.
     """
 
     def __init__(self, seat: Seat, *, timeout_s: float) -> None:
@@ -188,11 +187,10 @@ class NcclTransport(Broadcasts):
         self._stream = torch.cuda.Stream(self.device)
 
     def _start(self, flat: Tensor) -> Callable[[], object]:
-        # The current stream fills or reads the buffer: before the broadcast here, and after it once waited
-        # for.
+        # The current stream fills the buffer before the broadcast, or reads it after `_wait`.
         self._stream.wait_stream(torch.cuda.current_stream())
         self._group.broadcast(flat, src=0, stream=self._stream)
-        if flat.is_cuda:  # a transfer that fails frees the buffer before this ends
+        if flat.is_cuda:  # a failed transfer frees the buffer before the broadcast ends
             flat.record_stream(self._stream)
         arrived = self._stream.record_event()
         return lambda: self._wait(arrived)
@@ -213,14 +211,12 @@ class NcclTransport(Broadcasts):
         return self._connections.agree(agrees)
 
     def close(self) -> None:
-        self._group.destroy()  # by ncclCommAbort; it may be called twice
+        self._group.destroy()  # ncclCommAbort; safe to call twice
         self._connections.close()
 
 
 def _nccl_group(seat: Seat, connections: Connections, device: torch.device, timeout_s: float) -> Any:
-    """Make vLLM's communicator. Its id is only sent over the authenticated ``connections``. Raises what
-    `joined` raises.
-    """
+    """Make vLLM's communicator; send its id only over authenticated ``connections``. Raises like `joined`."""
     with inductor_settings_kept():
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCL_UNIQUE_ID_BYTES, NCCLLibrary
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
@@ -236,11 +232,11 @@ def _nccl_group(seat: Seat, connections: Connections, device: torch.device, time
 
 
 def joined(join: Callable[[], Any], connections: Connections, timeout_s: float) -> Any:
-    """Return the communicator that ``join`` makes in a thread of its own. vLLM leaves another CUDA stream
-    current in the thread that makes one; training stays on its own.
+    """Return the communicator that ``join`` makes, in a separate thread: vLLM changes that thread's current
+    CUDA stream, and training must keep its stream.
 
-    Raises TransferLost when a process of the group is gone, TimeoutError after ``timeout_s``. The thread, in
-    which NCCL may never return, is then left behind; it destroys a communicator that it gets after all.
+    Raises TransferLost if a process of the group is gone, TimeoutError after ``timeout_s``. Then abandons the
+    thread, in which NCCL may never return; it destroys a communicator that arrives late.
     """
     communicator: Future[Any] = Future()
 
@@ -264,18 +260,15 @@ def joined(join: Callable[[], Any], connections: Connections, timeout_s: float) 
             if time.monotonic() > end:
                 raise TimeoutError(f"weight sync: NCCL's processes did not join within {timeout_s:g} s")
     except BaseException:
-        if (
-            not communicator.cancel() and communicator.exception() is None
-        ):  # bounded: it is done; it came too late
+        cancelled = communicator.cancel()
+        if not cancelled and communicator.exception() is None:  # bounded: it is done; it came too late
             communicator.result().destroy()  # bounded: it is done
         raise
     return communicator.result()  # bounded: it is done
 
 
 def open_transport(backend: TransferBackend, seat: Seat, *, timeout_s: float) -> Transport:
-    """Join the group. Raises TimeoutError or RuntimeError when the others do not join within
-    ``timeout_s``.
-    """
+    """Join the group. Raises TimeoutError or RuntimeError if others do not join within ``timeout_s``."""
     if backend == "shared_memory":
         return SharedMemoryTransport(seat, timeout_s=timeout_s)
     if backend == "ipc":
@@ -297,15 +290,15 @@ def free_port(host: str) -> int:
 
 _FILLED, _DONE = b"f", b"d"
 _LENGTH = struct.Struct("<I")
-_LONGEST = 2**16  # bytes of an offer
-# The arguments of `reduce_tensor` for a GPU tensor that the other side needs, by their index: the tensor's
-# offset, its memory, its reference counter, and an event to wait for.
+_LONGEST = 2**16  # maximum bytes of an offer
+# Indices of the `reduce_tensor` arguments of a GPU tensor that the other side needs: the tensor's offset, its
+# memory, its reference counter, and an event to wait for.
 _IPC = {"offset": 3, "memory": 7, "memory_bytes": 8, "memory_offset": 9}
 _IPC |= {"counter": 11, "counter_offset": 12, "event": 13, "event_needed": 14}
 
 
 class _Shared:
-    """The protocol that both kinds share: messages, and their order."""
+    """The message protocol of both transports within one host."""
 
     device: torch.device
 
@@ -315,7 +308,7 @@ class _Shared:
         self._offer = b""
 
     def _make(self, size: int) -> bytes:
-        """Make two buffers of ``size`` bytes in ``_buffers``; return what others need to map them."""
+        """Make two buffers of ``size`` bytes in ``_buffers``; return the offer by which others map them."""
         raise NotImplementedError
 
     def _map(self, offer: bytes) -> list[Tensor]:
@@ -327,7 +320,7 @@ class _Shared:
 
     def outgoing(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         if not self._buffers or len(self._buffers[0]) < max(sizes):
-            self._buffers = []  # freed before others are made
+            self._buffers = []  # freed before new ones are made
             self._offer = self._make(max(sizes))
         self._connections.send(_LENGTH.pack(len(self._offer)) + self._offer)
         for i, (size, buffer) in enumerate(zip(sizes, cycle(self._buffers), strict=False)):
@@ -362,10 +355,10 @@ class _Shared:
 
 
 class SharedMemoryTransport(_Shared):
-    """Between processes of one host, without a GPU.
+    """Transfer through shared memory of one host, without a GPU.
 
-    The memory has no name: others reach it through the descriptor rank 0 holds. It is gone with the last
-    process that maps it, also when all are killed.
+    The memory has no name: others open it through rank 0's descriptor. It is freed with the last process that
+    maps it, even if all are killed.
     """
 
     device = torch.device("cpu")
@@ -376,16 +369,16 @@ class SharedMemoryTransport(_Shared):
         self._descriptor = os.memfd_create("grpo-dist-weights")
         each = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         os.ftruncate(self._descriptor, 2 * each)
-        self._buffers = _halves(self._descriptor, 2 * each)
-        return _written({"process": os.getpid(), "descriptor": self._descriptor, "bytes": 2 * each})
+        self._buffers = _map_halves(self._descriptor, 2 * each)
+        return _encode({"process": os.getpid(), "descriptor": self._descriptor, "bytes": 2 * each})
 
     def _map(self, offer: bytes) -> list[Tensor]:
-        fields = _read(offer, {"process": int, "descriptor": int, "bytes": int})
+        fields = _decode(offer, {"process": int, "descriptor": int, "bytes": int})
         process, descriptor, size = fields["process"], fields["descriptor"], fields["bytes"]
         path = f"/proc/{process}/fd/{descriptor}"
         try:
-            opened = os.open(path, os.O_RDWR)
-        except FileNotFoundError as error:  # its process or its transfer has just ended
+            local_descriptor = os.open(path, os.O_RDWR)
+        except FileNotFoundError as error:  # rank 0's process or transfer has just ended
             raise TransferLost(
                 "weight sync: a process of the transfer group is gone: its shared memory cannot be opened "
                 f"({error}); if it happens again, set weight_sync.backend=gloo"
@@ -396,9 +389,9 @@ class SharedMemoryTransport(_Shared):
                 "weight_sync.backend=gloo"
             ) from error
         try:
-            return _halves(opened, size)
+            return _map_halves(local_descriptor, size)
         finally:
-            os.close(opened)  # the mapping stays
+            os.close(local_descriptor)  # the mapping stays
 
     def _release(self) -> None:
         if self._descriptor >= 0:
@@ -411,7 +404,7 @@ class SharedMemoryTransport(_Shared):
 
 
 class IpcTransport(_Shared):
-    """Between processes that share one GPU: CUDA IPC handles of the buffers go instead of their bytes."""
+    """Transfer between processes on one GPU: sends CUDA IPC handles of the buffers, not their bytes."""
 
     def __init__(self, seat: Seat, *, timeout_s: float) -> None:
         super().__init__(seat, timeout_s=timeout_s)
@@ -419,10 +412,10 @@ class IpcTransport(_Shared):
 
     def _make(self, size: int) -> bytes:
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        return _written({"gpu": self._gpu(), "bytes": size, "buffers": list(map(_handle, self._buffers))})
+        return _encode({"gpu": self._gpu(), "bytes": size, "buffers": list(map(_handle, self._buffers))})
 
     def _map(self, offer: bytes) -> list[Tensor]:
-        fields = _read(offer, {"gpu": str, "bytes": int, "buffers": list})
+        fields = _decode(offer, {"gpu": str, "bytes": int, "buffers": list})
         if fields["gpu"] != self._gpu():
             raise RuntimeError(
                 f"weight sync: ipc needs policy and engine on one GPU; the policy is on {fields['gpu']}, "
@@ -430,7 +423,7 @@ class IpcTransport(_Shared):
             )
         if len(fields["buffers"]) != 2:
             raise _Malformed(f"of {len(fields['buffers'])} buffers")
-        return [_mapped(handle, fields["bytes"], self.device) for handle in fields["buffers"]]
+        return [_map_handle(handle, fields["bytes"], self.device) for handle in fields["buffers"]]
 
     def _gpu(self) -> str:
         return str(torch.cuda.get_device_properties(self.device).uuid)
@@ -446,20 +439,20 @@ class _Malformed(RuntimeError):
         super().__init__(f"weight sync: the offer of shared buffers is malformed ({what})")
 
 
-def _written(offer: dict[str, Any]) -> bytes:
+def _encode(offer: dict[str, Any]) -> bytes:
     return json.dumps(offer).encode()
 
 
-def _read(offer: bytes, kinds: dict[str, type]) -> dict[str, Any]:
-    """Parse the output of `_written`. Raises _Malformed for other keys or types, and numbers below 0."""
+def _decode(offer: bytes, kinds: dict[str, type]) -> dict[str, Any]:
+    """Parse the output of `_encode`. Raises _Malformed for other keys or types, and negative numbers."""
     try:
         fields = json.loads(offer)
     except (ValueError, RecursionError) as error:
         raise _Malformed("no JSON") from error
-    return _checked(fields, kinds)
+    return _check_fields(fields, kinds)
 
 
-def _checked(fields: Any, kinds: dict[str, type]) -> dict[str, Any]:
+def _check_fields(fields: Any, kinds: dict[str, type]) -> dict[str, Any]:
     if not isinstance(fields, dict) or set(fields) != set(kinds):
         raise _Malformed("other keys")
     for key, kind in kinds.items():
@@ -469,7 +462,7 @@ def _checked(fields: Any, kinds: dict[str, type]) -> dict[str, Any]:
 
 
 def _handle(buffer: Tensor) -> dict[str, Any]:
-    """Return the handle by which another process maps memory on a GPU."""
+    """Return the handle by which another process maps the GPU buffer."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(buffer)
@@ -483,11 +476,11 @@ _HANDLE_TYPES: dict[str, type] = {
 }  # fmt: skip
 
 
-def _mapped(handle: Any, size: int, device: torch.device) -> Tensor:
-    """Map the uint8 [size] behind a `_handle`; ``device`` is the GPU's index in this process."""
+def _map_handle(handle: Any, size: int, device: torch.device) -> Tensor:
+    """Map the uint8 tensor [size] of a `_handle`; ``device``: the GPU in this process."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    fields = _checked(handle, _HANDLE_TYPES)
+    fields = _check_fields(handle, _HANDLE_TYPES)
     try:
         memory, counter, event = (bytes.fromhex(fields[name]) for name in ("memory", "counter", "event"))
     except ValueError as error:
@@ -511,7 +504,7 @@ def _mapped(handle: Any, size: int, device: torch.device) -> Tensor:
     )
 
 
-def _halves(descriptor: int, size: int) -> list[Tensor]:
+def _map_halves(descriptor: int, size: int) -> list[Tensor]:
     """Map shared memory of ``size`` bytes as two tensors, with all pages populated."""
     memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     return list(torch.frombuffer(memory, dtype=torch.uint8).chunk(2))

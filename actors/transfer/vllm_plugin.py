@@ -1,4 +1,4 @@
-"""What vLLM loads in each of its processes, through the entry point group `vllm.general_plugins`."""
+"""The plugin that vLLM loads in each of its processes (entry point group `vllm.general_plugins`)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch import Tensor
 from actors.transfer import WEIGHT_TRANSFER
 from grpo_dist.runtime.stacks import listen
 
-_LARGE_VOCABULARY = 8192  # with fewer entries torch's sums are as exact as all else
-_PARTS = 64  # sums of a row, which are then added up
-_ROWS = 32  # corrected at once: their exponentials stay in a core's cache, all of a batch take twice as long
+_LARGE_VOCABULARY = 8192  # torch's sums are accurate enough for smaller ones
+_PARTS = 64  # partial sums per row
+_ROWS = 32  # rows corrected at once: they stay in a core's cache; a whole batch takes twice as long
 
 
 def register() -> None:
-    """Register this project's weight transfer with vLLM, and have CPU engines use its kernels for norms and
-    give exact log-probs. vLLM calls it once per process, sometimes more.
+    """Register this project's weight transfer with vLLM. Make CPU engines use vLLM's norm kernels and return
+    exact log-probs. vLLM calls this once per process, sometimes more often.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
@@ -63,12 +63,12 @@ def _give_exact_logprobs() -> None:
 
 
 def exact_logprobs(logprobs: torch.Tensor) -> torch.Tensor:
-    """Correct what torch's log_softmax on a CPU gives, float32 [B, V], so that probabilities add up to 1.
-    Returns ``logprobs``, which it overwrites.
+    """Correct log-probs of torch's log_softmax on a CPU, float32 [B, V], so that probabilities sum to 1.
+    Overwrites and returns ``logprobs``.
 
-    It adds up the V exponentials in few float32 sums, where a small term after a large one is lost: with the
-    49,152 entries of SmolLM2 every log-prob was 1.8e-5 nats too high on average, seven times the rounding of
-    the whole model. Here each sum has V / 64 terms. A row's values do not depend on the others or on threads.
+    torch adds the V exponentials in few float32 sums, where small terms after large ones are lost: with
+    SmolLM2's 49,152 entries, log-probs were 1.8e-5 nats too high on average, seven times the rounding of the
+    whole model. Here each sum has V / 64 terms. A row's values do not depend on other rows or on threads.
     """
     size = logprobs.shape[-1]
     if size < _LARGE_VOCABULARY:
@@ -83,9 +83,9 @@ def exact_logprobs(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def _end_with_parent() -> None:
-    """Kill this process when the one that started it ends, even if that was killed.
+    """Kill this process when its parent ends, even if the parent was killed.
 
-    vLLM's own worker waits for its engine in places where it does not notice that the engine is gone.
+    vLLM's worker waits for its engine in places where it does not notice that the engine is gone.
     """
     parent = multiprocessing.parent_process()
     if parent is None or any(thread.name == _WATCH for thread in threading.enumerate()):
@@ -101,15 +101,15 @@ def _end_with_parent() -> None:
 _WATCH = "grpo-dist: end with parent"
 
 
-_MULTIPLE = 8  # the kernels refuse rows of another size
-PROVIDER = "grpo_dist"  # what vLLM calls these implementations
+_MULTIPLE = 8  # the kernels require row sizes that are multiples of this
+PROVIDER = "grpo_dist"  # vLLM's name for these implementations
 
 
 def register_norms() -> None:
-    """Register the implementations with vLLM, and have CPU engines that do not compile prefer them. Compiled,
-    a norm is fused with what surrounds it.
+    """Register the norm implementations with vLLM. CPU engines that do not compile prefer them; compilation
+    fuses a norm with its neighbours.
 
-    Each norm takes eight passes of torch otherwise: 15 % of the time of an engine with SmolLM2 on two cores.
+    Otherwise each norm takes eight torch passes: 15 % of an engine's time with SmolLM2 on two cores.
     """
     from vllm import ir
     from vllm.platforms import current_platform
@@ -140,7 +140,7 @@ def _preferred(vllm_config):
     return IrOpPriorityConfig.with_default(["native"], rms_norm=providers, fused_add_rms_norm=providers)
 
 
-# vLLM compares names, types and defaults of these four with those of its own implementations.
+# vLLM compares the signatures of these four with its own implementations: names, types and defaults.
 
 
 def _norm_is_supported(
@@ -151,7 +151,7 @@ def _norm_is_supported(
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
-    # The kernel reads rows that follow each other. Norms of heads get a part of the queries, keys and values.
+    # The kernel reads contiguous rows. Per-head norms get a slice of the queries, keys and values.
     output = torch.empty(x.shape, dtype=x.dtype)
     torch.ops._C.rms_norm(output, x.contiguous(), weight, epsilon)
     return output
@@ -160,8 +160,8 @@ def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: i
 def _sum_is_supported(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
-    rows_follow = x.is_contiguous() and x_residual.is_contiguous()
-    return rows_follow and _norm_is_supported(x, weight, epsilon, variance_size)
+    contiguous = x.is_contiguous() and x_residual.is_contiguous()
+    return contiguous and _norm_is_supported(x, weight, epsilon, variance_size)
 
 
 def _fused_add_rms_norm(

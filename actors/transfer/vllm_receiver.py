@@ -1,10 +1,10 @@
-"""The receiving side of the weight sync: runs inside every worker process of a vLLM engine.
+"""Receive the weight sync in every worker process of a vLLM engine.
 
-It plugs into vLLM's weight-transfer interface: packed buckets in, checked against the sender's checksum,
-loaded through vLLM's own layerwise reload. It may hold a copy of them, and then receives changes alone; all
-of the copy is loaded, since an update changes some words of nearly every tensor.
+It plugs into vLLM's weight-transfer interface: receives packed buckets, checks them against the sender's
+checksum, and loads them through vLLM's layerwise reload. It may hold a copy of the weights and then receive
+only changes; it loads the whole copy, since an update changes some words of nearly every tensor.
 
-The reload fills a new layer, packs or quantises it, and copies the result to where the layer's weights were.
+The reload fills a new layer, packs or quantises it, and copies the result into the layer's old weights.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _COPIES_WEIGHTS = ("GptOssForCausalLM",)
 
 
 class Layers:
-    """The layers of a model in the form in which vLLM's reload takes a model."""
+    """Layers of a model, with the interface that vLLM's reload expects of a model."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._layers = list(layers)
@@ -58,11 +58,11 @@ class Layers:
 
 
 def begin_reload(model: nn.Module) -> Layers:
-    """Begin to load all weights of ``model``; return what `end_reload` takes."""
+    """Begin to reload all weights of ``model``; return the scope for `end_reload`."""
     discard_partial_update(model)
     scope = Layers(model.modules())
     if type(model).__name__ in _COPIES_WEIGHTS:
-        # Their sinks are written in place, as no reload notices.
+        # Their sinks are written in place, which the reload does not notice.
         scope = Layers(layer for layer in scope.modules() if "sinks" not in layer._parameters)
     repack_experts(scope)
     initialize_layerwise_reload(scope)
@@ -72,10 +72,10 @@ def begin_reload(model: nn.Module) -> Layers:
 
 
 def notice_copies(scope: Layers) -> None:
-    """Have the reload notice weights of experts that a model copies into their parameters.
+    """Make the reload notice expert weights that a model copies into its parameters.
 
-    vLLM 0.32's GPT-OSS calls `copy_` and no loader, which on the reload's parameters without memory does
-    nothing: the engine would go on with the old experts.
+    vLLM 0.32's GPT-OSS calls `copy_` and no loader. On the reload's meta parameters this does nothing: the
+    engine would continue with the old experts.
     """
     for layer in scope.modules():
         if not isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
@@ -91,19 +91,19 @@ def _copy_whole(param: Tensor, loaded_weight: Tensor) -> None:
 
 
 def _load_copied(param: Any, loaded_weight: Tensor) -> None:
-    param.weight_loader(param, loaded_weight)  # which may have been wrapped meanwhile
+    param.weight_loader(param, loaded_weight)  # may have been wrapped meanwhile
 
 
 def end_reload(model: nn.Module, scope: Layers, config: Any) -> None:
-    """End what `begin_reload` began. ``config``: vLLM's of the model."""
+    """Finish the reload of `begin_reload`. ``config``: vLLM's model config."""
     finalize_layerwise_reload(scope, config)
     if getattr(config.hf_text_config, "tie_word_embeddings", False):
         refresh_tied_head(model)
 
 
 def discard_partial_update(model: nn.Module) -> None:
-    """Discard parameters of an interrupted update: a layer that has some of them would count them twice, and
-    would be processed before it has all.
+    """Discard parameters of an interrupted update: a layer would count them twice, and would be processed
+    before it is complete.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -112,10 +112,10 @@ def discard_partial_update(model: nn.Module) -> None:
 
 
 def repack_experts(scope: Layers) -> None:
-    """Have the reload pack the weights of experts as the first load does.
+    """Make the reload pack expert weights as the first load does.
 
-    vLLM 0.32 packs them for its CPU kernel only while a layer has no kernel yet (`_setup_kernel`). A reload
-    would leave the kernel unpacked weights, from which it computes other experts without an error.
+    vLLM 0.32 packs them for its CPU kernel only while a layer has no kernel yet (`_setup_kernel`). After a
+    reload, the kernel would silently compute wrong outputs from unpacked weights.
     """
     for layer in scope.modules():
         method = getattr(layer, "quant_method", None)
@@ -126,8 +126,8 @@ def repack_experts(scope: Layers) -> None:
 
 
 def copy_unloaded(model: nn.Module, bucket: list[tuple[str, Tensor]]) -> None:
-    """Copy the tensors of ``bucket`` that are not loaded yet: the reload keeps the parameters of a layer
-    until it has all of them, and the bucket's memory is about to be overwritten.
+    """Copy tensors of ``bucket`` that are not loaded yet: the reload keeps a layer's parameters until it has
+    all of them, and the bucket's memory is about to be overwritten.
     """
     memory = {tensor.untyped_storage().data_ptr() for _, tensor in bucket}
     for layer in model.modules():
@@ -140,15 +140,14 @@ def copy_unloaded(model: nn.Module, bucket: list[tuple[str, Tensor]]) -> None:
 
 
 def refresh_tied_head(model: nn.Module) -> None:
-    """Give a tied LM head the embedding it is tied to, and have it packed again.
+    """Copy the tied embedding into an LM head and pack it again.
 
-    The reload fills the embedding; the head, which no checkpoint entry names, keeps the packed copy made when
-    the model was first loaded (CPU engines pack every linear), and would compute logits from the first
-    weights from then on.
+    The reload fills only the embedding: no checkpoint entry names the head. It would keep the packed copy of
+    the first load (CPU engines pack every linear) and compute logits from the initial weights.
     """
     heads = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
     for head in heads:
-        embeddings = [  # of its shape: Gemma 4 has one for the inputs of its layers, too
+        embeddings = [  # with the head's shape: Gemma 4 has another one for its layers' inputs
             m
             for m in model.modules()
             if isinstance(m, VocabParallelEmbedding)
@@ -166,8 +165,8 @@ def refresh_tied_head(model: nn.Module) -> None:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """``seats``: those of this engine's worker processes, in the order of their ranks within it. ``file``:
-    the weights of a snapshot, which are read instead.
+    """``seats``: seats of this engine's worker processes, in rank order. ``file``: a snapshot to read the
+    weights from instead.
     """
 
     backend: TransferBackend = "gloo"
@@ -179,8 +178,8 @@ class InitInfo(WeightTransferInitInfo):
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     """``parameters``: (name, dtype, shape) of each, in the order sent. ``adapter_scale``: the parameters are
-    low-rank adapters, whose product is multiplied by it; None: they are whole weights. ``held``: of which a
-    copy is kept; None: of none.
+    low-rank adapters, whose product is scaled by it; None: they are whole weights. ``held``: the weights to
+    keep a copy of; None: keep no copy.
     """
 
     parameters: list[list[Any]]
@@ -193,10 +192,10 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives buckets and loads them. Raises RuntimeError when the checksums of whole weights differ.
+    """Receives buckets and loads them. Raises RuntimeError if the checksums of whole weights differ.
 
     Attributes:
-        held: the copy of the weights, in host memory; its token is None while it is not whole.
+        held: the copy of the weights in host memory; its token is None while it is incomplete.
     """
 
     init_info_cls = InitInfo
@@ -206,7 +205,7 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     _scope: Layers | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.shutdown()  # leaves the group before, which had other engines
+        self.shutdown()  # leaves the previous group, which had other engines
         if init_info.file is not None:
             self._transport = SnapshotReader(Path(init_info.file))
             return
@@ -234,45 +233,45 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self.model.load_weights(bucket)
                 copy_unloaded(self.model, bucket)
 
-    def _receive_held(self, transport: Transport, info: UpdateInfo, wanted: HeldTransfer) -> None:
-        """Receive whole weights or changes into the copy, and load them. After changes that do not lead to
-        the sender's weights in every process of the engine, nothing is loaded, and the copy has no token.
+    def _receive_held(self, transport: Transport, info: UpdateInfo, held: HeldTransfer) -> None:
+        """Receive whole weights or changes into the copy, and load them. If the changes do not give the
+        sender's weights in every process of the engine, load nothing and leave the copy without a token.
         """
-        copy = self._copy(info)
-        if wanted.base is None:
+        copy = self._prepare_copy(info)
+        if held.base is None:
             self._scope = begin_reload(self.model)
             for bucket in receive_whole(transport, copy):
                 self.model.load_weights(bucket)
         else:
-            intact, failure = _changes_or_error(wanted.base, transport, copy)
-            try:  # one that fails votes, too
+            intact, failure = _changes_or_error(held.base, transport, copy)
+            try:  # a failed process votes, too
                 intact = is_true_in_all(intact)
-            except RuntimeError as error:  # of gloo: another process of the engine is gone
+            except RuntimeError as error:  # from gloo: another process of the engine is gone
                 raise failure or TransferLost(f"weight sync: {error}") from error
             if failure is not None:
                 raise failure
             if not intact:
                 return
-            copy.token = wanted.token  # also if the model's load is cut short: the next loads all of the copy
+            copy.token = held.token  # even if the load is interrupted: the next one loads the whole copy
             self._scope = begin_reload(self.model)
             for bucket in copy.weights():
                 self.model.load_weights(bucket)
-        copy.token = wanted.token
+        copy.token = held.token
 
-    def _copy(self, info: UpdateInfo) -> HeldWeights:
+    def _prepare_copy(self, info: UpdateInfo) -> HeldWeights:
         specs = info.specs()
         if self.held is None or not self.held.are(specs, info.bucket_bytes):
-            self.held = None  # freed before another is made
+            self.held = None  # freed before the new one is made
             self.held = HeldWeights(specs, info.bucket_bytes)
         return self.held
 
     def _load_adapters(self, buckets: Iterable[list[tuple[str, torch.Tensor]]], scale: float) -> None:
-        """Reload the checkpoint this engine was started from, with the adapters merged in.
+        """Reload the checkpoint that this engine started from, with the adapters merged in.
 
-        vLLM's own adapters cost time at every decoded token; this costs time once a sync. Nothing is held
-        between two syncs; the operating system keeps the files in its cache.
+        vLLM's adapters cost time at every decoded token; merging costs time once per sync. Nothing is kept
+        between syncs; the operating system caches the files.
         """
-        # The next bucket overwrites a bucket. The checksum is compared before anything is loaded.
+        # Clone: the next bucket reuses the memory. The checksum is compared before anything is loaded.
         low_rank = adapters([(name, tensor.clone()) for bucket in buckets for name, tensor in bucket])
         loader = DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
         checkpoint = loader.get_all_weights(self.model_config, self.model)
@@ -290,7 +289,7 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def _changes_or_error(base: str, transport: Transport, copy: HeldWeights) -> tuple[bool, Exception | None]:
-    """Return what `receive_changes` does, and no error; or False and the error."""
+    """Return the result of `receive_changes` and None, or False and the error."""
     if copy.token != base:
         return False, RuntimeError(f"weight sync: changes of {base}, this engine holds {copy.token}")
     try:
@@ -300,13 +299,13 @@ def _changes_or_error(base: str, transport: Transport, copy: HeldWeights) -> tup
 
 
 def is_true_in_all(fact: bool) -> bool:
-    """Return whether ``fact`` is true in every process of this engine. All of them call it.
+    """Return whether ``fact`` is true in every process of this engine. Collective.
 
-    vLLM quantises the layers of a tensor parallel engine by the largest weights of all processes: one that
-    loads layers that another does not load would wait for it forever.
+    vLLM quantises the layers of a tensor-parallel engine by the largest weights of all processes: if only
+    some processes loaded a layer, they would wait forever.
     """
     group = get_tp_group()
     flag = torch.tensor(fact, dtype=torch.int32)
     if group.world_size > 1:
-        dist.all_reduce(flag, dist.ReduceOp.MIN, group=group.cpu_group)  # bounded: by that of the call
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=group.cpu_group)  # bounded: by the call's deadline
     return bool(flag)

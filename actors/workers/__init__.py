@@ -1,1 +1,1 @@
-"""One Ray actor class for each role, and the handle that the driver has of it."""
+"""One Ray actor class per role, and its driver-side handle."""

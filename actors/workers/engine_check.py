@@ -1,4 +1,4 @@
-"""Check whether vLLM accepts the arguments of an engine, in a process of its own, without an engine.
+"""Check in a separate process, without an engine, whether vLLM accepts an engine's arguments.
 
 {"own": {...}, "whole": {...} or null}   on standard input
 ["`rollout.engine.blok_size`: ..."]      the last line of standard output
@@ -21,9 +21,7 @@ from grpo_dist.config.secrets import masked_text, shown_setting, shown_value
 
 
 def argument_problems(arguments: Mapping[str, Any], argument_types: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem for each wrong argument. ``arguments``: `rollout.engine`;
-    ``argument_types``: those of vLLM.
-    """
+    """Yield a problem per wrong argument. ``arguments``: `rollout.engine`; ``argument_types``: vLLM's."""
     for name, value in arguments.items():
         prefix = f"`rollout.engine.{name}` = {shown_value((name,), value)}"
         if name not in argument_types:
@@ -41,11 +39,11 @@ def _type_problem(value: Any, annotation: Any) -> str | None:
         read = TypeAdapter(annotation).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
-        if first["type"] == "enum":  # vLLM looks these up by name itself
+        if first["type"] == "enum":  # vLLM looks these up by name
             return None
         where = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
         return f"{f'{where}: ' if where else ''}{first['msg'].lower()}"
-    except Exception:  # a type that pydantic has no schema for
+    except Exception:  # pydantic has no schema for the type
         return None
     is_scalar = isinstance(value, bool | int | float | str) and not isinstance(read, Enum)
     if is_scalar and type(read) is not type(value) and not (isinstance(read, float) and type(value) is int):
@@ -54,7 +52,7 @@ def _type_problem(value: Any, annotation: Any) -> str | None:
 
 
 def whole_problem(arguments: Mapping[str, Any], user_arguments: Mapping[str, Any]) -> str | None:
-    """Return why vLLM refuses the engine's configuration of all ``arguments``; None: it accepts them."""
+    """Return why vLLM refuses the engine configuration of all ``arguments``; None: it accepts them."""
     from vllm.engine.arg_utils import EngineArgs
 
     try:
@@ -73,18 +71,18 @@ def whole_problem(arguments: Mapping[str, Any], user_arguments: Mapping[str, Any
 
 
 def known_arguments() -> dict[str, Any]:
-    """Return the types of the engine's arguments: those of vLLM's server alone are unknown to it."""
+    """Return the types of the engine's arguments, without arguments of vLLM's server."""
     from vllm.engine.arg_utils import EngineArgs
 
     return {f.name: f.type for f in dataclasses.fields(EngineArgs) if not f.name.startswith("_")}
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     set_environment()
-    problems = list(argument_problems(asked["own"], known_arguments()))
-    if not problems and asked["whole"] is not None:
-        problems = [problem for problem in [whole_problem(asked["whole"], asked["own"])] if problem]
+    problems = list(argument_problems(request["own"], known_arguments()))
+    if not problems and request["whole"] is not None:
+        problems = [problem for problem in [whole_problem(request["whole"], request["own"])] if problem]
     print(json.dumps(problems))
 
 

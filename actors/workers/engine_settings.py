@@ -1,4 +1,4 @@
-"""The vLLM engine of a rollout worker: its specification, and arguments that fit model and machine."""
+"""Specify a rollout worker's vLLM engine, and choose arguments that fit model and machine."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from grpo_dist.runtime.model_config import heads_of_layers
 from grpo_dist.runtime.model_files import cache_dir
 from grpo_dist.types import Sampling
 
-# Sequences decoded at once by default. Fewer make an evaluation slow; beyond the upper bound a step of the
-# engine only gets longer.
+# Default range of sequences decoded at once. Fewer make an evaluation slow; more only make engine steps
+# longer.
 _DECODED_AT_ONCE = (256, 1024)
 _CPU_PREFILL_TOKENS = 8192  # prefilled at once by an engine without a GPU
-# Tokens of a block of an engine without a GPU: the smallest its kernels are made for. Samples of one prompt
-# share its full blocks only, and vLLM's own 128 would share nothing of most prompts.
+# Tokens per block without a GPU: the smallest that the kernels support. Samples share only full blocks of
+# their prompt, and vLLM's default of 128 would share nothing of most prompts.
 _CPU_BLOCK = 32
 
-# Share of the key-value cache that stays free where a sequence is admitted, for the growth of those that run.
-# Without it vLLM admits whatever has room for its prompt, and takes the cache of the last one back as soon as
-# the others grow: with a cache far too small for the sequences in flight it computes 64 to 83 % of all tokens
-# a second time, with this share 15 to 45 %, in 0.92 to 0.99 of the time (simulated by vLLM's rules).
+# Share of the key-value cache kept free on admission, for the growth of running sequences. Without it, vLLM
+# admits every sequence whose prompt fits, and preempts the last one as soon as others grow. With a cache far
+# too small for the sequences in flight, it recomputes 64 to 83 % of all tokens; with this share 15 to 45 %,
+# in 0.92 to 0.99 of the time (simulated by vLLM's rules).
 _HEADROOM = 0.05
-_SHARE_OF_FREE_MEMORY = 0.25  # that the caches of all engines of a machine without a GPU may take
+_SHARE_OF_FREE_MEMORY = 0.25  # limit for the caches of all engines on a machine without a GPU
 GPU_MEMORY = {False: 0.85, True: 0.6}  # share of a GPU, by whether policy ranks are colocated
-# Of engines that compute on the cores of training. They get about a tenth of a core that training also wants:
-# at 19 they would get a hundredth, and be taken for hung.
+# Niceness of engines that share cores with training. They get about a tenth of a contended core: at 19 they
+# would get a hundredth, and would be taken for hung.
 _NICENESS = 10
 # Unless configured, vLLM captures CUDA graphs for up to 512 sequences, beyond 256 for multiples of 16;
 # larger batches run without a graph.
 _GRAPHS, _GRAPH_STEP = 512, 16
 # The worker class that records routes where vLLM's own recorder cannot run.
 RECORDING_WORKER = "actors.workers.recorders.RecordingWorker"
-# vLLM's name for linear layers and experts in fp8 with a scale for each output channel and each token.
+# vLLM's name for linear layers and experts in fp8 with a scale per output channel and per token.
 _QUANTIZATION = {"fp8": "fp8_per_channel"}
 
 
@@ -60,13 +60,13 @@ class EngineSpec:
     """The specification of an engine.
 
     ``max_length``: prompt and completion together, tokens. ``in_flight``: training samples on one engine at
-    once. ``engines``: of the run, training's and evaluation's. ``colocated``: it shares the GPUs of policy
-    ranks, and sleeps while they train. ``sampling``: each way in which the run samples, with which the engine
-    is warmed up. ``data``: the chat template's settings; None: prompts are plain text. ``environments``: None
-    where no prompt has one. ``niceness``: added to that of its process where it computes on CPUs.
-    ``router_replay``: it returns the experts of every token. ``returns_masks``: it returns the sampling masks
-    of samples that are not drawn from the whole vocabulary. ``trains``: its samples are trained on, so they
-    keep these; else only those of the sync probe do. ``code_paths``: of a rollout function of the user's own.
+    once. ``engines``: number of engines in the run, for training and evaluation. ``colocated``: it shares the
+    policy ranks' GPUs and sleeps while they train. ``sampling``: all sampling settings of the run, for the
+    warm-up. ``data``: the chat template's settings; None: prompts are plain text. ``environments``: None if
+    no prompt has one. ``niceness``: added to the niceness of its process on CPUs. ``router_replay``: it
+    returns the experts of every token. ``returns_masks``: it returns the sampling masks of truncated
+    sampling. ``trains``: its samples are trained on, so they keep routes; else only sync-probe samples do.
+    ``code_paths``: import paths of a user-supplied rollout function.
     """
 
     rollout: RolloutConfig
@@ -92,7 +92,7 @@ class EngineSpec:
         return replace(
             self,
             rollout=self.rollout.model_copy(update={"num_workers": settings.num_workers}),
-            in_flight=0,  # as many as the cache has room for: an evaluation sends all prompts at once
+            in_flight=0,  # as many as fit into the cache: an evaluation sends all prompts at once
             sampling=(Sampling(settings.temperature, settings.top_p, settings.top_k),),
             niceness=_NICENESS,
             returns_masks=False,
@@ -101,7 +101,7 @@ class EngineSpec:
 
     @classmethod
     def from_config(cls, config: Config, model_dir: Path, *, colocated: bool = False) -> EngineSpec:
-        """Raises UserError for arguments in `rollout.engine` that a user must not set."""
+        """Make the specification. Raises UserError for reserved arguments in `rollout.engine`."""
         if problems := list(engine_problems(config.rollout, config.algorithm, None)):
             raise UserError("; ".join(problems))
         return cls(
@@ -132,7 +132,7 @@ class EngineSpec:
 def _ways_to_sample(
     training: SamplingConfig, evaluation: EvaluationConfig, rejection: RejectionConfig
 ) -> tuple[Sampling, ...]:
-    """Return the different ways in which training, evaluation and rejection sampling sample."""
+    """Return the distinct sampling settings of training, evaluation and rejection sampling."""
     temperature = training.first_temperature
     ways = [Sampling(temperature, training.top_p, training.top_k, min_p=training.min_p)]
     for section in (evaluation, rejection):
@@ -141,39 +141,39 @@ def _ways_to_sample(
 
 
 def set_environment() -> None:
-    """Set the variables that vLLM reads at import, and its processes when they start."""
+    """Set the variables that vLLM reads at import and at the start of its processes."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # vLLM would refuse the positions that YaRN adds; `position_limit` has checked the length.
+    # vLLM would refuse positions that YaRN adds; `position_limit` has checked the length.
     os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    # This sampler knows neither seeds nor the log-probs of the distribution sampled from. vLLM would load it,
-    # compile it for some GPUs, and never sample with it.
+    # This sampler supports neither seeds nor log-probs of the sampled distribution. vLLM would load it,
+    # compile it for some GPUs, and never use it.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")  # see `_own_all_reduce`
-    # Leave binding threads to cores to the scheduler: engine and trainer alternate on the same cores, and
-    # OMP_NUM_THREADS already limits the threads of this engine.
+    # Let the scheduler place threads on cores: engine and trainer alternate on the same cores, and
+    # OMP_NUM_THREADS already limits this engine's threads.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if device_type() != "cuda":
         # vLLM prefers this variable to the argument: `rollout.kv_cache_gib`, or a share of the memory.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-        # With several threads, the attention would divide long contexts between them where a step has few
-        # requests: the last digit of a log-prob would depend on what else is sampled. (Read by vLLM for each
-        # batch; a single request with a long context is slower without it.)
+        # If a step has few requests, attention would split long contexts between threads: the last digit of a
+        # log-prob would depend on the other requests. (vLLM reads this per batch; a single request with a
+        # long context is slower without it.)
         os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
-        # Run the model in the process of the engine's scheduler: a second process, woken at every token,
-        # takes CPU time from the model.
+        # Run the model in the scheduler's process: a second process, woken at every token, takes CPU time
+        # from the model.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        # vLLM's own cache of compiled models goes by the model's path. Without a GPU vLLM 0.32 writes it and
-        # cannot read it back ("'function' object has no attribute 'finalize_loading'"), so that every start
-        # compiles. Inductor's cache goes by what a graph computes.
+        # vLLM keys its cache of compiled models by the model's path. Without a GPU, vLLM 0.32 writes it but
+        # cannot read it back ("'function' object has no attribute 'finalize_loading'"), so every start
+        # compiles. Inductor keys its cache by what a graph computes.
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
-        # torch's own choice is a directory of temporary files, and its keys do not name the processor.
+        # torch's default is a temporary directory, and its keys do not include the processor.
         compiled = cache_dir() / "compiled" / processor_digest()
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
 
 
 def fitting_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Return `engine_arguments` for this machine as it is now."""
+    """Return `engine_arguments` for this machine and its free memory."""
     import psutil
     from transformers import AutoConfig
 
@@ -183,16 +183,16 @@ def fitting_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 
 def shares_tails(spec: EngineSpec) -> bool:
-    """Return whether samples wait for the first one of their prompt, see `SharedTails`: where blocks are
-    large. Routes are recorded of tokens that a request computes itself, and vLLM pads a first pass of one
-    token with drafts that nobody made.
+    """Return whether samples wait for the first one of their prompt, see `SharedTails`: on CPUs, whose blocks
+    are large. Not with router replay, which records only tokens that a request computes itself. Not with
+    speculation: vLLM pads a first pass of one token with nonexistent drafts.
     """
     return device_type() == "cpu" and not (spec.router_replay or spec.rollout.speculation)
 
 
 def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_memory: int) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine. ``model``: its transformers configuration. ``free_memory``: free
-    bytes of this machine.
+    """Return the vLLM engine's arguments. ``model``: its transformers configuration. ``free_memory``: this
+    machine's free memory, bytes.
     """
     settings, dtype = spec.rollout, resolve_dtype(spec.model.dtype, device)
     arguments: dict[str, Any] = {
@@ -203,10 +203,10 @@ def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_m
         "max_num_seqs": spec.max_num_seqs,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "enforce_eager": settings.enforce_eager,
-        "enable_prefix_caching": True,  # the samples of a group share the prefill of their prompt
+        "enable_prefix_caching": True,  # samples of a group share their prompt's prefill
         "seed": spec.seed,
         "watermark": _HEADROOM,
-        "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from: temperature applied
+        "logprobs_mode": "processed_logprobs",  # log-probs of the sampled distribution, with temperature
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
         "disable_log_stats": True,
     }
@@ -217,20 +217,20 @@ def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_m
             if settings.kv_cache_gib
             else _cache_bytes(spec, kv_bytes_per_token(model, dtype.itemsize), free_memory)
         )
-        # A prompt prefilled in pieces makes vLLM rewind its request's generator, which CPU generators cannot
-        # do: the engine dies with "CPU Generator does not use offset". So prompts are prefilled whole.
+        # Chunked prefill makes vLLM rewind the request's generator, which CPU generators cannot do: the
+        # engine dies with "CPU Generator does not use offset".
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(_CPU_PREFILL_TOKENS, spec.max_length)
     else:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization or GPU_MEMORY[spec.colocated]
         arguments["enable_sleep_mode"] = spec.colocated
         if arguments["dtype"] == "bfloat16":
-            # Logits in bfloat16 would be off by 2^-9 of their size, and the trainer's are in float32.
+            # bfloat16 logits have a relative error of 2^-9; the trainer's logits are float32.
             arguments["hf_overrides"] = {"head_dtype": "float32"}
         arguments |= _graph_sizes(spec)
     if settings.tensor_parallel_size > 1:
-        # In a Ray actor with a placement group, vLLM would make its worker processes Ray actors of their own,
-        # each in a bundle of one GPU. All GPUs of an engine are in its actor's own bundle.
+        # In a Ray actor with a placement group, vLLM would start its workers as Ray actors, each in a bundle
+        # of one GPU. Here all GPUs of an engine are in its actor's bundle.
         arguments["distributed_executor_backend"] = "mp"
     if spec.router_replay:
         arguments |= _recording(spec, model, device)
@@ -242,7 +242,7 @@ def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_m
 
 
 def _speculation(settings: RolloutConfig) -> dict[str, Any]:
-    """Return the arguments of exact speculation; {} where none is wanted."""
+    """Return the arguments of lossless speculative decoding; {} if it is not configured."""
     speculation = settings.speculation
     if speculation is None:
         return {}
@@ -258,8 +258,8 @@ def _speculation(settings: RolloutConfig) -> dict[str, Any]:
 
 
 def _recording(spec: EngineSpec, model: Any, device: DeviceType) -> dict[str, Any]:
-    """Return the arguments with which the engine records routes. Raises UserError where it cannot."""
-    from grpo_dist.policy.router_replay import replay_problem  # imports torch, which a plan does without
+    """Return the arguments that make the engine record routes. Raises UserError if it cannot."""
+    from grpo_dist.policy.router_replay import replay_problem  # imports torch, which a plan does not need
 
     if problem := replay_problem(model):
         raise UserError(f"{problem}; remove it")
@@ -274,8 +274,8 @@ def _recording(spec: EngineSpec, model: Any, device: DeviceType) -> dict[str, An
 
 
 def _masks(spec: EngineSpec, device: DeviceType) -> dict[str, Any]:
-    """Return the arguments with which the engine returns sampling masks; {} where `recorders` records
-    them. Raises UserError where it cannot.
+    """Return the arguments that make the engine return sampling masks; {} if `recorders` records them. Raises
+    UserError if it cannot.
     """
     keys = "`sampling.top_p`, `sampling.top_k`, `sampling.min_p`"
     if device != "cpu":
@@ -290,25 +290,24 @@ def _masks(spec: EngineSpec, device: DeviceType) -> dict[str, Any]:
 
 def _graph_sizes(spec: EngineSpec) -> dict[str, Any]:
     """Return the arguments that make vLLM capture CUDA graphs up to the largest batch, unless the user sets
-    sizes. It drops a size above `max_num_seqs`, which therefore is one, too.
+    sizes. vLLM drops sizes above `max_num_seqs`, which is therefore rounded up to a size.
     """
     user_arguments = spec.rollout.engine
-    chosen = user_arguments.get("compilation_config")
-    of_user = {*user_arguments, *(chosen if isinstance(chosen, dict) else {})}
+    compilation = user_arguments.get("compilation_config")
+    user_keys = {*user_arguments, *(compilation if isinstance(compilation, dict) else {})}
     sizes = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
-    if spec.rollout.enforce_eager or spec.max_num_seqs <= _GRAPHS or of_user & sizes:
+    if spec.rollout.enforce_eager or spec.max_num_seqs <= _GRAPHS or user_keys & sizes:
         return {}
     most = -(-spec.max_num_seqs // _GRAPH_STEP) * _GRAPH_STEP
-    if (
-        user_arguments.get("max_num_batched_tokens", most) < most
-    ):  # the user's, which is to be no smaller than the other
+    # vLLM requires `max_num_batched_tokens`, here the user's, to be at least `max_num_seqs`.
+    if user_arguments.get("max_num_batched_tokens", most) < most:
         most = spec.max_num_seqs
     return {"max_num_seqs": most, "max_cudagraph_capture_size": most}
 
 
 def _own_all_reduce(settings: RolloutConfig, device: DeviceType) -> dict[str, Any]:
-    """Return the argument by which a tensor-parallel engine does not fuse all-reduce and norm, unless the
-    user has set it. On Hopper and Blackwell vLLM would, where flashinfer is installed: log-probs, and the
+    """Return the argument that keeps a tensor-parallel engine from fusing all-reduce and norm, unless the
+    user has set it. vLLM fuses them on Hopper and Blackwell if flashinfer is installed: log-probs and the
     time of a first start, which may compile it, would depend on the installation.
     """
     compilation = settings.engine.get("compilation_config") or {}
@@ -319,14 +318,14 @@ def _own_all_reduce(settings: RolloutConfig, device: DeviceType) -> dict[str, An
 
 
 def _mapping(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return what the user set at ``key``; {} for what is no mapping, which vLLM's own check refuses."""
+    """Return the user's mapping at ``key``; {} for any other type, which vLLM's check refuses."""
     value = settings.get(key)
     return value if isinstance(value, dict) else {}
 
 
 def _cache_bytes(spec: EngineSpec, bytes_per_token: int, free_memory: int) -> int:
-    """Return the cache's bytes: for all sequences at full length, bounded by memory, but for at least one.
-    vLLM keeps one block for itself.
+    """Return the cache's bytes: room for all sequences at full length, limited by memory, but at least for
+    one. vLLM keeps one block for itself.
     """
     sequence = -(-spec.max_length // _CPU_BLOCK) * _CPU_BLOCK * bytes_per_token
     bound = int(free_memory * _SHARE_OF_FREE_MEMORY) // spec.engines
@@ -334,7 +333,7 @@ def _cache_bytes(spec: EngineSpec, bytes_per_token: int, free_memory: int) -> in
 
 
 def kv_bytes_per_token(model: Any, itemsize: int) -> int:
-    """Return the bytes of one token's keys and values over all layers: 24 layers x 2 heads of size 64 in
+    """Return the bytes of one token's keys and values in all layers: 24 layers x 2 heads of size 64 in
     float32 are 2 * 24 * 2 * 64 * 4 = 24,576.
     """
     return 2 * itemsize * sum(h.keys * h.size for h in heads_of_layers(model.get_text_config()))

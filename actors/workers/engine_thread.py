@@ -1,12 +1,12 @@
-"""A vLLM engine in this process: its own thread steps it, the event loop of an actor uses it.
+"""Run a vLLM engine in this process: a thread steps it, an actor's event loop uses it.
 
 event loop            engine thread
   generate() ------->   add request | step, step, step ...
   future     <-------   finished requests of a step, all at once
   call(f)    ------->   f() between two steps
 
-vLLM's own asynchronous engine runs in another process and sends the tokens of every step. On few cores,
-unpacking them takes CPU time from the model. Here nothing leaves the thread before a completion is finished.
+vLLM's asynchronous engine runs in another process and sends the tokens of every step. On few cores, unpacking
+them takes CPU time from the model. Here the thread only sends finished completions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def make_engine(arguments: dict[str, Any]) -> Any:
-    """Return an engine. ``arguments``: those of `vllm.EngineArgs`."""
+    """Make an engine. ``arguments``: passed to `vllm.EngineArgs`."""
     with pause_garbage_collection():
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
@@ -60,11 +60,11 @@ def make_engine(arguments: dict[str, Any]) -> Any:
 
 
 def _serve_with_one_thread() -> None:
-    """Have vLLM serve with one thread of torch: others would wait busily on the cores that prepare a step.
+    """Make vLLM serve with one torch thread: others would busy-wait on the cores that prepare a step.
 
-    It does so unless the user set OMP_NUM_THREADS. This project set it, for loading; without it, Ray sets 1.
-    vLLM's mark for "not the user's" is set once its configuration is made, which warns of variables that it
-    does not list, this one among them.
+    vLLM does so unless the user set OMP_NUM_THREADS. This project sets it, for loading; otherwise Ray sets it
+    to 1. This variable tells vLLM that the user did not set it. Set it only after vLLM's configuration is
+    made, which warns of variables that it does not list, such as this one.
     """
     os.environ.setdefault("VLLM_OMP_NUM_THREADS_SET_BY_VLLM", "1")
 
@@ -74,7 +74,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """What one process returned, or raised. ``trace``: the traceback there, which pickling drops."""
+    """A process's return value or error. ``trace``: its traceback, which pickling drops."""
 
     value: Any = None
     error: Exception | None = None
@@ -84,12 +84,12 @@ class _Reply:
 def call_workers(engine: Any, function: Callable[[Any], T]) -> list[T]:
     """Call ``function`` with vLLM's worker in each process of ``engine``; return the results by rank.
 
-    vLLM's executor of several processes raises at the first reply that is a failure, of which only the text
-    arrives; the replies of later ranks stay queued, and the next call reads them as its own. So no call fails
-    for vLLM here: the error is a part of the reply, and is raised once all replies are read.
+    vLLM's multi-process executor raises at the first failed reply, with its text alone; replies of later
+    ranks stay queued, and the next call reads them as its replies. So here the reply carries the error, which
+    is raised once all replies are read.
 
-    Raises the error of a process, with its type where it can be pickled. Of several errors it is the first
-    that is not TransferLost: a process that fails takes the connections of the others with it.
+    Raises the error of a process, with its type if it can be pickled. Of several errors, raises the first
+    that is not TransferLost: a failing process breaks the connections of the others.
     """
     replies: list[_Reply] = engine.collective_rpc(partial(_reply, function))
     errors = [(reply.error, reply.trace) for reply in replies if reply.error is not None]
@@ -108,17 +108,17 @@ def _reply(function: Callable[[Any], Any], worker: Any) -> _Reply:
         return _Reply(error=portable(error), trace=traceback.format_exc())
 
 
-# A batch arrives as many calls. An idle engine starts only after a gap of this length, instead of decoding
-# the first few requests alone.
+# A batch arrives in many calls. An idle engine waits for a gap of this length before it starts, instead of
+# decoding the first few requests alone.
 _BURST_S = 0.002
 
-# Seconds of a GPU's step in which CPU time counts as progress: waiting may keep a core as busy as compiling.
+# Seconds of a GPU step in which CPU time counts as progress: later, it may be busy waiting, not compiling.
 _COMPILE_S = 120.0
 
 
 class EngineThread:
-    """Runs an engine for one event loop. An error of vLLM is raised from the request that caused it; an error
-    in a step is raised from all pending and later requests.
+    """Runs an engine for one event loop. The request that causes a vLLM error raises it; an error in a step
+    is raised by all pending and later requests.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class EngineThread:
         shares_tails: bool = False,
         records_masks: bool = False,
     ) -> None:
-        """``arguments``: those of `vllm.EngineArgs`. ``shares_tails``: `SharedTails`, where the engine can.
+        """``arguments``: passed to `vllm.EngineArgs`. ``shares_tails``: use `SharedTails` if the engine can.
         ``records_masks``: requests return their sampling masks.
         """
         self._loop = asyncio.get_running_loop()
@@ -144,7 +144,7 @@ class EngineThread:
         self._thread = Thread(target=self._run, args=thread_arguments, name="engine", daemon=True)
 
     async def start(self) -> None:
-        """Load the model. Raises vLLM's error when that fails."""
+        """Load the model. Raises vLLM's error if that fails."""
         self._thread.start()
         try:
             await self.call(lambda: None)
@@ -152,7 +152,7 @@ class EngineThread:
             raise error.__cause__ or error from None
 
     async def generate(self, token_ids: list[int], params: SamplingParams) -> RequestOutput:
-        """Return a prompt with its finished completion. ``params``: for one sample, final output only."""
+        """Sample one finished completion. ``params``: for one sample, final output only."""
         request_id = f"r{next(self._numbers)}"
         future: asyncio.Future[RequestOutput] = self._loop.create_future()
         self._futures[request_id] = future
@@ -160,7 +160,7 @@ class EngineThread:
         return await future
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Call ``function`` in the engine's thread between two steps, and return its result."""
+        """Call ``function`` in the engine's thread between two steps; return its result."""
         future: asyncio.Future[T] = self._loop.create_future()
 
         def command() -> None:
@@ -181,13 +181,13 @@ class EngineThread:
     async def pause(self, *, drain: bool) -> None:
         """Stop stepping and drop the key-value cache. Requests may be added meanwhile.
 
-        ``drain``: first finish the requests in the cache, but not those that wait for space in it. Otherwise
-        stop now; the requests continue after `resume`, with their keys and values recomputed.
+        ``drain``: first finish the requests in the cache, but not requests waiting for space in it. Otherwise
+        stop now; requests continue after `resume` and recompute their keys and values.
         """
         await self.call(lambda: self._pause(drain))
 
     async def resume(self) -> None:
-        """Continue stepping; while part of the engine's memory sleeps, `wake_up` of the last part does so."""
+        """Continue stepping; if part of the engine's memory sleeps, its last `wake_up` does this instead."""
         await self.call(lambda: self._core.model_executor.is_sleeping or self._core.resume_scheduler())
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
@@ -203,11 +203,11 @@ class EngineThread:
         await self.in_workers(methodcaller("finish_weight_update"))
 
     async def in_workers(self, function: Callable[[Any], T]) -> list[T]:
-        """`call_workers` between two steps."""
+        """Run `call_workers` between two steps."""
         return await self.call(lambda: call_workers(self._engine, function))
 
     async def set_weight_version(self, version: int) -> int:
-        """Label tokens of later steps with ``version``; return the version that the engine reports."""
+        """Label tokens of later steps with ``version``; return the engine's reported version."""
 
         def label() -> int:
             self._engine.set_weight_version(str(version))
@@ -216,7 +216,7 @@ class EngineThread:
         return await self.call(label)
 
     async def sleep(self, level: int) -> None:
-        """Drain, then free the GPU's memory. ``level``: 1 keeps the weights in host memory, 2 drops them."""
+        """Drain, then free the GPU memory. ``level``: 1 keeps the weights in host memory, 2 drops them."""
         await self.pause(drain=True)
         await self.call(lambda: self._engine.sleep(level, mode="keep"))
 
@@ -225,10 +225,10 @@ class EngineThread:
         await self.call(lambda: self._engine.wake_up(tags))
 
     def work(self) -> float | None:
-        """Return a number that changes while the engine makes progress; None: it has no work.
+        """Return a number that changes as the engine makes progress; None: it has no work.
 
-        A large prefill without a GPU may take minutes, and so may compiling a kernel; CPU time tells them
-        from a step that hangs. Raises RuntimeError when a step has failed.
+        A large prefill on CPUs or compiling a kernel may take minutes; CPU time tells them from a hung step.
+        Raises RuntimeError if a step has failed.
         """
         self._check()
         if self._thread.ident is None or not self._thread.is_alive():
@@ -246,12 +246,10 @@ class EngineThread:
         await asyncio.to_thread(self._thread.join)
 
     def _has_pending_work(self) -> bool:
-        """Return whether requests are pending and the thread is free to step them. Other commands have
-        deadlines of their own.
-        """
+        """Return whether requests are pending and the thread can step them. Commands have other deadlines."""
         if not self._futures or self._in_command:
             return False
-        # Behind the first request: while the engine starts, its own thread imports vLLM.
+        # Not before the first request: while the engine starts, its thread imports vLLM.
         from vllm.v1.core.sched.interface import PauseState
 
         return bool(self._core.scheduler.pause_state == PauseState.UNPAUSED)
@@ -294,18 +292,18 @@ class EngineThread:
             self._engine.engine_core.shutdown()
 
     def _loop_once(self) -> bool:
-        """Run commands and one step; return False when the thread must end."""
+        """Run commands and one step; return False if the thread must end."""
         try:
             if not self._run_commands():
                 return False
             if self._failed is None and self._core_has_work():
                 self._step()
-        except BaseException as error:  # vLLM internal error: fail pending futures so that no caller hangs
+        except BaseException as error:  # internal vLLM error: fail pending futures so that no caller hangs
             self._fail_engine(error)
         return True
 
     def _run_commands(self) -> bool:
-        """Run pending commands, waiting for one when idle; return False when the thread must end."""
+        """Run pending commands, waiting for one if idle; return False if the thread must end."""
         command: Callable[[], None] | None
         idle = self._failed is not None or not self._core_has_work()
         try:
@@ -355,22 +353,21 @@ class EngineThread:
                 return False
             return True
 
-        # An engine that has failed computes no prompt that others could wait for.
+        # A failed engine computes no prompt that others could wait for.
         hold = self._tails if self._failed is None else None
         hold.add(request_id, token_ids, add) if hold else add()
 
     def _abandon(self) -> None:
         states = dict(self._engine.output_processor.request_states)
         self._engine.abort_request(list(states), internal=True)
-        given_up = [state.external_req_id for state in states.values()]
-        for request_id in [*given_up, *(self._tails.abandon() if self._tails else ())]:
+        aborted_ids = [state.external_req_id for state in states.values()]
+        for request_id in [*aborted_ids, *(self._tails.abandon() if self._tails else ())]:
             self._call_on_loop(self._refuse, request_id, RuntimeError("rollout: the request was abandoned"))
 
     def _pause(self, drain: bool) -> None:
         from vllm.v1.core.sched.interface import PauseState
 
-        # `pause_scheduler` neither drains nor waits for a step that runs ahead of its outputs, so do both
-        # before it.
+        # `pause_scheduler` neither drains nor waits for asynchronous steps, so do both first.
         self._core.scheduler.set_pause_state(PauseState.PAUSED_NEW if drain else PauseState.PAUSED_ALL)
         while self._failed is None and self._core_has_work():
             self._step()
@@ -393,7 +390,7 @@ class EngineThread:
             _fail(future, error)
 
     def _fail_engine(self, error: BaseException) -> None:
-        """Mark the engine as failed, and fail all pending requests."""
+        """Mark the engine as failed and fail all pending requests."""
         self._failed = error
         self._call_on_loop(self._fail_all, error)
 
@@ -404,12 +401,12 @@ class EngineThread:
 
 
 def _cpu_seconds(worker: BaseProcess) -> float:
-    """Return the CPU time of a worker process; 0 when it has ended."""
+    """Return the CPU time of a worker process; 0 if it has ended."""
     try:
-        used = psutil.Process(worker.pid).cpu_times()
+        times = psutil.Process(worker.pid).cpu_times()
     except psutil.NoSuchProcess:
         return 0.0
-    return float(used.user + used.system)
+    return float(times.user + times.system)
 
 
 def _finish(future: asyncio.Future[T], result: T) -> None:

@@ -3,12 +3,11 @@
 driver    EnvironmentPool: starts, watches and replaces workers, and sends their addresses to the engines
 engines   an episode calls its worker itself, turn by turn: neither the driver nor the engine waits for a tool
 
-A worker that is lost takes its episodes with it: the engines begin those again with the same seeds, on
-another worker or on the replacement. Nothing else is sampled again.
+Episodes of a lost worker are lost: the engines restart them with the same seeds, on another worker or on the
+replacement. Nothing else is resampled.
 
-Episodes that finish an action in the same step of the engine ask their environments at the same moment, and
-end at the same moment. A call for each would keep the engine's process busier than the tools are: an
-`EnvironmentCalls` makes few calls for many episodes.
+Episodes that finish an action in the same engine step call their environments at the same moment. One call
+per episode would keep the engine's process busier than the tools, so `EnvironmentCalls` batches calls.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from grpo_dist.runtime.stacks import pending_calls
 from grpo_dist.runtime.stage_log import say
 from grpo_dist.types import Task
 
-# Longest wait for the answers to several actions of one call; slower answers are fetched one by one. A call
-# costs both sides about a millisecond, which is more than most tools take.
+# Maximum wait for all answers of one call; slower answers are fetched one by one. A call costs both sides
+# about a millisecond, more than most tools take.
 _AT_ONCE_S = 0.005
-# Names of ended episodes that are remembered: their last actions may arrive after their ends.
+# Number of ended episodes to remember: their last actions may arrive after their ends.
 _ENDED = 100_000
 
 
 class ActingEpisode(NamedTuple):
-    """An episode by its name, with what its environment is made of. As a tuple it costs least to send."""
+    """An episode's name, and the arguments of its environment. A tuple is cheapest to send."""
 
     name: str
     task: Task
@@ -48,7 +47,7 @@ class ActingEpisode(NamedTuple):
 
 
 class Act(NamedTuple):
-    """An action for the environment of ``episode``, which turn 0 starts."""
+    """An action for the environment of ``episode``; turn 0 starts the environment."""
 
     episode: ActingEpisode
     action: Action
@@ -57,8 +56,8 @@ class Act(NamedTuple):
 
 @dataclass(frozen=True)
 class EnvironmentAddresses:
-    """The workers that engines may use. ``number``: the highest is the newest. ``failure``: why there will be
-    no others; "": those that are lost are replaced.
+    """The workers that engines may use. ``number``: the highest is the newest. ``failure``: why lost workers
+    are no longer replaced; "": they are replaced.
     """
 
     number: int
@@ -67,9 +66,7 @@ class EnvironmentAddresses:
 
 
 class EnvironmentWorker(Metered, Probeable):
-    """Runs episodes, named "<engine>:<number>". All methods run on the actor's event loop, many calls at
-    once.
-    """
+    """Runs episodes, named "<engine>:<number>". Methods run concurrently on the actor's event loop."""
 
     def __init__(self, settings: EnvironmentsConfig, *, sandboxed: bool = True) -> None:
         """``sandboxed``: an environment may run code that the policy writes."""
@@ -77,24 +74,24 @@ class EnvironmentWorker(Metered, Probeable):
         self._settings, self._sandboxed = settings, sandboxed
         self._runner: Any = None
         self._notes: list[str] = []
-        self._episodes: defaultdict[str, set[str]] = defaultdict(set)  # those that run, by engine
+        self._episodes: defaultdict[str, set[str]] = defaultdict(set)  # running episodes by engine
         self._lost_engines: set[str] = set()
         self._ended: dict[str, None] = {}  # oldest first
-        self._acting: dict[str, asyncio.Task[Observed]] = {}  # actions whose answers no caller has yet
+        self._acting: dict[str, asyncio.Task[Observed]] = {}  # actions whose answers are not delivered yet
 
     async def start(self) -> None:
-        """Start what all episodes share. Raises UserError for an environment that cannot be used."""
-        from grpo_dist.environments.runner import EpisodeRunner  # the driver's handle does without it
+        """Start the runner that all episodes share. Raises UserError for an unusable environment."""
+        from grpo_dist.environments.runner import EpisodeRunner  # the driver's handle does not need it
 
         self._runner = EpisodeRunner(self._settings)
         self._notes = await self._runner.start(sandboxed=self._sandboxed)
 
     async def notes(self) -> list[str]:
-        """Return what the user must know of this worker, such as how strong its sandbox is."""
+        """Return notes for the user about this worker, such as how strong its sandbox is."""
         return self._notes
 
     async def prepare(self, episodes: Sequence[ActingEpisode]) -> None:
-        """Start the processes of episodes whose first actions are still sampled."""
+        """Start the processes of episodes while their first actions are sampled."""
         running = [episode for episode in episodes if not self._why_over(episode.name)]
         for episode in running:
             self._episodes[_engine_of(episode.name)].add(episode.name)
@@ -102,9 +99,9 @@ class EnvironmentWorker(Metered, Probeable):
 
     @metered("act")
     async def act(self, acts: Sequence[Act]) -> list[Observed | None]:
-        """Give each action to its environment. Returns the answers that are there at once; None: `answer`
-        waits for that one, or raises the error of that action alone. A lone action keeps no other waiting,
-        so its own call waits for the answer.
+        """Give each action to its environment; return the answers that are ready at once. None: call
+        `answer`, which waits for it or raises the action's error. A single action delays no others, so this
+        call waits for its answer.
         """
         tasks = {
             act.episode.name: asyncio.create_task(self._act(act), name=f"episode {act.episode.name}")
@@ -144,7 +141,7 @@ class EnvironmentWorker(Metered, Probeable):
         return "the episode has ended" if episode in self._ended else ""
 
     async def end(self, episodes: Sequence[str]) -> None:
-        """End episodes, those that are here, with their processes."""
+        """End episodes of this worker and their processes."""
         for episode in episodes:
             self._episodes[_engine_of(episode)].discard(episode)
             self._ended[episode] = None
@@ -155,7 +152,7 @@ class EnvironmentWorker(Metered, Probeable):
         await asyncio.gather(*(self._runner.end(episode) for episode in episodes))  # a failure ends no other
 
     async def end_all(self, engine: str) -> None:
-        """End all episodes of an engine, which is lost."""
+        """End all episodes of a lost engine."""
         self._lost_engines.add(engine)
         await self.end(list(self._episodes.pop(engine, set())))
 
@@ -176,7 +173,7 @@ def _engine_of(episode: str) -> str:
 
 
 class EnvironmentPool:
-    """Driver-side handle: starts and supervises the workers, and gives their addresses to the engines."""
+    """Driver-side handle: starts and supervises the workers, and sends their addresses to the engines."""
 
     def __init__(
         self,
@@ -186,7 +183,7 @@ class EnvironmentPool:
         sandboxed: bool = True,
         worker: type = EnvironmentWorker,
     ) -> None:
-        """``sandboxed``: as for `EnvironmentWorker`."""
+        """``sandboxed``: see `EnvironmentWorker`."""
         actors = replace(actors, options={"max_concurrency": 10_000} | actors.options)
         self.team = Team(
             "environment",
@@ -197,7 +194,7 @@ class EnvironmentPool:
         )
         self.workers = self.team.workers
         self.team.catch_up = self._announce
-        self.engines: list[Team] = []  # each `RolloutPool` adds its own
+        self.engines: list[Team] = []  # each `RolloutPool` adds its team
         self._number = 0
         self._noted: set[str] = set()
         self._failing: asyncio.Task[None] | None = None
@@ -208,14 +205,14 @@ class EnvironmentPool:
         await self._say_notes(self.workers)
 
     async def _say_notes(self, workers: Sequence[Any]) -> None:
-        """Report what the user must know of these workers, once."""
+        """Show the user these workers' notes, each note once."""
         for note in itertools.chain(*await results(worker.notes.remote() for worker in workers)):
             if note not in self._noted:
                 self._noted.add(note)
                 say(f"environments: {note}")
 
     def addresses(self, *further: Any) -> EnvironmentAddresses:
-        """Return the workers that serve, and ``further`` ones that are about to."""
+        """Return the serving workers, and ``further`` ones that are about to serve."""
         self._number += 1
         return EnvironmentAddresses(self._number, (*self.team.alive(), *further), self._failure())
 
@@ -239,17 +236,17 @@ class EnvironmentPool:
 
     async def _announce(self, replacement: Any) -> None:
         await self._say_notes([replacement])  # the team ends this wait when the replacement is lost
-        # No wait from here until it serves: other addresses that are sent meanwhile would lack it.
+        # No await until it serves: other addresses sent meanwhile would lack it.
         self._tell_engines(self.addresses(replacement))
 
     async def _announce_failure(self) -> None:
-        """Episodes that wait for a worker get the error that ended the role."""
+        """Send the role's failure to episodes that wait for a worker."""
         await self.team.failed.wait()  # bounded: cancelled at shutdown
         self._tell_engines(self.addresses())
 
     def _tell_engines(self, addresses: EnvironmentAddresses) -> None:
-        """Send addresses to all engines. No answer is awaited: an engine that is lost, or hangs, is the
-        business of its own team, and its replacement gets the addresses when it starts.
+        """Send addresses to all engines. Does not wait: a lost or hung engine is handled by its team, and its
+        replacement gets the addresses when it starts.
         """
         for engine in (engine for team in self.engines for engine in team.named().values()):
             engine.use_environments.remote(addresses)
@@ -261,12 +258,12 @@ def engine_name(engine: Any) -> str:
     return name
 
 
-_END_S = 0.05  # in which ends of episodes are collected for one call
+_END_S = 0.05  # time to collect ends of episodes for one call
 
 
 class EnvironmentCalls:
-    """Used on one event loop. The loss of the worker is raised by every `act` of a call, an error of one
-    action by its own `act` alone.
+    """Batches an engine's calls to one environment worker, on one event loop. If the worker is lost, every
+    `act` of a call raises; an error of one action is raised only by its `act`.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -286,11 +283,11 @@ class EnvironmentCalls:
         """Give an action to its environment; return the answer."""
         loop = asyncio.get_running_loop()
         if not self._acts:
-            loop.call_soon(self._send)  # behind the other episodes that act now
+            loop.call_soon(self._send)  # after the other episodes that act now
         answer: asyncio.Future[Observed | None] = loop.create_future()
         self._acts.append((act, answer))
         observed: Observed | None = await answer
-        if observed is None:  # it takes its time, and was not alone
+        if observed is None:  # slow, and not the only action of the call
             observed = await self._worker.answer.remote(act.episode.name)
         return observed
 

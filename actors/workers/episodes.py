@@ -1,8 +1,8 @@
-"""Episodes on one engine: each asks the engine and an environment worker in turn, all of them at once.
+"""Run many episodes at once on one engine: each alternates between the engine and an environment worker.
 
 episode 0   sample | tool ........ | sample | tool ... | sample
 episode 1   sample | tool .. | sample | tool ............ | sample
-engine      batches whatever samples now, and waits for no tool
+engine      batches the episodes that sample now, and waits for no tool
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from grpo_dist.errors import SamplesFailed
 from grpo_dist.runtime.metering import Meter
 from grpo_dist.types import Prompt, Rollout, Sampling
 
-# Samples a context with a seed: exactly, or at most, a number of tokens, until one of the stop strings.
+# Samples from a context with a seed: exactly, or at most, a number of tokens, until a stop string.
 Generate = Callable[..., Coroutine[Any, Any, Generation]]
 
-# Wait before workers that did not answer are tried again, unless new addresses come before: the network
-# may have failed, and not they.
+# Wait before retrying workers that did not answer, unless new addresses arrive first: the network may have
+# failed, not the workers.
 _RETRY_S = 1.0
-# Different workers that may be lost with an episode before it counts as failed: one may be bad luck, but an
-# episode that kills three would kill them all.
+# An episode fails after this many lost workers: one may be bad luck, but an episode that kills three would
+# kill them all.
 _WORKERS = 3
 
 
 class EpisodeSampler:
-    """Samples episodes. ``generate``: of the engine."""
+    """Samples episodes. ``generate``: samples on the engine."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class EpisodeSampler:
         meter: Meter,
         max_length: int,
     ) -> None:
-        """``max_length``: longest row that the engine takes, tokens."""
+        """``max_length``: the engine's maximum row length, tokens."""
         self._generate, self._renderer, self._settings, self._meter = generate, renderer, settings, meter
         self._max_length = max_length
         self.workers = WorkersOfEpisodes()
-        # Each lives as long as an episode or a call of its own needs it: workers come and go.
+        # Weak: an entry lives as long as an episode or call uses it, since workers come and go.
         self._calls: WeakValueDictionary[Any, EnvironmentCalls] = WeakValueDictionary()
         self._name, self._numbers = ray.get_runtime_context().get_actor_id(), count()
         self._running: set[asyncio.Task[Rollout]] = set()
@@ -69,9 +69,8 @@ class EpisodeSampler:
     ) -> Rollout:
         """Sample one episode. ``length``: exact tokens of each action; None: actions end by themselves.
 
-        When its environment worker is lost, it begins again with the same seed; when three different workers
-        were lost with it, it has failed. Raises RuntimeError when it is abandoned, or when there is no worker
-        any more.
+        If its environment worker is lost, the episode restarts with the same seed; it fails after three lost
+        workers. Raises RuntimeError if it is abandoned, or if no worker is left.
         """
         work = self._until_finished(prompt, sample, seed, sampling, length)
         task = asyncio.create_task(work, name=f"episode of {prompt.uid}")
@@ -86,7 +85,7 @@ class EpisodeSampler:
             raise RuntimeError("rollout: the episode was abandoned") from None
 
     def abandon(self) -> None:
-        """End all episodes that run, also those that wait for their environment."""
+        """End all running episodes, including those that wait for their environment."""
         for task in self._running:
             task.cancel()
 
@@ -94,11 +93,11 @@ class EpisodeSampler:
         self, prompt: Prompt, sample: int, seed: int, sampling: Sampling, length: int | None
     ) -> Rollout:
         is_agent = prompt.task is not None and prompt.task.environment.startswith(AGENT)
-        lost: set[Any] = set()  # a second failure of one worker is no further evidence against the episode
+        lost: set[Any] = set()  # distinct workers: a worker's second failure does not count
         while True:
             worker = await self.workers.take()
             name = f"{self._name}:{next(self._numbers)}"
-            rows = None if is_agent else Dialogue(self._renderer, prompt)  # an agent has rows of its own
+            rows = None if is_agent else Dialogue(self._renderer, prompt)  # an agent has other rows
             calls = self._calls.setdefault(worker, EnvironmentCalls(worker))
             ends = _Ends(self, calls, name, prompt, sampling, length)
             ends.begin()
@@ -106,10 +105,10 @@ class EpisodeSampler:
                 tokens = sampling.max_new_tokens
                 budgets = Budgets.from_config(self._settings, tokens=tokens)
                 if rows is None:
-                    asked = AgentRows(
+                    agent_rows = AgentRows(
                         self._renderer, prompt, sampling, max_length=self._max_length, tokens=tokens
                     )
-                    return await play_agent(asked, ends, budgets, seed=seed, sample=sample)
+                    return await play_agent(agent_rows, ends, budgets, seed=seed, sample=sample)
                 finish_reason = await play(rows, ends, budgets, seed=seed)
                 return rows.rollout(sample, finish_reason)
             except LOST as error:
@@ -127,8 +126,8 @@ class EpisodeSampler:
 
 
 def episode_sampler(spec: EngineSpec, tokenizer: Any, generate: Generate, meter: Meter) -> EpisodeSampler:
-    """Return the sampler of an engine whose prompts have environments. Raises ValueError for tool calls that
-    cannot be read.
+    """Make the sampler of an engine whose prompts have environments. Raises ValueError for an unknown or
+    unsuitable tool-call format.
     """
     assert spec.environments is not None and spec.data is not None, "no prompt has an environment"
     call_format = resolve_format(spec.environments.call_format, template_text(tokenizer, spec.data))
@@ -157,21 +156,21 @@ class _Ends:
         self._requests = 0
 
     def begin(self) -> None:
-        """Have the environment's process started while the first action is sampled."""
+        """Start the environment's process while the first action is sampled."""
         self._calls.begin(self._episode)
 
     async def generate(
         self, token_ids: list[int], seed: int, max_tokens: int, stop: Sequence[str] = ()
     ) -> Generation:
         exact, meter = self._length is not None, self._sampler._meter
-        own = self._sampler._renderer.stop(self._episode.task)
+        task_stop = self._sampler._renderer.stop(self._episode.task)
         output = await self._sampler._generate(
             token_ids,
             seed,
             self._sampling,
             min(self._length or max_tokens, max_tokens),
             exact=exact,
-            stop=() if exact else (*own, *self._sampling.stop, *stop),
+            stop=() if exact else (*task_stop, *self._sampling.stop, *stop),
         )
         meter.count("tokens", len(output.token_ids))
         if self._requests:
@@ -189,9 +188,7 @@ class _Ends:
 
 
 class WorkersOfEpisodes:
-    """Which environment worker an episode gets: of those that answer, the one with the fewest episodes of
-    this engine.
-    """
+    """Assigns each episode the responsive environment worker with the fewest episodes of this engine."""
 
     def __init__(self) -> None:
         self._addresses = EnvironmentAddresses(0, ())
@@ -201,7 +198,7 @@ class WorkersOfEpisodes:
         self._changed = asyncio.Event()
 
     def use(self, addresses: EnvironmentAddresses) -> None:
-        """Use these from now on, unless newer ones are known."""
+        """Use ``addresses`` from now on, unless they are outdated."""
         if addresses.number > self._addresses.number:
             self._addresses = addresses
             self._suspected.clear()
@@ -209,8 +206,8 @@ class WorkersOfEpisodes:
             self._changed.set()
 
     async def take(self) -> Any:
-        """Return the worker of a new episode. Waits for one that serves: the driver replaces those that are
-        lost, and its call for these samples has a deadline. Raises RuntimeError when none is replaced.
+        """Return a worker for a new episode. Waits for a serving one: the driver replaces lost workers, and
+        its call for these samples has a deadline. Raises RuntimeError if no worker will be replaced.
         """
         while True:
             if self._addresses.failure:

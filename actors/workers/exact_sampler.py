@@ -1,13 +1,13 @@
-"""Verify drafted tokens without changing a sample: a draft is right if it is the token that would be drawn.
+"""Verify drafts losslessly: accept a draft only if it is the token that would be sampled.
 
-vLLM's own rejection sampler draws from the right distribution, but with other random numbers: the same seed
-gives another text. Here the engine's own sampler draws each position with the request's own generator, one
-position after the other, and a request reaches the next position only where its draft was the token drawn.
-So a request makes the draws that it would have made without drafts, in their order, and no others.
+vLLM's rejection sampler draws from the right distribution, but with other random numbers: the same seed gives
+another text. Here the engine's sampler draws position after position with the request's generator, and a
+request reaches the next position only if its draft equals the drawn token. So a request makes exactly the
+draws that it would make without drafts, in the same order.
 
-This is of vLLM's model runner 1: the only one on CPUs, and the one that an engine with drafts takes on GPUs.
-Without drafts an engine on GPUs takes runner 2, unless VLLM_USE_V2_MODEL_RUNNER=0. That one draws Gumbel
-noise from a hash of seed, position and token: against it the same seed gives another text, of the same
+This is for vLLM's model runner 1: the only one on CPUs, and the one that an engine with drafts uses on GPUs.
+Without drafts, an engine on GPUs uses runner 2, unless VLLM_USE_V2_MODEL_RUNNER=0. Runner 2 draws Gumbel
+noise from a hash of seed, position and token: with the same seed it gives another text, of the same
 distribution.
 """
 
@@ -22,7 +22,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-# vLLM's own processors, and the attribute that is 0 or empty where no request has the setting.
+# vLLM's built-in processors, and the attribute that is 0 or empty if no request has the setting.
 _WITHOUT_SETTING = {
     "MinPLogitsProcessor": "min_p_count",
     "LogitBiasLogitsProcessor": "biases",
@@ -31,9 +31,7 @@ _WITHOUT_SETTING = {
 
 
 class DraftCounts(NamedTuple):
-    """What an engine verified since the last reading: drafts of one sample each, their tokens, and those that
-    were right.
-    """
+    """An engine's verified drafts since the last reading, one sample each; their tokens; accepted tokens."""
 
     drafts: int = 0
     drafted_tokens: int = 0
@@ -44,13 +42,13 @@ class DraftCounts(NamedTuple):
 
 
 class ExactSampler(RejectionSampler):
-    """Takes the place of vLLM's rejection sampler in the engine's model runner."""
+    """Replaces vLLM's rejection sampler in the engine's model runner."""
 
     _counts = DraftCounts()
 
     def take_counts(self) -> DraftCounts:
-        """Return what was verified since the last call. A draft that the engine gave up, because its sample
-        had ended, does not count. Right tokens count as drawn, before the engine cuts a sample at its end.
+        """Return the counts since the last call. A draft that the engine dropped, because its sample had
+        ended, does not count. Accepted tokens count as drawn, before the engine truncates a sample.
         """
         counts, self._counts = self._counts, DraftCounts()
         return counts
@@ -62,42 +60,40 @@ class ExactSampler(RejectionSampler):
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
-        """Return the tokens drawn of each request [B, D + 1] with D drafts at most, -1 after the last, and
-        their log-probs. ``logits``: [drafts of all requests + B, V], each request's positions together.
+        """Return the drawn tokens of each request [B, D + 1] with at most D drafts, -1 after the last, and
+        their log-probs. ``logits``: [drafts of all requests + B, V], grouped by request.
         """
         check(sampling_metadata)
         drafted = metadata.num_draft_tokens
         first = _first_rows(drafted)
-        drafts = _by_request(metadata.draft_token_ids.tolist(), drafted)
+        drafts = _split_by_request(metadata.draft_token_ids.tolist(), drafted)
         tokens = torch.full(
             (len(drafted), max(drafted) + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32, device=logits.device
         )
         logprobs: LogprobsTensors | None = None
-        going, right = list(range(len(drafted))), 0  # requests whose drafts were right so far; their tokens
+        active, accepted = list(range(len(drafted))), 0  # requests with all drafts accepted; their tokens
         for position in range(max(drafted) + 1):
-            rows = [first[request] + position for request in going]
-            row_metadata = select_requests(sampling_metadata, going)
-            drawn = self.sampler(logits=logits[rows], sampling_metadata=row_metadata)
-            tokens[going, position] = drawn.sampled_token_ids[:, 0]
-            if drawn.logprobs_tensors is not None:
-                logprobs = _noted(logprobs, drawn.logprobs_tensors, tokens.shape, going, position)
-            sampled = drawn.sampled_token_ids[:, 0].tolist()
-            going = [
+            rows = [first[request] + position for request in active]
+            row_metadata = select_requests(sampling_metadata, active)
+            output = self.sampler(logits=logits[rows], sampling_metadata=row_metadata)
+            tokens[active, position] = output.sampled_token_ids[:, 0]
+            if output.logprobs_tensors is not None:
+                logprobs = _add_logprobs(logprobs, output.logprobs_tensors, tokens.shape, active, position)
+            sampled = output.sampled_token_ids[:, 0].tolist()
+            active = [
                 request
-                for request, token in zip(going, sampled, strict=True)
+                for request, token in zip(active, sampled, strict=True)
                 if drafts[request][position : position + 1] == [token]
             ]
-            right += len(going)
-            if not going:
+            accepted += len(active)
+            if not active:
                 break
-        self._counts = self._counts.plus(DraftCounts(sum(map(bool, drafted)), sum(drafted), right))
+        self._counts = self._counts.plus(DraftCounts(sum(map(bool, drafted)), sum(drafted), accepted))
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
 
 
 def check(metadata: SamplingMetadata) -> None:
-    """Raise NotImplementedError for settings that depend on the tokens before: the engines of a run have
-    none of them.
-    """
+    """Raise NotImplementedError for settings that depend on previous tokens; a run's engines use none."""
     depends = {
         "penalties": not metadata.no_penalties,
         "bad words": bool(metadata.bad_words_token_ids),
@@ -106,13 +102,13 @@ def check(metadata: SamplingMetadata) -> None:
     }
     unsupported = [name for name, used in depends.items() if used] + _processors(metadata)
     if unsupported:
-        raise NotImplementedError(f"exact speculation does not know {', '.join(unsupported)}")
+        raise NotImplementedError(f"exact speculation does not support {', '.join(unsupported)}")
 
 
 def _processors(metadata: SamplingMetadata) -> list[str]:
-    """Return the logits processors that would change a logit. They know requests by their rows in the batch,
-    which are other rows here. The engine has its own three always, and they do nothing without a request's
-    setting; any other comes from a plugin.
+    """Return the logits processors that would change a logit. They identify requests by their rows in the
+    batch, which differ here. The three built-in ones are always present and do nothing unless a request has
+    their setting; others come from plugins.
     """
     processors = []
     for processor in metadata.logitsprocs.all:
@@ -123,10 +119,10 @@ def _processors(metadata: SamplingMetadata) -> list[str]:
 
 
 def select_requests(metadata: SamplingMetadata, requests: list[int]) -> SamplingMetadata:
-    """Return the sampling settings of some requests of a batch, which share their generators with it."""
+    """Return the sampling settings of some requests of a batch; generators are shared with the batch."""
 
-    def rows(of_all: torch.Tensor | None) -> Any:
-        return None if of_all is None else of_all[requests]
+    def rows(values: torch.Tensor | None) -> Any:
+        return None if values is None else values[requests]
 
     generators = {
         row: metadata.generators[request]
@@ -155,7 +151,7 @@ def _first_rows(drafted: list[int]) -> list[int]:
     return first
 
 
-def _by_request(drafts: list[int], drafted: list[int]) -> list[list[int]]:
+def _split_by_request(drafts: list[int], drafted: list[int]) -> list[list[int]]:
     result, start = [], 0
     for count in drafted:
         result.append(drafts[start : start + count])
@@ -163,23 +159,23 @@ def _by_request(drafts: list[int], drafted: list[int]) -> list[list[int]]:
     return result
 
 
-def _noted(
-    noted: LogprobsTensors | None,
-    drawn: LogprobsTensors,
+def _add_logprobs(
+    logprobs: LogprobsTensors | None,
+    position_logprobs: LogprobsTensors,
     shape: torch.Size,
     requests: list[int],
     position: int,
 ) -> LogprobsTensors:
-    """Enter the log-probs of one position into those of all, [B * (D + 1), tokens asked for]."""
-    if noted is None:
-        count, width = shape.numel(), drawn.logprobs.shape[1]
-        noted = LogprobsTensors(
-            drawn.logprob_token_ids.new_zeros((count, width)),
-            drawn.logprobs.new_zeros((count, width)),
-            drawn.selected_token_ranks.new_zeros(count),
+    """Write one position's log-probs into ``logprobs`` of all positions, [B * (D + 1), requested tokens]."""
+    if logprobs is None:
+        count, width = shape.numel(), position_logprobs.logprobs.shape[1]
+        logprobs = LogprobsTensors(
+            position_logprobs.logprob_token_ids.new_zeros((count, width)),
+            position_logprobs.logprobs.new_zeros((count, width)),
+            position_logprobs.selected_token_ranks.new_zeros(count),
         )
-    at = [request * shape[1] + position for request in requests]
-    noted.logprob_token_ids[at] = drawn.logprob_token_ids
-    noted.logprobs[at] = drawn.logprobs
-    noted.selected_token_ranks[at] = drawn.selected_token_ranks
-    return noted
+    rows = [request * shape[1] + position for request in requests]
+    logprobs.logprob_token_ids[rows] = position_logprobs.logprob_token_ids
+    logprobs.logprobs[rows] = position_logprobs.logprobs
+    logprobs.selected_token_ranks[rows] = position_logprobs.selected_token_ranks
+    return logprobs

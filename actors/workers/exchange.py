@@ -1,13 +1,13 @@
-"""Groups between the driver and an actor, many in one call: a call costs the driver's process hundreds of
-microseconds, whatever it carries.
+"""Exchange many groups per call between the driver and an actor: a call costs the driver's process hundreds
+of microseconds, whatever its size.
 
 driver: `Line`                                   actor: `SamplingActor`, `ScoringActor`
   ask(a), ask(b)       --- submit([a, b]) --->     a and b begin
-  answers to a and b   <------ collect() -----     waits until one is done, then returns all that are
+  answers to a and b   <------ collect() -----     waits until one is done, then returns all finished ones
 
-What is asked for at the same moment travels together, and what is done while the driver is busy: the busier
-it is, the fewer calls it makes. Samples stay in the object store until they are fetched, those of a whole
-reply at once.
+Requests made at the same moment share a call, and so do answers that finish while the driver is busy: the
+busier the driver, the fewer calls it makes. Samples stay in the object store until they are fetched, one
+reply at a time.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from grpo_dist.errors import find_cause
 from grpo_dist.runtime.load_balancer import Load
 from grpo_dist.types import Group, PackedSamples, Prompt, Rollout, Sampling
 
-# Wait after the first answer: groups that end in the same step of an engine are done one after the other.
+# Wait after the first answer: groups that end in the same engine step finish one after the other.
 _TOGETHER_S = 0.002
 
 
 class StoredGroups:
-    """The samples of the groups of one reply, in the object store; used by the driver."""
+    """The samples of one reply's groups in the object store; used by the driver."""
 
     def __init__(self, reference: Any) -> None:
         self.reference = reference
@@ -42,14 +42,14 @@ class StoredGroups:
     async def group(self, index: int) -> tuple[Rollout, ...]:
         if self._fetched is None:
             self._fetched = asyncio.create_task(fetched(self.reference), name="samples of a reply")
-        # Shielded: a caller that is cancelled does not end the fetch for the others.
+        # Shielded: a cancelled caller does not end the fetch for the others.
         packed = await asyncio.shield(self._fetched)
         return packed.group(index)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSamples:
-    """The samples of one group. Awaiting it fetches them; raises SamplesLost where their node is lost."""
+    """The samples of one group. Awaiting it fetches them; raises SamplesLost if their node is lost."""
 
     groups: StoredGroups
     index: int
@@ -59,11 +59,11 @@ class StoredSamples:
 
 
 def as_arguments(groups: Iterable[Any]) -> tuple[list[tuple[Any, int | None]], list[Any]]:
-    """Return how a call to an actor names the samples of each group, and what follows these names as further
-    arguments, which Ray replaces by `PackedSamples`: the reference of each reply once.
+    """Return a name for each group's samples in an actor call, and the call's extra arguments: each reply's
+    reference once, which Ray replaces by `PackedSamples`.
 
     Args:
-        groups: of each the samples, or `StoredSamples`.
+        groups: the samples of each group, or `StoredSamples`.
     """
     names: list[tuple[Any, int | None]] = []
     stored: dict[Any, int] = {}
@@ -76,7 +76,7 @@ def as_arguments(groups: Iterable[Any]) -> tuple[list[tuple[Any, int | None]], l
 
 
 def from_arguments(name: tuple[Any, int | None], stored: Sequence[PackedSamples]) -> Sequence[Rollout]:
-    """Return the samples of a group, in the actor."""
+    """Return a group's samples in the actor; see `as_arguments`."""
     samples, index = name
     return samples if index is None else stored[samples].group(index)
 
@@ -84,11 +84,11 @@ def from_arguments(name: tuple[Any, int | None], stored: Sequence[PackedSamples]
 class Line:
     """The driver's side: requests to one actor, and its answers, on one event loop.
 
-    An error of one request is raised by its own `ask` alone, the loss of the actor by all without an answer.
+    An error of one request is raised only by its `ask`, the loss of the actor by all unanswered ones.
 
     Args:
-        submit: has the actor begin the requests, each with its number.
-        collect: waits for answers, each with the number of its request; RayTaskError: the actor raised it.
+        submit: starts numbered requests on the actor.
+        collect: waits for numbered answers; RayTaskError: the actor raised it.
     """
 
     def __init__(
@@ -99,23 +99,23 @@ class Line:
         self._submit, self._collect = submit, collect
         self._numbers = itertools.count()
         self._unsent: list[tuple[int, Any]] = []
-        # Of requests whose caller was cancelled, too, until the actor is done with them.
+        # Includes requests of cancelled callers until the actor finishes them.
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._collecting = False
         self._calls: set[asyncio.Task[None]] = set()
 
     async def ask(self, request: Any) -> Any:
-        """Return the actor's answer to ``request``. The caller holds the deadline."""
+        """Return the actor's answer to ``request``. The caller sets the deadline."""
         loop = asyncio.get_running_loop()
         if not self._unsent:
-            loop.call_soon(self._send)  # behind the others that ask now
+            loop.call_soon(self._send)  # after the other callers of this moment
         number = next(self._numbers)
         self._unsent.append((number, request))
         answer = self._answers[number] = loop.create_future()
         return await answer
 
     def close(self) -> None:
-        """End the calls that wait for the actor, and cancel who asked: nothing else would wake them."""
+        """Cancel the calls to the actor and all waiting callers: nothing else would wake them."""
         for waiting in (*self._calls, *self._answers.values()):
             waiting.cancel()
 
@@ -136,7 +136,7 @@ class Line:
             await self._submit(requests)
         except Exception as error:
             if len(requests) > 1 and isinstance(find_cause(error), ObjectLostError):
-                # Of all that the call carried some samples are lost: the others' groups need not be.
+                # Some samples of the call are lost: retry each request, as other groups may be intact.
                 await asyncio.gather(*(self._begin([request]) for request in requests))
             else:
                 self._fail([number for number, _ in requests], error)
@@ -165,7 +165,7 @@ class Line:
 
 
 class _Answering:
-    """The actor's side, which is asynchronous: what is done and not collected yet."""
+    """The actor's side, which is asynchronous: keeps answers until they are collected."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class _Answering:
         self._news.set()
 
     async def _take(self, is_due: Callable[[], bool] = lambda: False) -> list[tuple[int, Any]]:
-        """Wait until work is done, or ``is_due``; return all that is done, with an error as Ray sends it."""
+        """Wait for an answer, or until ``is_due``; return all answers, errors as Ray sends them."""
         while not (self._done or is_due()):
             self._news.clear()
             await self._news.wait()  # bounded: work that hangs is noticed by the health check
@@ -198,8 +198,8 @@ class _Answering:
 
 
 class SamplingActor(_Answering):
-    """Part of an engine's actor: `sample` for many groups a call. ``finished`` is the load that it has
-    finished since it started, sample by sample.
+    """Part of an engine's actor: runs `sample` for many groups per call. ``finished``: the load of all
+    samples finished since its start.
     """
 
     finished = Load(0, 0)
@@ -208,7 +208,7 @@ class SamplingActor(_Answering):
         raise NotImplementedError
 
     async def submit(self, requests: Sequence[tuple[int, tuple[Prompt, Sequence[int], Sampling]]]) -> None:
-        """Begin to sample a group for each of ``requests``."""
+        """Begin sampling a group for each of ``requests``."""
         for number, (prompt, seeds, sampling) in requests:
             self._start(number, self.sample(prompt, seeds, sampling), prompt)
 
@@ -216,10 +216,10 @@ class SamplingActor(_Answering):
     async def collect(
         self, at_least: int
     ) -> tuple[tuple[Load, list[int], list[tuple[int, RayTaskError]]], PackedSamples]:
-        """Wait for a group that is done, or for ``at_least`` finished sequences.
+        """Wait for a finished group, or for ``at_least`` finished sequences.
 
-        Returns (the finished load, the numbers of the requests that are done, those that have failed), and
-        the samples of the former.
+        Returns (the finished load, the numbers of finished requests, the failed requests), and the samples of
+        the finished requests.
         """
         done = await self._take(lambda: self.finished.sequences >= at_least)
         failed = [(number, answer) for number, answer in done if isinstance(answer, RayTaskError)]
@@ -232,9 +232,7 @@ class SamplingActor(_Answering):
 
 
 class ScoringActor(_Answering):
-    """Part of a reward worker's actor: `score` for many groups a call, several at once in ``threads``
-    threads.
-    """
+    """Part of a reward worker's actor: runs `score` for many groups per call, in ``threads`` threads."""
 
     def __init__(self, threads: int) -> None:
         super().__init__()
@@ -246,14 +244,14 @@ class ScoringActor(_Answering):
         raise NotImplementedError
 
     async def submit(self, requests: Sequence[tuple[int, Any]], *stored: PackedSamples) -> None:
-        """Begin to score a group for each of ``requests``: prompt, samples (`as_arguments`), and scores of
+        """Begin scoring a group for each of ``requests``: prompt, samples (`as_arguments`), and scores of
         reward models.
         """
         for number, (prompt, name, modelled) in requests:
             self._start(number, self._scores(prompt, from_arguments(name, stored), modelled), prompt)
 
     async def collect(self) -> list[tuple[int, Any]]:
-        """Wait for a group that is scored; return for all that are `Group.scores` and new reasons."""
+        """Wait for a scored group; return `Group.scores` and new failure reasons of all scored groups."""
         return await self._take()
 
     async def _scores(

@@ -1,8 +1,7 @@
-"""Policy workers: one Ray actor per ZeRO rank, which trains and gives its weights to others, and the driver's
-handle of all of them.
+"""Policy workers: one Ray actor per ZeRO rank, which trains and sends its weights; and the driver's handle.
 
-A rank that dies or hangs takes the others with it: together they hold one sharded state. Every caller of the
-group gets StateLost at once, and the run resumes with a new group from a checkpoint.
+If one rank dies or hangs, all are lost: together they hold one sharded state. Every caller of the group gets
+StateLost at once, and the run resumes with a new group from a checkpoint.
 """
 
 from __future__ import annotations
@@ -65,11 +64,11 @@ from grpo_dist.types import EpochUpdate, PackedSamples, Prompt, SentRows, Teache
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Weights that a rank has copied to send them.
+    """Weights that a rank has copied for sending.
 
     Attributes:
-        base: token of those copied before; None: there were none.
-        metrics: what has changed since, and the seconds of each stage.
+        base: token of the previous copy; None: there was none.
+        metrics: the share of changed weights, and the seconds of each stage.
     """
 
     base: str | None
@@ -77,7 +76,7 @@ class Taken:
 
 
 class WeightSender(Metered):
-    """The part of a `PolicyWorker` that sends its weights. All ranks are called at once."""
+    """The part of a `PolicyWorker` that sends its weights. Collective over all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,12 +93,12 @@ class WeightSender(Metered):
         self._transports[group] = open_transport(backend, seat, timeout_s=timeout_s)
 
     def close_transfer(self, group: str) -> None:
-        """Leave the group, if this rank is in it."""
+        """Leave ``group``, if this rank is a member."""
         if transport := self._transports.pop(group, None):
             transport.close()
 
     @contextmanager
-    def _left_on_error(self, group: str) -> Iterator[None]:
+    def _leave_on_error(self, group: str) -> Iterator[None]:
         try:
             yield
         except Exception:
@@ -110,20 +109,20 @@ class WeightSender(Metered):
     def send_weights(
         self, bucket_bytes: int, group: str, adapters_only: bool, as_held: bool = False
     ) -> dict[str, float]:
-        """Gather the weights; where this rank has a transport for ``group``, send all buckets and a checksum.
+        """Gather the weights; if this rank has a transport for ``group``, send all buckets and a checksum.
 
-        Returns the bytes sent and the seconds it took. After an error this rank leaves the group, by which
-        the others notice at once; they discard what they received.
+        Returns the bytes sent and the seconds of each stage. After an error this rank leaves the group; the
+        others notice at once and discard the received weights.
         """
         which = {"adapters_only": adapters_only, "as_held": as_held}
         weights = self._trainer.weights.buckets(bucket_bytes, **which)
         specs = self._trainer.weights.specs(**which)
-        with self._left_on_error(group), one_thread():
+        with self._leave_on_error(group), one_thread():
             return send(self._transports.get(group), weights, specs, bucket_bytes)
 
     @metered("sync")
     def take_weights(self, bucket_bytes: int, senders: Collection[int], token: str) -> Taken | None:
-        """Gather the weights; the ranks ``senders`` copy them as ``token`` and find what has changed."""
+        """Gather the weights; the ranks ``senders`` copy them as ``token`` and find the changes."""
         weights = self._trainer.weights.buckets(bucket_bytes)
         if self._trainer.rank.index not in senders:
             for _ in weights:
@@ -136,23 +135,23 @@ class WeightSender(Metered):
 
     @metered("sync")
     def send_taken(self, group: str, whole: bool) -> dict[str, float]:
-        """Send the weights taken last, or what has changed in them; see `send_weights`. Ranks without a
+        """Send the last copy of the weights, or only its changes; see `send_weights`. Ranks without a
         transport for ``group`` do nothing.
         """
-        transport, taken = self._transports.get(group), self._sent
+        transport, sent = self._transports.get(group), self._sent
         if transport is None:
             return {}
-        assert taken.held is not None and taken.changes is not None, "no weights were taken"
-        with self._left_on_error(group), one_thread():
+        assert sent.held is not None and sent.changes is not None, "no weights were taken"
+        with self._leave_on_error(group), one_thread():
             if not whole:
-                return send_changes(transport, taken.changes, taken.held)
-            weights = taken.held
+                return send_changes(transport, sent.changes, sent.held)
+            weights = sent.held
             return send(transport, weights.weights(), weights.specs, weights.bucket_bytes)
 
     @metered("snapshot")
     def snapshot(self, file: str, bucket_bytes: int, adapters_only: bool) -> list[ParameterSpec]:
-        """Gather the weights; rank 0 copies them, and writes them to ``file`` while updates follow, until
-        `is_saved`. Returns what is in the file.
+        """Gather the weights; rank 0 copies them and writes them to ``file`` in the background, until
+        `is_saved`. Updates may follow meanwhile. Returns the specs of the file's parameters.
         """
         weights = self._trainer.weights.buckets(bucket_bytes, adapters_only=adapters_only)
         specs = self.parameter_specs(adapters_only)
@@ -169,21 +168,21 @@ class RankUpdates:
 
     batches: Sequence[TrainBatch]  # on the driver `SentRows`
     keep_logprobs: bool  # for `PolicyWorker.token_logprobs`
-    later_epochs: Sequence[Sequence[EpochUpdate]] = ()  # of all ranks; (): the first epoch's again
+    later_epochs: Sequence[Sequence[EpochUpdate]] = ()  # for all ranks; (): repeat the first epoch
 
 
 Held = Literal["nothing", "weights", "all"]
 
 
 class PolicyWorker(WeightSender, Probeable):
-    """One rank. Its methods are called on all ranks at once; calls run one at a time."""
+    """One rank. Methods are called on all ranks at once; calls run one at a time."""
 
     def __init__(self) -> None:
         super().__init__()
         self._trace: Path | None = None
 
     def address(self) -> tuple[str, int]:
-        """Return an address at which this rank can listen: that of its node, and a free port."""
+        """Return an address to listen at: this node's IP address and a free port."""
         host = ray.util.get_node_ip_address()
         return host, free_port(host)
 
@@ -192,7 +191,7 @@ class PolicyWorker(WeightSender, Probeable):
     ) -> tuple[DeviceType, float]:
         """Join the other ranks and load the model; return the device type and `Trainer.attention_cost`.
 
-        Raises ValueError where this node has no ``model_dir``, and UserError as `check_gpus`.
+        Raises ValueError if this node has no ``model_dir``, and UserError like `check_gpus`.
         """
         check_gpus()
         check_on_node(model_dir)
@@ -200,14 +199,14 @@ class PolicyWorker(WeightSender, Probeable):
         skip_unused_imports()
         build_kernels(list_kernels(policy, device_type()))
         self._trainer = Trainer(open_store(rank), policy, model=model, model_dir=model_dir, settings=settings)
-        freeze_loaded()  # each offload collects garbage
+        freeze_loaded()  # because each offload collects garbage
         return self._trainer.device.type, self._trainer.attention_cost
 
     def update(
         self, updates: RankUpdates, kl_coef: float | None, bounds: Sequence[Bound]
     ) -> dict[str, float]:
-        """``kl_coef``: weight of the KL term in these updates; None: the configured one.
-        ``bounds``: no update that passes one is made.
+        """Make the updates. ``kl_coef``: weight of the KL term; None: the configured one. ``bounds``: updates
+        that exceed one are skipped.
         """
         trace, self._trace = self._trace, None
         with self.meter("update"), profiled(trace):
@@ -217,14 +216,14 @@ class PolicyWorker(WeightSender, Probeable):
             )  # fmt: skip
 
     def trace_next(self, run_dir: str, step: int) -> None:
-        """Write a trace of the next `update`, that of ``step``."""
+        """Write a trace of the next `update`, in ``step``."""
         self._trace = trace_path(Path(run_dir), step, self._trainer.rank.index)
 
     def token_logprobs(self) -> dict[int, np.ndarray]:
         return self._trainer.token_logprobs
 
     def logprobs(self, updates: RankUpdates) -> tuple[str, dict[int, np.ndarray]]:
-        """Return the name of the policy's dtype and, by row id, log-probs of all rows, float32 [C]."""
+        """Return the policy's dtype name and the log-probs of all rows, by row id, float32 [C]."""
         return self._trainer.dtype_name, self._trainer.row_logprobs(updates.batches)
 
     @metered("logprobs")
@@ -236,7 +235,7 @@ class PolicyWorker(WeightSender, Probeable):
     def base_logprobs(
         self, top_k: int, prompts: Sequence[Prompt], samples: Sequence[Any], *stored: PackedSamples
     ) -> list[list[TeacherLogprobs]]:
-        """Return `Trainer.base_logprobs` of groups: the ``samples`` of each of ``prompts``, named by
+        """Return `Trainer.base_logprobs` of each group: one of ``prompts`` and its ``samples``, named by
         `as_arguments`.
         """
         names = zip(prompts, samples, strict=True)
@@ -245,7 +244,7 @@ class PolicyWorker(WeightSender, Probeable):
         return logprobs
 
     def hold(self, what: Held) -> None:
-        """Keep on the device all, what `send_weights` needs, or nothing; the rest waits in host memory."""
+        """Keep all, only the weights for `send_weights`, or nothing on the device; offload the rest."""
         memory = self._trainer.memory
         if what != "all":
             memory.offload(keep_weights=what == "weights", timed=self.meter)
@@ -256,9 +255,7 @@ class PolicyWorker(WeightSender, Probeable):
         self._trainer.save(Path(directory), blocking=blocking)
 
     def is_saved(self) -> bool:
-        """Return whether all files of the last checkpoint and snapshot are written. May run in parallel to
-        an update.
-        """
+        """Return whether the last checkpoint and snapshot are written. May run in parallel to updates."""
         return bool(self._trainer.state.is_saved()) and self._snapshots.is_written()
 
     def load(self, directory: str) -> None:
@@ -269,8 +266,8 @@ class PolicyWorker(WeightSender, Probeable):
 
 
 def skip_unused_imports() -> None:
-    """Keep DeepSpeed from importing what takes 1.4 CPU seconds each of a start and is unused: its autotuner
-    mlflow; its test whether the optimiser is its Muon, AdamW being the only one here, torch's compiler.
+    """Keep DeepSpeed from two unused imports of 1.4 CPU seconds each per start: mlflow, for its autotuner,
+    and torch's compiler, for its check for the Muon optimiser (here it is always AdamW).
     """
     sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
     muon = ModuleType("deepspeed.runtime.zero.muon.muon_optimizer")
@@ -279,7 +276,7 @@ def skip_unused_imports() -> None:
 
 
 def devices_of(_: PolicyWorker) -> Devices:
-    """Return the GPUs that Ray gave this process."""
+    """Return the GPUs that Ray assigned to this process."""
     context = ray.get_runtime_context()
     return Devices(context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", [])))
 
@@ -290,7 +287,7 @@ _SHARDED = "all ranks go back to a checkpoint together"
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """What the ranks train, the same for all."""
+    """The training specification, equal for all ranks."""
 
     settings: PolicyConfig
     model: ModelConfig
@@ -334,21 +331,18 @@ class PolicyGroup:
         self.team = Team("policy", actors.makers(one_at_a_time(worker), spec.settings.num_workers), actors)
         self.ranks = self.team.workers
         self.update_s = timeouts.update_s  # deadline of one step
-        # Updates requested so far; the ranks run calls in the order of the requests.
-        self.updates = 0
+        self.updates = 0  # requested so far; the ranks run calls in request order
         self.sent_after = 0  # `updates` when `send_weights` was last called
-        self.device: DeviceType = "cpu"  # set by `ready`, as is the next
+        self.device: DeviceType = "cpu"  # `ready` sets this and the attention cost
         self._attention_cost = 0.0
-        # Set by `Colocation`: entered for each call that needs the GPUs, and told before the weights change.
+        # Set by `Colocation`: entered for each call that needs the GPUs; called before the weights change.
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         self.on_change: Callable[[], None] = lambda: None
 
     async def ready(self) -> None:
-        """Wait until all ranks have joined and loaded the model. Raises StateLost when one is lost
-        meanwhile.
-        """
+        """Wait until all ranks have joined and loaded the model. Raises StateLost if one is lost."""
         (host, port), *_ = await results(rank.address.remote() for rank in self.ranks)
-        self.team.watch()  # the ranks answer health checks from here on, also while they load
+        self.team.watch()  # from here on, ranks answer health checks, even while they load
         spec, size = self._spec, len(self.ranks)
         secret = new_secret()
         ranks = [Rank(i, size, host, port, self._timeouts.update_s, secret) for i in range(size)]
@@ -367,14 +361,14 @@ class PolicyGroup:
         """Shard every batch over the ranks and put the shards into the object store. ``keep_logprobs``: for
         `token_logprobs` after the update. ``later_epochs``: see `Trainer.update`.
 
-        Returns one reference a rank, the same for ranks that share sequences. The loss denominators are those
-        of the whole batch.
+        Returns one reference per rank, the same for ranks that share sequences. Loss denominators are of the
+        whole batch.
         """
         replicas, square = self._settings.replicas, self._attention_cost
-        dealt = [rows_of_ranks(batch, replicas, square=square) for batch in batches]
+        shards = [rows_of_ranks(batch, replicas, square=square) for batch in batches]
         staged = []
         for rank in range(replicas):
-            rows: Any = [SentRows(b, by_rank[rank]) for b, by_rank in zip(batches, dealt, strict=True)]
+            rows: Any = [SentRows(b, by_rank[rank]) for b, by_rank in zip(batches, shards, strict=True)]
             staged.append(ray.put(RankUpdates(rows, keep_logprobs, later_epochs)))
         return [rows for rows in staged for _ in range(self._settings.sequence_parallel)]
 
@@ -385,7 +379,7 @@ class PolicyGroup:
         kl_coef: float | None = None,
         bounds: Sequence[Bound] = (),
     ) -> dict[str, float]:
-        """Make one optimiser update for each batch passed to `stage`; see `PolicyWorker.update`."""
+        """Make one optimiser update per staged batch (`stage`); see `PolicyWorker.update`."""
         arguments = [(rows, kl_coef, tuple(bounds)) for rows in staged]
         async with self.turn():
             self.on_change()
@@ -394,28 +388,28 @@ class PolicyGroup:
                 return (await self._each("update", arguments))[0]
 
     async def trace_next(self, run_dir: Path, step: int) -> None:
-        """Have each rank write a trace of the next update to ``run_dir``, which all ranks can write to."""
+        """Make each rank write a trace of the next update to ``run_dir``, which all ranks can write to."""
         async with self._deadline(self.update_s, "start of the profiler"):
             await self._all("trace_next", str(run_dir.absolute()), step)
 
     async def token_logprobs(self) -> dict[int, np.ndarray]:
-        """Return by row id the log-probs of the tokens that the last `update` trained, float32 [C], nats.
+        """Return the log-probs of the tokens trained by the last `update`, by row id, float32 [C], nats.
 
-        Empty unless it was asked to keep them. See `Trainer.token_logprobs`.
+        Empty unless it had ``keep_logprobs``. See `Trainer.token_logprobs`.
         """
         async with self._deadline(self.update_s, "log-probs of tokens"):
             answers = await self._all("token_logprobs")
         return {row: values for answer in answers for row, values in answer.items()}
 
     async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
-        """Return log-probs of the rows of ``batch``: see `PolicyWorker.logprobs`."""
+        """Return log-probs of the rows of ``batch``, see `PolicyWorker.logprobs`."""
         answers = await self._call_with_rows("logprobs", batch, "log-probs")
         rows = {row: values for _, rank_rows in answers for row, values in rank_rows.items()}
         return answers[0][0], rows
 
     async def score_norms(self, batch: TrainBatch) -> dict[int, np.ndarray]:
-        """Return by row id the score norms of the trained tokens of ``batch`` under the current weights,
-        float32 [C]: see `selected_score_norms`.
+        """Return the score norms of the trained tokens of ``batch`` under the current weights, by row id,
+        float32 [C]; see `selected_score_norms`.
         """
         answers = await self._call_with_rows("score_norms", batch, "score norms of tokens")
         return {row: values for rank_rows in answers for row, values in rank_rows.items()}
@@ -428,16 +422,16 @@ class PolicyGroup:
     async def base_logprobs(
         self, groups: Sequence[tuple[Prompt, Any]], top_k: int = 0
     ) -> list[list[TeacherLogprobs]]:
-        """Return for each group the log-probs of its samples under the model without its adapters, with the
+        """Return the log-probs of each group's samples under the model without its adapters, with the
         ``top_k`` likeliest tokens at each position.
 
         ``groups``: prompts, and their samples or `StoredSamples`. Ranks that share sequences get
         the same groups.
         """
         replicas, together = self._settings.replicas, self._settings.sequence_parallel
-        dealt = [groups[i::replicas] for i in range(replicas) for _ in range(together)]
+        groups_by_rank = [groups[i::replicas] for i in range(replicas) for _ in range(together)]
         arguments = []
-        for rank_groups in dealt:
+        for rank_groups in groups_by_rank:
             names, stored = as_arguments(samples for _, samples in rank_groups)
             arguments.append((top_k, [prompt for prompt, _ in rank_groups], names, *stored))
         async with self._deadline(self.update_s, "log-probs without adapters"):
@@ -446,44 +440,41 @@ class PolicyGroup:
 
     @property
     def adapter_scale(self) -> float | None:
-        """The factor by which engines multiply the adapters they receive; None: they receive whole
-        weights.
-        """
+        """The factor by which engines scale received adapters; None: they receive whole weights."""
         lora = self._settings.lora
         return lora.scale if lora is not None and lora.sync == "adapter" else None
 
     async def send_weights(
         self, bucket_bytes: int, *, group: str, adapters_only: bool, as_held: bool = False
     ) -> dict[str, float]:
-        """Send the weights while the other members of the transfer group receive, and return metrics of rank
-        0.
+        """Send the weights while the other members of the transfer group receive; return rank 0's metrics.
 
-        The caller holds the deadline. ``sent_after`` is then the number of updates in these weights.
+        The caller sets the deadline. ``sent_after`` is then the number of updates in these weights.
         """
         self.sent_after = self.updates
         async with self._as_cause("weights gathered and sent"):
             return (await self._all("send_weights", bucket_bytes, group, adapters_only, as_held))[0]
 
     async def take_weights(self, bucket_bytes: int, senders: Sequence[int], token: str) -> Taken:
-        """Have the ranks ``senders`` copy the weights as ``token``, for `weight_sync.deltas`, and find what
-        has changed in them since the last call; return what the first of them found.
+        """Make the ranks ``senders`` copy the weights as ``token``, for `weight_sync.deltas`, and find the
+        changes since the last call; return the first rank's result.
 
-        Raises StateLost when a rank is lost. The caller holds the deadline.
+        Raises StateLost if a rank is lost. The caller sets the deadline.
         """
         self.sent_after = self.updates
         async with self._as_cause("weights gathered and compared"):
             answers = await self._all("take_weights", bucket_bytes, senders, token)
-        answers = [taken for taken in answers if taken]
-        bases = {taken.base for taken in answers}
+        answers = [answer for answer in answers if answer]
+        bases = {answer.base for answer in answers}
         return replace(answers[0], base=bases.pop() if len(bases) == 1 else None)
 
     async def send_taken(self, *, group: str, whole: bool) -> dict[str, float]:
-        """Send what `take_weights` took, or what has changed in it; see `send_weights`."""
+        """Send the copy of `take_weights`, or only its changes; see `send_weights`."""
         async with self._as_cause("taken weights sent"):
             return next(filter(None, await self._all("send_taken", group, whole)), {})
 
     async def snapshot(self, directory: Path, version: int, bucket_bytes: int) -> Snapshot:
-        """Have the weights, which are ``version``, written to ``directory``. Updates may follow at once;
+        """Write the weights, of ``version``, to ``directory`` in the background. Updates may follow at once;
         `saved` waits for the file.
         """
         scale, path = self.adapter_scale, str(directory.absolute())
@@ -492,21 +483,21 @@ class PolicyGroup:
         return Snapshot(path, version, bucket_bytes, scale, tuple(specs[0]))
 
     async def hold(self, what: Held) -> None:
-        """Keep on the ranks' devices all that they have, what `send_weights` needs, or nothing; the rest
-        waits in host memory. Other calls need all. The memory of the last update is given back, unless all
-        stays. The caller holds the deadline.
+        """Keep everything, only the weights for `send_weights`, or nothing on the ranks' devices; offload the
+        rest. Other calls need "all". Frees the last update's memory, unless ``what`` is "all". The caller
+        sets the deadline.
         """
         await self._all("hold", what)
 
     async def save(self, directory: Path, *, blocking: bool = True) -> None:
-        """``blocking`` False: updates may follow before the files are written, for which `saved` waits."""
+        """Save a checkpoint. ``blocking`` False: updates may follow at once; `saved` waits for the files."""
         async with self.turn(), self._deadline(self._timeouts.save_s, f"checkpoint to {directory}"):
             await self._all("save", str(directory.absolute()), blocking)
 
     async def saved(self) -> None:
         """Wait until every rank has written the files of its last `save` and `snapshot`.
 
-        Raises StateLost when a rank is gone or late, and the error of a file that cannot be written.
+        Raises StateLost if a rank is lost or late, and the error of a file that cannot be written.
         """
         try:
             stage = f"policy: files of {len(self.ranks)} rank(s)"
@@ -532,10 +523,10 @@ class PolicyGroup:
 
     @asynccontextmanager
     async def _deadline(self, seconds: float, stage: str) -> AsyncIterator[None]:
-        """Bound calls to the ranks, and tell a lost rank from an error in what a rank was asked.
+        """Limit the time of calls to the ranks, and tell a lost rank from an error in a call.
 
-        Raises StateLost when a rank is gone, is late, or fails in CUDA, NCCL, gloo or memory; other errors of
-        a rank are raised as they are.
+        Raises StateLost if a rank is lost, late, or fails in CUDA, NCCL, gloo or memory; re-raises other
+        errors of a rank.
         """
         what = f"policy: {stage} on {len(self.ranks)} rank(s)"
         try:
@@ -546,14 +537,14 @@ class PolicyGroup:
 
     @asynccontextmanager
     async def _as_cause(self, what: str) -> AsyncIterator[None]:
-        """Raise StateLost for an error of a rank that means that it, or another rank, is lost."""
+        """Raise StateLost if a rank's error means that a rank is lost."""
         try:
             yield
         except RayTaskError as error:
             if isinstance(error.cause, TransferLost):  # the weight sync handles it
                 raise
             await self.team.ask_all()
-            if isinstance(error.cause, RuntimeError):  # of CUDA, NCCL, gloo, memory
+            if isinstance(error.cause, RuntimeError):  # from CUDA, NCCL, gloo or memory
                 raise StateLost(f"{what}: failed ({reason(error)}): {_SHARDED}") from error
             raise
 
@@ -564,8 +555,8 @@ class PolicyGroup:
     async def _each(
         self, method: str, arguments: Sequence[tuple[Any, ...]], group: str | None = None
     ) -> list[Any]:
-        """Call ``method`` on every rank with its own arguments. Raises StateLost as soon as a rank is lost,
-        also while the others wait for it in a collective.
+        """Call ``method`` on every rank with that rank's arguments. Raises StateLost as soon as a rank is
+        lost, even while the others wait for it in a collective.
         """
         self.team.check()
         calls = [_remote(rank, method, group) for rank in self.ranks]
@@ -596,6 +587,6 @@ class PolicyGroup:
 
 
 def _remote(rank: Any, method: str, group: str | None) -> Any:
-    """Return what calls ``method`` of ``rank``, in the concurrency ``group``."""
+    """Return the remote function ``method`` of ``rank``, in the concurrency ``group``."""
     call = getattr(rank, method)
     return (call.options(concurrency_group=group) if group else call).remote

@@ -1,13 +1,12 @@
-"""Records sampling masks, and the experts of every token, in an engine without a GPU: inside the engine's
-worker process. vLLM's own recorders (`return_sampling_mask`, `enable_return_routed_experts`) need a model
-runner that runs on GPUs only. These give vLLM's scheduler the same, which returns it with each request:
+"""Record sampling masks, and the experts of every token, in the worker process of an engine without a GPU.
+vLLM's recorders (`return_sampling_mask`, `enable_return_routed_experts`) need a model runner that runs on
+GPUs only. These recorders give vLLM's scheduler the same data, which it returns with each request:
 
     sampler: logits of -inf are not kept --> output of the step --> scheduler --> output of the request
     router of a layer --top-k--> RouteRecorder: [slots of the key-value cache, layers, k]
-    scheduler: a request has a token more --> RecordedRoutes reads the slots of its blocks --> its output
+    scheduler: a request has a new token --> RecordedRoutes reads the slots of its blocks --> its output
 
-Routes are kept for each slot of the cache. A request that finds part of its prompt there finds the routes of
-that part, too.
+Routes are stored per slot of the cache, so a prefix-cache hit also finds the routes of that prefix.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 
 class RecordingSampler(Sampler):
-    """vLLM's sampler, which keeps the masks of the last step."""
+    """vLLM's sampler; it also keeps the masks of the last step."""
 
     masks: SamplingMaskLists | None = None
 
@@ -41,7 +40,7 @@ class RecordingSampler(Sampler):
 
 
 def kept_tokens(logprobs: torch.Tensor) -> SamplingMaskLists:
-    """Return the tokens of each request whose log-prob [B, V] is not -inf; none where all are."""
+    """Return each request's tokens whose log-prob [B, V] is not -inf; none if all tokens are kept."""
     kept = logprobs > -torch.inf
     kept &= ~kept.all(dim=1, keepdim=True)
     rows, ids = np.nonzero(kept.numpy())
@@ -50,7 +49,7 @@ def kept_tokens(logprobs: torch.Tensor) -> SamplingMaskLists:
 
 
 def record_masks(core: Any) -> None:
-    """Have an engine's requests return their masks. ``core``: vLLM's, with its worker in this process."""
+    """Make an engine's requests return their masks. ``core``: vLLM's, with its worker in this process."""
     runner = core.model_executor.driver_worker.worker.model_runner
     runner.sampler = RecordingSampler(runner.sampler.logprobs_mode, runner.sampler.use_fp64_gumbel)
     sample_tokens = runner.sample_tokens
@@ -64,13 +63,13 @@ def record_masks(core: Any) -> None:
     core.scheduler.return_sampling_mask = True
 
 
-_recorder: RouteRecorder | None = None  # of this process's engine; None: its cache is not allocated yet
+_recorder: RouteRecorder | None = None  # this process's recorder; None: the cache is not allocated yet
 
 
 class RouteRecorder:
     """The experts of every token in the key-value cache, logical ids.
 
-    ``slots``: tokens that the cache holds. ``layers``: of the decoder; those without experts stay 0.
+    ``slots``: capacity of the cache, tokens. ``layers``: decoder layers; layers without experts stay 0.
     """
 
     def __init__(self, slots: int, block_size: int, layers: int, experts: int, per_token: int) -> None:
@@ -78,7 +77,7 @@ class RouteRecorder:
         self._rows = np.zeros((slots, layers, per_token), np.uint8 if experts <= 256 else np.uint16)
 
     def record(self, layer: int, slots: np.ndarray, experts: np.ndarray) -> None:
-        """Keep ``experts`` [N, k] of the tokens in ``slots`` [N]; -1: a token that is not cached."""
+        """Store ``experts`` [N, k] of the tokens in ``slots`` [N]; -1: the token is not cached."""
         cached = slots >= 0
         self._rows[slots[cached], layer] = experts[cached]
 
@@ -92,14 +91,14 @@ class RouteRecorder:
 
 @torch.library.custom_op("grpo_dist::record_routes", mutates_args=("experts",), device_types="cpu")
 def record_routes(experts: torch.Tensor, layer: int) -> None:
-    """Record the experts [N, k] of this step's tokens. One operation for the compiler, which keeps it because
-    it is declared to change ``experts``.
+    """Record the experts [N, k] of this step's tokens. A single operation for the compiler, which keeps it
+    because it is declared to mutate ``experts``.
     """
     slots = get_forward_context().slot_mapping
-    if _recorder is None or not isinstance(slots, dict) or not slots:  # a trial run, which caches nothing
+    if _recorder is None or not isinstance(slots, dict) or not slots:  # a profiling run, which caches nothing
         return
-    of_tokens = next(iter(slots.values()))[: len(experts)]
-    _recorder.record(layer, of_tokens.numpy(), experts.numpy())
+    token_slots = next(iter(slots.values()))[: len(experts)]
+    _recorder.record(layer, token_slots.numpy(), experts.numpy())
 
 
 @record_routes.register_fake
@@ -108,7 +107,7 @@ def _(experts: torch.Tensor, layer: int) -> None:
 
 
 class RecordingWorker(CPUWorker):
-    """vLLM's worker with a recorder."""
+    """vLLM's worker with a route recorder."""
 
     def load_model(self, **how: Any) -> None:
         super().load_model(**how)
@@ -134,7 +133,7 @@ class RecordingWorker(CPUWorker):
 
 
 def bind(model: torch.nn.Module) -> None:
-    """Have the routers of ``model`` report to the recorder. Raises ValueError for one that cannot."""
+    """Make the routers of ``model`` report to the recorder. Raises ValueError if one cannot."""
     runners = [module for module in model.modules() if isinstance(module, MoERunner)]
     for runner in runners:
         if runner.is_monolithic or not isinstance(runner.router, BaseRouter):
@@ -150,14 +149,14 @@ def _reporter(layer: int) -> Any:
 
 
 class RecordedRoutes:
-    """What vLLM's scheduler asks for the routes of its requests, in place of its own connector."""
+    """Gives vLLM's scheduler the routes of its requests; replaces its connector."""
 
     def __init__(self, scheduler: Any, recorder: RouteRecorder) -> None:
         self._cache, self._recorder = scheduler.kv_cache_manager, recorder
-        self._taken: dict[str, int] = {}  # tokens of each request whose routes it has
+        self._taken: dict[str, int] = {}  # tokens per request whose routes were returned
 
     def build_connector_meta(self, *_: Any) -> None:
-        """The recorder needs none."""
+        """Do nothing: the recorder needs no metadata."""
 
     def take_output(self, request: Any, _: Any) -> np.ndarray | None:
         """Return the routes of the tokens computed since the last call; the newest token is not computed."""
@@ -169,17 +168,17 @@ class RecordedRoutes:
         return self._recorder.routes(blocks, begin, end)
 
     def request_finished(self, request: Any) -> None:
-        """Forget a request that has ended. One that was only preempted continues where it was."""
+        """Forget a finished request. A preempted one continues where it was."""
         if request.is_finished():
             self._taken.pop(request.request_id, None)
 
     def reset(self) -> None:
-        """The recorder's rows change with the cache's."""
+        """Do nothing: the recorder's rows change with the cache."""
 
 
 def attach(engine: Any) -> None:
-    """Have the requests of ``engine`` (vLLM's, in this process, with a `RecordingWorker`) return their
-    routes.
+    """Make the requests of ``engine`` return their routes. ``engine``: vLLM's, in this process, with a
+    `RecordingWorker`.
     """
     core = engine.engine_core.engine_core
     recorder = core.model_executor.driver_worker.worker.route_recorder

@@ -31,10 +31,10 @@ from grpo_dist.runtime.model_files import check_on_node
 from grpo_dist.runtime.processes import freeze_loaded
 from grpo_dist.types import PackedSamples, Prompt, TeacherLogprobs
 
-# A frozen reference can be loaded from the model directory. One that follows the policy exists only in the
-# actor and, in an earlier state, in a checkpoint.
+# A frozen reference can be reloaded from the model directory. A refreshed one exists only in the actor and,
+# in an earlier state, in a checkpoint.
 _RENEWED = (
-    "it was renewed from the policy (`reference.refresh_every`) and cannot be had again but from a checkpoint"
+    "it was refreshed from the policy (`reference.refresh_every`) and can only be restored from a checkpoint"
 )
 
 
@@ -59,11 +59,11 @@ class ReferenceWorker(Metered, Probeable):
         self._module: Any = None
         self._micro: Any = None
         self._transport: Transport | None = None
-        self._average: dict[str, torch.Tensor] = {}  # float32, of a moving average of half-precision weights
+        self._average: dict[str, torch.Tensor] = {}  # float32 moving average of half-precision weights
         self._memory = HostCopies(self._device, constant=True)
 
     def ready(self) -> None:
-        """Load the model. Raises ValueError where this node lacks it, and UserError as `check_gpus`."""
+        """Load the model. Raises ValueError if this node lacks it, and UserError like `check_gpus`."""
         check_gpus()
         check_on_node(self._model_dir)
         dtype = resolve_dtype(self._model.dtype, device_type())  # may start CUDA
@@ -87,7 +87,7 @@ class ReferenceWorker(Metered, Probeable):
             vocabulary=self._vocabulary,
         )
         self._module = module.to(self._device).eval().requires_grad_(False)
-        freeze_loaded()  # `sleep` collects garbage
+        freeze_loaded()  # because `sleep` collects garbage
 
     def sleep(self) -> None:
         """Move the model to host memory."""
@@ -104,7 +104,7 @@ class ReferenceWorker(Metered, Probeable):
 
     @torch.no_grad()
     def mix_in(self, specs: Sequence[ParameterSpec], bucket_bytes: int, mix: float) -> None:
-        """Replace the weights by (1 - mix) of their own and mix of those received, computed in float32."""
+        """Set the weights to (1 - mix) * weights + mix * received weights, computed in float32."""
         assert self._transport is not None, "open_transfer comes first"
         self._memory.forget()
         weights = dict(base_weights(self._module.model))
@@ -117,7 +117,7 @@ class ReferenceWorker(Metered, Probeable):
                     self._average[name] = mean  # small steps of a moving average vanish in half precision
 
     def save(self, path: str) -> None:
-        """Write the current weights to ``path``, safetensors."""
+        """Write the current weights to ``path`` as safetensors."""
         save_file({n: self._average.get(n, t) for n, t in base_weights(self._module.model)}, path)
 
     @torch.no_grad()
@@ -145,7 +145,7 @@ class ReferenceWorker(Metered, Probeable):
 
 class ReferencePool(FrozenPool):
     """Driver-side handle of the reference, or of one teacher: sends each group to the worker with the fewest
-    outstanding groups. ``vocabulary``: tokens of the policy, of a teacher that may have more; None: as many.
+    outstanding groups. ``vocabulary``: tokens of the policy, if a teacher may have more; None: equal.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Reward workers: each owns a pool of killable grader processes, and turns samples and the scores of reward
-models into a scored Group. Reward models have workers of their own, which hold one classifier each.
+"""Reward workers: each owns a pool of killable grader processes, and turns samples and reward-model scores
+into a scored Group. Reward models have separate workers, which hold one classifier each.
 
     samples --> reward models --> reward worker: functions, weights, gates --> Group
 """
@@ -41,7 +41,7 @@ from grpo_dist.types import Group, PackedSamples, Prompt, Rollout
 
 
 class RewardModelWorker(Metered, Probeable):
-    """Holds a copy of a reward model, and the policy's tokenizer, which locates the last token of a step."""
+    """Holds a copy of a reward model, and the policy's tokenizer to locate the last token of each step."""
 
     def __init__(self, settings: RewardModelConfig, *, policy: ModelConfig, policy_dir: str) -> None:
         super().__init__()
@@ -50,20 +50,20 @@ class RewardModelWorker(Metered, Probeable):
         self._tokenizer: Any = None
 
     def ready(self) -> None:
-        """Load the model. Raises ValueError where this node does not have it, or the policy's tokenizer, and
-        UserError as `check_gpus`.
+        """Load the model. Raises ValueError if this node lacks it or the policy's tokenizer, and UserError
+        like `check_gpus`.
         """
-        from actors.placement.own_gpus import check_gpus  # torch, which the handle does without
+        from actors.placement.own_gpus import check_gpus  # imports torch, which the handle does not need
 
         check_gpus()
-        if (path := expanded(self._settings.path)).is_absolute():  # else each node asks the hub
+        if (path := expanded(self._settings.path)).is_absolute():  # else each node downloads from the hub
             check_on_node(path)
         policy = PolicyTokenizer(self._policy_dir, self._policy.trust_remote_code)
         self._tokenizer = load_tokenizer(policy)
-        from grpo_dist.rewards.model_ranks import load_classifier  # torch, as above
+        from grpo_dist.rewards.model_ranks import load_classifier  # imports torch
 
         self._classifier = load_classifier(self._settings)
-        freeze_loaded()  # `sleep` collects garbage
+        freeze_loaded()  # because `sleep` collects garbage
 
     def sleep(self) -> None:
         """Move the model to host memory."""
@@ -83,9 +83,7 @@ class RewardModelWorker(Metered, Probeable):
 
 
 class RewardModelPool(FrozenPool):
-    """Driver-side handle of one reward model: sends each group to the worker with the fewest calls in
-    flight.
-    """
+    """Driver-side handle of a reward model: sends each group to the worker with the fewest running calls."""
 
     def __init__(
         self,
@@ -108,21 +106,21 @@ class RewardModelPool(FrozenPool):
 
 logger = logging.getLogger("grpo_dist")
 
-# Actors that may be lost during the call for one group before it counts as not scored: the first may be the
-# fault of another group that it scored at the same time, but the second scores nothing else, see `Team.send`.
+# A group counts as not scored after this many lost actors. Another group may have killed the first actor, but
+# the second scores nothing else, see `Team.send`.
 _ATTEMPTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyTokenizer:
-    """Where the policy's tokenizer is."""
+    """Location of the policy's tokenizer."""
 
     directory: str
     trust_remote_code: bool
 
 
 class RewardWorker(ScoringActor, Metered, Probeable):
-    """Scores groups, several at once, which share its grader processes."""
+    """Scores several groups at once, which share its grader processes."""
 
     def __init__(
         self,
@@ -148,7 +146,7 @@ class RewardWorker(ScoringActor, Metered, Probeable):
     def score(
         self, prompt: Prompt, rollouts: Sequence[Rollout], modelled: Mapping[str, ModelScores]
     ) -> tuple[Group, tuple[str, ...]]:
-        """Return the group, and new reasons why samples cannot be scored, which the driver logs.
+        """Return the group, and new reasons why samples could not be scored, for the driver's log.
 
         ``modelled``: the scores of each reward model; ``score_s`` excludes their time.
         """
@@ -188,7 +186,7 @@ class RewardWorker(ScoringActor, Metered, Probeable):
 class RewardPool:
     """Driver-side handle: calls the reward models, then the reward worker with the fewest calls in flight.
 
-    ``models`` end with it; they are loaded by themselves.
+    ``models``: shut down with it, but loaded separately.
     """
 
     def __init__(
@@ -225,12 +223,12 @@ class RewardPool:
     async def score(self, prompt: Prompt, rollouts: Any) -> Group:
         """Score a group. ``rollouts``: the samples, or `StoredSamples`.
 
-        A group during whose call two workers are lost counts as not scored. Raises SamplesLost when its
+        If two workers are lost during the call, the group counts as not scored. Raises SamplesLost if its
         samples are lost, too.
         """
-        asked = [model for model in self.models if self._scores(model.name, prompt.source)]
-        scored = await gather(model.score(prompt, rollouts) for model in asked) if asked else []
-        modelled = {model.name: model_scores for model, model_scores in zip(asked, scored, strict=True)}
+        models = [model for model in self.models if self._uses_model(model.name, prompt.source)]
+        model_scores = await gather(model.score(prompt, rollouts) for model in models) if models else []
+        modelled = {model.name: scores for model, scores in zip(models, model_scores, strict=True)}
         request = prompt, rollouts, modelled
         try:
             scores, news = await self.team.send(lambda w: self._line(w).ask(request), attempts=_ATTEMPTS)
@@ -246,7 +244,7 @@ class RewardPool:
         for detail in news:
             if (kind := failure_kind(detail)) not in self._logged:
                 self._logged.add(kind)
-                logger.warning("%s; a sample without a score counts as not scored", detail)
+                logger.warning("%s; unscored samples are excluded", detail)
         return group
 
     def _line(self, worker: Any) -> Line:
@@ -255,7 +253,7 @@ class RewardPool:
             self._lines[worker] = line
         return line
 
-    def _scores(self, model: str, source: str) -> bool:
+    def _uses_model(self, model: str, source: str) -> bool:
         variant = self._settings.by_source.get(source)
         return variant is None or model in variant.models
 
@@ -267,19 +265,19 @@ class RewardPool:
 
 
 def scores_own_steps(settings: RewardsConfig) -> bool:
-    """Return whether a function of a user rewards steps, whose ends are found with the policy's tokenizer."""
+    """Return whether a user-supplied function rewards steps, whose ends need the policy's tokenizer."""
     return any(isinstance(function, ProcessRewardConfig) for function in settings.all_functions)
 
 
 def load_tokenizer(policy: PolicyTokenizer) -> Any:
-    from transformers import AutoTokenizer  # heavy: only for rewards of steps
+    from transformers import AutoTokenizer  # slow import: only for step rewards
 
     check_on_node(policy.directory)
     return AutoTokenizer.from_pretrained(policy.directory, trust_remote_code=policy.trust_remote_code)
 
 
 def add_function_steps(group: Group, steps: StepScores, tokenizer: Any) -> Group:
-    """Add the rewards of a function's steps, and the policy's tokens at which they end."""
+    """Add a function's step rewards, and the policy tokens at which the steps end."""
     ends = [
         token_ends(char_ends, len(r.completion_ids), decoded_length(tokenizer, r.completion_ids))
         for r, char_ends in zip(group.rollouts, steps.char_ends, strict=True)
@@ -294,10 +292,10 @@ def add_model_steps(group: Group, modelled: Mapping[str, ModelScores]) -> Group:
 
 
 def not_scored(prompt: Prompt, rollouts: Sequence[Rollout], settings: RewardsConfig) -> Group:
-    """Return a group whose samples have no reward: NaN, and outcome "error" if math or a judge has one."""
+    """Return a group of unscored samples: NaN rewards, and outcome "error" if math or a judge has one."""
     settings = settings.select_source(prompt.source)
-    nothing = np.full(len(rollouts), np.nan, np.float32)
+    nan_rewards = np.full(len(rollouts), np.nan, np.float32)
     names = [reward.label for reward in (*settings.functions, *settings.models)]
     outcome = "error" if any(f.function in ("math", "judge") for f in settings.functions) else ""
-    parts = dict.fromkeys(names, nothing)
-    return Group(prompt, tuple(rollouts), nothing, parts, (outcome,) * len(rollouts))
+    parts = dict.fromkeys(names, nan_rewards)
+    return Group(prompt, tuple(rollouts), nan_rewards, parts, (outcome,) * len(rollouts))

@@ -1,13 +1,13 @@
-"""Rollout workers: a vLLM engine in an actor each, which samples and receives weights, and the driver's
-handle of all of them, which spreads prompts over them.
+"""Rollout workers: actors with a vLLM engine each, which sample and receive weights, and the driver's handle,
+which spreads prompts over them.
 
 driver        pool: waits for capacity, picks the engine with the fewest outstanding tokens
   |  sample()   |
-  +-----------> | --- with others ---> RolloutWorker: G requests, own seed each -> tuple[Rollout, ...]
-  | <--- where the group's samples are, as soon as it is finished (`exchange`)
+  +-----------> | --- with others ---> RolloutWorker: G requests, one seed each -> tuple[Rollout, ...]
+  | <--- reference to the group's samples, as soon as it is finished (`exchange`)
 
-Groups of a lost engine are sampled again by another engine or by its replacement. The seeds are the same, so
-the samples are the same under the same weights.
+Groups of a lost engine are resampled by another engine or by its replacement. The seeds are the same, so the
+samples are the same under the same weights.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 class WeightReceiver(Metered):
     """The part of a `RolloutWorker` that receives weights. Its methods run on the actor's event loop.
 
-    A call goes on where the driver no longer waits for it, and the driver may begin the update again
-    meanwhile: calls that change the state of an update run one after the other.
+    A call continues even if the driver no longer waits for it, and the driver may restart the update
+    meanwhile: a lock serialises calls that change the state of an update.
     """
 
     _spec: EngineSpec
@@ -68,15 +68,15 @@ class WeightReceiver(Metered):
     def __init__(self) -> None:
         super().__init__()
         self._updating = False  # between `begin_update` and `finish_update`
-        self._received = False  # all weights of that update have arrived
-        self._of: tuple[int, int] | None = None  # what they are; None: not known
+        self._received = False  # whether all weights of that update have arrived
+        self._update_key: tuple[int, int] | None = None  # version and update count; None: unknown
         self._one_at_a_time = asyncio.Lock()
 
     async def open_transfer(
         self, backend: TransferBackend, seats: Sequence[Seat], timeout_s: float, *, file: str | None = None
     ) -> None:
-        """Have every process of the engine join a transfer group with its seat, and leave the group
-        before. ``file``: read the next weights from this snapshot instead.
+        """Make every process of the engine join a transfer group with its seat, and leave the previous group.
+        ``file``: read the next weights from this snapshot instead.
         """
         async with self._one_at_a_time:
             await self._end_old_update()
@@ -88,29 +88,29 @@ class WeightReceiver(Metered):
         """Stop generating, and return whether this engine still lacks the weights.
 
         Args:
-            of: which weights: their version, and the policy's updates before them. An update of others that
-                was given up ends here. None: not known, the engine lacks them.
+            of: version of the weights, and the policy's updates before them. Ends an abandoned update of
+                other weights. None: unknown, the engine lacks them.
 
         In mode ``drain`` running requests finish first; in mode ``keep`` they continue under the new weights.
-        Either way the key-value cache is dropped: a kept request recomputes it, so that no new token is
-        conditioned on keys and values of old weights. An update that is repeated, because another engine was
-        lost, may find all weights here.
+        Both drop the key-value cache: a kept request recomputes it, so that no new token is conditioned on
+        keys and values of old weights. If an update is repeated because another engine was lost, this engine
+        may already have all weights.
         """
         async with self._one_at_a_time:
             await self._engine.pause(drain=self._spec.sync.mode == "drain")
             if self._spec.rollout.speculation:
                 for name, tokens in (await self._engine.in_workers(drafter.take_counts))[0]._asdict().items():
                     self.meter.count(name, tokens)
-            if of is None or of != self._of:
+            if of is None or of != self._update_key:
                 await self._end_old_update()
-            self._of = of
+            self._update_key = of
             if not self._updating:
                 await self._engine.start_weight_update()
                 self._updating = True
             return not self._received
 
     async def held_weights(self) -> str | None:
-        """Return the token of the weights that all processes of the engine hold a copy of, if any."""
+        """Return the token of the weights that all engine processes hold a copy of, if any."""
         tokens = set(await self._engine.in_workers(held_token))
         return tokens.pop() if len(tokens) == 1 else None
 
@@ -126,15 +126,15 @@ class WeightReceiver(Metered):
 
         Args:
             adapter_scale: factor of low-rank adapters; None: whole weights.
-            held: keep a copy of them, from which the next changes lead to the next weights; None: no copy.
+            held: keep a copy of the weights, to which the next changes apply; None: no copy.
 
         Returns:
-            False: changes arrived, after which the copy is not the sender's; whole weights must follow.
+            False: after the changes, the copy differs from the sender's; whole weights must follow.
         """
         parameters = [list(asdict(spec).values()) for spec in specs]
         info = {"parameters": parameters, "bucket_bytes": bucket_bytes, "adapter_scale": adapter_scale}
         async with self._one_at_a_time:
-            self._updating = False  # a transfer that fails is started again
+            self._updating = False  # a failed transfer is restarted
             await self._engine.update_weights(info | {"held": held})
             self._updating = True
             self._received = held is None or await self.held_weights() == held.token
@@ -142,7 +142,7 @@ class WeightReceiver(Metered):
 
     @metered("sync")
     async def finish_update(self, version: int) -> int:
-        """Serve again under ``version``; return the version that the engine reports."""
+        """Serve again under ``version``; return the engine's reported version."""
         async with self._one_at_a_time:
             await self._engine.finish_weight_update()
             self._updating = self._received = False
@@ -151,30 +151,30 @@ class WeightReceiver(Metered):
             return reported
 
     async def _end_old_update(self) -> None:
-        """End an update whose weights never got a version, because the policy was lost or the sync was given
-        up; the next update sends all weights. The caller holds the lock.
+        """End an update whose weights never got a version, because the policy was lost or the sync abandoned.
+        The next update sends all weights. The caller holds the lock.
         """
         if self._received:
             await self._engine.finish_weight_update()
             self._updating = self._received = False
 
 
-_FETCH_S = 120.0  # for the routes of one sample, megabytes, perhaps from another node
+_FETCH_S = 120.0  # deadline for the routes of one sample: megabytes, maybe from another node
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRoutes:
     """Routes that an engine has put into the object store; they are lost with that engine.
 
-    ``digests``: `digest` by number of tokens: of the row's own prompt, and of the prompt that all rows of the
-    sample share. With them ranks plan without fetching any routes.
+    ``digests``: `digest` by number of tokens: of the row's prompt, and of the prompt that all rows of the
+    sample share. They let ranks plan without fetching routes.
     """
 
     reference: Any  # ray.ObjectRef
     digests: Mapping[int, bytes]
 
     def fetch(self) -> np.ndarray:
-        """Fetch them. Raises SamplesLost when they are lost."""
+        """Fetch the routes. Raises SamplesLost if they are lost."""
         try:
             routes: np.ndarray = ray.get(self.reference, timeout=_FETCH_S)  # bounded: by its timeout
         except RayError as error:
@@ -208,7 +208,7 @@ def _put(row: Rollout | FurtherRow, shared: int) -> StoredRoutes:
 
 
 def _prompt_tokens(row: Rollout | FurtherRow) -> int:
-    """Return the tokens of the prompt: the last token of a completion has no route."""
+    """Return the prompt's token count: a completion's last token has no route."""
     assert row.routes is not None
     return len(row.routes.fetch()) + 1 - len(row.completion_ids)
 
@@ -226,14 +226,14 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
         self._tokenizer: Any = None
         self._ends = SampleEnds(frozenset(), None)
         self._episodes: EpisodeSampler | None = None  # None: no prompt has an environment
-        self._own = UserRollout.from_config(spec.rollout, spec.code_paths)
-        self._vocabulary = 0  # tokens of the model, where it returns sampling masks
-        self._weights_on_host = False  # a copy, while the engine sleeps
+        self._user_rollout = UserRollout.from_config(spec.rollout, spec.code_paths)
+        self._vocabulary = 0  # the model's vocabulary size, if it returns sampling masks
+        self._weights_on_host = False  # whether the sleeping engine keeps a copy
 
     async def start(self, environments: EnvironmentAddresses | None = None) -> None:
-        """Start the engine and warm it up. ``environments``: None where no prompt has one.
+        """Start the engine and warm it up. ``environments``: None if no prompt has one.
 
-        Raises ValueError where this node has no directory of the model, and UserError as `check_gpus`.
+        Raises ValueError if this node lacks the model directory, and UserError like `check_gpus`.
         """
         check_gpus()
         check_on_node(self._spec.model_dir)
@@ -241,7 +241,7 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
         from transformers import AutoTokenizer
 
         if device_type() == "cpu":
-            os.nice(self._spec.niceness)  # of this thread, and of those that it starts: the engine's
+            os.nice(self._spec.niceness)  # for this thread and threads that it starts: the engine's
         self._tokenizer = AutoTokenizer.from_pretrained(
             self._spec.model_dir, trust_remote_code=self._spec.model.trust_remote_code
         )
@@ -262,32 +262,32 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
         await self._engine.set_weight_version(0)
         await self._warm_up()
         if self._spec.rollout.speculation:
-            await self._engine.in_workers(drafter.take_counts)  # drafts of warm-ups, vLLM's and this one
+            await self._engine.in_workers(drafter.take_counts)  # discards the counts of both warm-ups
 
     async def _warm_up(self) -> None:
-        """Sample two tokens in each of the run's ways, on a GPU for as many sequences as it decodes at once.
+        """Sample two tokens with each of the run's sampling settings, on a GPU for a full decoding batch.
 
-        It triggers lazy compilation, which would look like a hang once the engine is watched.
+        This triggers lazy compilation, which would look like a hang once the engine is watched.
         """
         count = self._spec.max_num_seqs if device_type() == "cuda" else 1
         length = min(2, self._spec.max_length - 1)
-        for way in self._spec.sampling:
-            sampling = replace(way, max_new_tokens=length)
+        for settings in self._spec.sampling:
+            sampling = replace(settings, max_new_tokens=length)
             await asyncio.gather(
                 *(self._generate([0], seed, sampling, length, exact=True) for seed in range(count))
             )
 
     async def use_environments(self, addresses: EnvironmentAddresses) -> None:
-        """Take the addresses of environment workers, which have changed."""
-        if self._episodes is not None:  # else it starts, with addresses that are as new
+        """Use the changed addresses of environment workers."""
+        if self._episodes is not None:  # else it is starting, with addresses that are as new
             self._episodes.workers.use(addresses)
 
     @metered("sample")
     async def sample(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> tuple[Rollout, ...]:
-        """Sample ``len(seeds)`` completions or episodes of ``prompt``, the i-th with ``seeds[i]`` alone.
+        """Sample ``len(seeds)`` completions or episodes of ``prompt``, the i-th with only ``seeds[i]``.
 
-        Samples whose request the engine or an environment worker gave up are left out, as long as
-        ``sampling.least`` are there. Raises SamplesFailed where fewer are.
+        Omits samples whose request failed in the engine or an environment worker. Raises SamplesFailed if
+        fewer than ``sampling.least`` remain.
         """
         lengths = sampling.lengths or [None] * len(seeds)
         outcomes = await asyncio.gather(
@@ -305,8 +305,8 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
         return rollouts
 
     async def probe(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> tuple[Rollout, ...]:
-        """Sample for the sync probe, outside of admission: it counts neither as work nor as finished load.
-        Environments are not asked.
+        """Sample for the sync probe, without admission: counts neither as work nor as finished load. Does not
+        use environments.
         """
         ids = prompt.token_ids.tolist()
         most = min(sampling.max_new_tokens, self._spec.max_length - len(ids))
@@ -317,10 +317,9 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
     async def _sample_one(
         self, prompt: Prompt, sample: int, seed: int, sampling: Sampling, length: int | None
     ) -> Rollout | SamplesFailed:
-        """Return the sample, or why it was given up. An engine that fails as a whole raises.
+        """Return the sample, or why it failed. Raises if the engine as a whole fails.
 
-        Behind a long prompt, `model.max_length` may leave fewer tokens than ``sampling``, which stays the
-        label of the sample.
+        A long prompt may leave fewer tokens (`model.max_length`) than ``sampling``, which still labels it.
         """
         room = self._spec.max_length - len(prompt.token_ids)
         bounded = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
@@ -328,8 +327,8 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
             if prompt.task is not None:
                 assert self._episodes is not None, "the configuration has no environment"
                 rollout = await self._episodes.sample(prompt, sample, seed, bounded, length)
-            elif self._own is not None and length is None:  # exact lengths are a benchmark's
-                rollout = await self._own.sample(
+            elif self._user_rollout is not None and length is None:  # only benchmarks set exact lengths
+                rollout = await self._user_rollout.sample(
                     prompt, sample, seed, bounded, self._generate, self._tokenizer
                 )
                 self.meter.count("tokens", rollout.num_sampled)
@@ -339,22 +338,22 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
                 output = await self._generate(ids, seed, sampling, most, exact=exact, stop=stop)
                 self.meter.count("tokens", len(output.token_ids))
                 rollout = self._rollout(prompt.uid, sample, output)
-            if prompt.prefill and prompt.task is None:  # an episode's turns have it
+            if prompt.prefill and prompt.task is None:  # an episode's turns include it
                 rollout = replace(rollout, text=prompt.prefill + rollout.text)
-            return self._as_sampled(rollout, sampling)
+            return self._label(rollout, sampling)
         except SamplesFailed as error:
             return error
         except RayTaskError as error:
-            if prompt.task is None:  # raised by a user's rollout function
+            if prompt.task is None:  # raised by a user-supplied rollout function
                 raise
-            # In an environment worker, at one action. The loss of a worker begins its episodes again.
+            # Raised by one action in an environment worker. A lost worker would restart its episodes.
             return SamplesFailed(f"environment: {type(error.cause).__name__}: {reason(error)}")
         finally:
             self._count_finished(outstanding(prompt, 1, sampling))
 
-    def _as_sampled(self, rollout: Rollout, sampling: Sampling) -> Rollout:
-        """Return ``rollout`` as the driver gets it: with its settings, and with its routes, which would fill
-        the object store, only where it may be trained on.
+    def _label(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+        """Return ``rollout`` for the driver: with its settings, and with routes only if it may be trained on,
+        as routes would fill the object store.
         """
         labelled = drawn(rollout, sampling)
         needs_masks = self._needs_masks(sampling)
@@ -374,19 +373,18 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
         exact: bool = False,
         stop: Sequence[str] = (),
     ) -> Generation:
-        """Return one finished completion: of ``max_tokens`` if ``exact``, else of at most that many. It ends
-        with the token that completes one of ``stop``.
+        """Return one finished completion: exactly ``max_tokens`` if ``exact``, else at most. It ends with the
+        token that completes one of ``stop``.
 
-        Each sample of a group is an engine request with its own seed: vLLM's ``n`` would choose the seeds
-        itself. The common prompt is prefilled once either way, because the prefix cache shares its blocks
-        within a step of the engine.
+        Each sample of a group is an engine request with a separate seed: vLLM's ``n`` would choose the seeds.
+        The common prompt is still prefilled once: the prefix cache shares its blocks within an engine step.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         temperature, top_k = sampling.temperature, sampling.top_k
         if self._spec.returns_masks and device_type() == "cuda":
-            # vLLM refuses both where it returns masks. The likeliest token is what greedy decoding takes.
+            # vLLM refuses temperature 0 and no top_k if it returns masks. Greedy decoding equals top_k 1.
             temperature, top_k = (temperature, top_k or self._vocabulary) if temperature else (1.0, 1)
         params = SamplingParams(
             temperature=temperature,
@@ -394,15 +392,15 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
             top_k=top_k,
             min_p=sampling.min_p,
             max_tokens=max_tokens,
-            ignore_eos=True,  # vLLM's own list of ends, to which `SampleEnds` may add one
+            ignore_eos=True,  # ignores vLLM's end tokens; `SampleEnds` may have one more
             stop_token_ids=[] if exact else sorted(self._ends.ids),
             seed=seed,
-            logprobs=0,  # the sampled token's own
+            logprobs=0,  # only the sampled token's log-prob
             flat_logprobs=True,
             stop=list(stop),
-            detokenize=bool(stop),  # text costs the engine's thread time, and only stop strings need it
+            detokenize=bool(stop),  # detokenizing slows the engine's thread; only stop strings need it
             include_stop_str_in_output=True,
-            skip_special_tokens=False,  # so that a stop text may be a special token
+            skip_special_tokens=False,  # so that a stop string may be a special token
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._engine.generate(token_ids, params)
@@ -434,15 +432,15 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
         return pending_calls()
 
     async def abandon(self) -> None:
-        """Abort pending requests: the run resumes from before they were made."""
+        """Abort pending requests: the run resumes from a state before them."""
         if self._episodes is not None:
-            self._episodes.abandon()  # first: those that wait for a tool would make further requests
+            self._episodes.abandon()  # first: episodes that wait for a tool would make more requests
         async with self._one_at_a_time:
             await self._end_old_update()
         await self._engine.abandon()
 
     async def sleep(self, keep_weights: bool) -> None:
-        """Free the GPU's memory; ``keep_weights`` keeps the weights in host memory, else they are dropped."""
+        """Free the GPU memory. ``keep_weights``: keep the weights in host memory, else drop them."""
         await self._engine.sleep(level=1 if keep_weights else 2)
         self._weights_on_host = keep_weights
 
@@ -451,7 +449,7 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
         await self._engine.wake_up(tags)
         if self._weights_on_host and device_type() == "cuda" and (tags is None or "weights" in tags):
             self._weights_on_host = False
-            # torch would keep their memory, pinned and rounded up to powers of two, for as long as the run.
+            # torch would keep their pinned memory, rounded up to powers of two, for the whole run.
             await self._engine.in_workers(lambda worker: torch.accelerator.empty_host_cache())
 
     async def close(self) -> None:
@@ -460,8 +458,8 @@ class RolloutWorker(SamplingActor, WeightReceiver, Probeable):
 
 
 def _generation(request: RequestOutput, vocabulary: int | None = None) -> Generation:
-    """Return the finished completion of ``request``, and which weights produced each token. ``vocabulary``:
-    tokens of the model; None: sampling masks are not needed.
+    """Return the finished completion of ``request``, with the weight version of each token. ``vocabulary``:
+    the model's vocabulary size; None: sampling masks are not needed.
     """
     output = request.outputs[0]
     if output.finish_reason not in ("stop", "length"):
@@ -482,7 +480,7 @@ def _generation(request: RequestOutput, vocabulary: int | None = None) -> Genera
 
 
 def _kept_tokens(output: CompletionOutput, vocabulary: int) -> KeptTokens:
-    """Return the sampling masks of a completion. Raises SamplesFailed for one that lacks its token."""
+    """Return the sampling masks of a completion. Raises SamplesFailed if a mask lacks its token."""
     mask, ids = output.sampling_mask, np.asarray(output.token_ids)
     assert mask is not None and len(mask.token_ids) == len(ids), "the engine returns no sampling masks"
     kept = KeptTokens.from_lists(mask.token_ids, vocabulary)
@@ -496,22 +494,21 @@ def _vocabulary_size(worker: Any) -> int:
 
 
 def drawn(rollout: Rollout, sampling: Sampling) -> Rollout:
-    """Return ``rollout`` with the settings that it was drawn with."""
+    """Return ``rollout`` labelled with its sampling settings."""
     return replace(rollout, temperature=sampling.temperature, max_new_tokens=sampling.max_new_tokens)
 
 
 def outstanding(prompt: Prompt, sequences: int, sampling: Sampling) -> Load:
-    """Return the largest load of ``sequences`` samples of ``prompt``."""
+    """Return the maximum load of ``sequences`` samples of ``prompt``."""
     return Load(sequences, sequences * (len(prompt.token_ids) + sampling.max_new_tokens))
 
 
 class RolloutPool:
-    """Sends each group whole to the engine with the fewest outstanding tokens, or waits while all are full.
+    """Sends each group to the engine with the fewest outstanding tokens, or waits while all are full.
 
     A group is not split over engines: each would prefill the prompt again, and with many samples the engines
-    finish together anyway. Outstanding load is what was sent less what the
-    engine reports as finished, sample by sample: the last long sample of a group occupies one slot, not the
-    slots of its whole group.
+    finish together anyway. Outstanding load is the sent load minus the samples that the engine reports as
+    finished: the last long sample of a group occupies one slot, not the slots of its whole group.
     """
 
     def __init__(
@@ -523,10 +520,10 @@ class RolloutPool:
         worker: type = RolloutWorker,
         role: str = "rollout",
     ) -> None:
-        """``environments``: None where no prompt has one."""
+        """``environments``: None if no prompt has one."""
         actors = replace(actors, options={"max_concurrency": 10_000} | actors.options)
         self.role, self.tensor_parallel_size = role, spec.rollout.tensor_parallel_size
-        self.team = self._made_team(role, spec, actors, ray.remote(worker))
+        self.team = self._make_team(role, spec, actors, ray.remote(worker))
         self.team.on_lost = self._forget
         self._environments = environments
         if environments is not None:
@@ -535,13 +532,14 @@ class RolloutPool:
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # see `Colocation`
         count, self._reserved = len(self.workers), spec.rollout.num_workers
         self._lines: dict[Any, Line] = {}  # by engine
-        # Finished sequences between two reports of an engine none of whose groups is done.
+        # An engine without a finished group reports after this many finished sequences.
         self._report_every = max(1, spec.max_num_seqs // 8)
         self._finished = [Load(0, 0)] * count
-        # Where speculation drafts from earlier samples: the engine that last sampled each prompt, by uid.
+        # For speculation, which drafts from earlier samples: the engine that last sampled each prompt, by
+        # uid.
         self._samples_of: dict[str, int] | None = {} if spec.rollout.speculation else None
 
-    def _made_team(self, role: str, spec: EngineSpec, actors: ActorSpec, worker: Any) -> Team:
+    def _make_team(self, role: str, spec: EngineSpec, actors: ActorSpec, worker: Any) -> Team:
         makers = actors.makers(worker, spec.rollout.num_workers, spec)
         options: dict[str, Any] = {
             "start": lambda worker: worker.start.remote(*self._start_arguments()),
@@ -560,14 +558,14 @@ class RolloutPool:
         return (self._environments.addresses(),) if self._environments is not None else ()
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> StoredSamples:
-        """Sample ``prompt``; return where its finished samples are, which are not fetched."""
+        """Sample ``prompt``; return a reference to its finished samples, without fetching them."""
         async with self.turn():
             load = outstanding(prompt, len(seeds), sampling)
             while True:
                 preferred = self._samples_of.get(prompt.uid) if self._samples_of else None
                 index = await self._load_balancer.admit(load.sequences, load.tokens, prefer=preferred)
                 worker = self.workers[index]
-                if worker is None:  # a guest that was removed after it was chosen, and its load with it
+                if worker is None:  # the chosen guest was removed meanwhile, with its load
                     continue
                 if self._samples_of is not None:
                     self._samples_of[prompt.uid] = index
@@ -576,7 +574,7 @@ class RolloutPool:
                     return samples
                 except LOST as error:
                     self.team.lost(index, worker, error)
-                except RayTaskError:  # a refused request, too few samples, or the engine has failed
+                except RayTaskError:  # a refused request, too few samples, or a failed engine
                     if self._environments is not None:  # or no environment worker is left
                         self._environments.team.check()
                     if not await self.team.find_dead([worker]):
@@ -584,9 +582,9 @@ class RolloutPool:
 
     async def abandon(self) -> None:
         """Abort all pending requests on all engines."""
-        await gather(self._abandoned(worker) for worker in self.team.alive())
+        await gather(self._abandon_one(worker) for worker in self.team.alive())
 
-    async def _abandoned(self, worker: Any) -> None:
+    async def _abandon_one(self, worker: Any) -> None:
         try:
             await worker.abandon.remote()
         except RayError:
@@ -594,7 +592,7 @@ class RolloutPool:
                 raise
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Have the reserved engines free their GPUs; those that joined have GPUs of their own."""
+        """Free the GPUs of the reserved engines; engines that joined have dedicated GPUs."""
         await results(worker.sleep.remote(keep_weights) for worker in self.workers[: self._reserved])
 
     async def wake_up(self, *tags: str) -> None:
@@ -610,31 +608,29 @@ class RolloutPool:
         return list(self.team.named().values())
 
     def _line(self, index: int, worker: Any) -> Line:
-        """Return the line to an engine, made once for each, since every group needs it."""
+        """Return the line to an engine; cached, since every group needs it."""
         if (line := self._lines.get(worker)) is None:
             line = Line(worker.submit.remote, partial(self._collect, index, worker))
             self._lines[worker] = line
         return line
 
     async def _collect(self, index: int, worker: Any) -> list[tuple[int, Any]]:
-        """Wait for groups of an engine, and release capacity as samples finish, also before a group does."""
+        """Wait for an engine's groups, and release capacity as samples finish, even before their group."""
         report, stored = worker.collect.remote(self._finished[index].sequences + self._report_every)
         finished, numbers, failed = await report
-        self._note(index, worker, finished)
+        self._note_finished(index, worker, finished)
         groups = StoredGroups(stored)
         return [*((number, StoredSamples(groups, i)) for i, number in enumerate(numbers)), *failed]
 
     def _forget(self, index: int) -> None:
-        """Reset the counters of a lost engine; its replacement starts at 0, and remembers no samples. Its
-        episodes end.
-        """
+        """Reset a lost engine's counters and end its episodes; its replacement starts without samples."""
         if self._samples_of is not None:
             self._samples_of = {uid: other for uid, other in self._samples_of.items() if other != index}
         if self._environments is not None:
             self._environments.end_all(self.workers[index])
         self._finished[index] = Load(0, 0)
 
-    def _note(self, index: int, worker: Any, finished: Load) -> None:
+    def _note_finished(self, index: int, worker: Any, finished: Load) -> None:
         if not self.team.is_current(index, worker):
             return
         before = self._finished[index]

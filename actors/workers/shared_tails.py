@@ -1,16 +1,16 @@
-"""Computes the end of a prompt once for all of its samples, on engines whose blocks of the cache are large.
+"""Compute the end of a prompt once for all of its samples, on engines with large cache blocks.
 
-vLLM shares full blocks of the key-value cache between requests. Without a GPU a block has 32 tokens: of a
-prompt of 39, the last 7 would be computed by each of its samples, which is half of the work where samples are
-short. Here the first sample of a prompt goes ahead by one pass, and the others begin with a copy of its last
-block: vLLM's own copy-on-write, which it uses for models of several kinds of cache. They compute the prompt's
-last token alone, whose logits they need.
+vLLM shares full blocks of the key-value cache between requests. Without a GPU, a block has 32 tokens: each
+sample of a 39-token prompt would compute the last 7, which is half of the work for short samples. Here a
+prompt's first sample starts one pass earlier, and the others begin with a copy of its last block. The copy is
+vLLM's copy-on-write, which it uses for models with several kinds of cache. The others compute only the
+prompt's last token, whose logits they need.
 
     prompt of 39 tokens, 4 samples      first pass        second pass
     sample 0                            39 tokens         its 2nd completion token
     samples 1 to 3                      held              copy 6 tokens, compute the 39th
 
-On GPUs blocks have 16 tokens, and a pass more costs as much as it saves.
+On GPUs, blocks have 16 tokens, and an extra pass costs as much as it saves.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ Add = Callable[[], bool]  # adds a request to the engine; False: the engine refu
 
 
 class SharedTails:
-    """The samples in flight of one engine of vLLM, by prompt. Of the engine's thread alone.
+    """A vLLM engine's samples in flight, by prompt. Used only in the engine's thread.
 
-    ``scheduler``: of an engine with one kind of cache, that of full attention, whose steps run one after the
-    other.
+    ``scheduler``: of an engine that has only a full-attention cache and runs its steps in sequence.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self._cache, self._block = scheduler.kv_cache_manager, int(scheduler.block_size)
-        self._find = self._cache.get_computed_blocks
+        self._original_lookup = self._cache.get_computed_blocks
         self._cache.get_computed_blocks = self._computed_blocks
         self._scheduled: dict[Prompt, list[Request]] = {}
         self._first: dict[Prompt, str] = {}  # samples whose prompt is not computed yet
@@ -43,9 +42,7 @@ class SharedTails:
 
     @classmethod
     def attach(cls, scheduler: Any) -> SharedTails | None:
-        """Return those of an engine; None where it shares no blocks, has several kinds of cache, or one that
-        drops tokens.
-        """
+        """Attach to an engine; None if it shares no blocks, has several cache kinds, or drops tokens."""
         from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
         cache = scheduler.kv_cache_manager
@@ -53,7 +50,7 @@ class SharedTails:
         return cls(scheduler) if cache.enable_caching and kinds == [FullAttentionManager] else None
 
     def add(self, request_id: str, token_ids: Sequence[int], add: Add) -> None:
-        """Call ``add`` now, or in `release` where another request is about to compute the same prompt."""
+        """Call ``add`` now, or in `release` if another request is about to compute the same prompt."""
         prompt = tuple(token_ids)
         if prompt in self._first:
             self._held.setdefault(prompt, []).append((request_id, add))
@@ -61,10 +58,10 @@ class SharedTails:
             self._first[prompt] = request_id
 
     def release(self, finished: Collection[str]) -> None:
-        """Add the held requests whose prompt a step has computed. ``finished``: requests that ended in it."""
+        """Add the held requests whose prompt was computed by a step. ``finished``: requests ended in it."""
         for prompt, request_id in list(self._first.items()):
             computed = self._tail(prompt) is not None
-            if computed or request_id in finished:  # whose cache is gone
+            if computed or request_id in finished:  # the cache of a finished request is gone
                 del self._first[prompt]
                 for _, add in self._held.pop(prompt, ()):
                     add()
@@ -76,14 +73,14 @@ class SharedTails:
             }
 
     def abandon(self) -> list[str]:
-        """Forget all requests. Returns those that were held."""
+        """Forget all requests; return the ids of held ones."""
         waiting_ids = [request_id for waiting in self._held.values() for request_id, _ in waiting]
         self._first, self._held = {}, {}
         return waiting_ids
 
     def _computed_blocks(self, request: Request) -> tuple[Any, int, int]:
-        """Replace `KVCacheManager.get_computed_blocks`: the scheduler asks when it admits ``request``."""
-        blocks, count, boundary = self._find(request)
+        """Replace `KVCacheManager.get_computed_blocks`, which the scheduler calls to admit ``request``."""
+        blocks, count, boundary = self._original_lookup(request)
         length = request.num_prompt_tokens
         if not self._cache.prefix_cache_lookup_enabled(request) or not self._has_tail(length):
             return blocks, count, boundary
@@ -97,7 +94,7 @@ class SharedTails:
         return self._cache.create_kv_cache_blocks(([*blocks.blocks[0], tail],)), length - 1, boundary
 
     def _tail(self, prompt: Prompt) -> KVCacheBlock | None:
-        """Return the block with the last tokens of ``prompt`` of a request that computed them in an earlier
+        """Return the block with the last tokens of ``prompt`` from a request that computed them in an earlier
         step and still has them.
         """
         tables = self._cache.coordinator.single_type_managers[0].req_to_blocks
@@ -109,5 +106,5 @@ class SharedTails:
         return None
 
     def _has_tail(self, length: int) -> bool:
-        """Return whether the tokens of a prompt before its last one end within a block."""
+        """Return whether a prompt, without its last token, ends within a block."""
         return (length - 1) % self._block > 0

@@ -1,4 +1,4 @@
-"""vLLM's tool parsers, for the form of calls that a chat template teaches."""
+"""Parse tool calls with vLLM's parsers, in the format that a chat template teaches."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from typing import Any
 from grpo_dist.environments.episode import Call
 from grpo_dist.environments.tools import CODE, CallParser
 
-# Attributes in which parsers keep what opens a call.
+# Attributes of parsers with the token that opens a call.
 _OPENINGS = ("tool_call_start_token", "tool_calls_start_token", "bot_token")
 
 
 class EngineCallParser:
-    """A tool parser of vLLM. Raises ValueError for a name that vLLM does not know, or a tokenizer that lacks
-    the parser's tokens.
-    """
+    """A vLLM tool parser. Raises ValueError for an unknown name or a tokenizer without its tokens."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         from vllm.tool_parsers import ToolParserManager
 
-        # A call that cannot be read is an observation for the policy; vLLM logs a stack trace for each.
+        # An invalid call is an observation for the policy; vLLM logs a stack trace for each.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         try:
             self._kind = ToolParserManager.get_tool_parser(name)
@@ -32,7 +30,7 @@ class EngineCallParser:
                 f"{', '.join(sorted(ToolParserManager.list_registered()))}"
             ) from error
         self._tokenizer = tokenizer
-        self._made: dict[str, tuple[Any, Any]] = {}  # by the tools' schemas
+        self._parsers: dict[str, tuple[Any, Any]] = {}  # by the tools' schemas
         try:
             parser, _ = self._parser(())
         except (RuntimeError, ValueError, AssertionError) as error:
@@ -52,12 +50,12 @@ class EngineCallParser:
 
     def _parser(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
         key = json.dumps(list(tools), sort_keys=True)
-        if key not in self._made:
+        if key not in self._parsers:
             from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
             request = ChatCompletionRequest(messages=[], tools=[dict(tool) for tool in tools] or None)
-            self._made[key] = self._kind(self._tokenizer, request.tools), request
-        return self._made[key]
+            self._parsers[key] = self._kind(self._tokenizer, request.tools), request
+        return self._parsers[key]
 
 
 def call_parser(call_format: str, tokenizer: Any) -> CallParser | None:

@@ -1,4 +1,4 @@
-"""An agent as it runs anywhere: OpenAI's client, a tool, and no word of the trainer until the last line."""
+"""An agent that runs anywhere: OpenAI's client, a tool, and nothing of the trainer until the last line."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ TOOL = {
 
 
 def answer(question: str) -> str:
-    """Ask until the policy calls no tool any more."""
+    """Query the policy until it stops calling tools."""
     client = OpenAI()  # reads OPENAI_BASE_URL and OPENAI_API_KEY
     messages = [{"role": "user", "content": f"{question} Look up each, then answer with the number alone."}]
     while True:

@@ -1,5 +1,5 @@
-"""A reward server: a group of completions is posted to /score, and {"scores": [...]} is the reply. It needs
-Python's standard library alone; any other language or framework does as well.
+"""A reward server: receives a group of completions at POST /score and replies {"scores": [...]}. It only
+needs Python's standard library; any other language or framework works as well.
 """
 
 import json
@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 def score(group: dict) -> list[float | None]:
-    """Return a score for each completion, None for one that cannot be scored: here 1 for short texts."""
+    """Return a score per completion, None if it cannot be scored: here 1 for short texts."""
     return [min(1.0, 200 / max(1, len(text))) for text in group["completions"]]
 
 
@@ -23,7 +23,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(reply)
 
     def log_message(self, *_: object) -> None:
-        """Do not print a line for each request."""
+        """Print no line per request."""
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ TOWNS = ["Marrow", "Nettle", "Osk", "Pell", "Quay", "Rusk", "Sorn", "Tarn", "Ulm
 
 
 class Index:
-    """BM25 (Robertson and Zaragoza 2009) over passages; k1 = 0.9 and b = 0.4, as Pyserini has them."""
+    """BM25 (Robertson and Zaragoza 2009) over passages, with Pyserini's k1 = 0.9 and b = 0.4."""
 
     def __init__(self, passages: Sequence[str], k1: float = 0.9, b: float = 0.4) -> None:
         self.passages = passages
@@ -44,7 +44,7 @@ class Index:
             self._weights[word] = numbers, (idf * times * (k1 + 1) / (times + norm)).astype(np.float32)
 
     def search(self, query: str, count: int) -> list[str]:
-        """Return the ``count`` best passages that share a word with ``query``; of equal ones the first."""
+        """Return the ``count`` best passages that share a word with ``query``; ties keep their order."""
         scores = np.zeros(len(self.passages), np.float32)
         for word in words(query):
             if word in self._weights:
@@ -76,18 +76,18 @@ class Search(TextTags):
         return "\n".join(f"Doc {n}: {passage}" for n, passage in enumerate(found, 1)) or "nothing found"
 
     def answer(self, text: str) -> float:
-        """Exact match up to case, articles and punctuation, as Search-R1 has it."""
+        """Return the exact match up to case, articles and punctuation, as in Search-R1."""
         return float(plain(text) == plain(self.problem.answer))
 
     @classmethod
     def problems(cls, split: str, count: int | None, **_: object) -> Iterator[dict[str, str]]:
-        """Yield questions; those about the last ten people are the split `test`."""
+        """Yield questions; the split `test` has the last ten people."""
         rows = [{"problem": q, "answer": a} for _, q, a in world() if q]
         yield from (rows[-10:] if split == "test" else rows[:-10])[:count]
 
 
 def world() -> Iterator[tuple[str, str, str]]:
-    """Yield passages with a question and its answer ("" for those of towns)."""
+    """Yield passages with a question and its answer ("" for towns)."""
     rng = random.Random(0)
     founders = {town: (f"{rng.choice(FAMILIES)}sen", str(rng.randrange(1200, 1900))) for town in TOWNS}
     for town, (founder, year) in founders.items():

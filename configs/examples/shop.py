@@ -32,7 +32,7 @@ class Shop(Environment):
 
     @classmethod
     def problems(cls, split: str, count: int | None) -> Iterator[dict[str, str]]:
-        """Yield pairs of items; those of the split `test` are in no other."""
+        """Yield pairs of items; the split `test` shares none with other splits."""
         pairs = [(a, b) for a in STOCK for b in STOCK if a != b]
         random.Random(0).shuffle(pairs)
         for a, b in (pairs[:10] if split == "test" else pairs[10:])[:count]:
@@ -40,5 +40,5 @@ class Shop(Environment):
 
 
 def questions(split: str, max_rows: int | None) -> Iterator[dict[str, str]]:
-    """Yield the problems without the environment, for an agent that brings its own tool."""
+    """Yield the problems without the environment, for an agent with its own tool."""
     return Shop.problems(split, max_rows)

@@ -1,4 +1,4 @@
-"""Rewards of GRPO-Zero's countdown: an equation of given numbers that has a given value."""
+"""Rewards for GRPO-Zero's countdown: build an equation from given numbers with a given value."""
 
 import ast
 import operator
@@ -11,7 +11,7 @@ OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
 
 
 def equation(completion: str, answer: str, nums: Sequence[int]) -> float:
-    """Return 1 for an answer that has each of ``nums`` once and the value ``answer``, else 0."""
+    """Return 1 for an answer that uses each of ``nums`` once and equals ``answer``, else 0."""
     found = re.search(r"<answer>([-+*/() \d]+)</answer>", completion)
     if found is None or sorted(map(int, re.findall(r"\d+", found[1]))) != sorted(nums):
         return 0.0
@@ -34,7 +34,7 @@ def value(node: ast.AST) -> float:
 
 
 def tags(completion: str) -> float:
-    """Return 1 for a thought and an answer alone, else 0.1 for a thought and 0.5 for an answer. The prompt
+    """Return 1 for exactly a thought and an answer, else 0.1 for a thought plus 0.5 for an answer. The prompt
     opens the thought.
     """
     if re.fullmatch(r".*?</think>\n<answer>.*?</answer>", completion, re.DOTALL):

@@ -11,11 +11,11 @@ Statistics are taken in float64 and the result has the type of ``rewards``, floa
 group of equal rewards gets exact zeros: in float32 the mean of eight 0.7s is not 0.7, and dividing that
 rounding error by a deviation of the same size gives 0.06 to 0.9.
 
-A reward that is NaN or infinite could not be scored: under every estimator the sample leaves the statistics
-and gets advantage 0.
+A NaN or infinite reward means unscored: under every estimator the sample leaves the statistics and gets
+advantage 0.
 
-What checks and loop must know of an estimator, e.g. that it needs a group, is in `config.algorithm`, which
-imports no torch.
+Traits of an estimator that checks and the loop need, e.g. that it needs a group, are in `config.algorithm`,
+which imports no torch.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def grpo(
     DeepSeekMath (Shao et al. 2024, arXiv:2402.03300), section 4.1.2.
 
     Args:
-        rewards: one per sample; one that is not finite leaves the statistics and gets advantage 0.
+        rewards: one per sample; a non-finite one leaves the statistics and gets advantage 0.
         group_ids: samples of one prompt share an id.
         std: ``group``: sample deviation (ddof 1) of the group. ``batch``: sample deviation of the centred
             rewards of all scored samples of the batch, whose mean is 0 (REINFORCE++ with a group baseline,
             Hu et al. 2025, arXiv:2501.03262). ``batch_raw``: sample deviation of the rewards themselves over
             the batch, which is TRL's ``scale_rewards: batch`` and ROLL's ``norm_std_type: batch`` (Lite PPO,
             Liu et al. 2025, arXiv:2508.08221). It is never smaller: it also counts how prompts differ in
-            difficulty. ``none``: divide by nothing.
+            difficulty. ``none``: no division.
         eps: added to the deviation.
 
     Returns:
@@ -88,8 +88,8 @@ def rloo_normalized(
     """Leave-one-out mean and deviation: (r - mean of the others) / (sample deviation of the others + eps).
 
     NeMo-RL's GRPO with ``use_leave_one_out_baseline`` and ``normalize_rewards``, its default. Where the
-    others are equal nothing divides. For [1, 0, 0, 1, 0, 0, 0, 0]: 2.2677808 for a right answer, -0.5855388
-    for a wrong one; for [1, 0, 0, 0]: 1 and -0.5773493.
+    others are equal there is no division. For [1, 0, 0, 1, 0, 0, 0, 0]: 2.2677808 for a right answer,
+    -0.5855388 for a wrong one; for [1, 0, 0, 0]: 1 and -0.5773493.
     """
     group = Groups(group_ids, is_scored(rewards))
     centred, spread = group.centre(rewards)
@@ -107,14 +107,14 @@ def reinforce_pp(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> F
     Hu et al. 2025 (arXiv:2501.03262), section 3. `algorithm.advantage.whiten` is on with it unless the
     configuration says otherwise.
     """
-    return typed_like(_or_zero(rewards.double()), rewards)
+    return typed_like(_zero_nonfinite(rewards.double()), rewards)
 
 
 def flash_reinforce(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
     """FlashREINFORCE: r - mean of all rewards of the step, for one sample a prompt.
 
     Hu et al. 2026 ("FlashREINFORCE: Critic-Free, Single-Rollout, Asynchronous RL for Agentic Language
-    Models"), and the estimator of this name of OpenRLHF, TRL, verl and slime. Groups are not looked at. For
+    Models"), and the estimator of this name in OpenRLHF, TRL, verl and slime. Groups are ignored. For
     [1, 0, 0, 1, 0, 0, 0, 0]: 0.75 and -0.25.
     """
     return grpo(rewards, torch.zeros_like(group_ids), std="none")
@@ -123,8 +123,8 @@ def flash_reinforce(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -
 def reinforce_pp_baseline(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
     """REINFORCE++ with a group baseline: r - mean of its group, whitened over all tokens of the batch.
 
-    Hu et al. 2025 (arXiv:2501.03262). With lengths [5, 3, 1, 4, 2, 5, 2, 3] whitening makes of
-    [1, 0, 0, 1, 0, 0, 0, 0] 1.3063945 for a right answer and -0.7348470 for a wrong one.
+    Hu et al. 2025 (arXiv:2501.03262). For [1, 0, 0, 1, 0, 0, 0, 0] with lengths [5, 3, 1, 4, 2, 5, 2, 3]
+    whitening gives 1.3063945 for a right answer and -0.7348470 for a wrong one.
     """
     return grpo(rewards, group_ids, std="none")
 
@@ -134,9 +134,9 @@ def remax(
 ) -> Float[Tensor, " B"]:
     """ReMax: r - reward of the greedy answer to the same prompt; Li et al. 2023 (arXiv:2310.10505).
 
-    ``baselines``: that reward, one per sample. A sample whose own reward or baseline is not finite gets 0.
+    ``baselines``: the greedy reward, one per sample. A sample gets 0 if its reward or baseline is not finite.
     """
-    return typed_like(_or_zero(rewards.double() - baselines.double()), rewards)
+    return typed_like(_zero_nonfinite(rewards.double() - baselines.double()), rewards)
 
 
 def opo(
@@ -151,7 +151,7 @@ def opo(
     group = Groups(group_ids, is_scored(rewards))
     _, spread = group.centre(rewards)
     tokens = group.sum(lengths.double())
-    baseline = group.sum(_or_zero(rewards.double()) * lengths) / tokens.clamp(min=1)
+    baseline = group.sum(_zero_nonfinite(rewards.double()) * lengths) / tokens.clamp(min=1)
     return typed_like(torch.where(spread, rewards.double() - baseline[group.index], 0.0), rewards)
 
 
@@ -164,14 +164,13 @@ def gdpo(
     std: str = "group",
     eps: float | int = 1e-6,
 ) -> Float[Tensor, " B"]:
-    """GDPO: each reward normalised in its group on its own, their weighted sum normalised over the batch.
+    """GDPO: each reward normalised separately in its group, their weighted sum normalised over the batch.
 
-    Liu et al. 2026 (arXiv:2601.05242). A sum of rewards that is normalised together loses which of them a
-    sample earned: (right, bad format) and (wrong, good format) would get the same advantage.
+    Liu et al. 2026 (arXiv:2601.05242). Normalising the summed reward loses which rewards a sample earned:
+    (right, bad format) and (wrong, good format) would get the same advantage.
 
     Args:
-        rewards: the weighted sum; only where it is NaN matters: such a sample gets 0 and leaves all
-            statistics.
+        rewards: the weighted sum; only its NaNs are used: a NaN sample gets 0 and leaves all statistics.
         parts: each reward before weighting.
     """
     scored = is_scored(rewards)
@@ -181,7 +180,7 @@ def gdpo(
         for weight, part in zip(weights.tolist(), scored_parts, strict=True)
     )
     assert isinstance(total, Tensor)
-    # Centred group by group, the sums have mean 0 over the batch already: only their size is normalised.
+    # Centred per group, the sums already have mean 0 over the batch: only their scale is normalised.
     scale = (total.square().sum() / max(int(scored.sum()) - 1, 1)).sqrt() + eps
     return typed_like(torch.where(scored, total / scale, 0.0), rewards)
 
@@ -208,7 +207,7 @@ def maxrl(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Te
     the baseline, for the first N - 1.
 
     Raises:
-        ValueError: a finite reward is neither 0 nor 1; the derivation is that of right and wrong.
+        ValueError: a finite reward is neither 0 nor 1; the derivation assumes right or wrong.
     """
     scored = is_scored(rewards)
     odd = scored & (rewards != 0) & (rewards != 1)
@@ -229,8 +228,8 @@ def grpo_passk(
     """(best - second best of the group) / (standard deviation + eps) for the best sample, 0 for all others.
 
     Tang et al. 2025 (arXiv:2503.19595); verl's ``grpo_passk``. It is the leave-one-out advantage of the best
-    of all samples of the group: without any other sample the best stays the same. Two equal best samples have
-    none. ``std``, ``eps``: as for `grpo`.
+    of all samples of the group: without any other sample the best stays the same. Two equal best samples get
+    0. ``std``, ``eps``: as for `grpo`.
 
     Raises:
         ValueError: ``std`` is none of the four.
@@ -255,7 +254,7 @@ def pass_at_k(
     """Advantage of each sample for the best of ``k``. With ``k`` 1 it is GRPO with the population deviation.
 
     In a group every subset of k samples is a "try" whose reward is the best of its members. A sample's
-    advantage is the mean reward of the tries it is in, less the mean over all tries, over their deviation:
+    advantage is (mean reward of the tries with the sample - mean over all tries) / deviation of the tries:
 
         rewards [1, 0, 0, 0], k = 2   tries with the right one have 1: 3 of 6
                                       right: (1 - 1/2) / (1/2) = 1, wrong: (1/3 - 1/2) / (1/2) = -1/3
@@ -263,8 +262,8 @@ def pass_at_k(
     Chen et al. 2025, "Pass@k training" (arXiv:2508.10751), section 2.4, in closed form for any rewards, not
     only right and wrong: order statistics replace the sampling of subsets.
 
-    Samples that could not be scored (not finite) leave the group and get 0, and so does a group of fewer than
-    ``k`` + 1 scored samples, all of whose tries are the same, or of equal rewards.
+    Unscored samples (not finite) leave the group and get 0. Groups with equal rewards also get 0, as do
+    groups with fewer than ``k`` + 1 scored samples, whose tries are all the same.
 
     Raises:
         ValueError: ``k`` is below 1.
@@ -307,7 +306,7 @@ def _best_with(value: float, ordered: list[float], k: int) -> float:
     return sum(max(value, other) * comb(i, k - 2) for i, other in enumerate(others)) / tries
 
 
-def _or_zero(values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+def _zero_nonfinite(values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
     return torch.where(torch.isfinite(values), values, 0.0)
 
 
@@ -318,7 +317,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
         opo, pass_at_k, gdpo, gpg, maxrl, grpo_passk,
     )
 }  # fmt: skip
-# Keyword arguments of each, which the caller provides: settings, or what `credit_assignment` makes of groups.
+# Keyword arguments of each estimator: settings, or inputs that `credit_assignment` computes from groups.
 ADVANTAGE_INPUTS = {
     name: tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
     for name, function in ADVANTAGES.items()

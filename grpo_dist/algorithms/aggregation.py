@@ -1,4 +1,4 @@
-"""From token losses to one number. A choice of its own: any objective goes with any aggregation."""
+"""Aggregation of token losses to one number; every loss works with every aggregation."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def aggregate(
     num_prompts: float | int | None = None,
     prompt_tokens: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Sum of token losses over a denominator of the whole optimisation step.
+    """Sum token losses and divide by a denominator of the whole optimisation step.
 
-    ``num_tokens``, ``num_sequences`` and ``num_prompts`` are those of the step, not of these rows, so the
-    results for any split of the rows add up to the result for all of them. A sequence or prompt with no
-    unmasked token does not count as one.
+    ``num_tokens``, ``num_sequences`` and ``num_prompts`` count the whole step, not these rows, so the results
+    for any split of the rows add up to the result for all of them. Sequences and prompts without an unmasked
+    token are not counted.
 
         mode                      each sequence gives   divided by      source
         token-mean                sum of its losses     num_tokens      DAPO, arXiv:2503.14476, equation 8
@@ -41,12 +41,12 @@ def aggregate(
         prompt-mean-token-mean    mean over all tokens  num_prompts     ScaleRL, arXiv:2510.13786, section 4
                                   of its sequences
 
-    ``sequence_tokens``: unmasked tokens of the sequence that each row belongs to, where rows are parts of
-    sequences; None: each row is one. ``prompt_tokens``: unmasked tokens of all sequences of each row's
-    prompt; None, and ``num_prompts`` None: each sequence has a prompt of its own.
+    ``sequence_tokens``: unmasked tokens of each row's sequence, if rows are parts of sequences; None: each
+    row is a sequence. ``prompt_tokens``: unmasked tokens of all sequences of each row's prompt; None, with
+    ``num_prompts`` None: no two sequences share a prompt.
 
-    With nothing unmasked the result is 0 with gradient 0, whatever stands in ``token_losses``. Raises
-    ValueError for an unknown mode.
+    With nothing unmasked the result is 0 with gradient 0, whatever ``token_losses`` holds. Raises ValueError
+    for an unknown mode.
     """
     losses = torch.where(
         mask, token_losses, torch.zeros((), dtype=token_losses.dtype, device=token_losses.device)

@@ -1,14 +1,14 @@
-"""The interval of a share of right answers, which evaluations estimate and the terminal prints."""
+"""Confidence interval of an accuracy, for evaluations and the terminal."""
 
 from __future__ import annotations
 
 import math
 
-Z95 = 1.959963984540054  # of a two-sided interval of 95 %
+Z95 = 1.959963984540054  # z-score of a two-sided 95 % interval
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
-    """Return the 95 % interval of ``share`` of ``count`` independent answers (Wilson 1927). 8 of 10: 0.490 to
+    """Return the 95 % Wilson (1927) interval of ``share`` of ``count`` independent answers. 8 of 10: 0.490 to
     0.943.
     """
     width = Z95**2 / count

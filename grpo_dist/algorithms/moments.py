@@ -2,7 +2,7 @@
 
 Moments().updated([1, 0]).updated([0, 0])   count 4, mean 0.25, deviation 0.5
 
-Imports no torch: a plan simulates the loop, whose state these belong to.
+Imports no torch: a plan simulates the loop, whose state includes these moments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Moments:
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def updated(self, rewards: np.ndarray) -> Moments:
-        """Return these moments with ``rewards`` [B] added; what is not finite adds nothing.
+        """Return these moments with ``rewards`` [B] added; non-finite rewards add nothing.
 
         The pairwise update of Chan, Golub and LeVeque 1979, in float64.
         """

@@ -1,6 +1,4 @@
-"""Statistics over the samples of a step, and what they normalise: rewards before an estimator, advantages
-after it.
-"""
+"""Normalisation by statistics over a step's samples: rewards before an estimator, advantages after it."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ OVER = ("none", "group", "batch", "running")
 
 
 def is_scored(rewards: Real[Tensor, " B"]) -> Bool[Tensor, " B"]:
-    """True for finite rewards. NaN and infinity both mean "could not be scored"."""
+    """Return True for finite rewards. NaN and infinity both mean "unscored"."""
     return torch.isfinite(rewards)
 
 
@@ -24,33 +22,31 @@ def typed_like(values: Float[Tensor, "*shape"], rewards: Real[Tensor, ...]) -> F
 
 
 class Groups:
-    """Sums over groups of the samples that are ``known``. ``index`` [B]: the group of each sample; ``count``
-    [groups].
-    """
+    """Sums over each group's ``scored`` samples. ``index`` [B]: each sample's group; ``count`` [groups]."""
 
-    def __init__(self, group_ids: Int[Tensor, " B"], known: Bool[Tensor, " B"]) -> None:
+    def __init__(self, group_ids: Int[Tensor, " B"], scored: Bool[Tensor, " B"]) -> None:
         unique, self.index = torch.unique(group_ids, return_inverse=True)
-        self._known, self._size = known, len(unique)
-        self.count = self.sum(torch.ones_like(known, dtype=torch.float64))
+        self._scored, self._size = scored, len(unique)
+        self.count = self.sum(torch.ones_like(scored, dtype=torch.float64))
 
     def sum(self, values: Real[Tensor, " B"]) -> Float[Tensor, " G"]:
         zeros = torch.zeros(self._size, dtype=torch.float64, device=values.device)
-        return zeros.index_add(0, self.index, torch.where(self._known, values.double(), 0.0))
+        return zeros.index_add(0, self.index, torch.where(self._scored, values.double(), 0.0))
 
     def centre(self, values: Real[Tensor, " B"]) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
-        """Known values less the mean of their group, in float64; and where the group has a spread at all:
-        elsewhere the values are exactly 0, free of the rounding of the mean.
+        """Return scored values minus their group's mean, float64, and where the group has a spread. Without a
+        spread the values are exactly 0, free of the mean's rounding error.
         """
-        known = torch.where(self._known, values.double(), 0.0)
-        mean = self.sum(known) / self.count.clamp(min=1)
+        scored_values = torch.where(self._scored, values.double(), 0.0)
+        mean = self.sum(scored_values) / self.count.clamp(min=1)
         low = torch.full_like(mean, torch.inf).scatter_reduce(
-            0, self.index, torch.where(self._known, known, torch.inf), "amin"
+            0, self.index, torch.where(self._scored, scored_values, torch.inf), "amin"
         )
         high = torch.full_like(mean, -torch.inf).scatter_reduce(
-            0, self.index, torch.where(self._known, known, -torch.inf), "amax"
+            0, self.index, torch.where(self._scored, scored_values, -torch.inf), "amax"
         )
-        spread = (high > low)[self.index] & self._known
-        return torch.where(spread, known - mean[self.index], 0.0), spread
+        spread = (high > low)[self.index] & self._scored
+        return torch.where(spread, scored_values - mean[self.index], 0.0), spread
 
 
 def deviation(
@@ -60,7 +56,7 @@ def deviation(
     group: Groups,
     eps: float | int,
 ) -> Float[Tensor, "*b"]:
-    """Return what ``std`` of `advantages.grpo` divides by, float64: of each sample, or one number.
+    """Return the divisor for ``std`` of `advantages.grpo`, float64: per sample, or one number.
 
     Args:
         centred: as `Groups.centre` returns them.
@@ -76,9 +72,9 @@ def deviation(
     if std == "batch":
         return ((centred**2).sum() / (group.count.sum() - 1).clamp(min=1)).sqrt() + eps
     if std == "batch_raw":
-        known = is_scored(rewards)
-        everyone, _ = Groups(torch.zeros_like(rewards, dtype=torch.long), known).centre(rewards)
-        return ((everyone**2).sum() / (known.sum() - 1).clamp(min=1)).sqrt() + eps
+        scored = is_scored(rewards)
+        centred_rewards, _ = Groups(torch.zeros_like(rewards, dtype=torch.long), scored).centre(rewards)
+        return ((centred_rewards**2).sum() / (scored.sum() - 1).clamp(min=1)).sqrt() + eps
     raise ValueError(f"std = {std!r}: expected group, batch or none, or batch_raw")
 
 
@@ -95,15 +91,15 @@ def normalise_rewards(
     """Return (r - mean) / (sample deviation + eps) over the group, the batch, or all steps so far.
 
     ``shift`` False leaves the mean in, ``scale`` False the deviation; ``over`` none returns ``rewards``
-    themselves. A reward that is not finite becomes NaN and leaves the statistics. Fewer than two scored
-    samples have deviation 0.
+    unchanged. A non-finite reward becomes NaN and leaves the statistics. Fewer than two scored samples have
+    deviation 0.
 
     Args:
-        moments: with ``over`` running: those of all rewards so far, this batch's included.
+        moments: for ``over`` running: moments of all rewards so far, including this batch.
 
     Returns:
-        float64: what comes next centres the values again, and with the mean left in float32 keeps too few
-        digits of their differences.
+        float64: estimators centre the values again, and float32 keeps too few digits of differences if the
+        mean is left in.
 
     Raises:
         ValueError: ``over`` is none of the four.
@@ -112,20 +108,20 @@ def normalise_rewards(
         raise ValueError(f"reward_norm = {over!r}: expected {', '.join(OVER)}")
     if over == "none":
         return rewards
-    known = is_scored(rewards)
+    scored = is_scored(rewards)
     if over == "running":
         assert moments is not None, "running statistics come from the steps so far"
         mean, deviation, spread = moments.mean, moments.deviation, moments.deviation > 0
-        centred = torch.where(known, rewards.double() - mean, 0.0)
+        centred = torch.where(scored, rewards.double() - mean, 0.0)
         divisor = torch.full_like(centred, deviation + eps if spread else 1.0)
     else:
-        group = Groups(group_ids if over == "group" else torch.zeros_like(group_ids), known)
+        group = Groups(group_ids if over == "group" else torch.zeros_like(group_ids), scored)
         centred, differ = group.centre(rewards)
         deviations = (group.sum(centred**2) / (group.count - 1).clamp(min=1)).sqrt()[group.index]
-        # Equal rewards have no deviation to be measured in: dividing by eps would blow them up.
+        # Equal rewards have deviation 0: dividing by eps would blow them up.
         divisor = torch.where(differ, deviations + eps, 1.0)
     values = centred if shift else rewards.double()
-    return torch.where(known, values / divisor if scale else values, torch.nan)
+    return torch.where(scored, values / divisor if scale else values, torch.nan)
 
 
 def whiten(
@@ -137,10 +133,10 @@ def whiten(
     is left out of the statistics and becomes 0.
     """
     counted = mask & torch.isfinite(values)
-    kept = values[counted].double()
+    finite = values[counted].double()
     out = torch.zeros_like(values)
-    if kept.numel() > 1 and kept.max() > kept.min():
-        out[counted] = ((kept - kept.mean()) / (kept.var() + eps).sqrt()).to(values.dtype)
+    if finite.numel() > 1 and finite.max() > finite.min():
+        out[counted] = ((finite - finite.mean()) / (finite.var() + eps).sqrt()).to(values.dtype)
     return out
 
 
@@ -150,8 +146,8 @@ def length_weights(
     """Return a weight for the advantages of each row by the length of its sequence, float64: 1.5 for the
     shortest down to 0.5 for the longest, linear in the length, divided by their mean over all sequences.
 
-    Lengths 2, 4, 6 -> 1.5, 1, 0.5. ROLL's ``length_loss_weight``, which has the lengths of a micro-batch;
-    here they are those of the step, so that no split changes a weight. Equal lengths have weight 1.
+    Lengths 2, 4, 6 -> 1.5, 1, 0.5. ROLL's ``length_loss_weight``, which uses the lengths of a micro-batch;
+    here the step's lengths count, so that no split changes a weight. Equal lengths have weight 1.
 
     Args:
         mask: tokens that count. A sequence without any leaves the statistics and has weight 1.
@@ -161,10 +157,10 @@ def length_weights(
     ids = torch.arange(len(mask), device=mask.device) if sequence_ids is None else sequence_ids
     lengths = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, dtype=rows.dtype, device=rows.device)
     lengths.index_add_(0, ids, rows)
-    known = lengths > 0
+    nonempty = lengths > 0
     weights = torch.ones_like(lengths, dtype=torch.float64)
-    if known.any():
-        own = lengths[known].double()
-        raw = 1.5 - (own - own.min()) / (own.max() - own.min()).clamp(min=1)
-        weights[known] = raw / raw.mean()
+    if nonempty.any():
+        sizes = lengths[nonempty].double()
+        raw = 1.5 - (sizes - sizes.min()) / (sizes.max() - sizes.min()).clamp(min=1)
+        weights[nonempty] = raw / raw.mean()
     return weights[ids][:, None]

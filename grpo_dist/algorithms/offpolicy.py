@@ -1,8 +1,7 @@
-"""Importance weights for samples that another distribution drew: an engine that computes otherwise, or older
-weights.
+"""Importance weights for off-policy samples: from an engine with other numerics, or from older weights.
 
-With w = exp(train - rollout), the probability of what was sampled under the trainer over that under the
-rollout engine:
+With w = exp(train - rollout), the sampled tokens' probability under the trainer over their probability under
+the rollout engine:
 
     kind     weight of a token
     tis      w clamped to [low, high]: truncated importance sampling (Yao et al. 2025, "Your efficient RL
@@ -22,11 +21,11 @@ rollout engine:
 ``veto`` drops a whole sequence for one token that the trainer finds all but impossible: a sign that engine
 and trainer do not run the same model there (Liu et al. 2025, as above).
 
-A sequence with an unmasked token whose log-prob is NaN is dropped too, under every kind and level: what the
-engine sampled it from is not known.
+A sequence with an unmasked token whose log-prob is NaN is dropped too, under every kind and level: its
+sampling distribution is unknown.
 
-Rejection rules choose which tokens stay in the policy loss: hard limits on how far the trainer is from what
-sampled them. With d = train - rollout of a token, in nats:
+Rejection rules choose which tokens stay in the policy loss: hard limits on how far the trainer is from the
+sampling policy. With d = train - rollout of a token, in nats:
 
     k1          exp(d), a ratio: between ``low`` and ``high``     verl's bounds are of its inverse
     k2          d^2 / 2
@@ -38,8 +37,8 @@ A rule takes one of them over the token, or their sum, mean or largest over the 
 segment; k1 over a sequence is the product or the geometric mean of its ratios. All but k1 are at most
 ``high``. A token stays if every rule accepts it; the rules of a sequence accept all of it or nothing.
 
-Names and divergences are those of verl's rollout correction and of Liu et al. 2025, "When speed kills
-stability"; the gates are DPPO's (arXiv:2602.04879).
+Names and divergences follow verl's rollout correction and Liu et al. 2025, "When speed kills stability"; the
+gates are DPPO's (arXiv:2602.04879).
 """
 
 from __future__ import annotations
@@ -69,15 +68,14 @@ def correction(
     high: float | int,
     veto: float | int = 0.0,
 ) -> tuple[Float[Tensor, "B T"], dict[str, Tensor]]:
-    """Weights for the policy loss (never for a KL term); no gradient flows through them.
+    """Return weights for the policy loss (never for a KL term); no gradient flows through them.
 
     Args:
-        train_logprobs: nats, the trainer's, of the weights that the importance ratio of the policy loss
-            starts from.
+        train_logprobs: nats, from the trainer's old weights, the denominator of the policy loss's ratio.
         rollout_logprobs: nats, as the engine sampled.
         kind, level: see the top of this module.
-        low, high: bounds of the weight, themselves allowed, 0 <= low < high.
-        veto: a sequence with a token whose own ratio is below this gets weight 0 throughout; 0: no veto.
+        low, high: inclusive bounds of the weight, 0 <= low < high.
+        veto: a sequence with a token ratio below this gets weight 0 throughout; 0: no veto.
 
     Returns:
         Weights, 0 where masked; and sums over unmasked tokens: ``weight`` (before bounds), its square
@@ -85,13 +83,12 @@ def correction(
         (tokens whose returned weight is 0). Tokens of sequences with a NaN count in the last two only.
         Weights are computed in float64, so that a product over a long sequence does not depend on the order
         of its factors, and returned in the type of ``train_logprobs``. Bounds and veto compare logarithms.
-        log w is cut from above only, where exp overflows: the loss multiplies a tiny weight by a ratio. A
-        weight is 0 only where a token is dropped; one that underflows is `_least`.
-
+        log w is clamped only from above, where exp overflows: the loss multiplies a tiny weight by a ratio. A
+        weight is 0 only where a token is dropped; an underflowing weight becomes `_least`.
     """
     zero = torch.zeros((), dtype=torch.float64, device=train_logprobs.device)
     log_token = torch.where(mask, train_logprobs.double() - rollout_logprobs.double(), zero)
-    log_ratio = _over(level, log_token, mask)
+    log_ratio = _reduce(level, log_token, mask)
     has_logprobs = ~(log_token + log_ratio).isnan().any(dim=1, keepdim=True).expand_as(mask)
     log_token, log_ratio = (
         torch.where(has_logprobs, log_token, zero),
@@ -123,8 +120,8 @@ def correction(
 def mean_weight_sums(
     weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, level: str
 ) -> tuple[float, float]:
-    """Return sum and count of the weights of these rows; their quotient over all rows of an update is the
-    mean weight: one for each unmasked token at levels token and segment, one for each sequence at the others.
+    """Return sum and count of these rows' weights; their quotient over all rows of an update is the mean
+    weight. Levels token and segment have one weight per unmasked token, the others one per sequence.
 
     Dividing by it is self-normalised importance sampling (verl's ``rollout_is_batch_normalize``): the size of
     a step then does not depend on how far the engine is from the trainer.
@@ -136,7 +133,7 @@ def mean_weight_sums(
     return float((sums / counts.clamp(min=1)).sum()), float((counts > 0).sum())
 
 
-def _over(level: str, log_token: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def _reduce(level: str, log_token: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """Return the log-ratios at ``level``. ``log_token`` is 0 where masked."""
     if level == "token":
         return log_token
@@ -149,22 +146,23 @@ def _over(level: str, log_token: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 
 
 def _least(values: Float[Tensor, "B T"]) -> float:
-    """Return the least number above 0 of their type.
+    """Return the least number above 0 of the dtype of ``values``.
 
-    A weight of 0 means "dropped". One that underflows is not: times a ratio that overflows it must not be 0.
+    A weight of 0 means "dropped". An underflowing weight is not dropped: times an overflowing ratio it must
+    not be 0.
     """
     number = torch.finfo(values.dtype)
     return number.tiny * number.eps
 
 
 def _log(bound: float | int) -> float:
-    """-inf for 0: then nothing is below it."""
+    """Return the logarithm, -inf for 0: nothing is below it."""
     return math.log(bound) if bound > 0 else -math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class RejectionRule:
-    """``rule``: one of `RULES`. ``low``: of k1 alone. None: no bound on that side."""
+    """``rule``: one of `RULES`. ``low``: for k1 only. None: no bound on that side."""
 
     rule: str
     high: float | None = None
@@ -183,21 +181,21 @@ def accepted(
     """Return the unmasked tokens that every one of ``rules`` accepts.
 
     Args:
-        train_logprobs: nats, the trainer's.
-        rollout_logprobs: nats, as the engine sampled. A sequence with one that is NaN is never accepted by
-            a rule of sequences, and its token by none.
-        veto: a sequence with a token whose own ratio exp(d) is below this is not accepted; 0: no veto.
+        train_logprobs: nats, from the trainer.
+        rollout_logprobs: nats, as the engine sampled. Every rule rejects a token with NaN, and sequence rules
+            reject its whole sequence.
+        veto: a sequence with a token ratio exp(d) below this is rejected; 0: no veto.
     """
     train, rollout = (torch.where(mask, v.double(), 0.0) for v in (train_logprobs, rollout_logprobs))
     keep = mask.clone()
     for rule in rules:
-        over, divergence = RULES[rule.rule]
-        values = over(torch.where(mask, divergence(train, rollout), 0.0), mask)
-        of_ratio = rule.rule.endswith("_k1")
+        reduce, divergence = RULES[rule.rule]
+        values = reduce(torch.where(mask, divergence(train, rollout), 0.0), mask)
+        is_ratio = rule.rule.endswith("_k1")
         if rule.high is not None:
-            keep &= values <= (_log(rule.high) if of_ratio else rule.high)
+            keep &= values <= (_log(rule.high) if is_ratio else rule.high)
         if rule.low is not None:
-            keep &= values >= (_log(rule.low) if of_ratio else rule.low)
+            keep &= values >= (_log(rule.low) if is_ratio else rule.low)
     if veto:
         keep &= ~(mask & ~(train - rollout >= _log(veto))).any(dim=1, keepdim=True)
     return keep
@@ -212,11 +210,11 @@ def off_policy_sequence_mask(
     *,
     threshold: float | int,
 ) -> Bool[Tensor, "B T"]:
-    """Return the unmasked tokens without those of A < 0 in sequences that the policy has left: the mean of
-    log p of the sampler minus log p of the policy is above ``threshold``, nats per token.
+    """Return the unmasked tokens except tokens with A < 0 in far off-policy sequences: the mean of log p of
+    the sampler minus log p of the policy is above ``threshold``, nats per token.
 
-    DeepSeek-V3.2 (arXiv:2512.02556), section 3.1, equations 8 and 9; TRL's ``off_policy_mask_threshold``. Bad
-    samples that are no longer the policy's own teach it nothing and upset training; good ones stay.
+    DeepSeek-V3.2 (arXiv:2512.02556), section 3.1, equations 8 and 9; TRL's ``off_policy_mask_threshold``.
+    Stale bad samples teach nothing and destabilise training; good ones stay.
     """
     gap = torch.where(mask, sampler_logprobs.double() - logprobs.double(), 0.0)
     is_near = sequence_mean(gap, mask) <= threshold
@@ -240,8 +238,8 @@ def _sequence_max(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Fl
     return torch.where(mask, values, -torch.inf).amax(dim=1, keepdim=True)
 
 
-# Of a token's divergences: [B, T], or [B, 1] for a whole sequence.
-_OVER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+# Reductions of token divergences [B, T]: to [B, T], or to [B, 1] for a whole sequence.
+_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda values, mask: values,
     "segment_mean": segment_mean,
     "seq_mean": sequence_mean,
@@ -250,7 +248,7 @@ _OVER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 RULES = {
     f"{scope}_{name}": (over, divergence)
-    for scope, over in _OVER.items()
+    for scope, over in _REDUCTIONS.items()
     for name, divergence in _DIVERGENCES.items()
     if (scope, name) != ("seq_max", "k1")
 }

@@ -1,18 +1,18 @@
-"""Per-token policy losses. Each returns losses [B, T], to be aggregated elsewhere, and statistics to be added
-up (`ratios.ratio_stats`).
+"""Per-token policy losses. Each returns losses [B, T], aggregated elsewhere, and statistics that add up over
+rows (`ratios.ratio_stats`).
 
-All take log-probs in nats, advantages and a mask; what stands where the mask is False, NaN included, reaches
-neither loss nor gradient. Keywords are the settings of a loss, as in `config.algorithm`. clip_cov and kl_cov
-also take which tokens were selected over the whole update, gmpo which tokens no rule removed.
+All take log-probs in nats, advantages and a mask; values where the mask is False, NaN included, reach neither
+loss nor gradient. Keywords are the settings of a loss, as in `config.algorithm`. clip_cov and kl_cov also
+take the tokens selected over the whole update, gmpo the tokens that no rule removed.
 
     loss             ratio            what bounds a step
     policy_gradient  none, always 1   nothing: on-policy
     ppo_clip         token            no gain beyond 1 - clip_low and 1 + clip_high
-    cispo            token            the weight, held inside the bounds; every token keeps its gradient
+    cispo            token            the weight, clipped to the bounds; every token keeps its gradient
     sapo             token            a sigmoid gate instead of an edge
     dppo_tv, dppo_kl token            how far the token's probability moved, not its ratio
     gspo             sequence         as ppo_clip, by the geometric mean of the sequence
-    gspo_segment     action           as gspo, by that of an action of the sequence
+    gspo_segment     action           as gspo, by the geometric mean of an action
     gmpo             token, sequence  log-ratios clipped by token, their mean taken by sequence
     dro, kimi15      none             a penalty on the squared log-ratio, of the token or the sequence
     topr             sequence         the weight of bad samples, at most 1; topr_token: of their tokens
@@ -41,8 +41,8 @@ DPPO bounds how far the probability of a token moved from p to q: a ratio says l
     0.99  -> 0.5             0.505   0.49      0.6371
 
 A loss whose ratio belongs to the sequence or an action gives it to each token, so every aggregation works;
-the papers' objectives are those of ``seq-mean-token-mean``. dro and kimi15 are meant for samples that are not
-from the policy's own distribution: no importance ratio is in them, and so nothing is ever clipped.
+the papers' objectives use ``seq-mean-token-mean``. dro and kimi15 are meant for off-policy samples: they have
+no importance ratio, so nothing is clipped.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ from grpo_dist.algorithms.ratios import (
     sequence_mean,
 )
 
-# Range of a sequence's log-ratio, nats: beyond it the weight of vespo is all but 0.
+# Range of a sequence's log-ratio, nats: beyond it the weight of vespo is almost 0.
 _LOG_RANGE = (math.log(1e-8), 20.0)
 
 
 def policy_gradient(
     logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask
 ) -> LossAndStats:
-    """REINFORCE: the value is -A, the gradient -A grad log pi; Williams 1992. ``old_logprobs`` are only
-    compared with.
+    """REINFORCE: the value is -A, the gradient -A grad log pi; Williams 1992. ``old_logprobs`` only enter the
+    statistics.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     unmoved, _ = masked_inputs(logprobs, logprobs, advantages, mask)
@@ -213,12 +213,12 @@ def gspo(
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) with s the geometric mean of the token ratios.
 
     GSPO (Zheng et al. 2025, arXiv:2507.18071), in its token form, equations 13 and 14: the value of s is the
-    sequence's, its gradient flows through the token's own log-prob. With one advantage a sequence the
-    gradient is that of the sequence form under every aggregation; with token advantages it stays defined.
+    sequence's, its gradient flows through the token's own log-prob. With one advantage per sequence the
+    gradient equals the sequence form's under every aggregation; with token advantages it stays defined.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     mean = sequence_mean(log_ratio, mask).expand_as(log_ratio)
-    return _of_means(mean, log_ratio, advantages, mask, clip_low=clip_low, clip_high=clip_high)
+    return _clip_mean_ratio(mean, log_ratio, advantages, mask, clip_low=clip_low, clip_high=clip_high)
 
 
 def gspo_segment(
@@ -226,16 +226,16 @@ def gspo_segment(
     clip_low: Number = 0.2, clip_high: Number = 0.2,
 ) -> LossAndStats:  # fmt: skip
     """As `gspo` with s the geometric mean over a run of neighbouring unmasked tokens: an action of an
-    episode, between two observations. A sequence without given tokens is one.
+    episode, between two observations. A sequence without given tokens is one action.
 
     It is ROLL's ``ratio_type: segment`` of agentic training, with its bounds, and the token form's gradient.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     mean = segment_mean(log_ratio.detach(), mask)
-    return _of_means(mean, log_ratio, advantages, mask, clip_low=clip_low, clip_high=clip_high)
+    return _clip_mean_ratio(mean, log_ratio, advantages, mask, clip_low=clip_low, clip_high=clip_high)
 
 
-def _of_means(
+def _clip_mean_ratio(
     mean: TokenValues,
     log_ratio: TokenValues,
     advantages: TokenValues,
@@ -254,20 +254,19 @@ def gmpo(
     logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask,
     kept: TokenMask | None = None, *, clip_low: Number = 0.4, clip_high: Number = 0.4,
 ) -> LossAndStats:  # fmt: skip
-    """-A times the geometric mean of the token ratios, each clipped on its own before the mean is taken.
+    """-A times the geometric mean of the token ratios, each clipped before the mean is taken.
 
     GMPO (Zhao et al. 2025, arXiv:2507.20673), equation 4. The bounds are on log r: above ``clip_high`` where
     A > 0, below -``clip_low`` where A < 0 (the paper clips r to exp(-0.4) and exp(0.4)).
 
-    ``kept``: tokens of the mean, those that no rule or cut has removed; None: all of ``mask``. A removed
-    token is not in the mean, so that it has no gradient through the terms of the others. With none kept the
-    mean is 1.
+    ``kept``: tokens in the mean, which no rule or cut removed; None: all of ``mask``. A removed token gets no
+    gradient through the mean. With no token kept the mean is 1.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     low, high = (advantages < 0) & (log_ratio < -clip_low), (advantages > 0) & (log_ratio > clip_high)
     clipped = torch.where(high, clip_high, torch.where(low, -clip_low, log_ratio))
-    of_mean = mask if kept is None else mask & kept
-    mean = sequence_mean(torch.where(of_mean, clipped, 0.0), of_mean)
+    mean_mask = mask if kept is None else mask & kept
+    mean = sequence_mean(torch.where(mean_mask, clipped, 0.0), mean_mask)
     ratio = bounded_exp(mean.expand_as(clipped), advantages != 0)
     return -ratio * advantages, ratio_stats(log_ratio, mask, low=low, high=high)
 
@@ -294,7 +293,7 @@ def kimi15(
 
     Kimi k1.5 (Kimi team 2025, arXiv:2501.12599), equation 3, whose advantage is r - mean of the group
     (``advantage: dr_grpo``). D^2 / 2 is shared out as D d_t / 2, which adds up to it; the gradient at every
-    token is tau D, as that of the square is. Its aggregation is ``seq-mean-token-sum``.
+    token is tau D, as for the square. Its aggregation is ``seq-mean-token-sum``.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     total = log_ratio.detach().sum(dim=1, keepdim=True)
@@ -309,8 +308,8 @@ def topr(
     """-A log pi where A >= 0, -stop_gradient(min(w, 1)) A log pi where A < 0, w the sequence's ratio.
 
     TOPR, tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv:2503.14286), equation 8: good samples are
-    learned as in supervised training, bad ones lose weight as the policy leaves them, so that nothing pushes
-    their probability without a bound. The sign is that of the advantage; the paper's rewards are +1 and -1.
+    learned as in supervised training, bad ones lose weight as their probability falls, so that nothing pushes
+    it down without bound. The sign is the advantage's; the paper's rewards are +1 and -1.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     return _tapered(logprobs, log_ratio, _log_weight(log_ratio), advantages, mask)
@@ -370,8 +369,8 @@ def vespo(
     """-stop_gradient(w^k exp(lambda (1 - w))) A log pi with w the sequence's ratio.
 
     VESPO (arXiv:2602.10693), section 3.4: the weight is 1 at w = 1, largest at w = k / lambda, and falls to 0
-    on both sides, so that no sequence counts much that the policy finds far more or far less likely than the
-    one that sampled. ``k`` and ``lambda`` by the sign of the advantage; 0 counts as positive.
+    on both sides, so that sequences far more or far less likely under the policy than when sampled count
+    little. ``k`` and ``lambda`` by the sign of the advantage; 0 counts as positive.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     log_weight = _log_weight(log_ratio).clamp(*_LOG_RANGE)
@@ -387,9 +386,9 @@ def clip_cov(
     logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask,
     selected: TokenMask | None = None, *, clip_low: Number = 0.2, clip_high: Number = 0.2,
 ) -> LossAndStats:  # fmt: skip
-    """`ppo_clip` without the tokens ``selected``; None: no token is. Equation 12 of the paper."""
+    """`ppo_clip` without the ``selected`` tokens; None: none. Equation 12 of the paper."""
     losses, stats = ppo_clip(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high)
-    chosen = _within(selected, mask)
+    chosen = _mask_selected(selected, mask)
     return torch.where(chosen, 0.0, losses), stats | {"selected": chosen.sum()}
 
 
@@ -397,17 +396,17 @@ def kl_cov(
     logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask,
     selected: TokenMask | None = None, *, cov_kl_coef: Number = 1.0,
 ) -> LossAndStats:  # fmt: skip
-    """-r A, and for the tokens ``selected`` + cov_kl_coef |log r|; None: no token is. Equation 13.
+    """-r A, and for the ``selected`` tokens + cov_kl_coef |log r|; None: no such tokens. Equation 13.
 
-    Nothing bounds the ratio of the others: the penalty is what keeps the policy from collapsing.
+    Nothing bounds the ratio of the other tokens: the penalty keeps the policy from collapsing.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
-    ratio, chosen = bounded_exp(log_ratio, advantages != 0), _within(selected, mask)
+    ratio, chosen = bounded_exp(log_ratio, advantages != 0), _mask_selected(selected, mask)
     losses = torch.where(chosen, cov_kl_coef * log_ratio.abs(), 0.0) - ratio * advantages
     return torch.where(mask, losses, 0.0), ratio_stats(log_ratio, mask) | {"selected": chosen.sum()}
 
 
-def _within(selected: TokenMask | None, mask: TokenMask) -> TokenMask:
+def _mask_selected(selected: TokenMask | None, mask: TokenMask) -> TokenMask:
     return torch.zeros_like(mask) if selected is None else mask & selected
 
 

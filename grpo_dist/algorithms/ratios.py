@@ -1,5 +1,5 @@
-"""What every policy loss starts from: masked log-ratios, their means over a sequence or an action, and
-statistics that add up over any split of rows.
+"""Inputs of every policy loss: masked log-ratios, their means over a sequence or an action, and statistics
+that add up over any split of rows.
 
 A row is a sample; index t describes its token t. Statistics are sums over unmasked tokens, or maxima where
 the name ends in ``_max``: they combine exactly over micro-batches and ranks.
@@ -40,11 +40,11 @@ def at_least_float32(values: Float[Tensor, ...]) -> Float[Tensor, ...]:
 
 
 def bounded_exp(log_ratio: TokenValues, unbounded: TokenMask) -> TokenValues:
-    """exp of ``log_ratio``, of what is past `LOG_LIMIT` only where ``unbounded``.
+    """Return exp of ``log_ratio``, clamped at `LOG_LIMIT` except where ``unbounded``.
 
-    Elsewhere a bound of the loss, or an advantage of 0, makes the loss constant in a ratio so large. It must
-    not overflow there: 0 * inf is NaN in the backward pass. Where ``unbounded`` nothing is cut, so that the
-    gradient stays; a ratio that overflows makes a loss that is not finite, which the trainer refuses.
+    Where clamped, a bound of the loss or an advantage of 0 makes the loss constant in such large ratios. They
+    must not overflow: 0 * inf is NaN in the backward pass. Where ``unbounded`` the gradient stays; a ratio
+    that overflows gives a non-finite loss, which the trainer refuses.
     """
     return torch.where(unbounded, log_ratio, log_ratio.clamp(max=LOG_LIMIT)).exp()
 
@@ -69,7 +69,7 @@ def segment_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Flo
     """
     begins = mask.clone()
     begins[:, 1:] &= ~mask[:, :-1]
-    width = mask.shape[1] + 1  # one more than the most runs of a row: 0 is in front of the first
+    width = mask.shape[1] + 1  # above the runs of any row; index 0 is before the first run
     rows = torch.arange(len(mask), device=mask.device)[:, None]
     index = (rows * width + begins.long().cumsum(dim=1))[mask]
     sums, counts = torch.zeros(2, len(mask) * width, dtype=values.dtype, device=values.device)
@@ -83,8 +83,8 @@ def segment_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Flo
 def clipped_surrogate(
     ratio: TokenValues, advantages: TokenValues, *, clip_low: Number, clip_high: Number
 ) -> tuple[TokenValues, TokenMask, TokenMask]:
-    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A); and where the lower and the upper bound
-    removed the gradient.
+    """Return -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), and where the lower and the upper
+    bound removed the gradient.
     """
     losses = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     low, high = (advantages < 0) & (ratio < 1 - clip_low), (advantages > 0) & (ratio > 1 + clip_high)
@@ -100,8 +100,8 @@ def ratio_stats(
     high: TokenMask | None = None,
     capped: TokenMask | None = None,
 ) -> Stats:
-    """``ratio``, ``ratio_max``, ``clip_low``, ``clip_high``, ``dual_clip`` (tokens whose gradient a bound
-    removed or held; None: there is no such bound) and ``approx_kl`` (k3 of old to new, nats).
+    """Return ``ratio``, ``ratio_max``, ``clip_low``, ``clip_high``, ``dual_clip`` (tokens whose gradient a
+    bound removed or capped; None: no such bound) and ``approx_kl`` (k3 of old to new, nats).
     """
     none = torch.zeros_like(mask)
     zero = torch.zeros((), dtype=log_ratio.dtype, device=log_ratio.device)

@@ -1,6 +1,5 @@
-"""What is due when, the learning rate and other schedules, as functions of the step or update number, so that
-resuming needs nothing but that number; and the steering of a temperature and of the
-weight of the KL term.
+"""Learning rate and other schedules as functions of the step or update number, so that resuming needs only
+that number; and the controller of a temperature and of the KL term's weight.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Literal
 
-_LARGEST_ERROR = 0.2  # of a steered value in a single step, whatever is measured
+_LARGEST_ERROR = 0.2  # bound on the controller's relative error in one step
 
 
 def learning_rate(
@@ -22,11 +21,11 @@ def learning_rate(
     total: int,
     min_ratio: float,
 ) -> float:
-    """Rate of optimiser update ``update`` (0, 1, ...) out of ``total``.
+    """Return the learning rate of optimiser update ``update`` (0, 1, ...) out of ``total``.
 
-    Rises linearly over ``warmup`` updates, the first of which already moves: with warmup 4, updates 0..4 run
-    at 1/5, 2/5, 3/5, 4/5, 1 of ``lr``. Then stays, or falls to ``min_ratio * lr`` at the last update,
-    linearly or along half a cosine.
+    Rises linearly over ``warmup`` updates, starting above 0: with warmup 4, updates 0..4 run at 1/5, 2/5,
+    3/5, 4/5, 1 of ``lr``. Then stays, or falls to ``min_ratio * lr`` at the last update, linearly or along
+    half a cosine.
     """
     if update < warmup:
         return lr * (update + 1) / (warmup + 1)
@@ -43,15 +42,15 @@ def is_due(step: int, every: int) -> bool:
 
 
 def latest(points: Sequence[tuple[int, int]], step: int) -> int:
-    """Return the value of the last of ``points`` (step, value) that is not after ``step``: of (0, 8), (5, 16)
-    it is 8 up to step 4, and 16 from step 5 on. The first point is at step 0.
+    """Return the value of the last of ``points`` (step, value) at or before ``step``: (0, 8), (5, 16) give 8
+    up to step 4, and 16 from step 5 on. The first point is at step 0.
     """
     return points[bisect_right([at for at, _ in points], step) - 1][1]
 
 
 def interpolated(points: Sequence[tuple[int, float]], step: int) -> float:
-    """Return the value at ``step``, linear between ``points`` (step, value) and constant after the last: of
-    (0, 1.0), (10, 0.5) it is 0.75 at step 5. The first point is at step 0.
+    """Return the value at ``step``, linear between ``points`` (step, value) and constant after the last:
+    (0, 1.0), (10, 0.5) give 0.75 at step 5. The first point is at step 0.
     """
     after = bisect_right([at for at, _ in points], step)
     if after == len(points):
@@ -67,7 +66,7 @@ def steer(value: float, measured: float, *, target: float, gain: float) -> float
 
     Args:
         measured: KL or entropy, nats per token. NaN changes nothing.
-        target: wanted, nats per token, above 0.
+        target: of the same, nats per token, above 0.
     """
     if math.isnan(measured):
         return value

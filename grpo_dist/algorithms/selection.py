@@ -1,4 +1,4 @@
-"""Choosing tokens over a whole update: for clip_cov, kl_cov and `algorithm.top_entropy_share`.
+"""Selection of tokens over a whole update: for clip_cov, kl_cov and `algorithm.top_entropy_share`.
 
 Cui et al. 2025, "The entropy mechanism of reinforcement learning" (arXiv:2505.22617): entropy falls by the
 covariance of log-probs and advantages over the tokens of an update, and few tokens have most of it.
@@ -7,8 +7,8 @@ covariance of log-probs and advantages over the tokens of an update, and few tok
     clip_cov   tokens with cov between `cov_low` and `cov_high`, a share of all, at random: no policy loss
     kl_cov     the share of tokens with the largest cov: a penalty |log pi - log pi_old| on them
 
-Means and choice are those of the whole update, so that no split of its rows changes them: the caller sums
-over all ranks, and passes the means to `token_covariances` and the threshold of `lowest` to `up_to`.
+Means and selection cover the whole update, so that no split of its rows changes them: the caller sums over
+all ranks, and passes the means to `token_covariances` and the threshold of `lowest` to `up_to`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def token_covariances(
 
 
 def random_keys(ids: Int[Tensor, "*shape"], seed: int) -> Float[Tensor, "*shape"]:
-    """Return a number in [0, 1) for each of ``ids``, float64: a function of id and ``seed`` alone, so that a
-    choice by the smallest does not depend on who has which rows. Mixed as by splitmix64.
+    """Return a number in [0, 1) for each of ``ids``, float64, by splitmix64 from id and ``seed`` alone, so
+    that choosing the smallest does not depend on which rank has which rows.
     """
     x = ids + torch.tensor(seed + 1, device=ids.device) * _MIX[0]
     for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
@@ -45,7 +45,7 @@ def random_keys(ids: Int[Tensor, "*shape"], seed: int) -> Float[Tensor, "*shape"
 def lowest(values: Float[Tensor, " N"], ids: Int[Tensor, " N"], count: int) -> tuple[float, int]:
     """Return the last of the ``count`` smallest (value, id) pairs; of equal values the smaller id is first.
 
-    (-inf, -1), which no pair is below, if there are none or ``count`` is 0.
+    Returns (-inf, -1), below every pair, if there are no pairs or ``count`` is 0.
     """
     count = min(count, len(values))
     if not count:

@@ -1,1 +1,1 @@
-"""From scored groups to rows of a batch: advantages per token, and the share of each rank."""
+"""From scored groups to batch rows: advantages per token, and each rank's share of the rows."""

@@ -1,16 +1,16 @@
-"""Credit assignment: from the rewards of a step to the advantage of every token, over all of its groups.
+"""Credit assignment: from the rewards of a step's groups to the advantage of every token.
 
 rewards [G] of each group     clipped, normalised                  reward_clip, reward_norm
-                              (what is not finite: not scored)
+                              (not finite: unscored)
   -> advantages [G]           the estimator                        advantage
-  -> advantages [B, T]        spread over tokens, or of steps      process, turn, otb
-                              plus those of steps                  process.outcome_coef, process.coef
-                              weighed                              reward_coef
-                              less the KL still to come            kl_coef
+  -> advantages [B, T]        one per token, or by step or turn    process, turn, otb
+                              plus step advantages                 process.outcome_coef, process.coef
+                              weighted                             reward_coef
+                              minus the KL to go                   kl_coef
                               whitened over tokens                 advantage.whiten, then the weight
-                              plus those of a teacher              teacher_coef
+                              plus teacher advantages              teacher_coef
                               clipped                              advantage_clip
-                              weighed by length                    length_weights
+                              weighted by length                   length_weights
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from grpo_dist.plugins.algorithm import UserCode, kl_estimate, user_advantages
 from grpo_dist.plugins.inputs import AdvantageInputs
 from grpo_dist.types import Group, TrainBatch, Turn
 
-# The estimators whose advantages belong to tokens from the start: of steps, of turns, of tokens.
+# Estimators that assign advantages to tokens directly: by step, turn and token.
 PROCESS, TURN, OTB = "process", "turn", "otb"
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageSettings:
-    """How rewards become advantages: the configuration, and what a run and its step add to it.
+    """How rewards become advantages: the configuration, plus values of the run and the step.
 
     Attributes:
         algorithm: estimator, normalisation and clips, with the settings of each.
-        weights: of each reward, for gdpo and user-supplied estimators.
-        moments: of all rewards so far, these groups' included, for `reward_norm` running.
-        kl_coef: weight of the KL term in the reward; 0: no such term.
-        reward_coef: weight of the advantages of rewards; whitened: not with a KL term.
-        teacher_coef: weight of a teacher's advantages; 0: it is no part of them.
-        code_paths: where user-supplied code is.
-        by_source: `algorithm` for the sources with parts of their own.
+        weights: weight of each reward, for gdpo and user-supplied estimators.
+        moments: moments of all rewards so far, including these groups, for `reward_norm` running.
+        kl_coef: weight of the KL term in the reward; 0: no KL term.
+        reward_coef: weight of the reward advantages; must be 1 with both whitening and a KL term.
+        teacher_coef: weight of the teacher's advantages; 0: none are added.
+        code_paths: directories of user-supplied code.
+        by_source: `algorithm` of the sources that override parts of it.
     """
 
     algorithm: AlgorithmConfig
@@ -71,45 +71,41 @@ class AdvantageSettings:
     by_source: Mapping[str, AlgorithmConfig] = field(default_factory=dict)
 
     def by_estimator(self, groups: Sequence[Group]) -> list[tuple[AdvantageSettings, list[int]]]:
-        """Return which of ``groups``, by index, share an estimator, with its settings: the groups of each
-        source that has its own, and all others.
-        """
+        """Return settings and group indices for each estimator. Sources that set no estimator share one."""
         shared = self.algorithm.advantage
-        apart = {
+        overrides = {
             name: algorithm for name, algorithm in self.by_source.items() if algorithm.advantage is not shared
         }
         members: dict[str | None, list[int]] = {}
         for index, group in enumerate(groups):
             source = group.prompt.source
-            members.setdefault(source if source in apart else None, []).append(index)
+            members.setdefault(source if source in overrides else None, []).append(index)
         return [
-            (self if source is None else replace(self, algorithm=apart[source]), indices)
+            (self if source is None else replace(self, algorithm=overrides[source]), indices)
             for source, indices in members.items()
         ]
 
     @property
     def own(self) -> UserCode:
-        """User-supplied pieces of the algorithm."""
+        """User-supplied components of the algorithm."""
         return UserCode.from_pieces(self.code_paths, self.algorithm.user_components)
 
     @property
     def gamma(self) -> float:
-        """Discount of the reward, and of the KL in it, for each later token."""
+        """Discount per token of the reward and of the KL in it."""
         estimator = self.algorithm.advantage
         return estimator.gamma if isinstance(estimator, ReinforceAdvantage) else 1.0
 
     def arguments(self, *names: str) -> dict[str, Any]:
-        """Return the settings called ``names`` that the estimator has."""
+        """Return the estimator's settings among ``names``."""
         return {name: value for name, value in self.algorithm.advantage.arguments.items() if name in names}
 
 
 def sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[np.ndarray]:
-    """Return advantages [G] for each group, by the estimator of its source; zeros with the estimators
-    `process`, `turn` and `otb`.
+    """Return advantages [G] for each group, by its source's estimator; zeros for `process`, `turn` and `otb`.
 
-    float64 where whitening, or a term of the KL, of steps or of a teacher still follows, which
-    `token_advantages` ends in float32: whitening looks at differences, of which float32 keeps few digits
-    where the mean is large. float32 otherwise.
+    float64 if whitening or a KL, step or teacher term follows; `token_advantages` then converts to float32.
+    Whitening takes differences, of which float32 keeps few digits when the mean is large. Otherwise float32.
     """
     advantages: dict[int, np.ndarray] = {}
     for part, indices in settings.by_estimator(groups):
@@ -139,7 +135,7 @@ def clipped_rewards(groups: Sequence[Group], clip: float | None) -> Tensor:
 
 
 def _normalised(groups: Sequence[Group], settings: AdvantageSettings) -> Tensor:
-    """Return the rewards of all groups end to end as an estimator takes them."""
+    """Return the clipped and normalised rewards of all groups end to end."""
     algorithm = settings.algorithm
     return normalise_rewards(
         clipped_rewards(groups, algorithm.reward_clip), _group_ids(groups), over=algorithm.reward_norm.name,
@@ -153,26 +149,26 @@ def token_advantages(
     settings: AdvantageSettings,
     score_norms: Float[Tensor, "B T"] | None = None,
 ) -> TrainBatch:
-    """Return ``batch``, made of ``groups`` with `sample_advantages`, with its final token advantages.
-    ``score_norms``: of its tokens, for the estimator `otb`.
+    """Return ``batch``, made from ``groups`` with `sample_advantages`, with its final token advantages.
+    ``score_norms``: per token, for the estimator `otb`.
 
-    The KL in the reward is that of the policy that sampled: token t loses ``kl_coef`` times the KL of all
-    sampled tokens from t to the end of its sample (OpenRLHF's and InstructGPT's reward, arXiv:2203.02155).
-    The KL to a teacher is that of token t alone: each token gains ``teacher_coef`` times log p of the teacher
-    minus that of the policy that sampled (on-policy distillation, thinkingmachines.ai, October 2025). The
-    batch is then without a teacher's stream.
+    The KL in the reward uses the sampling policy: token t loses ``kl_coef`` times the KL of all sampled
+    tokens from t to the end of its sample (OpenRLHF's and InstructGPT's reward, arXiv:2203.02155). The
+    teacher term uses token t only: the token gains ``teacher_coef`` times log p of the teacher minus log p of
+    the sampling policy (on-policy distillation, thinkingmachines.ai, October 2025). The returned batch then
+    has no teacher stream.
     """
     parts = settings.by_estimator(groups)
     if len(parts) == 1:
         advantages = _token_advantages(batch, groups, parts[0][0], score_norms)
     else:
         advantages = torch.zeros(batch.tokens.shape, dtype=torch.float64)
-        for of_part, indices in parts:
+        for part_settings, indices in parts:
             rows = np.flatnonzero(np.isin(batch.group_ids.numpy(), indices))
             part = batch.select(rows.tolist())
             width = part.tokens.shape[1]
             norms = None if score_norms is None else score_norms[rows, :width]
-            values = _token_advantages(part, [groups[i] for i in indices], of_part, norms)
+            values = _token_advantages(part, [groups[i] for i in indices], part_settings, norms)
             advantages[rows, :width] = values.double()
     if settings.teacher_coef:
         batch = replace(batch, teacher=None, denominators=replace(batch.denominators, taught=0.0))
@@ -187,11 +183,11 @@ def _token_advantages(
     settings: AdvantageSettings,
     score_norms: Float[Tensor, "B T"] | None,
 ) -> Float[Tensor, "B T"]:
-    """Return the advantages of tokens, of groups that share an estimator."""
+    """Return the token advantages of ``groups``, which share an estimator."""
     algorithm, estimator = settings.algorithm, settings.algorithm.advantage
     assert not (estimator.whiten and settings.kl_coef) or settings.reward_coef == 1.0, "refused by the config"
     whole, advantages, is_trained = batch, batch.policy.advantages, batch.policy.mask
-    if settings.teacher_coef:  # a sample without a reward has none of its advantages, whatever follows
+    if settings.teacher_coef:  # unscored samples get teacher advantages only
         is_trained = is_trained & _scored_rows(groups)[:, None]
         batch = replace(batch, policy=replace(batch.policy, mask=is_trained))
     if estimator.name == PROCESS:
@@ -199,13 +195,13 @@ def _token_advantages(
     if estimator.name == TURN:
         advantages = _turn_level(batch, groups, settings)
     if estimator.name == OTB:
-        assert score_norms is not None, "the policy gives them"
-        # Samples that are not trained stay in the baseline of their siblings, as in that of a group.
+        assert score_norms is not None, "estimator otb needs score norms"
+        # Untrained samples still count in their group's baseline, as with the group estimators.
         inputs = (_normalised(groups, settings), _group_ids(groups), score_norms, sampled_tokens(groups))
-        every = optimal_token_baseline(*inputs, sequence_ids=_samples_of_rows(groups))
-        advantages = torch.where(is_trained, every, 0.0)
+        otb_advantages = optimal_token_baseline(*inputs, sequence_ids=_samples_of_rows(groups))
+        advantages = torch.where(is_trained, otb_advantages, 0.0)
     if algorithm.process:
-        # PRIME (Cui et al. 2025, arXiv:2502.01456), equation 6: each has a baseline of its own.
+        # PRIME (Cui et al. 2025, arXiv:2502.01456), equation 6: separate baselines for outcome and steps.
         steps = _process(batch, groups, settings)
         advantages = algorithm.process.outcome_coef * advantages + algorithm.process.coef * steps
     if settings.gamma < 1.0:
@@ -214,18 +210,18 @@ def _token_advantages(
         advantages = advantages * settings.reward_coef
     if settings.kl_coef:
         kl = _kl_to_go(batch, settings, _samples_of_rows(groups))
-        if (weights := batch.policy.kl_weights) is not None:  # without one no overflow counts
+        if (weights := batch.policy.kl_weights) is not None:  # weight 0 ignores an overflowing KL
             kl = torch.where(weights[:, None] > 0, weights[:, None] * kl, 0.0)
         advantages = advantages - settings.kl_coef * kl
     if estimator.whiten:
-        # A KL that is not finite must not become advantage 0: the loss is then NaN, and the update refused.
+        # Keep NaN for a non-finite KL, so that the update is refused: whitening would make it 0.
         broken = is_trained & ~torch.isfinite(advantages)
         whitened = settings.reward_coef * whiten(advantages, is_trained)
         advantages = torch.where(broken, torch.nan, whitened)
     if settings.teacher_coef:
-        advantages = advantages + settings.teacher_coef * _nearer_to_teacher(whole)
+        advantages = advantages + settings.teacher_coef * _teacher_advantages(whole)
     if (bound := algorithm.advantage_clip) is not None:
-        # An infinite KL must not become the bound either.
+        # Clamping must not turn an infinite KL into the bound either.
         clipped = advantages.clamp(-bound, bound)
         advantages = torch.where(torch.isfinite(advantages), clipped, torch.nan)
     return advantages
@@ -237,8 +233,8 @@ def _scored_rows(groups: Sequence[Group]) -> Tensor:
     return torch.from_numpy(np.repeat(np.isfinite(np.concatenate([g.rewards for g in groups])), counts))
 
 
-def _nearer_to_teacher(batch: TrainBatch) -> Tensor:
-    """Return -(log p of the policy that sampled - log p of the teacher), float64 [B, T]; 0 where none is."""
+def _teacher_advantages(batch: TrainBatch) -> Tensor:
+    """Return log p of the teacher minus log p of the sampling policy, float64 [B, T]; 0 where untaught."""
     assert batch.teacher is not None, "a teacher gives log-probs"
     gap = batch.teacher.logprobs.double() - batch.policy.rollout_logprobs.double()
     return torch.where(batch.teacher.mask, gap, 0.0)
@@ -256,14 +252,14 @@ def clipped_baselines(groups: Sequence[Group], clip: float | None) -> Float[Tens
 
 
 def _parts(groups: Sequence[Group], settings: AdvantageSettings) -> Float[Tensor, "K B"]:
-    """Return each reward before weighting, of the rewards whose weight is not 0. One that a group's source
-    does not have is NaN in it: it adds nothing, and is in no statistic.
+    """Return each reward with a non-zero weight, before weighting. It is NaN where the group's source lacks
+    the reward: it adds nothing there and enters no statistic.
     """
     return _finite(torch.from_numpy(np.stack([_part(groups, name) for name in _weighted(settings)])))
 
 
 def _part(groups: Sequence[Group], name: str) -> np.ndarray:
-    """Return a reward of all samples, float32 [B]; NaN where the group's source does not have it."""
+    """Return the reward ``name`` of all samples, float32 [B]; NaN where the group's source lacks it."""
     return np.concatenate([g.reward_parts.get(name, np.full_like(g.rewards, np.nan)) for g in groups])
 
 
@@ -275,7 +271,7 @@ def _weighted(settings: AdvantageSettings) -> dict[str, float]:
     return {name: weight for name, weight in settings.weights.items() if weight}
 
 
-# The `ADVANTAGE_INPUTS` that are made of groups; the others are settings of the estimator.
+# `ADVANTAGE_INPUTS` computed from groups; the others are settings of the estimator.
 _INPUTS: dict[str, Callable[[Sequence[Group], AdvantageSettings], Any]] = {
     "lengths": _lengths,
     "baselines": lambda groups, settings: clipped_baselines(groups, settings.algorithm.reward_clip),
@@ -299,7 +295,7 @@ def _clipped(rewards: Float[Tensor, " B"], clip: float | None) -> Float[Tensor, 
 
 
 def _finite(rewards: Tensor) -> Tensor:
-    """Return float64, with NaN ("could not be scored") for infinities: a clip must not make them rewards."""
+    """Return float64 with NaN (unscored) for infinities, which a clip would turn into rewards."""
     return torch.where(torch.isfinite(rewards), rewards.double(), torch.nan)
 
 
@@ -309,7 +305,7 @@ def _group_ids(groups: Sequence[Group]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _TurnSpan:
-    """The tokens [begin, end) of row ``row`` of the batch from behind the turn before to the turn's end."""
+    """Tokens [begin, end) of batch row ``row``: from the end of the previous turn to the end of this one."""
 
     turn: Turn
     sample: int
@@ -319,7 +315,7 @@ class _TurnSpan:
 
 
 def _turn_spans(groups: Sequence[Group]) -> Iterator[_TurnSpan]:
-    """Yield the turns of all samples in order. A turn of an episode without a reward has reward NaN."""
+    """Yield the turn spans of all samples in order. Turns of unscored episodes have reward NaN."""
     first = 0
     samples = ((g, g.rollouts[i], np.isfinite(g.rewards[i])) for g in groups for i in range(len(g.rollouts)))
     for sample, (group, rollout, is_scored) in enumerate(samples):
@@ -327,42 +323,42 @@ def _turn_spans(groups: Sequence[Group]) -> Iterator[_TurnSpan]:
         ends = list(starts)
         for turn in rollout.turns:
             begin, ends[turn.row] = ends[turn.row], starts[turn.row] + turn.end
-            own = turn if is_scored else replace(turn, reward=np.nan)
-            yield _TurnSpan(own, sample, first + turn.row, begin, ends[turn.row])
+            scored_turn = turn if is_scored else replace(turn, reward=np.nan)
+            yield _TurnSpan(scored_turn, sample, first + turn.row, begin, ends[turn.row])
         first += len(starts)
 
 
 def _samples_of_rows(groups: Sequence[Group]) -> Int[Tensor, " B"] | None:
-    """Return the sample of each row; None where each row is one."""
+    """Return the sample index of each row; None if every sample has one row."""
     counts = [len(r.rows) for g in groups for r in g.rollouts]
     if max(counts, default=1) == 1:
         return None
     return torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
 
 
-def _wants_steps(settings: AdvantageSettings) -> str:
+def _step_setting(settings: AdvantageSettings) -> str:
     added = settings.algorithm.process
     return f"algorithm.process.coef = {added.coef:g}" if added else "algorithm.advantage = process"
 
 
 def _process(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageSettings) -> Tensor:
-    """Take the steps of a process reward model, or the turns that have a reward."""
+    """Return token advantages from the steps of a process reward model, or from turns with a reward."""
     spans = [span for span in _turn_spans(groups) if span.turn.reward is not None]
     rewards: list[float] = [span.turn.reward or 0.0 for span in spans]
     rows, ends, row = [span.row for span in spans], [span.end - 1 for span in spans], 0
     for group in groups:
-        first = row + np.cumsum([0, *(len(r.rows) for r in group.rollouts)])  # row of each sample
+        first = row + np.cumsum([0, *(len(r.rows) for r in group.rollouts)])  # first row of each sample
         scored = zip(group.step_rewards or (), group.step_ends or (), strict=True)
         for sample, (values, last) in enumerate(scored):
-            # A sample without a reward is not trained, so its steps are in no statistic of its siblings.
+            # Unscored samples are not trained: their steps stay out of the group's statistics.
             rewards += values.tolist() if np.isfinite(group.rewards[sample]) else [math.nan] * len(values)
             ends += (last.astype(np.int64) + len(group.prompt.token_ids)).tolist()
             rows += [int(first[sample])] * len(values)
-        has_none = group.step_rewards is None and not any(r.turns for r in group.rollouts)
-        if has_none and np.isfinite(group.rewards).any():  # one that was not scored at all trains nothing
+        lacks_steps = group.step_rewards is None and not any(r.turns for r in group.rollouts)
+        if lacks_steps and np.isfinite(group.rewards).any():  # an unscored group trains nothing
             raise ValueError(
-                f"{_wants_steps(settings)}, but {group.prompt.uid} has no step rewards; add a process reward "
-                "model to rewards.models, or use an environment that rewards turns"
+                f"{_step_setting(settings)}, but {group.prompt.uid} has no step rewards; add a process "
+                "reward model to rewards.models, or use an environment that rewards turns"
             )
         row = int(first[-1])
     return process(
@@ -392,10 +388,10 @@ def _turn_level(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageS
 
 
 def _discounted(batch: TrainBatch, gamma: float, samples: Int[Tensor, " B"] | None) -> Tensor:
-    """Return ``gamma`` to the number of tokens that were sampled behind each token of its sample, [B, T].
+    """Return ``gamma`` to the power of the number of later sampled tokens in the sample, [B, T].
 
-    The reward belongs to the last token, and a return counts later ones less (REINFORCE++, arXiv:2501.03262;
-    the ``gamma`` of verl and OpenRLHF).
+    The reward belongs to the last token, and earlier tokens discount it (REINFORCE++, arXiv:2501.03262; the
+    ``gamma`` of verl and OpenRLHF).
     """
     later = sum_to_go(batch.policy.mask.double(), samples) - 1
     return torch.where(batch.policy.mask, gamma**later, 0.0)

@@ -1,8 +1,7 @@
-"""Which rank computes which rows, by their cost, and micro-batches filled to a token budget.
+"""Assignment of rows to ranks by cost, and micro-batches filled to a token budget.
 
-No plan changes a gradient: denominators are those of the whole update. Samples of one group share their
-prompt where they are computed together (`packing`), so a plan weighs even loads against keeping groups
-together.
+No plan changes a gradient: denominators cover the whole update. Samples of a group share their prompt when
+they are computed together (`packing`), so a plan weighs even loads against whole groups.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ COMPUTED_TOKENS = "throughput/computed_tokens"
 
 
 def rows_of_ranks(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[list[int]]:
-    """Deal rows to ranks so that the busiest has as little as possible; return those of each, in order.
+    """Deal rows to ranks with balanced cost; return each rank's rows, in order.
 
-    Takes the better of two plans: rows one by one, longest first, each to the rank with the least so far,
-    which evens out long tails; or whole runs of rows in order, which leaves groups together. Deterministic.
-    With fewer rows than ranks, some ranks get none.
+    Takes the better of two plans: longest row first to the least loaded rank, which evens out long rows; or
+    contiguous runs of rows, which keeps groups together. Deterministic. With fewer rows than ranks, some
+    ranks get none.
 
     Args:
         square: extra cost of a token for each token before it (attention), as a share of its own cost.
@@ -41,7 +40,7 @@ def rows_of_ranks(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list
         repeated = prompts[rows].sum() - sizes[np.unique(prefixes[rows])].sum() if rows else 0
         return sum(map(costs.__getitem__, rows)) - int(repeated)
 
-    plans = [_one_by_one(costs, ranks), _in_runs(costs, ranks)]
+    plans = [_plan_greedily(costs, ranks), _plan_runs(costs, ranks)]
     best = min(plans, key=lambda plan: max(map(load, plan)))
     return [sorted(rows) for rows in best]
 
@@ -64,26 +63,26 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 
 
 def packed_micro_batches(lengths: Sequence[int], prefixes: Prefixes, token_budget: int) -> list[list[int]]:
-    """Plan packed rows: rows in order of their groups, as few micro-batches as the budget allows and these
-    about equally full. What prompts share counts once in each micro-batch, and the rows, each with its
-    prompt, are at most `ATTENDED` times the budget.
+    """Plan packed rows in group order: as few micro-batches as the budget allows, about equally full. Shared
+    prompt tokens count once per micro-batch; the rows with their prompts are at most `ATTENDED` times the
+    budget.
 
         lengths [5, 6, 4, 8], groups [0, 0, 1, 1], prompts of 3 tokens, budget 12 -> [[0, 1], [2, 3]]
 
     A row above the budget goes alone. Deterministic; every row once.
     """
-    parts = _filled(lengths, prefixes, token_budget)
-    low, high = 1, token_budget  # searches the least budget that needs no more micro-batches
+    parts = _fill_budget(lengths, prefixes, token_budget)
+    low, high = 1, token_budget  # binary search for the smallest budget that needs no more micro-batches
     while parts and low < high:
         middle = (low + high) // 2
-        if len(_filled(lengths, prefixes, middle)) <= len(parts):
+        if len(_fill_budget(lengths, prefixes, middle)) <= len(parts):
             high = middle
         else:
             low = middle + 1
-    return _filled(lengths, prefixes, high)
+    return _fill_budget(lengths, prefixes, high)
 
 
-def _filled(lengths: Sequence[int], prefixes: Prefixes, budget: int) -> list[list[int]]:
+def _fill_budget(lengths: Sequence[int], prefixes: Prefixes, budget: int) -> list[list[int]]:
     groups, prompts, begun = prefixes.groups, prefixes.prompts, prefixes.begun
     parts: list[list[int]] = []
     tokens = attended = 0
@@ -101,18 +100,18 @@ def _filled(lengths: Sequence[int], prefixes: Prefixes, budget: int) -> list[lis
     return parts
 
 
-def _one_by_one(costs: list[float], ranks: int) -> list[list[int]]:
+def _plan_greedily(costs: list[float], ranks: int) -> list[list[int]]:
     rows: list[list[int]] = [[] for _ in range(ranks)]
     least = [(0.0, 0, rank) for rank in range(ranks)]  # a heap of (cost so far, rows so far, rank)
-    for row in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # of equal ones the first
+    for row in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # ties in row order
         load, count, rank = least[0]
         rows[rank].append(row)
         heapreplace(least, (load + costs[row], count + 1, rank))
     return rows
 
 
-def _in_runs(costs: list[float], ranks: int) -> list[list[int]]:
-    """Give a row to the rank whose equal share of the whole cost holds the row's middle."""
+def _plan_runs(costs: list[float], ranks: int) -> list[list[int]]:
+    """Give each row to the rank whose equal share of the total cost contains the row's midpoint."""
     rows: list[list[int]] = [[] for _ in range(ranks)]
     total = sum(costs)
     for row, (cost, end) in enumerate(zip(costs, accumulate(costs), strict=True)):

@@ -1,15 +1,15 @@
-"""Which rows begin with the same tokens, so that packed rows compute these once.
+"""Prefixes that rows share, which packed rows compute once.
 
-Samples of a group share their prompt, and prompts share what they begin with: a system prompt, worked
-examples. In the order of their tokens, what a prompt shares with any before it, it shares with the one right
-before it:
+Samples of a group share their prompt, and prompts share a prefix: a system prompt, worked examples. With
+prompts sorted by their tokens, the longest prefix that a prompt shares with any earlier prompt is shared with
+the one right before it:
 
     prompt    tokens        shared with the prompt before
     0         7 7 7 3 1
     1         7 7 7 3 5     4
     2         7 7 7 9       3
 
-so the prompts of a step need no more tokens than a tree of them has.
+so the prompts of a step need no more tokens than their prefix tree has.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import numpy as np
 
 from grpo_dist.types import Rows, TrainBatch
 
-# Fewer tokens save less than attention pays to gather them; a token that begins every prompt is no prefix.
-_LEAST = 8
+# Shorter prefixes save less than attention pays to gather them; a BOS token alone does not count.
+_MIN_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """Of each row. Rows of one group with the same number of prompt tokens have the same prompt.
+    """Shared prefix of each row. Rows of a group with the same number of prompt tokens have the same prompt.
 
-    ``begun``: how many tokens its prompt shares with that of the group before, in the order of groups.
+    ``begun``: tokens that the row's prompt shares with the previous group's prompt, in group order.
     """
 
     groups: list[int]
@@ -39,23 +39,23 @@ class Prefixes:
 
     @classmethod
     def of_prompts(cls, groups: Sequence[int], prompts: Sequence[int]) -> Prefixes:
-        """Return the prefixes of rows that share the prompt of their group, and nothing between groups."""
+        """Return prefixes where rows share their group's prompt, and groups share nothing."""
         return cls(list(groups), list(prompts), [0] * len(groups))
 
 
 def shared_prefixes(rows: Rows) -> Prefixes:
-    """Return what ``rows`` share. Groups are numbered in the order of their prompts' tokens where prompts
-    share something, and as they are elsewhere. Rows with routes share no more than their prompt: experts of
-    another group's prompt may be others.
+    """Return the prefixes that ``rows`` share. If prompts share any, groups are renumbered in the order of
+    their prompts' tokens. Rows with routes share only their group's prompt: another group's prompt may use
+    other experts.
     """
     prefixes = Prefixes.of_prompts(prompt_groups(rows), rows.prompt_lengths.tolist())
-    return prefixes if rows.routes is not None else _in_order_of_tokens(prefixes, rows.tokens.cpu().numpy())
+    return prefixes if rows.routes is not None else _sort_by_tokens(prefixes, rows.tokens.cpu().numpy())
 
 
-def _in_order_of_tokens(unordered: Prefixes, tokens: np.ndarray) -> Prefixes:
+def _sort_by_tokens(unordered: Prefixes, tokens: np.ndarray) -> Prefixes:
     prefixes, first, inverse = distinct_prefixes(unordered.groups, unordered.prompts)
     prompts = [tokens[row, :size] for row, size in zip(first, prefixes[1], strict=True)]
-    order, begun = _ordered(prompts)
+    order, begun = _sort_prompts(prompts)
     if not begun.any():
         return unordered
     rank = np.empty(len(order), np.int64)
@@ -64,9 +64,8 @@ def _in_order_of_tokens(unordered: Prefixes, tokens: np.ndarray) -> Prefixes:
 
 
 def prompt_groups(rows: Rows) -> list[int]:
-    """Return group ids of rows that are computed with one prompt. Rows of a group whose prompt took other
-    experts have another id: the engine may have computed it once for each sample, in batches that round
-    differently.
+    """Return group ids; rows with the same id share a computed prompt. Rows whose prompt used other experts
+    get another id: the engine may have computed the prompt per sample, in batches that round differently.
     """
     groups, prompts = rows.group_ids.tolist(), rows.prompt_lengths.tolist()
     if rows.routes is None:
@@ -80,14 +79,14 @@ def prompt_groups(rows: Rows) -> list[int]:
 
 
 def needed_tokens(updates: Sequence[TrainBatch]) -> float:
-    """Return the tokens of an update with everything that its prompts share once: the least that packed rows
-    need. The mean over updates that train on anything.
+    """Return the tokens of an update with shared prefixes counted once, the minimum for packed rows: the mean
+    over updates that train on anything.
     """
     trained = [update for update in updates if update.denominators.tokens] or updates
-    return sum(map(_needed, trained)) / len(trained)
+    return sum(map(_count_needed, trained)) / len(trained)
 
 
-def _needed(rows: Rows) -> int:
+def _count_needed(rows: Rows) -> int:
     (_, sizes), first, _ = distinct_prefixes(rows.group_ids.tolist(), rows.prompt_lengths.tolist())
     tokens = rows.tokens.cpu().numpy()
     prompts = [tokens[row, :size] for row, size in zip(first, sizes, strict=True)]
@@ -96,20 +95,20 @@ def _needed(rows: Rows) -> int:
 
 
 def shared_prefix_lengths(prompts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the tokens that each prompt shares with any before it in the order of their tokens, int64 [N].
-    A prefix too short to be worth sharing counts as 0.
+    """Return how many tokens each prompt shares with an earlier one in token order, int64 [N]. A prefix too
+    short to be worth sharing counts as 0.
     """
-    return _ordered(prompts)[1]
+    return _sort_prompts(prompts)[1]
 
 
-def _ordered(prompts: Sequence[np.ndarray]) -> tuple[list[int], np.ndarray]:
-    """Return the order of the prompts' tokens, and what each shares with the one before it."""
-    keys = [prompt.astype(">i4").tobytes() for prompt in prompts]  # these compare as their tokens do
+def _sort_prompts(prompts: Sequence[np.ndarray]) -> tuple[list[int], np.ndarray]:
+    """Return the prompts' order by tokens, and how many tokens each shares with the one before it."""
+    keys = [prompt.astype(">i4").tobytes() for prompt in prompts]  # big-endian bytes sort as tokens do
     order = sorted(range(len(keys)), key=keys.__getitem__)
     begun = np.zeros(len(order), np.int64)
     for before, this in pairwise(order):
         begun[this] = common_length(prompts[before], prompts[this])
-    begun[begun < _LEAST] = 0
+    begun[begun < _MIN_TOKENS] = 0
     return order, begun
 
 
@@ -126,7 +125,7 @@ def distinct_prefixes(
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """Return how many tokens both begin with."""
+    """Return the length of the common prefix."""
     size = min(len(a), len(b))
     other = a[:size] != b[:size]
     return int(other.argmax()) if other.any() else size

@@ -1,20 +1,20 @@
-"""Whether a group has a signal: something that its estimator turns into an advantage other than 0.
+"""Whether a group has a signal: rewards that its estimator turns into a non-zero advantage.
 
     estimator        what must differ within the group
     gdpo             any reward whose weight is not 0
     process          the rewards of steps, or of turns
     turn             the returns of a turn, over the episodes that have it
-    remax            the reward of a sample, from that of the greedy answer
+    remax            the reward of a sample, from the greedy answer's reward
     pass_at_k        the best of k samples, between the tries
     grpo_passk       the best sample, from the second best
     any other        the total reward
     process          with any estimator: the rewards of steps, or of turns
 
-Total rewards and that of the greedy answer are clipped first, as for the estimator: under a clip of 1 the
+Total rewards and the greedy answer's reward are clipped first, as for the estimator: under a clip of 1 the
 rewards [2, 3] are equal.
 
-REINFORCE++ and FlashREINFORCE compare with the whole batch, so they also learn from a group of equal
-rewards; what dynamic sampling replaces is such a group nevertheless (DAPO, arXiv:2503.14476, equation 11).
+REINFORCE++ and FlashREINFORCE compare with the whole batch, so they also learn from zero-variance groups;
+dynamic sampling replaces these groups nevertheless (DAPO, arXiv:2503.14476, equation 11).
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class SignalRule:
     """Which groups have a signal.
 
     Attributes:
-        algorithm: estimator, added steps, and the clip of total rewards.
-        metric: reward whose values must differ, or `ACCURACY`, compared as it is; None: what the estimator
-            looks at.
-        weights: of each reward, for gdpo.
-        mean_low: the mean of the metric, or of the total reward, is above this; None: it may be any.
-        mean_high: it is below this.
-        by_source: ``algorithm`` for the sources with parts of their own.
+        algorithm: estimator, added step rewards, and the clip of total rewards.
+        metric: reward whose values must differ, or `ACCURACY`, without clipping; None: what the estimator
+            reads.
+        weights: weight of each reward, for gdpo.
+        mean_low: exclusive lower bound on the mean of the metric or total reward; None: no bound.
+        mean_high: exclusive upper bound on it; None: no bound.
+        by_source: ``algorithm`` of the sources that override parts of it.
     """
 
     algorithm: AlgorithmConfig
@@ -64,11 +64,11 @@ class SignalRule:
     by_source: Mapping[str, AlgorithmConfig] = field(default_factory=dict)
 
     def __call__(self, group: Group) -> bool:
-        """Return whether ``group`` has a signal. A sample without a total reward has no part in it."""
+        """Return whether ``group`` has a signal. Unscored samples are ignored."""
         if not self._is_in_range(group):
             return False
         if self.metric is not None:
-            return has_signal(_of_scored(group, self._metric(group)))
+            return has_signal(_drop_unscored(group, self._metric(group)))
         if self.algorithm.process and has_signal(_step_rewards(group)):
             return True
         return self._by_estimator(group, self.by_source.get(group.prompt.source, self.algorithm).advantage)
@@ -76,23 +76,23 @@ class SignalRule:
     def _is_in_range(self, group: Group) -> bool:
         if self.mean_low is None and self.mean_high is None:
             return True
-        values = _of_scored(group, self._metric(group))
-        known = values[np.isfinite(values)]
-        if not len(known):
+        values = _drop_unscored(group, self._metric(group))
+        finite = values[np.isfinite(values)]
+        if not len(finite):
             return False
-        # In float32, which rewards have: the mean of equal rewards of 0.2 is not above 0.2.
-        mean = np.float32(known.mean(dtype=np.float64))
+        # Compare in float32, as rewards are: the mean of equal rewards of 0.2 is not above 0.2.
+        mean = np.float32(finite.mean(dtype=np.float64))
         above = self.mean_low is None or mean > np.float32(self.mean_low)
         return bool(above and (self.mean_high is None or mean < np.float32(self.mean_high)))
 
     def _by_estimator(self, group: Group, advantage: AdvantageConfig) -> bool:
-        # Imported here, as below: it imports torch, and a plan, which compares a metric, does without.
+        # Imported here, as below: these import torch, which a plan does not need, since it compares a metric.
         from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
         from grpo_dist.batch.credit_assignment import PROCESS
 
         if advantage.traits.reads_each_reward:
             parts = [part for name, part in group.reward_parts.items() if self.weights.get(name)]
-            return any(has_signal(_of_scored(group, part)) for part in parts)
+            return any(has_signal(_drop_unscored(group, part)) for part in parts)
         if advantage.name == PROCESS:
             return has_signal(_step_rewards(group))
         if isinstance(advantage, TurnAdvantage):
@@ -121,9 +121,7 @@ class SignalRule:
         return bool(ADVANTAGES[advantage.name](rewards, ids, **arguments).any())
 
     def _metric(self, group: Group) -> np.ndarray:
-        """Return the metric of each sample [G]: the total reward without one, and where the group's source
-        has no such reward.
-        """
+        """Return each sample's metric [G]; the total reward without a metric or if the source lacks it."""
         if self.metric == ACCURACY and ACCURACY not in group.reward_parts:
             return correctness(group)
         if self.metric is not None and self.metric in group.reward_parts:
@@ -131,18 +129,18 @@ class SignalRule:
         return self._total_rewards(group).numpy()
 
     def _total_rewards(self, group: Group) -> Tensor:
-        """Return the total reward of each sample [G] as an estimator takes it."""
+        """Return the clipped total reward of each sample [G]."""
         from grpo_dist.batch.credit_assignment import clipped_rewards
 
         return clipped_rewards([group], self.algorithm.reward_clip)
 
 
 def trains_all_rows(algorithm: AlgorithmConfig, *, has_kl_term: bool) -> bool:
-    """Return whether rows whose advantage is 0 are trained on like others: `algorithm.skip_idle_rows` is off,
-    or the loss depends on them, by a term of their own, or because it chooses or weighs tokens by a statistic
-    of all. A loss or aggregation of the user's own may do either.
+    """Return whether rows with advantage 0 are trained like others: `algorithm.skip_idle_rows` is off, or the
+    loss has another term for them, or it selects or weights tokens by a statistic over all tokens. A
+    user-supplied loss or aggregation may do either.
     """
-    if any(piece.kind in (LOSS, AGGREGATION) for piece in algorithm.user_components):
+    if any(component.kind in (LOSS, AGGREGATION) for component in algorithm.user_components):
         return True
     has_penalty = isinstance(algorithm.loss, DROLoss | KimiLoss) or (
         has_kl_term and not algorithm.kl.in_reward
@@ -152,7 +150,7 @@ def trains_all_rows(algorithm: AlgorithmConfig, *, has_kl_term: bool) -> bool:
     return reads_all or not algorithm.skip_idle_rows
 
 
-def _of_scored(group: Group, values: np.ndarray) -> np.ndarray:
+def _drop_unscored(group: Group, values: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(group.rewards) & np.isfinite(values), values, np.nan)
 
 
@@ -162,8 +160,8 @@ def _step_rewards(group: Group) -> np.ndarray:
     steps = [each for each, is_scored in zip(group.step_rewards or (), scored, strict=False) if is_scored]
     samples = zip(group.rollouts, scored, strict=True)
     turns = [turn.reward for sample, is_scored in samples if is_scored for turn in sample.turns]
-    of_turns = np.array([reward for reward in turns if reward is not None], dtype=np.float64)
-    rewards = np.concatenate([of_turns, *steps]).astype(np.float64)
+    turn_rewards = np.array([reward for reward in turns if reward is not None], dtype=np.float64)
+    rewards = np.concatenate([turn_rewards, *steps]).astype(np.float64)
     return np.where(np.isfinite(rewards), rewards, np.nan)
 
 

@@ -1,8 +1,8 @@
 """Per-token values of each trained sample, for the run's records: advantages, the policy's log-probs when it
-trained on the sample, and the reference's.
+trained on the sample, and the reference's log-probs.
 
-Rows are dealt to ranks in another order than samples; `TrainBatch.row_ids` is the row of the step that each
-is. Ranks know values of trained tokens alone; in the records given tokens have 0.
+Ranks hold rows in another order than samples; `TrainBatch.row_ids` has each row's number in the step. Ranks
+know only the values of trained tokens; the records have 0 for given tokens.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from grpo_dist.types import FurtherRow, Group, Rollout, TrainBatch, select_sampl
 
 @dataclass(frozen=True, slots=True)
 class TokenValues:
-    """Values of one sample in a step's batch, those of tokens for its first row. Some steps record more than
+    """Values of one sample in a step's batch; token values are of its first row. Some steps record more than
     ``advantage``; ``trainer_logprobs`` None: the step was not trained on.
     """
 
-    advantage: float  # mean over its trained tokens, of all rows
+    advantage: float  # mean over the trained tokens of all its rows
     advantages: np.ndarray | None = None  # float32 [C]
     ref_logprobs: np.ndarray | None = None  # float32 [C], nats; None: no KL term
     trainer_logprobs: np.ndarray | None = None  # float32 [C], nats, before its update
-    further_rows: tuple[TokenValues | None, ...] = ()  # of an episode with more rows; None: not trained
+    further_rows: tuple[TokenValues | None, ...] = ()  # the episode's other rows; None: not trained
 
 
 _NOT_TRAINED = TokenValues(0.0)
-_ROWS = 256  # at a time: a step is hundreds of megabytes, these stay in a core's cache
+_ROWS = 256  # rows per block: a step is hundreds of megabytes, a block stays in a core's cache
 
-# By prompt uid and the sample's index in its group.
+# Keys: the prompt's uid, and the sample's index in its group.
 ValuesOfSamples = Mapping[tuple[str, int], TokenValues]
 
 
 def values_of_rows(updates: Sequence[TrainBatch], *, tokens: bool) -> dict[int, TokenValues]:
     """Return the values of every row of ``updates`` with a trained token, by row id. ``tokens``: include
-    those of each token.
+    per-token values.
     """
-    return {row: values for update in updates for row, values in _of_rows(update, tokens)}
+    return {row: values for update in updates for row, values in _iterate_rows(update, tokens)}
 
 
 def has_tokens(values: ValuesOfSamples | None) -> bool:
@@ -51,7 +51,7 @@ def by_sample(
     groups: Sequence[Group], values: Mapping[int, TokenValues], logprobs: Mapping[int, np.ndarray]
 ) -> ValuesOfSamples:
     """Return ``values`` with the ranks' ``logprobs``, both by row id, for the samples of ``groups``. A scored
-    sample that no update has gets advantage 0.
+    sample that is in no update gets advantage 0.
     """
     by_key: dict[tuple[str, int], TokenValues] = {}
     first = 0  # id of the sample's first row
@@ -62,11 +62,11 @@ def by_sample(
             if further := rollout.further_rows:
                 end += len(further)
                 rows = zip(rollout.rows, range(first, end), strict=True)
-                row_values = _of_sample(
-                    rollout, [_with_given(row, values.get(i), logprobs.get(i)) for row, i in rows]
+                row_values = _merge_rows(
+                    rollout, [_expand_to_row(row, values.get(i), logprobs.get(i)) for row, i in rows]
                 )
             elif logprobs or rollout.sampled is not None:
-                row_values = _with_given(rollout, row_values, logprobs.get(first))
+                row_values = _expand_to_row(rollout, row_values, logprobs.get(first))
             if row_values is not None:
                 by_key[uid, rollout.sample] = row_values
             elif is_scored:
@@ -75,11 +75,11 @@ def by_sample(
     return by_key
 
 
-def _with_given(
+def _expand_to_row(
     row: Rollout | FurtherRow, values: TokenValues | None, logprobs: np.ndarray | None
 ) -> TokenValues | None:
-    """Return ``values`` and ``logprobs`` of sampled tokens for all tokens of ``row``, 0 for given ones; None
-    without ``values``.
+    """Expand ``values`` and ``logprobs`` of sampled tokens to all tokens of ``row``, with 0 for given tokens;
+    return None without ``values``.
     """
     if values is None or (logprobs is None and row.sampled is None):
         return values
@@ -96,7 +96,7 @@ def _with_given(
     )
 
 
-def _of_sample(rollout: Rollout, rows: Sequence[TokenValues | None]) -> TokenValues | None:
+def _merge_rows(rollout: Rollout, rows: Sequence[TokenValues | None]) -> TokenValues | None:
     if not any(rows):
         return None
     first = rows[0] or _NOT_TRAINED
@@ -105,7 +105,7 @@ def _of_sample(rollout: Rollout, rows: Sequence[TokenValues | None]) -> TokenVal
     return replace(first, advantage=float(np.dot(means, sizes) / sum(sizes)), further_rows=tuple(rows[1:]))
 
 
-def _of_rows(update: TrainBatch, tokens: bool) -> Iterator[tuple[int, TokenValues]]:
+def _iterate_rows(update: TrainBatch, tokens: bool) -> Iterator[tuple[int, TokenValues]]:
     stream = update.policy
     reference = None if stream.ref_logprobs is None else stream.ref_logprobs.numpy()
     mask, advantages = stream.mask.numpy(), stream.advantages.numpy()
@@ -128,8 +128,8 @@ def _of_rows(update: TrainBatch, tokens: bool) -> Iterator[tuple[int, TokenValue
 
 
 def _constants(mask: np.ndarray, advantages: np.ndarray) -> list[float | None]:
-    """Return for each row the advantage that all its trained tokens have, None where they have several. It is
-    their mean to the last bit: a float32 times a count of tokens is exact in float64.
+    """Return each row's advantage if all its trained tokens share one, else None. It equals their mean to the
+    last bit: a float32 times a token count is exact in float64.
     """
     first = advantages[np.arange(len(mask)), mask.argmax(axis=1)]
     same = ~((advantages != first[:, None]) & mask).any(axis=1) & ((first != 0) | ~np.signbit(first))

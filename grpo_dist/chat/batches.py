@@ -1,14 +1,13 @@
-"""Encodes many texts: words that occur again are encoded once.
+"""Encodes many texts: each distinct word is encoded once.
 
-A byte-level tokenizer cuts a text into words before it looks for tokens, and no word goes on behind a single
-space or line break between two other characters. So the tokens of a text are those of its parts between
-these:
+A byte-level tokenizer splits a text into words before it merges tokens, and no word continues past a single
+space or line break between two other characters. So we split there, and encode the parts alone:
 
     "Find the number\nof" -> "Find", " the", " number\n", "of"
 
-Where it cuts out every digit, so do we: "x2y" -> "x", "2", "y".
+Where the tokenizer splits digits, so do we: "x2y" -> "x", "2", "y".
 
-Words are found and counted by numpy and Arrow, their tokens put together by numpy: no object for a text.
+numpy and Arrow find and count the words, and numpy joins their tokens: no Python object per text.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ import numpy as np
 from grpo_dist.chat.template import encode_all, is_of_library, writes_date
 
 _REMEMBERED = 2**18  # words
-_FEW = 500  # texts, for which it is not worth to import Arrow
-_AT_ONCE = 4096  # texts whose arrays stay in a CPU's cache
-# Patterns after which text is cut into words: GPT-2's is the library's own, these are of Llama 3, Qwen 2 and
-# 3.5, and of gpt-oss. None of their branches has a space behind another character, but for white space.
+_FEW = 500  # texts; for fewer, importing Arrow does not pay
+_AT_ONCE = 4096  # texts at once: their arrays fit into a CPU's cache
+# Patterns that split text into words, of Llama 3, Qwen 2, Qwen 3.5 and gpt-oss; the library has GPT-2's. No
+# branch has a space after another character, except for white space.
 _PATTERNS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+",
@@ -40,9 +39,9 @@ _PATTERNS = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-_OF_ONE_DIGIT = _PATTERNS[1:3]
-# Bytes that are certainly of no white space, as the first of a character and as the last: that of Unicode
-# begins with C2, E1, E2 or E3, and ends with a byte up to AF.
+_SINGLE_DIGIT = _PATTERNS[1:3]
+# Bytes that cannot end, or begin, a white space character: Unicode's begin with C2, E1, E2 or E3, and end
+# with a byte up to AF.
 _LASTS = np.array([0x21 <= byte < 0x7F or byte > 0xAF for byte in range(256)])
 _BEGINS = np.array([0x21 <= byte < 0x7F or 0xC3 <= byte < 0xE1 or byte > 0xE3 for byte in range(256)])
 
@@ -55,11 +54,11 @@ class BatchEncoder:
         settings = {} if self._backend is None else json.loads(self._backend.to_str())
         self._is_cut = bool(settings) and cuts_at_spaces(settings)
         self._cuts_digits = self._is_cut and cuts_out_digits(settings)
-        self._words: dict[bytes, int] = {}  # numbers of those that are remembered
-        self._ids, self._ends = np.empty(0, np.int32), np.zeros(1, np.int64)  # of these, behind a 0
+        self._words: dict[bytes, int] = {}  # word -> number
+        self._ids, self._ends = np.empty(0, np.int32), np.zeros(1, np.int64)  # per word, after a 0
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all texts end to end, int32, and the end of each, int64 [texts]."""
+        """Return the concatenated ids of all texts, int32, and the end of each, int64 [texts]."""
         if not self._is_cut or len(texts) < _FEW:
             return self._encode(texts)
         parts = [self._encode_words(texts[at : at + _AT_ONCE]) for at in range(0, len(texts), _AT_ONCE)]
@@ -112,22 +111,22 @@ class BatchEncoder:
 
 
 def find_words(content: np.ndarray, ends: np.ndarray, *, digits: bool) -> np.ndarray:
-    """Return where words begin, int64: texts, and what follows a single space or line break in one.
+    """Return the starts of words, int64: of texts, and of parts after a single space or line break.
 
     Args:
-        content: UTF-8 of texts end to end, uint8.
-        ends: of each text, int64.
+        content: UTF-8 of the concatenated texts, uint8.
+        ends: end of each text, int64.
         digits: whether each digit is a word, unless white space is before it.
     """
     size = len(content)
     begins_text, begins_word = np.zeros(size + 1, bool), np.zeros(size + 1, bool)
     begins_text[0], begins_text[ends] = True, True
     begins_word |= begins_text
-    for byte, further in ((b" ", 0), (b"\n", 1)):  # a space belongs to the word behind it
+    for byte, further in ((b" ", 0), (b"\n", 1)):  # a space belongs to the word after it
         places = np.flatnonzero(content[1:-1] == byte[0]) + 1
         is_single = _LASTS[content[places - 1]] & _BEGINS[content[places + 1]]
         is_single &= ~(begins_text[places] | begins_text[places + 1])
-        if further:  # some patterns read a line break and a slash behind it as one
+        if further:  # some patterns take a line break and the next slash as one
             is_single &= content[places + 1] != ord("/")
         begins_word[places[is_single] + further] = True
     if digits:
@@ -143,8 +142,8 @@ def as_bytes(ids: Sequence[int]) -> bytes:
 
 
 def tokenizer_state(tokenizer: Any, day: date | None) -> list[Any] | None:
-    """Return all that decides the ids of a text and of a conversation, in the kinds of JSON; None: it is not
-    known. ``day``: what the chat template writes as today's date; None: today.
+    """Return what determines the ids of texts and conversations, as JSON values; None: unknown. ``day``: what
+    the chat template writes as today's date; None: today.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not is_of_library(tokenizer):
@@ -155,8 +154,8 @@ def tokenizer_state(tokenizer: Any, day: date | None) -> list[Any] | None:
 
 
 def cuts_at_spaces(settings: Mapping[str, Any]) -> bool:
-    """Return whether ``settings``, a `tokenizer.json`, say that it cuts a text at each single space and line
-    break.
+    """Return whether a tokenizer with ``settings``, its `tokenizer.json`, splits a text at each single space
+    and line break.
     """
     model, normalizer = settings["model"], settings["normalizer"]
     if model.get("type") != "BPE" or model.get("dropout") or (normalizer or {}).get("type", "NFC") != "NFC":
@@ -166,7 +165,7 @@ def cuts_at_spaces(settings: Mapping[str, Any]) -> bool:
     steps = settings["pre_tokenizer"] or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
     kinds = [step.get("type") for step in steps]
-    if "ByteLevel" in kinds[:-1]:  # it writes each space as a letter, which patterns behind it read
+    if "ByteLevel" in kinds[:-1]:  # it writes each space as a letter, which later patterns read
         return False
     is_cut = [_cuts(step) for step in steps]
     return None not in is_cut and True in is_cut
@@ -180,13 +179,11 @@ def cuts_out_digits(settings: Mapping[str, Any]) -> bool:
     first = step["pretokenizers"][0] if step["type"] == "Sequence" else step
     if first["type"] == "Digits":
         return bool(first["individual_digits"])
-    return first["type"] == "Split" and first["pattern"].get("Regex") in _OF_ONE_DIGIT
+    return first["type"] == "Split" and first["pattern"].get("Regex") in _SINGLE_DIGIT
 
 
 def _cuts(step: dict[str, Any]) -> bool | None:
-    """Return whether a step of a pre-tokenizer cuts at each single space; None: it is not known what it
-    does.
-    """
+    """Return whether a step of a pre-tokenizer splits at each single space; None: an unknown step."""
     kind = step.get("type")
     if kind == "ByteLevel" and not step["add_prefix_space"]:
         return bool(step["use_regex"])
@@ -196,10 +193,8 @@ def _cuts(step: dict[str, Any]) -> bool | None:
 
 
 def _backend(tokenizer: Any) -> Any:
-    """Return the tokenizer of `tokenizers` that ``tokenizer`` calls with nothing else; None: of none is it
-    known.
-    """
-    from transformers import PreTrainedTokenizerFast  # heavy: only where there is a tokenizer anyway
+    """Return the tokenizer of `tokenizers` that ``tokenizer`` merely wraps; None where it may do more."""
+    from transformers import PreTrainedTokenizerFast  # heavy, but every tokenizer has imported it
 
     base, kind = PreTrainedTokenizerFast, type(tokenizer)
     if not issubclass(kind, base) or any(

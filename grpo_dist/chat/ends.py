@@ -1,11 +1,11 @@
-"""Which tokens end a sample. Engines, finish reasons, episodes, demonstrations and selections all ask here.
+"""Which tokens end a sample. Engines, finish reasons, episodes, demonstrations and selections all use this.
 
     tokenizer's EOS    generation_config.json    end of a turn in the chat template
     <|endoftext|>      <|endoftext|>             <|im_end|>              a base model with a chat template
     <|eot_id|>         <|eot_id|>, <|eom_id|>    <|eot_id|>              an instruction-tuned model
     <eos>              <eos>, <end_of_turn>      <end_of_turn>           Gemma 3
 
-A sample ends at any of them. A demonstration ends with the template's.
+A sample ends at any of them. A demonstration ends with the token of the template.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class SampleEnds:
 
     Attributes:
         ids: an engine stops at each.
-        learned: the one with which a demonstration ends; None: there is none.
-        text: with which the chat template ends an answer, where that is no token; "" elsewhere.
-        note: for the user, where the chat template ends an answer with a token that neither the tokenizer nor
-            the generation config names; "" elsewhere.
+        learned: the token that ends a demonstration; None: there is none.
+        text: the end of an answer in the chat template, if it is not a single token; else "".
+        note: for the user, if neither the tokenizer nor the generation config names the token with which the
+            chat template ends an answer; else "".
     """
 
     ids: frozenset[int]
@@ -44,9 +44,9 @@ class SampleEnds:
     note: str = ""
 
     def check(self, stop: Sequence[str] | None = None) -> None:
-        """Raise ValueError where no token ends a sample, and no text of ``stop`` (`sampling.stop`) does.
+        """Raise ValueError where neither a token nor a text of ``stop`` (`sampling.stop`) ends a sample.
 
-        ``stop``: None where texts do not help: messages of episodes, and demonstrations, end with a token.
+        ``stop``: None for messages of episodes and for demonstrations, which must end with a token.
         """
         if self.text and not any(stopping in self.text for stopping in stop or ()):
             raise ValueError(
@@ -62,11 +62,11 @@ class SampleEnds:
             )
 
     def ended(self, ids: Sequence[int] | np.ndarray) -> bool:
-        """Return whether ``ids`` end with one of them."""
+        """Return whether ``ids`` end with one of these tokens."""
         return len(ids) > 0 and int(ids[-1]) in self.ids
 
     def strip(self, ids: Sequence[int]) -> list[int]:
-        """Return ``ids`` without the one that ends them."""
+        """Return ``ids`` without the token that ends them."""
         return list(ids[:-1]) if self.ended(ids) else list(ids)
 
 
@@ -98,7 +98,7 @@ def sample_ends(
 
 
 def ends_of(data: DataConfig | None, tokenizer: Any) -> SampleEnds:
-    """Return what ends a sample whose prompt is made by section ``data``; None: of plain text."""
+    """Return what ends a sample whose prompt section ``data`` defines; None: a prompt of plain text."""
     if data is None:
         return sample_ends(tokenizer, templated=False)
     templated = data.chat_template == "model"
@@ -106,39 +106,39 @@ def ends_of(data: DataConfig | None, tokenizer: Any) -> SampleEnds:
 
 
 def named_ends(tokenizer: Any) -> list[int]:
-    """Return the tokenizer's EOS, and the ends that the model's directory names, as vLLM looks for them."""
+    """Return the tokenizer's EOS, and the end tokens in the model's directory, looked up as vLLM does."""
     end_ids = [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         file = Path(getattr(tokenizer, "name_or_path", "") or "") / name
         if file.is_file():
-            ends = _eos_of(read_json(file))
+            ends = _read_eos(read_json(file))
             end_ids += ends if isinstance(ends, list) else [ends]
             break
     return [int(token) for token in dict.fromkeys(end_ids) if token is not None]
 
 
-def _eos_of(settings: Mapping[str, Any]) -> Any:
+def _read_eos(settings: Mapping[str, Any]) -> Any:
     eos_ids = settings.get("eos_token_id")
     return eos_ids if eos_ids is not None else (settings.get("text_config") or {}).get("eos_token_id")
 
 
 def _turn_end(tokenizer: Any, template_kwargs: Mapping[str, Any], day: date | None) -> tuple[int | None, str]:
-    """Return the token with which the chat template ends an answer, or its text where that is no token.
+    """Return the token with which the chat template ends an answer, or its text if that is not a token.
 
-    What follows the answer both at the end of a conversation and before the next question ends it; else
-    what follows it at the end; else, for templates such as GLM's, the token that begins the next question.
+    It is the token that follows the answer both at the end of a conversation and before the next question;
+    else the one at the end; else, for templates such as GLM's, the token that begins the next question.
     """
-    asked = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-    last = _render_after_answer(tokenizer, asked, template_kwargs, day)
+    messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    last = _render_after_answer(tokenizer, messages, template_kwargs, day)
     if last is None:
         return None, ""
-    further = [*asked, {"role": "user", "content": _NEXT}]
+    further = [*messages, {"role": "user", "content": _NEXT}]
     between = (_render_after_answer(tokenizer, further, template_kwargs, day) or "").partition(_NEXT)[0]
     controls = ControlTokens(tokenizer).ids - {tokenizer.bos_token_id}
     last_ids, between_ids = encode(last, tokenizer), encode(between, tokenizer)
     pairs = zip(last_ids, between_ids, strict=False)
     common = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-    added = tokenizer.added_tokens_decoder  # an end of turns may be among them without being special
+    added = tokenizer.added_tokens_decoder  # which may have an end of turns that is not special
     for ids, ends in ((common[::-1], controls), (common[::-1], added), (last_ids, controls)):
         if (token := next((i for i in ids if i in ends), None)) is not None:
             return token, ""
@@ -154,10 +154,10 @@ def _render_after_answer(
     template_kwargs: Mapping[str, Any],
     day: date | None,
 ) -> str | None:
-    """Return what the template writes behind the answer; None where it takes or shows none."""
+    """Return what the template writes after the answer; None where it rejects or drops the answer."""
     try:
         text = render(tokenizer, messages, template_kwargs, day=day, open_turn=False)
     except REJECTED:
         return None
-    _, mark, behind = text.rpartition(_ANSWER)
-    return behind if mark else None
+    _, mark, rest = text.rpartition(_ANSWER)
+    return rest if mark else None

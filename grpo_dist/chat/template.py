@@ -1,11 +1,10 @@
 """Renders conversations with a tokenizer's chat template, and encodes text.
 
-Text of data is text: control tokens that stand in it are broken by a space before it is rendered.
+Data is text: control tokens in it are broken by a space before it is rendered.
 
 `PartsCheck` finds parts of a conversation that a template silently drops, because it has no branch for them.
 
-`writes_text_as_it_is` finds templates that write the text of a message whatever it says, with the same around
-it:
+`writes_text_as_it_is` finds templates that write message texts verbatim, with the same around every text:
 
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}    writes every text
 {{ message['content'].split('</think>')[-1] }}                          writes what depends on the text
@@ -27,7 +26,7 @@ _CLOCK = "strftime_now"  # the function with which templates write the date
 _MARK = "0content0"
 _FEW = 50  # control tokens
 
-# What a template raises for messages or arguments that it does not take.
+# What a template raises for messages or arguments that it rejects.
 REJECTED = (TemplateError, TypeError, ValueError)
 
 
@@ -43,14 +42,14 @@ def render(
     """Render a conversation with the tokenizer's chat template.
 
     Args:
-        template_kwargs, arguments: of the template; none may stand in both.
+        template_kwargs, arguments: of the template; no name may be in both.
         day: what the template writes as today's date; None: today.
-        open_turn: up to where the model's answer begins.
+        open_turn: end where the model's answer begins.
 
-    Raises those of REJECTED for messages or arguments that the template does not take.
+    Raises an error of REJECTED for messages or arguments that the template rejects.
     """
     tools = arguments.get("tools", template_kwargs.get("tools"))
-    to_message, clock = _form(tokenizer, tools, day)
+    to_message, clock = _message_format(tokenizer, tools, day)
     return tokenizer.apply_chat_template(
         list(map(to_message, messages)),
         tokenize=False,
@@ -69,9 +68,9 @@ def render_all(
     day: date | None,
 ) -> list[str]:
     """Render conversations as `render` does, in one call."""
-    if not is_of_library(tokenizer):  # it may take one conversation alone
+    if not is_of_library(tokenizer):  # it may take only one conversation
         return [render(tokenizer, messages, template_kwargs, day=day) for messages in conversations]
-    to_message, clock = _form(tokenizer, template_kwargs.get("tools"), day)
+    to_message, clock = _message_format(tokenizer, template_kwargs.get("tools"), day)
     return list(
         tokenizer.apply_chat_template(
             [list(map(to_message, messages)) for messages in conversations],
@@ -84,14 +83,14 @@ def render_all(
 
 
 def is_of_library(tokenizer: Any) -> bool:
-    """Return whether ``tokenizer`` is one of `transformers`, not of a model's own code."""
+    """Return whether ``tokenizer`` is a class of `transformers`, not of a model's remote code."""
     return type(tokenizer).__module__.startswith("transformers.")
 
 
-def _form(
+def _message_format(
     tokenizer: Any, tools: Any, day: date | None
 ) -> tuple[Callable[[Mapping[str, Any]], dict[str, Any]], dict[str, Any]]:
-    """Return what makes a message as the template takes it, and the arguments for its date."""
+    """Return a function that converts messages for the template, and the argument for its date."""
     source = tokenizer.get_chat_template(tools=tools)
     return (
         _make_parts if _takes_parts(tokenizer, source) else dict,
@@ -142,11 +141,11 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def find(self, text: str) -> list[str]:
-        """Return the control tokens that stand in ``text``."""
+        """Return the control tokens in ``text``."""
         return self._pattern.findall(text)
 
     def any_in(self, text: str) -> bool:
-        """Return whether there are any in a long ``text``: few are looked for one by one, which is faster."""
+        """Return whether a long ``text`` has any; a few names are searched one by one, which is faster."""
         if len(self._names) > _FEW:
             return self._pattern.search(text) is not None
         return any(name in text for name in self._names)
@@ -164,7 +163,7 @@ class ControlTokens:
 
 
 def encode(text: str, tokenizer: Any) -> list[int]:
-    """Return the ids of ``text`` alone; control tokens in it are read as such."""
+    """Return the ids of ``text`` without BOS or EOS; control tokens in it keep their meaning."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -175,15 +174,15 @@ def encode_all(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Return the ids of plain prompts: what the tokenizer puts in front of a text, unless it begins with
-    that, and the text. What it puts behind one, such as EOS, would end the text before the answer.
+    """Return the ids of plain prompts, with the tokenizer's prefix where a text does not begin with it. Its
+    suffix, such as EOS, is left out: it would end the text before the answer.
     """
     front = added_ids(tokenizer)[0]
     return [ids if ids[: len(front)] == front else [*front, *ids] for ids in encode_all(texts, tokenizer)]
 
 
 def added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the ids that the tokenizer puts in front of a text, and behind it."""
+    """Return the ids that the tokenizer adds before a text, and after it."""
     plain, whole = encode("1", tokenizer), list(tokenizer("1")["input_ids"])
     begin = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
     return whole[:begin], whole[begin + len(plain) :]
@@ -193,7 +192,7 @@ Message = Mapping[str, Any]
 
 
 class PartsCheck:
-    """Renders each shape of conversation once, with a marker in place of every text."""
+    """Renders each shape of conversation once, with a marker for every text."""
 
     def __init__(self, tokenizer: Any, *, day: date | None) -> None:
         self._tokenizer, self._day = tokenizer, day
@@ -201,14 +200,14 @@ class PartsCheck:
 
     @property
     def passed(self) -> int:
-        """Return how many shapes the template shows whole."""
+        """Return how many shapes the template renders completely."""
         return len(self._checked)
 
     def dropped(
         self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], *, open_turn: bool = True
     ) -> str:
-        """Return which part of ``messages``, or of the tools in ``template_kwargs``, the template drops, in
-        words; "": none, that shape has been checked, or the template rejects it, and so the row itself.
+        """Describe a part of ``messages``, or of the tools in ``template_kwargs``, that the template drops;
+        "": it drops none, the shape has been checked, or the template rejects it, and so the row.
         """
         shape = json.dumps([_shape(messages), template_kwargs, open_turn], sort_keys=True, default=str)
         if shape in self._checked:
@@ -224,7 +223,7 @@ class PartsCheck:
             if not lacking:
                 self._checked.add(shape)
                 return ""
-            # A template may decide by what a text says, so that the row itself has the last word.
+            # A template may depend on what a text says, so the row itself decides.
             whole = render(self._tokenizer, messages, template_kwargs, day=self._day, open_turn=open_turn)
         except REJECTED:
             return ""
@@ -239,14 +238,14 @@ def _shape(messages: Sequence[Message]) -> Any:
 
 
 class _Part(NamedTuple):
-    """A part of a conversation: what it is, and what it says; "": a name, by which no template decides."""
+    """A part of a conversation: its description and text; "" for a name, which no template depends on."""
 
     words: str
     text: str = ""
 
 
 class _Markers:
-    """Replaces each text of a conversation by a marker. ``parts``: what each stands for."""
+    """Replaces each text of a conversation by a marker. ``parts``: the part of each marker."""
 
     def __init__(self) -> None:
         self.parts: dict[str, _Part] = {}
@@ -302,11 +301,11 @@ class _Markers:
 
 
 _CONTENT = "content"
-_PLAIN_KEYS = ("role", "name", "tool_calls", "tool_call_id")  # of a message, besides its text
-_COUNTS = ("length", "count")  # filters that say nothing of texts
-_KINDS = ("defined", "undefined", "none", "string", "mapping", "iterable", "sequence")  # tests, the same
-_NEIGHBOURS = ("previtem", "nextitem")  # messages that a loop has besides its own
-# Statements after which what was written may be read again.
+_PLAIN_KEYS = ("role", "name", "tool_calls", "tool_call_id")  # keys of a message besides its text
+_COUNTS = ("length", "count")  # filters that reveal no text
+_KINDS = ("defined", "undefined", "none", "string", "mapping", "iterable", "sequence")  # tests, too
+_NEIGHBOURS = ("previtem", "nextitem")  # other messages that a loop sees
+# Statements that may read written text again.
 _CAPTURES = (
     nodes.AssignBlock, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.Include, nodes.Import,
     nodes.FromImport, nodes.Extends, nodes.Block, nodes.EvalContextModifier,
@@ -315,7 +314,7 @@ _CAPTURES = (
 
 @lru_cache(maxsize=16)
 def writes_text_as_it_is(template: str) -> bool:
-    """Return whether ``template`` does nothing with the text of messages but to write it, or its `trim`."""
+    """Return whether ``template`` only writes the text of messages, or its `trim`."""
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         tree = environment.parse(template)
@@ -358,7 +357,7 @@ def _key(node: nodes.Node) -> Any:
 
 
 def _is_only_written(node: nodes.Node, parents: Mapping[nodes.Node, nodes.Node]) -> bool:
-    """Return whether the texts of ``node``, which holds messages, are written and nothing else."""
+    """Return whether the texts of ``node``, which holds messages, are only written."""
     parent = parents[node]
     if isinstance(parent, nodes.Assign):
         return True

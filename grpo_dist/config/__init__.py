@@ -1,5 +1,5 @@
-"""The typed configuration tree. Every section is frozen, refuses unknown keys, and configures the part of the
-same name.
+"""The typed configuration tree. Every section is frozen, refuses unknown keys, and configures the component
+of the same name.
 
 `config.files.load_config` reads files, defaults, interpolations and command-line overrides. The other modules
 define sections, value ranges and checks across sections. The package imports neither torch nor ray, so that

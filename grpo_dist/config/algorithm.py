@@ -1,4 +1,4 @@
-"""From rewards to the loss. What a name chooses is a tagged union: each name has its own settings."""
+"""Rewards, advantages and loss. A section that a name chooses is a tagged union with settings per name."""
 
 from __future__ import annotations
 
@@ -35,18 +35,17 @@ Epsilon = Annotated[PositiveFloat, Field(description="added to the standard devi
 
 @dataclass(frozen=True, slots=True)
 class EstimatorTraits:
-    """What checks and loop must know of an estimator.
+    """Properties of an estimator that checks and loop use.
 
     Attributes:
-        needs_group: it compares the samples of a prompt, so one sample alone has advantage 0.
-        learns_from_equal_rewards: a group of equal total rewards may have advantages, so a step of such
-            groups is trained on.
+        needs_group: compares the samples of a prompt, so a single sample has advantage 0.
+        learns_from_equal_rewards: zero-variance groups may have advantages, so steps of them are trained on.
         other_rewards: what it reads besides the total reward of each sample, for messages; None: nothing.
             `algorithm.reward_norm` and `rewards.shuffle` change only the total, so they are refused.
-        reads_greedy_answer: it needs the reward of a greedy answer to each prompt, which `reward_clip` clips.
-        reads_each_reward: it takes each reward before weighting.
-        only_right_and_wrong: its total rewards must be 0 or 1.
-        reads_policy: it takes the score norms of the tokens under the weights before the update, one more
+        reads_greedy_answer: needs the reward of a greedy answer to each prompt, which `reward_clip` clips.
+        reads_each_reward: reads each reward before weighting.
+        only_right_and_wrong: needs total rewards of 0 or 1.
+        reads_policy: needs the tokens' score norms under the weights before the update, which costs another
             forward pass of the policy's ranks.
     """
 
@@ -60,11 +59,11 @@ class EstimatorTraits:
 
     @property
     def learns_from_one_sample(self) -> bool:
-        """Whether a single sample may have a signal: it is compared with something else than its siblings."""
+        """Whether a single sample may have a signal: its baseline does not come from its group."""
         return not self.needs_group and self.other_rewards is not None
 
 
-# Estimators that look at more than differences of total rewards within a group.
+# Estimators that use more than differences of total rewards within a group.
 ESTIMATOR_TRAITS = {
     "reinforce_pp": EstimatorTraits(needs_group=False, learns_from_equal_rewards=True),
     "flash_reinforce": EstimatorTraits(needs_group=False, learns_from_equal_rewards=True),
@@ -97,7 +96,7 @@ class AdvantageConfig(Choice):
 
     @property
     def traits(self) -> EstimatorTraits:
-        """What holds of the estimator."""
+        """The properties of the estimator."""
         return ESTIMATOR_TRAITS.get(self.name, EstimatorTraits())
 
 
@@ -117,7 +116,7 @@ class LeaveOneOutAdvantage(AdvantageConfig):
 
 
 class TurnAdvantage(AdvantageConfig):
-    """Returns of turns against those of the same turn in the group."""
+    """Returns of turns, with the group's returns of the same turn as baseline."""
 
     name: Literal["turn"] = "turn"
     std: Deviation = "group"
@@ -155,14 +154,14 @@ class PlainAdvantage(AdvantageConfig):
 
 
 class UserAdvantage(AdvantageConfig):
-    """A function of yours."""
+    """A user-supplied function."""
 
     name: AdvantageName
     kwargs: Kwargs = Field({})
 
     @property
     def traits(self) -> EstimatorTraits:
-        """Nothing is known of it, so nothing is refused or skipped that it could learn from."""
+        """Permissive, since the function's properties are unknown: nothing is refused or skipped."""
         return EstimatorTraits(needs_group=False, learns_from_equal_rewards=True)
 
 
@@ -217,7 +216,7 @@ class CISPOLoss(LossConfig):
 
 
 class SAPOLoss(LossConfig):
-    """A sigmoid gate instead of an edge."""
+    """A sigmoid gate instead of a hard clip."""
 
     name: Literal["sapo"] = "sapo"
     tau_positive: PositiveFloat = Field(1.0, description="temperature for positive advantages")
@@ -225,16 +224,18 @@ class SAPOLoss(LossConfig):
 
 
 class DPPOTVLoss(LossConfig):
-    """No token whose probability has moved too far."""
+    """Drops tokens whose probability changed too much."""
 
     name: Literal["dppo_tv"] = "dppo_tv"
     clip_low: Share = Field(0.2, description="largest fall of the probability where the advantage is below 0")
-    clip_high: NonNegative = Field(0.2, description="largest rise of it where the advantage is above 0")
+    clip_high: NonNegative = Field(
+        0.2, description="largest rise of the probability where the advantage is above 0"
+    )
     ratio_cap: PositiveFloat = Field(20.0, description="upper bound of the ratio")
 
 
 class DPPOKLLoss(LossConfig):
-    """No token whose probability has moved too far, by the binary KL."""
+    """Drops tokens whose probability changed too much, by the binary KL."""
 
     name: Literal["dppo_kl"] = "dppo_kl"
     clip_low: Share = Field(0.05, description="largest KL, nats, of a fall where the advantage is below 0")
@@ -243,7 +244,7 @@ class DPPOKLLoss(LossConfig):
 
 
 class GSPOLoss(LossConfig):
-    """As ppo_clip, by the geometric mean of the sequence's ratios."""
+    """ppo_clip with the geometric mean of the sequence's ratios."""
 
     name: Literal["gspo"] = "gspo"
     clip_low: Share = Field(3e-4, description="lower clip bound")
@@ -251,7 +252,7 @@ class GSPOLoss(LossConfig):
 
 
 class GSPOSegmentLoss(LossConfig):
-    """As gspo, by the ratios of an action of an episode."""
+    """gspo with the ratios of one action of an episode."""
 
     name: Literal["gspo_segment"] = "gspo_segment"
     clip_low: Share = Field(0.2, description="lower clip bound")
@@ -300,7 +301,7 @@ class VESPOLoss(LossConfig):
 
 
 class ClipCovLoss(LossConfig):
-    """As ppo_clip, without some tokens of high covariance."""
+    """ppo_clip without some tokens of high covariance."""
 
     selection = frozenset({"cov_share", "cov_low", "cov_high"})
 
@@ -330,7 +331,7 @@ class KLCovLoss(LossConfig):
 
 
 class UserLoss(LossConfig):
-    """A function of yours."""
+    """A user-supplied function."""
 
     name: LossName
     kwargs: Kwargs = Field({})
@@ -367,7 +368,7 @@ class AggregationConfig(Choice):
 
 
 class UserAggregation(Choice):
-    """A function of yours."""
+    """A user-supplied function."""
 
     name: AggregationName
     kwargs: Kwargs = Field({})
@@ -380,7 +381,7 @@ class KLEstimatorConfig(Choice):
 
 
 class UserKL(Choice):
-    """A function of yours."""
+    """A user-supplied function."""
 
     name: KLName
     kwargs: Kwargs = Field({})
@@ -392,7 +393,7 @@ class KLConfig(Section):
     coef: NonNegative = Field(0.0, description="weight of the KL term; 0: no reference worker is created")
     estimator: Annotated[KLEstimatorConfig | UserKL, Tagged()] = Field(
         KLEstimatorConfig(),
-        description="k1+, k3+: value of k1 or k3, gradient of k2; abs: absolute log-ratio; or your own",
+        description="k1+, k3+: value of k1 or k3, gradient of k2; abs: absolute log-ratio; or user-supplied",
     )
     in_reward: bool = Field(
         False, description="subtract the KL from the rewards instead of adding it to the loss"
@@ -495,8 +496,8 @@ class WeightedCorrection(CorrectionConfig):
     kind: Literal["tis", "mis", "icepop"] = "tis"
     level: Literal["token", "sequence", "geometric", "segment"] = Field(
         "token",
-        description="the ratio of a token, the product over its sequence, their geometric mean, or that "
-        "over an action of an episode",
+        description="the ratio of a token, the product over its sequence, their geometric mean, or the "
+        "geometric mean over an action of an episode",
     )
     low: NonNegative = Field(0.0, description="lower bound of the weight; must be below `high`")
     high: PositiveFloat = Field(2.0, description="upper bound of the weight")
@@ -511,7 +512,7 @@ class WeightedCorrection(CorrectionConfig):
 
 
 class UnweightedCorrection(CorrectionConfig):
-    """none: samples count as the trainer's own; bypass: ratios are to the engine's own log-probs."""
+    """none: samples count as on-policy; bypass: ratios are to the engine's log-probs."""
 
     kind: Literal["none", "bypass"] = "none"
 
@@ -575,18 +576,18 @@ RewardNorm = Annotated[NoRewardNorm | RewardNormConfig, Tagged()]
 
 
 class ProcessConfig(Section):
-    """Advantages of step rewards, normalised by themselves and added to those of `advantage` (PRIME)."""
+    """Advantages of step rewards, normalised separately and added to `advantage`'s advantages (PRIME)."""
 
     coef: PositiveFloat = Field(1.0, description="weight of the advantages of steps")
     outcome_coef: PositiveFloat = Field(1.0, description="weight of the advantages of `advantage`")
 
 
 class AlgorithmConfig(Section):
-    """From rewards to the loss: `grpo_dist/algorithms/README.md` has the formulas."""
+    """Rewards, advantages and loss: `grpo_dist/algorithms/README.md` has the formulas."""
 
     preset: str | None = Field(
         None,
-        description="name of the preset, set by `+algorithm=NAME`; alone it sets nothing",
+        description="name of the preset, set by `+algorithm=NAME`; by itself it has no effect",
     )
     reward_clip: PositiveFloat | None = Field(None, description="clip rewards to +- this; null: off")
     reward_norm: RewardNorm = Field(NoRewardNorm(), description="normalise rewards before the estimator")
@@ -616,7 +617,7 @@ class AlgorithmConfig(Section):
     )
     entropy: Entropy = Field(EntropyConfig(), description="the entropy bonus")
     top_entropy_share: Share = Field(
-        1.0, description="train only on this share of an update's tokens, those with the highest entropy"
+        1.0, description="train only on this share of an update's tokens, with the highest entropy"
     )
     off_policy_mask_threshold: PositiveFloat | None = Field(
         None,
@@ -643,7 +644,7 @@ class AlgorithmConfig(Section):
 
     @property
     def user_components(self) -> tuple[UserComponent, ...]:
-        """The functions of the user's."""
+        """The user-supplied functions."""
         named = (
             (ADVANTAGE, self.advantage), (LOSS, self.loss), (KL, self.kl.estimator),
             (AGGREGATION, self.aggregation),
@@ -658,23 +659,22 @@ class AlgorithmConfig(Section):
 class SourceKLConfig(Section):
     """The weight of the KL term for the samples of a source."""
 
-    coef: NonNegative = Field(description="in place of `algorithm.kl.coef`, which must be above 0")
+    coef: NonNegative = Field(description="overrides `algorithm.kl.coef`, which must be above 0")
 
 
 class SourceAlgorithmConfig(Section):
-    """What the samples of a source have in place of parts of `algorithm`. Denominators stay those of the
-    whole update.
-    """
+    """Overrides of `algorithm` for the samples of a source. Denominators still count the whole update."""
 
     advantage: Advantage | None = Field(
         None,
-        description="in place of `algorithm.advantage`; statistics of a step are then of this source's "
+        description="overrides `algorithm.advantage`; a step's statistics then cover only this source's "
         "samples",
     )
     loss: Loss | None = Field(
-        None, description="in place of `algorithm.loss`; not clip_cov and kl_cov, which choose tokens of all"
+        None,
+        description="overrides `algorithm.loss`; not clip_cov and kl_cov, which choose tokens of all sources",
     )
-    kl: SourceKLConfig | None = Field(None, description="in place of `algorithm.kl.coef`")
+    kl: SourceKLConfig | None = Field(None, description="overrides `algorithm.kl.coef`")
 
     @model_validator(mode="before")
     @classmethod
@@ -682,13 +682,13 @@ class SourceAlgorithmConfig(Section):
         if isinstance(values, Mapping):
             for name in values.keys() & (AlgorithmConfig.model_fields.keys() - cls.model_fields.keys()):
                 raise ValueError(
-                    f"`{name}` is of all samples of an update, whatever their source; set `algorithm.{name}` "
-                    f"(a source may have {', '.join(cls.model_fields)} of its own)"
+                    f"`{name}` applies to all samples of an update, whatever their source; set "
+                    f"`algorithm.{name}` (a source may override {', '.join(cls.model_fields)})"
                 )
         return values
 
     def over(self, algorithm: AlgorithmConfig) -> AlgorithmConfig:
-        """Return ``algorithm`` with the parts that the source has of its own."""
+        """Return ``algorithm`` with the overrides of the source."""
         parts: dict[str, Any] = {key: part for key in ("advantage", "loss") if (part := getattr(self, key))}
         if self.kl is not None:
             parts["kl"] = algorithm.kl.model_copy(update={"coef": self.kl.coef})
@@ -697,6 +697,6 @@ class SourceAlgorithmConfig(Section):
     def _contradictions(self) -> Iterator[str]:
         if self.loss is not None and self.loss.selection:
             yield (
-                f"`loss` = {self.loss.name} chooses tokens over a whole update, of all sources; set it as "
-                "`algorithm.loss`, or use another"
+                f"`loss` = {self.loss.name} chooses tokens over a whole update, of all sources; set "
+                "`algorithm.loss` to it, or use another loss"
             )

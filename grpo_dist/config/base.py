@@ -28,7 +28,7 @@ Count = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 DirectoryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 CodePaths = Annotated[tuple[str, ...], Field(exclude=True)]  # `code_paths` of the run, for its actors
-# vLLM raises lower temperatures to this one; the trainer would compute log-probs at another temperature.
+# vLLM raises lower temperatures to this one, while the trainer's log-probs would use the lower one.
 LOWEST_TEMPERATURE = 0.01
 Temperature = Annotated[float, Field(ge=LOWEST_TEMPERATURE)]
 
@@ -61,7 +61,7 @@ class Section(BaseModel):
     @classmethod
     def _bool_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse booleans for numbers: pydantic converts true to 1."""
-        if _takes_numbers_alone(cls, str(info.field_name)):
+        if _takes_only_numbers(cls, str(info.field_name)):
             for item in _items(value):
                 if isinstance(item, bool):
                     raise ValueError(f"{str(item).lower()} is not a number; expected a number")
@@ -84,14 +84,14 @@ class Section(BaseModel):
         return self
 
     def _contradictions(self) -> Iterator[str]:
-        """Yield a message for keys of this section that contradict each other. Only the first is read, and
-        checks behind one may rely on it.
+        """Yield a message for keys of this section that contradict each other. Only the first is read, so
+        later checks may rely on earlier ones.
         """
         yield from ()
 
 
 @cache
-def _takes_numbers_alone(section: type[Section], name: str) -> bool:
+def _takes_only_numbers(section: type[Section], name: str) -> bool:
     kinds = set(_kinds(section.model_fields[name].annotation))
     return bool(kinds & {int, float}) and bool not in kinds
 
@@ -100,8 +100,8 @@ USER_SUPPLIED = "user-supplied code"  # label of the member of a tagged union th
 
 
 class Choice(Section):
-    """A member of a tagged union. Its field ``tag`` is a Literal of the names that choose it. Where that
-    field takes any text, the member is that of user-supplied code.
+    """A member of a tagged union. Its field ``tag`` is a Literal of the names that choose it. In the member
+    for user-supplied code, that field takes any text.
     """
 
     tag: ClassVar[str] = "name"
@@ -109,30 +109,30 @@ class Choice(Section):
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Return the names that choose this member, as a file has them; () for user-supplied code."""
+        """Return the names that choose this member, as written in a file; () for user-supplied code."""
         return tuple(map(_name, _literals(cls.model_fields[cls.tag].annotation)))
 
     @model_serializer(mode="wrap")
     def _add_name(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Keep the name where unset or default values are left out: without it the rest has no meaning."""
+        """Keep the name where unset or default values are excluded: the other keys depend on it."""
         return {self.tag: getattr(self, self.tag), **dump(self)}
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The settings of the member, without the tag and what goes to user-supplied code as it is."""
+        """The settings of the member, without the tag and the `kwargs` of user-supplied code."""
         fields = type(self).model_fields
         return {name: getattr(self, name) for name in fields if name not in (self.tag, "kwargs")}
 
 
-PLAIN = "a plain value"  # label of what a tagged union takes beside its members
+PLAIN = "a plain value"  # label of a value that is no member of its tagged union
 
 
 class Tagged:
     """Annotates a union of `Choice`s: ``loss: Annotated[PPOClip | SAPO | UserLoss, Tagged()] = PPOClip()``.
 
-    In a file ``loss: sapo`` is short for ``loss: {name: sapo}``. A mapping without a name is that of the
-    first member, whose first name is the default. `config.files` merges by the name. A number may stand
-    beside the members: ``temperature: Annotated[float | Scheduled | Adaptive, Tagged()] = 1.0``.
+    In a file ``loss: sapo`` is short for ``loss: {name: sapo}``. A mapping without a name gets the first
+    member's first name, the default. `config.files` merges by the name. A union may also take a number:
+    ``temperature: Annotated[float | Scheduled | Adaptive, Tagged()] = 1.0``.
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -168,7 +168,7 @@ class Tagged:
 
 
 def members(annotation: Any) -> tuple[type[Choice], ...]:
-    """Return the members of a tagged union, which may be optional or take a number as well; () for any other
+    """Return the members of a tagged union, also if it is optional or takes a number; () for any other
     annotation.
     """
     if get_origin(annotation) is Annotated:
@@ -186,22 +186,22 @@ def _is_choice(annotation: Any) -> bool:
 
 
 def is_bare(value: Any, union: Sequence[type[Choice]]) -> bool:
-    """Return whether ``value`` is short for a mapping: a name, or true or false of a switch."""
+    """Return whether ``value`` is short for a mapping: a name, or a switch's true or false."""
     if isinstance(value, bool):
         return any(value is choice for member in union for choice in choices(member, member.tag))
     return isinstance(value, str)
 
 
 def member_called(union: Sequence[type[Choice]], name: str) -> type[Choice] | None:
-    """Return the member of ``union`` that ``name`` chooses, that of user-supplied code for a name that no
-    other lists; None: there is none.
+    """Return the member of ``union`` that ``name`` chooses, else the member for user-supplied code; None:
+    the union has no such member.
     """
     by_name = (member for member in union if name in member.names())
     return next(by_name, next((member for member in union if not member.names()), None))
 
 
 def tagged_unions(section: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], tuple[type[Choice], ...]]]:
-    """Yield path and members of every tagged union of ``section``, outer ones first; "*" stands for the
+    """Yield path and members of every tagged union of ``section``, outer unions first; "*" stands for the
     entries of a list or mapping: (("rewards", "functions", "*"), members).
     """
     for name, field in section.model_fields.items():
@@ -225,8 +225,8 @@ def _tagged_unions(
 
 
 def choices(section: type[BaseModel], field: str) -> tuple[Any, ...]:
-    """Return the names that a field lists, which are built in where it also takes others: those of its
-    Literal, or of the members of its tagged union.
+    """Return the built-in names of a field: the values of its Literal, or the names of the members of its
+    tagged union.
     """
     annotation = section.model_fields[field].annotation
     if union := members(annotation):
@@ -235,7 +235,7 @@ def choices(section: type[BaseModel], field: str) -> tuple[Any, ...]:
 
 
 def repeated(names: Sequence[str]) -> list[str]:
-    """Return the names that stand more than once, in order."""
+    """Return the names that occur more than once, in order."""
     return [name for name, count in Counter(names).items() if count > 1]
 
 
@@ -244,7 +244,7 @@ def _name(value: Any) -> str:
 
 
 def _items(value: Any) -> Iterator[Any]:
-    """Yield the single values of a list, also of lists in it: [[0, 1.0], [5, 0.8]] -> 0, 1.0, 5, 0.8"""
+    """Yield the single values of a nested list: [[0, 1.0], [5, 0.8]] -> 0, 1.0, 5, 0.8"""
     if isinstance(value, list | tuple):
         for inner in value:
             yield from _items(inner)

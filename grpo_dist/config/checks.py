@@ -1,9 +1,9 @@
-"""The configuration of a run, without settings that contradict each other across sections, and settings that
+"""The configuration of a run, with checks for settings that contradict each other across sections or that
 nothing would read.
 
-`UNREAD` lists keys that have no effect without others, `EXCLUSIVE` and `RULES` what two or more keys decide;
-the functions behind them look at the entries of lists. `Config` reports all of them in one message, before
-anything runs.
+`UNREAD` lists keys that have no effect without others; `EXCLUSIVE` and `RULES` relate two or more keys; the
+functions below them check the entries of lists. `Config` reports all problems in one message, before anything
+runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from grpo_dist.config.text import fill
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Settings that must not stand together.
+    """Settings that must not be combined.
 
     Attributes:
         keys: dotted keys, separated by spaces; the message begins with them and their values.
@@ -59,7 +59,7 @@ def _matches(config: Sections, setting: str) -> bool:
 
 
 def _read(config: Sections, key: str) -> Any:
-    """Return the value of a dotted key; None inside of a section that is null."""
+    """Return the value of a dotted key; None inside a section that is null."""
     whole: Any = config
     return reduce(lambda section, name: getattr(section, name) if section else None, key.split("."), whole)
 
@@ -76,7 +76,7 @@ def _value(config: Sections, key: str) -> str:
 
 
 def learns_from_equal_rewards(config: Sections) -> bool:
-    """Return whether a step can learn from groups of equal rewards, or has another source to learn from."""
+    """Return whether a step can learn from zero-variance groups, or from teachers or demonstrations."""
     other_streams = bool(config.distillation.teachers) or config.demonstrations is not None
     estimates = any(estimator.traits.learns_from_equal_rewards for estimator in config.estimators)
     estimates |= config.algorithm.process is not None
@@ -113,9 +113,9 @@ def _single_completions(config: Sections) -> list[str]:
 
 
 def _teaches_itself(config: Sections) -> bool:
-    """Return whether nothing but the initial policy teaches: the reference is that, or follows the policy."""
-    alone = all(not t.has_workers and t.prompt is None for t in config.distillation.teachers)
-    return alone and config.demonstrations is None and not config.algorithm.has_entropy_bonus
+    """Return whether the reference is the only teacher: it is the initial policy, or follows the policy."""
+    is_only = all(not t.has_workers and t.prompt is None for t in config.distillation.teachers)
+    return is_only and config.demonstrations is None and not config.algorithm.has_entropy_bonus
 
 
 def _measures_rewards_only(config: Sections) -> bool:
@@ -126,7 +126,7 @@ def _has_teachers(config: Sections) -> bool:
     return bool(config.distillation.teachers)
 
 
-# Losses whose weight or penalty looks at how far the policy is from what sampled.
+# Losses whose weight or penalty depends on the policy's distance from the sampling policy.
 _OFF_POLICY = ("dro", "kimi15", "topr", "topr_token", "reinforce_is", "vespo")
 
 
@@ -138,22 +138,22 @@ def _updates(config: Sections) -> int:
     return config.batch.updates_per_step * config.batch.epochs_per_batch
 
 
-def _alone(config: Sections) -> bool:
-    """Return whether a prompt has one sample, which is compared with nothing but its batch."""
+def _has_no_group(config: Sections) -> bool:
+    """Return whether a prompt has one sample, whose only baseline is its batch."""
     traits = config.algorithm.advantage.traits
     others = traits.learns_from_one_sample or config.algorithm.process is not None
     return config.batch.samples_per_prompt == 1 and not others
 
 
-# Settings that exclude each other, why, and what to do (where the text does not say: remove one of them). A
-# key has the values that do, e.g. `policy.zero_stage=1|2`, or `!=` and one that does not; alone, it is set.
+# Settings that exclude each other, why, and the remedy (by default: remove one of them). `key=a|b` lists the
+# excluded values, `key!=a` excludes all others, and `key` excludes every value that is set.
 EXCLUSIVE = {
     "batch.order.name=completion max_staleness=0": "slow groups are carried over to later steps, but no "
     "older samples are allowed; set `max_staleness` to 1 or more, or `batch.order` to launched",
     "model.path=sft sft=null": "needs an `sft` section that configures that model's training; add it, or "
     "name a model",
-    "model.adapter model.path=sft": "an adapter is of a model that exists, and this one is trained first; "
-    "remove it, or name the adapter's base as `model.path`",
+    "model.adapter model.path=sft": "an adapter is of a model that exists, and this run trains its model "
+    "first; remove the adapter, or name its base as `model.path`",
     "model.attention=eager model.packing": "eager attention does not support packed rows; use "
     "`model.attention` = auto, or set `model.packing` = false",
     "policy.sequence_parallel!=1 model.packing=false": "packed rows are split over the ranks",
@@ -166,16 +166,16 @@ EXCLUSIVE = {
     "routes of every token",
     "policy.router_replay weight_sync.mode=keep": "samples continue with new weights, which route earlier "
     "tokens differently; set it to drain",
-    "policy.router_replay rollout.function": "tokens that the function puts in have no experts to replay",
+    "policy.router_replay rollout.function": "tokens that the function inserts have no experts to replay",
     "policy.optimizer.name=adamw_8bit policy.offload.optimizer!=none": "DeepSpeed's Adam on the CPU has no "
     "states of 8 bits; set `policy.offload.optimizer` to none, or `policy.optimizer.name` to adamw",
     "policy.offload.optimizer!=none policy.zero_stage=0": "offload needs ZeRO; set `policy.zero_stage` to "
     "1, 2 or 3",
     "policy.offload.optimizer=nvme policy.zero_stage=1|2": "nvme needs stage 3; set stage 3, or offload to "
     "cpu",
-    "policy.offload.parameters!=none policy.zero_stage!=3": "needs stage 3: the others keep whole "
+    "policy.offload.parameters!=none policy.zero_stage!=3": "needs stage 3: other stages keep all "
     "parameters on every rank; set stage 3, or the offload to none",
-    "weight_sync.deltas=true policy.lora.sync=adapter": "changes of whole weights are no adapters; set "
+    "weight_sync.deltas=true policy.lora.sync=adapter": "deltas are of full weights, not of adapters; set "
     "`weight_sync.deltas` to auto, or `policy.lora.sync` to merged",
     "weight_sync.backend=nccl cluster.placement=colocated": "nccl cannot connect two processes on one GPU; "
     "set `weight_sync.backend` to auto",
@@ -183,8 +183,8 @@ EXCLUSIVE = {
     "trainer's, uncorrected; set algorithm.correction (tis is the default), or remove rollout.quantization",
     "rollout.quantization!=none model.dtype=float32": "quantised layers compute in bfloat16; set "
     "model.dtype to auto or bfloat16, or remove `rollout.quantization`",
-    "checkpoint.keep_best evaluation.num_workers": "an evaluation on engines of its own ends after later "
-    "steps, whose weights the checkpoint would have; set `evaluation.num_workers` to 0, or remove "
+    "checkpoint.keep_best evaluation.num_workers": "an evaluation on separate engines ends after later "
+    "steps, so the checkpoint would have later weights; set `evaluation.num_workers` to 0, or remove "
     "`checkpoint.keep_best`",
     "algorithm.loss=policy_gradient algorithm.correction=bypass": "the loss has no ratio whose denominator "
     "could be the engine's log-probs; set the second to tis, which corrects the mismatch, or none",
@@ -256,8 +256,8 @@ RULES = (
     Rule(
         "rollout.speculation.tokens",
         lambda c: c.rollout.speculation and (c.sampling.stop or c.has_environments),
-        "several tokens are sampled in a step of the engine, and `sampling.stop` or `data.environment` ends "
-        "a sample at a text within such a step, for which it is not shown that samples stay the same",
+        "an engine step samples several tokens, and `sampling.stop` or `data.environment` may end a sample "
+        "inside a step, where speculative decoding is not proven lossless",
         "remove `rollout.speculation`, or what ends samples",
     ),
     Rule(
@@ -269,7 +269,7 @@ RULES = (
     Rule(
         "sampling.top_p sampling.top_k sampling.min_p distillation.kl",
         lambda c: c.sampling.is_truncated and _has_teachers(c) and c.distillation.top_k,
-        "the teacher's likeliest tokens may be none that the policy could sample",
+        "the policy may never sample the teacher's likeliest tokens",
         "set `distillation.kl` to sampled or advantage, or sample from the whole vocabulary",
     ),
     Rule(
@@ -288,14 +288,14 @@ RULES = (
     Rule(
         "algorithm.loss algorithm.correction batch.updates_per_step batch.epochs_per_batch",
         lambda c: c.algorithm.loss.name in _OFF_POLICY and _every_ratio_is_1(c),
-        "the loss looks at how far the policy is from what sampled, and every ratio to the trainer's own "
-        "log-probs is 1 in a first update: it would be -A log pi alone",
+        "the loss depends on the policy's distance from the sampling policy, and every ratio to the "
+        "trainer's log-probs is 1 in a first update: it would be only -A log pi",
         "set `algorithm.correction` to bypass, which compares with the engine, or use policy_gradient",
     ),
     Rule(
         "algorithm.loss batch.updates_per_step batch.epochs_per_batch",
         lambda c: c.algorithm.loss.name == "kl_cov" and _every_ratio_is_1(c),
-        "the penalty looks at the change since the samples, and in a first update there is none",
+        "the penalty measures the change since sampling, and in a first update there is none",
         "set `batch.updates_per_step` to 2 or more, or use ppo_clip",
     ),
     Rule(
@@ -307,7 +307,7 @@ RULES = (
     Rule(
         "algorithm.advantage algorithm.correction",
         lambda c: c.algorithm.advantage.traits.reads_policy and c.algorithm.correction.bypasses,
-        "the estimator takes the policy's own distribution of every token, a forward pass that bypass saves",
+        "the estimator needs the policy's distribution of every token, from a forward pass that bypass skips",
         "set the correction to tis or none, or use another advantage",
     ),
     Rule(
@@ -332,15 +332,15 @@ RULES = (
     Rule(
         "dynamic_sampling.enabled batch.samples_per_prompt",
         lambda c: (
-            _alone(c) and not c.algorithm.advantage.traits.needs_group and c.dynamic_sampling.enabled
+            _has_no_group(c) and not c.algorithm.advantage.traits.needs_group and c.dynamic_sampling.enabled
         ),
         "groups of equal rewards are replaced, and every group of one is such a group",
         "set one of the two",
     ),
     Rule(
         "algorithm.zero_variance_filter batch.samples_per_prompt",
-        lambda c: _alone(c) and c.algorithm.zero_variance_filter,
-        "groups of equal rewards are left out, and every group of one is such a group",
+        lambda c: _has_no_group(c) and c.algorithm.zero_variance_filter,
+        "zero-variance groups are filtered out, and every group of one is such a group",
         "set one of the two",
     ),
     Rule(
@@ -348,15 +348,15 @@ RULES = (
         lambda c: (
             _has_teachers(c) and c.algorithm.zero_variance_filter and c.distillation.kl_as == "advantage"
         ),
-        "groups of equal rewards are left out, but a teacher gives them advantages",
+        "zero-variance groups are filtered out, but a teacher gives them advantages",
         "remove the first, or set the second to sampled or top_k",
     ),
     Rule(
         "algorithm.advantage",
         lambda c: c.algorithm.process and c.algorithm.advantage.name in ("process", "turn"),
-        "`algorithm.process` adds the advantages of steps to those of outcomes, but this estimator uses "
-        "rewards of steps itself",
-        "use an estimator of outcomes such as grpo, or remove `algorithm.process`",
+        "`algorithm.process` adds the advantages of steps to the advantages of outcomes, but this estimator "
+        "already uses rewards of steps",
+        "use an estimator of outcomes, e.g. grpo, or remove `algorithm.process`",
     ),
     Rule(
         "algorithm.advantage.gamma",
@@ -368,7 +368,7 @@ RULES = (
     Rule(
         "reference.refresh_every algorithm.kl.coef",
         lambda c: c.reference.refresh_every and not c.needs_reference,
-        "with neither a KL term nor a teacher that is the reference none is created",
+        "without a KL term and a teacher that is the reference, no reference is created",
         "set `algorithm.kl.coef` above 0, or remove `reference.refresh_every`",
     ),
     # Teachers and demonstrations
@@ -393,13 +393,13 @@ RULES = (
     Rule(
         "data.order distillation.reward_coef",
         lambda c: _measures_rewards_only(c) and c.data.order.name in ("pass_rate", "pools"),
-        "prompts are drawn by their rewards, from which nothing is learned",
+        "prompts are drawn by rewards, but nothing is learned from rewards",
         "set `data.order` to epochs, or raise `distillation.reward_coef`",
     ),
     Rule(
         "data.order.drop_solved distillation.reward_coef",
         lambda c: _measures_rewards_only(c) and c.data.drop_solved is not None,
-        "what the teachers would still change of solved prompts is lost",
+        "solved prompts are dropped although teachers could still improve them",
         "remove the first, or raise the second",
     ),
     Rule(
@@ -418,7 +418,7 @@ RULES = (
 )  # fmt: skip
 
 
-# Keys that a run ignores unless something else is set: what that is, and whether it is.
+# Keys that a run ignores unless something else is set: its description, and whether it is set.
 UNREAD: dict[str, tuple[str, Callable[[Sections], object]]] = {
     "policy.offload.nvme_path": (
         "policy.offload.optimizer=nvme or policy.offload.parameters=nvme", lambda c: _nvme(c),
@@ -464,8 +464,8 @@ def _check_sizes(config: Sections) -> Iterator[str]:
     b, ranks = config.batch, config.policy.replicas
     if config.max_length <= config.data.max_prompt_tokens:
         yield (
-            f"`model.max_length` = {config.model.max_length} leaves no token for an answer behind a prompt "
-            f"of `data.max_prompt_tokens` = {config.data.max_prompt_tokens}; raise it, or lower that"
+            f"`model.max_length` = {config.model.max_length} leaves no token for an answer after a prompt "
+            f"of `data.max_prompt_tokens` = {config.data.max_prompt_tokens}; raise it, or lower the prompt's"
         )
     if b.prompts_per_step % b.updates_per_step:
         near = _divisors_near(b.prompts_per_step, b.updates_per_step)
@@ -486,10 +486,10 @@ def _check_sizes(config: Sections) -> Iterator[str]:
         )
 
 
-def _divisors_near(total: int, wanted: int) -> str:
-    """Return the divisors of ``total`` closest to ``wanted``, for a message: (512, 3) -> "2 or 4"."""
-    below = [d for d in range(1, wanted) if total % d == 0]
-    above = [d for d in range(wanted + 1, total + 1) if total % d == 0]
+def _divisors_near(total: int, number: int) -> str:
+    """Return the divisors of ``total`` closest to ``number``, for a message: (512, 3) -> "2 or 4"."""
+    below = [d for d in range(1, number) if total % d == 0]
+    above = [d for d in range(number + 1, total + 1) if total % d == 0]
     return " or ".join(str(d) for d in below[-1:] + above[:1])
 
 
@@ -515,9 +515,7 @@ def _with_sources(
 
 
 def _without_other_estimators(config: Sections) -> Sections:
-    """Return ``config`` without the sources whose samples `algorithm.advantage` does not see, if others are
-    left.
-    """
+    """Return ``config`` without the sources that override `algorithm.advantage`, unless all do."""
     apart = config.source_estimators
     sources = tuple(source for source in config.data.train if source.label not in apart)
     if not apart or not sources:
@@ -526,8 +524,8 @@ def _without_other_estimators(config: Sections) -> Sections:
 
 
 def _check_source_algorithms(config: Sections) -> Iterator[str]:
-    """Look at what single sources have in place of `algorithm`, as at a run whose algorithm it is."""
-    of_whole_run = set(_broken_rules(config)) if config.source_algorithms else set()
+    """Check each source's overrides of `algorithm` as if they were the run's algorithm."""
+    run_messages = set(_broken_rules(config)) if config.source_algorithms else set()
     for number, source in enumerate(config.data.train):
         if source.algorithm is None:
             continue
@@ -539,28 +537,28 @@ def _check_source_algorithms(config: Sections) -> Iterator[str]:
             )
         if source.algorithm.loss is not None and config.algorithm.loss.selection:
             yield (
-                f"{where}: `loss` = {source.algorithm.loss.name} cannot stand beside `algorithm.loss` = "
+                f"{where}: `loss` = {source.algorithm.loss.name} cannot be combined with `algorithm.loss` = "
                 f"{config.algorithm.loss.name}, which chooses tokens of all sources; remove one of them"
             )
-        # With a KL term of weight 0 the reference stays that of the other sources.
+        # The reference exists for the other sources even if this source's KL weight is 0.
         algorithm = source.algorithm.model_copy(update={"kl": None}).over(config.algorithm)
-        alone = config.model_copy(update={"algorithm": algorithm})
-        further = (message for message in _broken_rules(alone) if message not in of_whole_run)
+        overridden = config.model_copy(update={"algorithm": algorithm})
+        further = (message for message in _broken_rules(overridden) if message not in run_messages)
         yield from (f"{where}: {message}" for message in further)
         if source.algorithm.advantage is not None:
-            seen = _with_sources(alone, (source,), config.rewards.select_source(source.label))
-            yield from (f"{where}: {message}" for message in _check_estimator(seen))
+            only = _with_sources(overridden, (source,), config.rewards.select_source(source.label))
+            yield from (f"{where}: {message}" for message in _check_estimator(only))
 
 
 def _check_estimator(config: Sections) -> Iterator[str]:
-    """Look at what the estimator reads of rewards, and at rewards that it does not take."""
+    """Check which rewards the estimator reads, and which it refuses."""
     yield from _check_read_rewards(config)
     yield from _check_single_rewards(config)
     yield from _check_binary_rewards(config)
 
 
 def _check_read_rewards(config: Sections) -> Iterator[str]:
-    """Look at what the estimator reads in place of total rewards."""
+    """Check what the estimator reads besides total rewards."""
     a, rewards = config.algorithm, config.rewards
     advantage, estimator = a.advantage.name, a.advantage.traits
     others = estimator.other_rewards
@@ -615,7 +613,7 @@ def _check_read_rewards(config: Sections) -> Iterator[str]:
 
 
 def _check_single_rewards(config: Sections) -> Iterator[str]:
-    """Look at what keeps an estimator from taking each reward on its own."""
+    """Check that an estimator can read each reward separately."""
     advantage, rewards = config.algorithm.advantage, config.rewards
     if not advantage.traits.reads_each_reward:
         return
@@ -633,8 +631,8 @@ def _check_single_rewards(config: Sections) -> Iterator[str]:
 
 
 def _check_binary_rewards(config: Sections) -> Iterator[str]:
-    """Look at what keeps total rewards from being 0 or 1, where the estimator needs that. Before a run
-    `rewards.registry.graded_problems` adds which built-in reward has other values.
+    """Check that total rewards are 0 or 1 where the estimator needs that. Before a run,
+    `rewards.registry.graded_problems` also names built-in rewards with other values.
     """
     a, rewards = config.algorithm, config.rewards
     if not a.advantage.traits.only_right_and_wrong:
@@ -671,7 +669,7 @@ def _check_environments(config: Sections) -> Iterator[str]:
             if source.path is None:
                 yield (
                     f"`{where}` has neither `path` nor `environment`; set its `path`, or an environment that "
-                    "brings its own problems"
+                    "provides problems"
                 )
             if source.environment_kwargs:
                 yield (
@@ -695,7 +693,7 @@ def _check_environments(config: Sections) -> Iterator[str]:
 
 
 def _check_templates(config: Sections) -> Iterator[str]:
-    """Look for the gold answer in a box of the prompt. Elsewhere it may belong there: Countdown's target."""
+    """Refuse a gold answer in a box of the prompt. Outside of a box it may be needed: Countdown's target."""
     data = config.data
     for source in data.resolve_prompts((*data.train, *data.eval)):
         for key in ("template", "problem_template"):
@@ -715,34 +713,34 @@ def _check_prefills(config: Sections) -> Iterator[str]:
         if (data.environment_of(source) or "").startswith(AGENT):
             yield (
                 f"`data.prefill` begins each message of the policy, but the agent of source {source.label} "
-                "writes the requests; set the source's `prefill` to empty, or write the prefill behind "
+                "writes the requests; set the source's `prefill` to empty, or write the prefill after "
                 "`add_generation_prompt` of a `model.chat_template`"
             )
         if data.prefill_as == "completion" and rewards.select_source(source.label).scores_steps:
             yield (
-                "`data.prefill_as` = completion: a reward of steps finds them in the sampled tokens, which "
-                "the prefill is none of; set data.prefill_as=prompt"
+                "`data.prefill_as` = completion: a reward of steps splits the sampled tokens, which exclude "
+                "the prefill; set data.prefill_as=prompt"
             )
 
 
 def _check_sources(config: Sections) -> Iterator[str]:
-    """Look at weights, temperatures and algorithms of single sources."""
+    """Check weights, temperatures and algorithms of single sources."""
     data, temperature = config.data, config.sampling.temperature
     labels = [source.label for source in data.train]
-    own = ("weight", "temperature", "algorithm")
-    special = [s.label for s in data.train if any(getattr(s, key) is not None for key in own)]
+    source_keys = ("weight", "temperature", "algorithm")
+    special = [s.label for s in data.train if any(getattr(s, key) is not None for key in source_keys)]
     if twice := [label for label in special if labels.count(label) > 1]:
         yield (
             f"`data.train`: several sources have the name {twice[0]}, and one of them a weight, a "
             "temperature or an algorithm; give each its own `name`"
         )
-    formats: dict[str, list[Any]] = {}  # a prompt knows its source by the label alone
+    formats: dict[str, list[Any]] = {}  # a prompt stores only the label of its source
     for source in data.resolve_prompts(data.train):
         keys = [getattr(source, key) for key in PROMPT_KEYS]
         if formats.setdefault(source.label, keys) != keys:
             yield (
-                f"`data.train`: several sources have the name {source.label}, and their prompts are made in "
-                f"different ways ({', '.join(PROMPT_KEYS)}); give each its own `name`"
+                f"`data.train`: several sources have the name {source.label}, but different prompt settings "
+                f"({', '.join(PROMPT_KEYS)}); give each its own `name`"
             )
     weighted = [source.label for source in data.train if source.weight is not None]
     if weighted and len(weighted) < len(labels):
@@ -753,26 +751,26 @@ def _check_sources(config: Sections) -> Iterator[str]:
         )
     if weighted and not isinstance(data.order, EpochsOrderConfig):
         yield (
-            f"`data.order` = {data.order.name} chooses the sources itself, so `weight` of {weighted[0]} has "
-            "no effect; remove it, or set `data.order` to epochs"
+            f"`data.order` = {data.order.name} chooses the sources, so `weight` of {weighted[0]} has no "
+            "effect; remove it, or set `data.order` to epochs"
         )
     steered = isinstance(temperature, AdaptiveTemperature)
     if steered and data.temperatures:
         yield (
             "`sampling.temperature` follows the entropy of all samples, but source "
-            f"{next(iter(data.temperatures))} has a `temperature` of its own; remove one of them"
+            f"{next(iter(data.temperatures))} sets a `temperature`; remove one of them"
         )
     for i, source in enumerate(data.eval):
-        for key in own:
+        for key in source_keys:
             if getattr(source, key) is not None:
                 yield (
-                    f"`data.eval.{i}.{key}` has no effect: it is of training sources; remove it "
-                    "(`evaluation.temperature` is of all evaluations)"
+                    f"`data.eval.{i}.{key}` has no effect: it applies to training sources; remove it "
+                    "(`evaluation.temperature` applies to all evaluations)"
                 )
 
 
 def _check_source_rewards(config: Sections) -> Iterator[str]:
-    """Look at the rewards of single sources, and at the names of rewards in other sections."""
+    """Check the rewards of single sources, and the names of rewards in other sections."""
     rewards, dynamic = config.rewards, config.dynamic_sampling
     metric = dynamic.metric if isinstance(dynamic, DynamicSamplingConfig) else None
     labels = dict.fromkeys(source.label for source in (*config.data.train, *config.data.eval))
@@ -793,8 +791,8 @@ def _check_source_rewards(config: Sections) -> Iterator[str]:
             weights = {each.weights[name] for each in rewards.variants.values() if name in each.weights}
             if len(weights) > 1:
                 yield (
-                    f"`algorithm.advantage` = {advantage.name} weighs reward {name} alike in all sources, "
-                    f"but `rewards.by_source` gives it {sorted(weights)}; give it one weight or several names"
+                    f"`algorithm.advantage` = {advantage.name} uses one weight of reward {name} for all "
+                    f"sources, but `rewards.by_source` has {sorted(weights)}; use one weight or several names"
                 )
     if metric not in (None, "accuracy", *rewards.names):
         yield (
@@ -816,7 +814,7 @@ def _check_teachers(config: Sections) -> Iterator[str]:
             value = getattr(teacher, key)
             if not teacher.has_workers and value != fields[key].default:
                 yield (
-                    f"{where}: `{key}` = {value} is of a teacher with workers, but its model is the "
+                    f"{where}: `{key}` = {value} applies to a teacher with workers, but its model is the "
                     f"reference; remove it, or set `{'model' if key == 'revision' else 'reference'}.{key}`"
                 )
         for other in teachers[i + 1 :] if config.distillation.top_k else ():

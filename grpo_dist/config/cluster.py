@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import Count, Section
 
-HEALTH_S = 3.0  # between health checks of an actor
+HEALTH_S = 3.0  # seconds between health checks of an actor
 _HANG_S = {False: 13.0, True: 60.0}  # by whether the actor computes on a GPU
 
 
@@ -23,7 +23,7 @@ class TimeoutsConfig(Section):
     update_s: PositiveFloat = Field(1800.0, description="one step of the policy or of a reference worker")
     sync_s: PositiveFloat = Field(300.0, description="one weight sync")
     save_s: PositiveFloat = Field(1800.0, description="one checkpoint or export")
-    own_code_s: PositiveFloat = Field(60.0, description="one call of your own metric or prompt order")
+    own_code_s: PositiveFloat = Field(60.0, description="one call of a user-supplied metric or prompt order")
 
     @property
     def up_s(self) -> float:
@@ -32,7 +32,7 @@ class TimeoutsConfig(Section):
 
 
 class RestartsConfig(Section):
-    """Restarts of failed actors: of one actor alone, or of all policy ranks if their state is lost."""
+    """Restarts of failed actors: only the failed actor, or all policy ranks if their state is lost."""
 
     max_per_worker: Count = Field(
         3, description="restarts of one actor within an hour; 0: its failure ends the run"

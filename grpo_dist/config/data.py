@@ -28,16 +28,16 @@ _TEMPLATE_ARGUMENTS = frozenset(
         "tokenizer_kwargs", "chat_template",
     )
 )  # fmt: skip
-_JINJA = re.compile(r"\{%|\{\{-?\s[^{}]*\}\}|\{\{[^{}]*\|[^{}]*\}\}")  # no template of ours has these
-_OWN_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")  # module:name
-# Endings of the files that `grpo_dist.data.files` reads; those of text may be followed by .gz.
+_JINJA = re.compile(r"\{%|\{\{-?\s[^{}]*\}\}|\{\{[^{}]*\|[^{}]*\}\}")  # Jinja syntax
+_FUNCTION_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")  # module:name
+# Endings of the files that `grpo_dist.data.files` reads; .gz may follow a text file's ending.
 TEXT_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 DATA_FILES = (*TEXT_FILES, ".parquet", ".arrow")
 _SLICE = re.compile(r"[\[\](+]")
 
 
 def data_ending(path: str | Path) -> str:
-    """Return the ending that says how a data file is read; "" where it is none.
+    """Return the ending that determines how a data file is read; "" for other files.
 
     set.parquet -> .parquet, set.jsonl.gz -> .jsonl, openai/gsm8k-v1.5 -> ""
     """
@@ -117,11 +117,11 @@ class ModelConfig(Section):
 class FewShotMessage(Section):
     """A message of an example in every prompt."""
 
-    role: Literal["user", "assistant"] = Field(description="who says it: user first, then in turn")
-    content: str = Field(description="its text")
+    role: Literal["user", "assistant"] = Field(description="user first, then alternating")
+    content: str = Field(description="text of the message")
 
 
-# Keys that say how a row becomes a prompt: those of `data` hold for the sources that do not set them.
+# Keys that define how a row becomes a prompt; the values in `data` are the defaults for its sources.
 PROMPT_KEYS = ("template", "system_prompt", "instruction", "few_shot", "prefill")
 
 
@@ -131,7 +131,7 @@ class DataSourceConfig(Section):
     path: str | None = Field(
         None,
         description="data file, directory, data set of `save_to_disk`, hub id, `demo:<name>`, "
-        "`reasoning_gym:<task>`, or your own `my_module:rows`; null: the environment has the problems",
+        "`reasoning_gym:<task>`, or user-supplied `my_module:rows`; null: the environment has the problems",
     )
     split: str = Field(
         "train",
@@ -150,16 +150,16 @@ class DataSourceConfig(Section):
     )
     problem_template: str | None = Field(
         None,
-        description="text of the problem with {columns}, in place of problem_column: `Make {target} of "
+        description="text of the problem with {columns}, instead of problem_column: `Make {target} of "
         "{nums}.`",
     )
-    template: str | None = Field(None, description="in place of `data.template`")
-    system_prompt: str | None = Field(None, description="in place of `data.system_prompt`; empty: none")
-    instruction: str | None = Field(None, description="in place of `data.instruction`; empty: none")
+    template: str | None = Field(None, description="overrides `data.template`")
+    system_prompt: str | None = Field(None, description="overrides `data.system_prompt`; empty: none")
+    instruction: str | None = Field(None, description="overrides `data.instruction`; empty: none")
     few_shot: tuple[FewShotMessage, ...] | None = Field(
-        None, description="in place of `data.few_shot`; empty: none"
+        None, description="overrides `data.few_shot`; empty: none"
     )
-    prefill: str | None = Field(None, description="in place of `data.prefill`; empty: none")
+    prefill: str | None = Field(None, description="overrides `data.prefill`; empty: none")
     system_column: str | None = Field(
         None, description="column with the system prompt of a row; empty there: data.system_prompt"
     )
@@ -172,7 +172,7 @@ class DataSourceConfig(Section):
     )
     answer_pattern: str | None = Field(None, description="regular expression; its group 1 is the answer")
     multiple_answers: Literal["any", "all"] = Field(
-        "any", description="of a list of answers: any of them is right, or all together are the answer"
+        "any", description="list of answers: any of them is right, or all together are the answer"
     )
     columns: tuple[str, ...] = Field(
         (),
@@ -189,8 +189,8 @@ class DataSourceConfig(Section):
     max_rows: PositiveInt | None = Field(None, description="rows to use, from the start; null: all")
     kwargs: dict[str, Any] = Field(
         {},
-        description="settings of a `reasoning_gym` task, e.g. {max_terms: 3, seed: 1}, or arguments of "
-        "your own source",
+        description="settings of a `reasoning_gym` task, e.g. {max_terms: 3, seed: 1}, or arguments of a "
+        "user-supplied source",
     )
     environment: EnvironmentName | None = Field(
         None,
@@ -204,10 +204,10 @@ class DataSourceConfig(Section):
 
     @property
     def label(self) -> str:
-        """The name in metrics and samples, and of the source in other sections."""
+        """The source's name in metrics, samples and other sections."""
         if self.name:
             return self.name
-        if self.path is None:  # the environment's own problems: its last part, without what a name excludes
+        if self.path is None:  # the environment's problems: last part of its name, without invalid characters
             return (self.environment or "environment").rpartition(":")[2].rstrip("/").rpartition("/")[2]
         kind, _, rest = self.path.partition(":")
         if kind in ("demo", "reasoning_gym") or self.is_own:
@@ -222,14 +222,14 @@ class DataSourceConfig(Section):
 
     @property
     def is_own(self) -> bool:
-        """Whether the path names a function: ``module:name``, or one that a package registers. An existing
-        file or directory always means itself.
+        """Whether the path names a function: ``module:name``, or a function that a package registers. A path
+        that exists is always a file or directory.
         """
         if self.path is None or os.path.exists(expanded(self.path)):  # False for a name that is too long
             return False
         if self.path.partition(":")[0] in ("demo", "reasoning_gym"):
             return False
-        if _OWN_PATH.fullmatch(self.path):
+        if _FUNCTION_PATH.fullmatch(self.path):
             return True
         return self.path.isidentifier() and self.path in registered(SOURCE)
 
@@ -243,25 +243,22 @@ class DataSourceConfig(Section):
             self.path is None or self.is_own or self.is_generated_by_reasoning_gym
         ):
             yield (
-                f"split = {self.split} takes a part of a file or data set, but path = {self.path} makes its "
-                "rows; limit them with `max_rows`, or by an argument of your function"
+                f"split = {self.split} takes a part of a file or data set, but path = {self.path} generates "
+                "its rows; limit them with `max_rows`, or by an argument of your function"
             )
-        named: dict[str, str] = {}  # by the name that an argument of a reward function can have
+        by_argument: dict[str, str] = {}  # column by the argument name in reward functions
         for column in self.columns:
             last = column.rpartition(".")[2]
-            if named.setdefault(last, column) != column and last.isidentifier():
+            if by_argument.setdefault(last, column) != column and last.isidentifier():
                 yield (
-                    f"columns = {named[last]} and {column} would both be `{last}` to rewards; keep one of "
-                    "them, or name an object that has it, which is passed whole"
+                    f"columns = {by_argument[last]} and {column} would both be `{last}` to rewards; keep one "
+                    "of them, or name an object that has it, which is passed whole"
                 )
         if self.problem_template is not None and self.problem_column != "problem":
-            yield (
-                f"problem_template takes the place of problem_column = {self.problem_column}; remove one of "
-                "them"
-            )
+            yield f"problem_template replaces problem_column = {self.problem_column}; remove one of them"
         yield from _prompt_problems(self.template, self.few_shot or ())
         if "size" in self.kwargs and not self.is_own:
-            yield f"kwargs.size = {self.kwargs['size']}: expected `max_rows` for it; set that"
+            yield f"kwargs.size = {self.kwargs['size']}: use `max_rows` instead"
         if self.answer_pattern is None:
             return
         try:
@@ -281,21 +278,20 @@ def _prompt_problems(template: str | None, few_shot: tuple[FewShotMessage, ...])
         )
     if template and not names_in(template):
         yield (
-            f"template = {template[:80]!r} names no column, so that all prompts would be the same; write "
-            "{problem} where the problem stands"
+            f"template = {template[:80]!r} names no column, so all prompts would be the same; write "
+            "{problem} where the problem belongs"
         )
     for number, message in enumerate(few_shot):
         if message.role != ("user", "assistant")[number % 2]:
             yield f"few_shot.{number}.role = {message.role}; expected user and assistant in turn, user first"
     if len(few_shot) % 2:
-        yield "few_shot ends with a message of the user; expected the assistant's answer behind it"
+        yield "few_shot ends with a user message; expected the assistant's answer after it"
 
 
 DropSolved = Annotated[
     Annotated[float, Field(gt=0, le=1)] | None,
     Field(
-        description="share of right samples from which later epochs leave a prompt out (ScaleRL: 0.9); "
-        "null: never"
+        description="share of right samples from which later epochs drop a prompt (ScaleRL: 0.9); null: never"
     ),
 ]
 
@@ -326,12 +322,12 @@ class PoolsOrderConfig(Choice):
 
     name: Literal["pools"] = "pools"
     half_life: PositiveFloat = Field(
-        10.0, description="steps after which an outcome counts half: the policy moves"
+        10.0, description="steps after which an outcome counts half, since the policy changes"
     )
 
 
 class UserOrderConfig(Choice):
-    """A function of yours."""
+    """A user-supplied function."""
 
     name: OrderName
     kwargs: dict[str, Any] = Field({}, description="arguments of the function")
@@ -345,7 +341,7 @@ class DataConfig(Section):
     )
     eval: tuple[DataSourceConfig, ...] = Field((), description="evaluation sets, each with separate metrics")
     environment: EnvironmentName = Field(
-        "none", description="environment of every source without its own; `none`: one completion per sample"
+        "none", description="environment of sources that set none; `none`: one completion per sample"
     )
     system_prompt: str | None = Field(
         None, description="text before every problem: the chat template's system message, or a first line"
@@ -361,8 +357,8 @@ class DataConfig(Section):
     )
     prefill: str | None = Field(
         None,
-        description="text with which every answer, and every message of an episode, begins, such as "
-        "`<think>\\n`; its tokens are never trained",
+        description="start of every answer and of every policy message of an episode, e.g. `<think>\\n`; "
+        "its tokens are never trained",
     )
     prefill_as: Literal["prompt", "completion"] = Field(
         "prompt",
@@ -391,7 +387,7 @@ class DataConfig(Section):
     )
     deduplicate: bool = Field(
         False,
-        description="keep the first of rows with the same problem, of training and of each evaluation set",
+        description="keep only the first row of each problem, in training and in each evaluation set",
     )
     overlap: Literal["refuse", "warn"] = Field(
         "warn", description="what to do with evaluation problems found in the training set"
@@ -404,30 +400,30 @@ class DataConfig(Section):
 
     @property
     def weights(self) -> dict[str, float]:
-        """The share of the prompts that each source gives, by its label; empty: by its number of prompts."""
+        """The share of prompts from each source, by label; empty: proportional to its number of prompts."""
         weights = {s.label: s.weight for s in self.train if s.weight is not None}
         return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
     @property
     def temperatures(self) -> dict[str, float]:
-        """The sampling temperature of sources with their own, by label."""
+        """The sampling temperatures that sources set, by label."""
         return {s.label: s.temperature for s in self.train if s.temperature is not None}
 
     @property
     def user_components(self) -> tuple[UserComponent, ...]:
-        """The data sources, their parts of the algorithm and the order that are not built in."""
+        """The user-supplied data sources, order, and algorithm parts of sources."""
         sources = [s for s in (*self.train, *self.eval) if s.is_own]
-        pieces = [UserComponent(SOURCE, str(s.path), SOURCE.key, s.kwargs) for s in sources]
+        components = [UserComponent(SOURCE, str(s.path), SOURCE.key, s.kwargs) for s in sources]
         if isinstance(self.order, UserOrderConfig):
-            pieces.append(UserComponent(ORDER, self.order.name, ORDER.key, self.order.kwargs))
+            components.append(UserComponent(ORDER, self.order.name, ORDER.key, self.order.kwargs))
         for number, source in enumerate(self.train):
-            own = () if source.algorithm is None else source.algorithm.over(AlgorithmConfig()).user_components
-            pieces += [replace(piece, key=f"data.train.{number}.{piece.key}") for piece in own]
-        return tuple(pieces)
+            parts = source.algorithm.over(AlgorithmConfig()).user_components if source.algorithm else ()
+            components += [replace(part, key=f"data.train.{number}.{part.key}") for part in parts]
+        return tuple(components)
 
     @property
     def drop_solved(self) -> float | None:
-        """The share of right samples from which later epochs leave a prompt out; None: none is."""
+        """The share of right samples from which later epochs drop a prompt; None: never."""
         order = self.order
         return order.drop_solved if isinstance(order, EpochsOrderConfig | LengthOrderConfig) else None
 
@@ -437,23 +433,23 @@ class DataConfig(Section):
         return self.pools or ("source" if isinstance(self.order, PoolsOrderConfig) else None)
 
     def _contradictions(self) -> Iterator[str]:
-        yield from self._settings_of_the_run()
+        yield from self._check_run_settings()
         if self.drop_solved is not None and self.weights:
             yield (
-                f"order.drop_solved = {self.drop_solved:g} leaves prompts out, so that sources with a "
-                "`weight` could not give their shares; remove it, or the weights"
+                f"order.drop_solved = {self.drop_solved:g} drops prompts, so sources with a `weight` could "
+                "not supply their shares; remove it, or the weights"
             )
 
-    def _settings_of_the_run(self) -> Iterator[str]:
-        if taken := sorted(_TEMPLATE_ARGUMENTS & self.template_kwargs.keys()):
+    def _check_run_settings(self) -> Iterator[str]:
+        if reserved := sorted(_TEMPLATE_ARGUMENTS & self.template_kwargs.keys()):
             yield (
-                f"template_kwargs.{taken[0]} = {self.template_kwargs[taken[0]]} is no variable of the chat "
-                "template, and the run sets it; remove it"
+                f"template_kwargs.{reserved[0]} = {self.template_kwargs[reserved[0]]} is no variable of the "
+                "chat template, and the run sets it; remove it"
             )
         yield from _prompt_problems(self.template, self.few_shot)
 
     def resolve_prompts(self, sources: Sequence[DataSourceConfig]) -> tuple[DataSourceConfig, ...]:
-        """Return ``sources``, each with the keys of prompts that it does not set as this section has them."""
+        """Return ``sources`` with this section's values of the prompt keys that they do not set."""
         return tuple(
             source.model_copy(
                 update={key: getattr(self, key) for key in PROMPT_KEYS if getattr(source, key) is None}
@@ -474,14 +470,14 @@ class LaunchOrder(Choice):
 
 
 class CompletionOrder(Choice):
-    """A step takes the groups that are done first; others are carried over to later steps, which wait for
-    them within `max_staleness`.
+    """A step takes the groups that finish first; later steps take the others, and wait for them within
+    `max_staleness`.
     """
 
     name: Literal["completion"] = "completion"
     oversample: Annotated[float, Field(ge=1)] | None = Field(
         None,
-        description="groups in flight for each that a step takes, at most 1 + max_staleness; null: 1 + "
+        description="groups in flight per group that a step takes, at most 1 + max_staleness; null: 1 + "
         "max_staleness / 2",
     )
 
@@ -501,7 +497,7 @@ class BatchConfig(Section):
     epochs_per_batch: PositiveInt = Field(1, description="passes over the samples of a step")
     shuffle_epochs: bool = Field(
         False,
-        description="deal the groups of a step to its updates again in every later epoch",
+        description="reassign the groups of a step to its updates in every later epoch",
     )
     micro_batch_tokens: PositiveInt | None = Field(
         None, description="tokens of a rank in one forward pass; null: 16384 on a GPU, 4096 elsewhere"
@@ -509,9 +505,7 @@ class BatchConfig(Section):
 
     @property
     def least_samples(self) -> int:
-        """Fewest samples of a group whose other samples failed: half, at least 2. With fewer the group is
-        sampled again.
-        """
+        """Fewest successful samples of a group: half, at least 2. With fewer the group is sampled again."""
         return min(self.samples_per_prompt, max(2, -(-self.samples_per_prompt // 2)))
 
 
@@ -523,16 +517,16 @@ class NoDynamicSampling(Choice):
 
 
 class DynamicSamplingConfig(Choice):
-    """DAPO: each zero-variance group, and each outside of a range of mean reward, is replaced by one of an
-    extra prompt, the next of the epoch, as soon as it is found.
+    """DAPO: as soon as a group has zero variance, or a mean reward outside of a range, a group of an extra
+    prompt, the next of the epoch, replaces it.
     """
 
     tag = "enabled"
     enabled: Literal[True] = True
     metric: str | None = Field(
         None,
-        description="what must differ within a group: the name of a reward, or `accuracy`; null: what the "
-        "estimator uses",
+        description="metric that must differ within a group: the name of a reward, or `accuracy`; null: what "
+        "the estimator uses",
     )
     mean_low: float | None = Field(
         None,
@@ -548,8 +542,7 @@ class DynamicSamplingConfig(Choice):
     )
     oversample: Annotated[float, Field(ge=1)] = Field(
         1.0,
-        description="extra prompts launched per group still missing once the groups of the step's own"
-        " prompts are known",
+        description="extra prompts launched per missing group once the step's first groups are sampled",
     )
 
     def _contradictions(self) -> Iterator[str]:

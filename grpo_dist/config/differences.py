@@ -44,7 +44,7 @@ def has_place(key: str, settings: Mapping[str, Any]) -> bool:
 
 
 def listed(items: Sequence[str]) -> str:
-    """Join four items and the number of others: ``a, b, c, d, 2 more``"""
+    """Join four items and the number of the other items: ``a, b, c, d, 2 more``"""
     return ", ".join([*items[:4], *([f"{len(items) - 4} more"] if len(items) > 4 else [])])
 
 

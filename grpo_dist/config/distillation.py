@@ -15,7 +15,7 @@ REFERENCE = "reference"  # a teacher of this model is the reference itself
 
 
 class TeacherConfig(Section):
-    """A model from which the policy learns how likely tokens are in its own samples."""
+    """A model whose token probabilities on the policy's samples the policy learns."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="label in metrics")
     model: str = Field(
@@ -28,7 +28,7 @@ class TeacherConfig(Section):
     )
     prompt: str | None = Field(
         None,
-        description="problem that it reads: text with {problem}, {answer} and {columns}; null: the policy's",
+        description="the teacher's problem: text with {problem}, {answer} and {columns}; null: the policy's",
     )
     num_workers: PositiveInt = Field(
         1, description="actors, each with a full model; colocated on GPUs: one on each of the policy's"
@@ -36,7 +36,7 @@ class TeacherConfig(Section):
 
     @property
     def has_workers(self) -> bool:
-        """Whether it has workers of its own."""
+        """Whether it has separate workers."""
         return self.model != REFERENCE
 
     def model_section(self, policy: ModelConfig) -> ModelConfig:
@@ -52,7 +52,7 @@ class TeacherConfig(Section):
 
 
 class AdvantageKL(Choice):
-    """Add log p of the teacher minus that of the policy to a token's advantage."""
+    """Add log p(teacher) - log p(policy) to a token's advantage."""
 
     name: Literal["advantage"] = "advantage"
 
@@ -67,7 +67,7 @@ class SampledKL(Choice):
 
 
 class TopKKL(Choice):
-    """A term of the loss: the mean divergence from the teacher's most likely tokens per position, all others
+    """A term of the loss: the mean divergence from the teacher's top-k per position; all other tokens count
     as one.
     """
 
@@ -81,7 +81,7 @@ class TopKKL(Choice):
 
 
 class DistillationConfig(Section):
-    """On-policy distillation: the policy learns the teacher's distribution where its own samples go."""
+    """On-policy distillation: the policy learns the teacher's distribution on its own samples."""
 
     teachers: tuple[TeacherConfig, ...] = Field(
         (),
@@ -103,12 +103,12 @@ class DistillationConfig(Section):
 
     @property
     def kl_as(self) -> Literal["advantage", "loss"]:
-        """What the KL to the teacher is added to."""
+        """Where the KL to the teacher is added."""
         return "advantage" if isinstance(self.kl, AdvantageKL) else "loss"
 
     @property
     def top_k(self) -> int:
-        """Tokens per position whose probabilities a teacher gives; 0: of the sampled token alone."""
+        """Tokens per position whose probabilities a teacher returns; 0: only the sampled token."""
         return self.kl.k if isinstance(self.kl, TopKKL) else 0
 
     @property
@@ -123,7 +123,7 @@ class DistillationConfig(Section):
 
     @property
     def teachers_with_workers(self) -> tuple[TeacherConfig, ...]:
-        """Return the teachers with workers of their own."""
+        """Return the teachers with separate workers."""
         return tuple(teacher for teacher in self.teachers if teacher.has_workers)
 
 

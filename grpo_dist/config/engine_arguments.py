@@ -1,8 +1,8 @@
 """Arguments of vLLM's engine that `rollout.engine` may not set.
 
-Refused are arguments that a key of the configuration sets, arguments that change the model or the
-distribution of the engine's log-probs, which the trainer compares with its own, and arguments that do not
-work with one engine for each worker. All others are allowed; a test names them.
+Refused are arguments that a configuration key sets, that change the model or the distribution of the engine's
+log-probs, which the trainer compares with its own, or that do not work with one engine per worker. All others
+are allowed; a test lists them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from grpo_dist.config.secrets import shown_setting
 from grpo_dist.config.workers import RolloutConfig
 
 _TABLE = Path(__file__).with_suffix(".yaml")
-_RANDOM_STATE = (
-    "the engine would round its state at random, and its log-probs would not be those of the model"
-)
+_RANDOM_STATE = "the engine would round its state at random, and its log-probs would not match the model"
 # An engine without a GPU prefills prompts whole: in chunks it crashes, or never starts a longer prompt.
 _CHUNKS = ("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_scheduled_tokens")
 _WHOLE_PROMPTS = "without a GPU the engine crashes or hangs when it may not prefill a prompt whole"
@@ -39,7 +37,7 @@ _CACHE_TYPES = ("kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
 
 @cache
 def refused_arguments() -> Mapping[str, Mapping[str, str]]:
-    """Read the table of refused arguments: by name the key that sets it, or what it changes."""
+    """Read the table of refused arguments: by name, the key that sets it, or what it changes."""
     table: dict[str, dict[str, str]] = yaml.safe_load(_TABLE.read_text())
     return {
         part: {name: reason for reason, names in rows.items() for name in names.split()}
@@ -50,8 +48,8 @@ def refused_arguments() -> Mapping[str, Mapping[str, str]]:
 def engine_problems(
     rollout: RolloutConfig, algorithm: AlgorithmConfig, device: Literal["cpu", "cuda"] | None
 ) -> Iterator[str]:
-    """Yield a problem for each refused argument in `rollout.engine`, without an engine. ``device``: that of
-    the engines; None: unknown.
+    """Yield a problem for each refused argument in `rollout.engine`, without an engine. ``device``: the
+    device of the engines; None: unknown.
     """
     yield from _nested_problems(rollout.engine)
     for name, value in rollout.engine.items():
@@ -73,11 +71,11 @@ def mask_problems(
     sampling: SamplingConfig, evaluation: EvaluationConfig, device: Literal["cpu", "cuda"]
 ) -> Iterator[str]:
     """Yield a problem where engines on GPUs would return whole vocabularies as sampling masks: vLLM returns
-    those of all samples of an engine.
+    masks for all samples of an engine.
     """
     from_all = evaluation.top_p == 1.0 and evaluation.top_k == 0 and evaluation.temperature > 0
-    lent = not evaluation.num_workers and (evaluation.before or evaluation.every)
-    if device == "cuda" and sampling.is_truncated and from_all and lent:
+    shares_engines = not evaluation.num_workers and (evaluation.before or evaluation.every)
+    if device == "cuda" and sampling.is_truncated and from_all and shares_engines:
         yield (
             "`evaluation.top_p` = 1, `evaluation.top_k` = 0: engines that return the sampling masks of "
             "`sampling` would return the whole vocabulary for every token of an evaluation; set one of them, "
@@ -96,8 +94,8 @@ def _nested_problems(engine: Mapping[str, Any]) -> Iterator[str]:
 
 
 def head_problem(tensor_parallel: int, kv_heads: int) -> str:
-    """Return why an engine of ``tensor_parallel`` processes cannot split ``kv_heads`` of keys and values; ""
-    where it can: each process has as many whole heads as the others, or a copy of one.
+    """Return why an engine of ``tensor_parallel`` processes cannot split ``kv_heads`` key-value heads; "" if
+    it can: each process has the same number of whole heads, or a copy of one.
     """
     if kv_heads % tensor_parallel == 0 or tensor_parallel % kv_heads == 0:
         return ""

@@ -12,7 +12,7 @@ from grpo_dist.plugins.user_code import ENVIRONMENT, registered
 # Names without a colon. `grpo_dist.environments.registry` has their classes.
 BUILTIN_ENVIRONMENTS = ("calculator", "python")
 AGENT = "program:"  # prefix of the command of an agent
-# Ends of an episode that are not its own: a budget ran out.
+# Ends of an episode by an exhausted budget.
 BudgetOutcome = Literal["length", "turns", "tool_limit"]
 
 
@@ -29,12 +29,12 @@ def check_environment_name(name: str) -> None:
 
 
 def _name_of_program(value: Any) -> Any:
-    """Return {program: my_agent.py} as the name that it has everywhere else: program:my_agent.py"""
+    """Convert {program: my_agent.py} to the environment's name: program:my_agent.py"""
     is_program = isinstance(value, dict) and value.keys() == {"program"} and isinstance(value["program"], str)
     return AGENT + value["program"] if is_program else value
 
 
-# The name of an environment, or {program: COMMAND}: an agent that others wrote.
+# The name of an environment, or {program: COMMAND}: an external agent.
 EnvironmentName = Annotated[str, BeforeValidator(_name_of_program)]
 
 
@@ -75,7 +75,7 @@ class EnvironmentsConfig(Section):
         None, description="tool calls of an episode; one more ends it: `tool_limit`; null: no limit"
     )
     max_turn_tokens: PositiveInt | None = Field(
-        None, description="longest action, tokens; a longer one is cut, and read as it is; null: no limit"
+        None, description="longest action, tokens; a longer one is truncated; null: no limit"
     )
     max_tool_tokens: PositiveInt = Field(256, description="longest tool result, tokens; longer ones are cut")
     call_format: str = Field(
@@ -84,9 +84,9 @@ class EnvironmentsConfig(Section):
         "parser of vLLM, e.g. hermes; auto: by the chat template",
     )
     mask_outcomes: tuple[BudgetOutcome, ...] = Field(
-        (), description="do not train on episodes that ended so; their rewards still count in their group"
+        (), description="do not train on episodes with these ends; their rewards still count in their group"
     )
     outcome_rewards: dict[BudgetOutcome, float] = Field(
-        {}, description="added to the reward of episodes that ended so, e.g. {turns: -0.5}"
+        {}, description="added to the reward of episodes with these ends, e.g. {turns: -0.5}"
     )
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)

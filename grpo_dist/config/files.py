@@ -7,15 +7,15 @@ earlier ones, the file overrides its base files, and the command line overrides 
     defaults: [base.yaml, algorithms/grpo.yaml]
     policy: {num_workers: 2}
 
-A section that a name chooses (`config.base.Tagged`), such as `algorithm.loss`, is replaced as a whole by a
-mapping with another name, and merged with one that has the same or none:
+A section that a name chooses (`config.base.Tagged`), such as `algorithm.loss`, is replaced by a mapping with
+another name, and merged with a mapping that has the same name or none:
 
     loss: sapo               and  loss: {tau_positive: 2}   make  loss: {name: sapo, tau_positive: 2}
     loss: {name: sapo, ...}  and  loss: {name: ppo_clip}    make  loss: {name: ppo_clip}
 
-On the command line ``+algorithm=dapo`` replaces the file's `algorithm` section by that of the preset
-configs/algorithms/dapo.yaml and merges the preset's other sections. What the file's own preset set in other
-sections goes with it. Values on the command line apply to the result, wherever they stand in it.
+On the command line ``+algorithm=dapo`` replaces the file's `algorithm` section by the section of the preset
+configs/algorithms/dapo.yaml, merges the preset's other sections, and drops the settings that the file's
+preset made in other sections. Values on the command line apply to the result, in any position.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def is_override(text: str) -> bool:
 
 
 def apply_overrides(tree: DictConfig, overrides: Sequence[str], path: Path) -> DictConfig:
-    """Apply all of a command line to ``tree``, which may be modified: presets, then values in their order.
-    A preset behind a value does not undo it. ``path``: the file of the tree.
+    """Apply overrides to ``tree``, which may be modified: presets first, then values in order, so a preset
+    never undoes a value. ``path``: the file of the tree.
     """
     for override in sorted(overrides, key=lambda text: not text.startswith("+")):  # a stable sort
         if override.startswith("+"):
@@ -108,7 +108,7 @@ def checked(plain: Any, where: str | Path, section: type[S]) -> S:
 def changed(config: S, changes: Mapping[str, Any]) -> S:
     """Return ``config`` with dotted keys set, validated again. Raises ValueError if it is invalid.
 
-    Other sections are taken as they are: a plan validates hundreds of splits.
+    Unchanged sections are not validated again: a plan validates hundreds of splits.
     """
     sections = {key.partition(".")[0] for key in changes}
     plain = {name: getattr(config, name) for name in type(config).model_fields}
@@ -166,7 +166,7 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
 
 
 def _merged(base: DictConfig, over: DictConfig) -> DictConfig:
-    """Merge ``over`` into ``base``, neither of which changes."""
+    """Return ``over`` merged into ``base``; changes neither."""
     plain = [OmegaConf.to_container(tree, resolve=False) for tree in (base, over)]
     merged = OmegaConf.merge(*map(OmegaConf.create, _fit_unions(*plain)))
     assert isinstance(merged, DictConfig)
@@ -186,8 +186,8 @@ def _fit_unions(base: Any, over: Any) -> tuple[Any, Any]:
 
 
 def _fit(base: Any, over: Any, path: Sequence[str], union: Sequence[type[Choice]]) -> tuple[Any, Any]:
-    """Return two plain trees with the tagged section at ``path`` as a mapping where it is a bare name, and
-    empty in ``base`` where ``over`` has another name.
+    """Return two plain trees with the tagged section at ``path`` expanded from a bare name to a mapping, and
+    emptied in ``base`` where ``over`` has another name.
     """
     part, *rest = path
     if not isinstance(over, dict):
@@ -227,7 +227,7 @@ def _is_name(value: Any, union: Sequence[type[Choice]]) -> bool:
 
 
 def _base_file(path: Path, base: str) -> Path:
-    """Return the file that `defaults` of ``path`` name: next to it, else in this project's configs/."""
+    """Return the base file ``base`` of ``path``: next to it, else in this project's configs/."""
     file = expanded(base)
     near = path.parent / file
     try:
@@ -268,7 +268,7 @@ def _apply_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
     presets = {file.stem: file for directory in reversed(directories) for file in directory.glob("*.yaml")}
     if key != "+algorithm" or name not in presets:
         near = difflib.get_close_matches(name, presets, n=1)
-        # A name that resembles no preset may be anything that was pasted, a token too.
+        # A name that resembles no preset may be a pasted secret.
         masked = masked_setting(override) if near else f"{masked_setting(key)}=***"
         hint = f"; did you mean +algorithm={near[0]}?" if near else ""
         names = ", ".join(sorted(presets))
@@ -287,19 +287,19 @@ def _apply_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
 
 def _less(tree: dict[Any, Any], other: Any) -> dict[Any, Any]:
     """Return ``tree`` without the values that ``other`` has in the same places."""
-    left = {}
+    remaining = {}
     for key, value in tree.items():
         if isinstance(value, dict) and isinstance(other.get(key), dict):
-            left[key] = _less(value, other[key])
+            remaining[key] = _less(value, other[key])
         elif key not in other or value != other[key]:
-            left[key] = value
-    return left
+            remaining[key] = value
+    return remaining
 
 
 def set_from_text(tree: DictConfig, override: str) -> None:
     """Set a value: ``a.b=1``, or ``a.0.b=1`` in a list. YAML decides its type.
 
-    Raises ConfigError for what YAML cannot read, and for a value with a comment, which it would drop.
+    Raises ConfigError for invalid YAML, and for a value with a comment, which YAML would drop.
     """
     key, sign, text = override.partition("=")
     masked = f"override {masked_setting(override)!r}"

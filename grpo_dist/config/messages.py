@@ -1,7 +1,7 @@
-"""Explain pydantic's validation errors in terms of configuration files, and name what unknown keys are here.
+"""Explains pydantic's validation errors in terms of configuration files, and suggests keys for unknown ones.
 
 Pydantic adds the alternatives of a union to the path (``weight_sync.backend.literal['auto']``), reports one
-error for each, and names Python types.
+error per alternative, and names Python types.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _EXPECTED = {
     "too_short": f"{_SHOULD_BE}a list of at least {{min_length}}",
     "too_long": f"{_SHOULD_BE}a list of at most {{max_length}}",
 }
-_MOST_LINES = 40  # of one message
-_MOST_PLACES = 3  # keys that are named as one alternative
+_MOST_LINES = 40  # lines per message
+_MOST_PLACES = 3  # keys named as alternatives
 _CLOSE = 0.75  # similarity of a misspelt key; below it the resemblance is mostly chance
-_PROBLEM = ("question_column", "prompt_column", "query_column", "input_column")  # of other data loaders
+_PROBLEM = ("question_column", "prompt_column", "query_column", "input_column")  # names in other data loaders
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPlace:
-    """Where an error is.
+    """The location of an error.
 
     Attributes:
-        keys: names and positions of lists, as in a file.
-        section: whose key the last one is; None: no section's, e.g. an entry of a list.
-        union: members of the tagged union that ``section`` is one of; () for any other.
-        label: what chose ``section`` among them.
-        takes_number: whether the value may also be a number, without a section.
+        keys: names and list indices, as in a file.
+        section: the section that has the last key; None: no section, e.g. for an entry of a list.
+        union: members of the tagged union that contains ``section``; () outside of a union.
+        label: the tag's value that chose ``section``.
+        takes_number: whether the value may also be a number.
     """
 
     keys: tuple[Any, ...]
@@ -54,8 +54,8 @@ class KeyPlace:
 
 
 def readable(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> list[dict[str, Any]]:
-    """Merge ``errors`` of a pydantic ValidationError of ``root`` into one per key: `place` is its `KeyPlace`,
-    `loc` its keys, `msg` names the expected values.
+    """Merge ``errors`` of a pydantic ValidationError of ``root`` into one per key, with its `KeyPlace` as
+    `place`, its keys as `loc`, and the expected values in `msg`.
     """
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     placed = [(_locate(tuple(error["loc"]), root), error) for error in errors]
@@ -90,17 +90,17 @@ def _message(error: Mapping[str, Any], place: KeyPlace) -> str:
         return f"{_SHOULD_BE}one of {', '.join(names)}, or a mapping with `{place.union[0].tag}`"
     message = _EXPECTED.get(error["type"])
     message = message.format(**error.get("ctx", {})) if message else str(error["msg"])
-    if place.union and error["type"] == "own_name":  # neither a name of ours nor one of user-supplied code
+    if place.union and error["type"] == "own_name":  # neither built in nor a name of user-supplied code
         return f"{_SHOULD_BE}{', '.join(names)} or {message.removeprefix(_SHOULD_BE)}"
     return message
 
 
 def _locate(location: tuple[Any, ...], root: type[BaseModel]) -> KeyPlace:
-    """Return the place of ``location``, which has the names of union alternatives that pydantic adds."""
+    """Return the place of ``location``, in which pydantic includes the names of union alternatives."""
     place, annotation = KeyPlace((), None), cast(Any, root)
     for part in location:
         alternatives = _alternatives(annotation)
-        if union := members(annotation):  # `part` is what chose the member
+        if union := members(annotation):  # `part` is the tag of the member
             label = str(part)
             if label == PLAIN:
                 return KeyPlace(place.keys, None)
@@ -146,8 +146,8 @@ def _is_section(annotation: Any) -> bool:
 
 
 def explain(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> str:
-    """Return one message about ``errors`` of a pydantic ValidationError of ``root``: a line for each problem,
-    and for all unknown keys with the same answer.
+    """Return one message about ``errors`` of a pydantic ValidationError of ``root``: one line per problem;
+    unknown keys with the same answer share a line.
     """
     items = readable(errors, root)
     unknown_keys = [key for item in items if item["type"] == "extra_forbidden" for key in _keys_in(item)]
@@ -174,7 +174,7 @@ def explain(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> str:
             text, about = item["msg"][:1].lower() + item["msg"][1:], description(item["loc"], root)
             if reason := _why_absent(item["loc"], item["input"]):
                 text, about = reason, None
-            mapping = item.get("mapping", {})  # whose tag chooses no member, so its keys were not looked at
+            mapping = item.get("mapping", {})  # its tag chooses no member, so pydantic skipped its keys
             if len(mapping) > 1:
                 about = description(item["loc"][:-1], root)
             about = f" ({about})" if about else ""
@@ -187,16 +187,16 @@ def explain(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> str:
 
 
 def _why_absent(location: Sequence[Any], value: Any) -> str | None:
-    """Return why nothing here is like a ``value`` that other trainers have."""
+    """Return why this project has no counterpart of another trainer's ``value``."""
     words = [str(part) for part in location if part != "name"]
     return answers()["absent"].get(words[-1], {}).get(str(value).lower()) if words else None
 
 
 def _name_the_member(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], set[tuple[Any, ...]]]:
-    """Find mappings that have settings of one other member of their tagged union, and lack a setting that
-    only the chosen member needs: the name of the other is what is missing.
+    """Find mappings with settings of another member of their tagged union that lack a setting which only the
+    chosen member needs: their tag is missing.
 
-    Returns what to write, a line for each, and the keys that it explains.
+    Returns a line per mapping with what to write, and the keys that the lines explain.
     """
     mappings: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for item in items:
@@ -207,10 +207,10 @@ def _name_the_member(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], set
         union, where = wrong[0]["place"].union, ".".join(map(str, location))
         extra = [item["loc"][-1] for item in wrong if item["type"] == "extra_forbidden"]
         extra = [key for key in extra if any(key in member.model_fields for member in union)]
-        meant = [m for m in union if extra and m.names() and m.model_fields.keys() >= {*extra}]
+        matches = [m for m in union if extra and m.names() and m.model_fields.keys() >= {*extra}]
         lacks = {item["loc"][-1] for item in wrong if item["type"] == "missing"}
-        if len(meant) == 1 and (lacks := lacks - meant[0].model_fields.keys()):
-            name, tag = meant[0].names()[0], meant[0].tag
+        if len(matches) == 1 and (lacks := lacks - matches[0].model_fields.keys()):
+            name, tag = matches[0].names()[0], matches[0].tag
             settings = ", ".join(f"{key}: ..." for key in extra)
             lines.append(
                 f"`{where}` has {', '.join(extra)} of {tag} {name}; "
@@ -221,14 +221,14 @@ def _name_the_member(items: Sequence[Mapping[str, Any]]) -> tuple[list[str], set
 
 
 def _earlier_keys(location: Sequence[Any], value: Any) -> list[str]:
-    """Return what to write instead of keys of an earlier version that a refused mapping has."""
+    """Return replacements for keys of earlier versions in a refused mapping."""
     keys = [".".join(map(str, (*location, key))) for key in value] if isinstance(value, Mapping) else []
     return [f"`{key}`: {now}" for key in keys if (now := answer(key))]
 
 
 def _find_other_member(place: KeyPlace) -> str | None:
-    """Return why a key does not belong to the chosen member of a tagged union; None if it is misspelt, or in
-    no union.
+    """Return why a key does not belong to the chosen member of a tagged union; None if it is misspelt, or
+    outside of a union.
     """
     if not place.union or place.section is None:
         return None
@@ -248,13 +248,13 @@ def _find_other_member(place: KeyPlace) -> str | None:
 def _advise(
     place: KeyPlace, root: type[BaseModel], value: Any, trainer: str | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield each unknown key at ``place``, of a section of another trainer all in it, with what to set
-    instead, after "; ", or "" where nothing is known. ``trainer``: whose settings most unknown keys are.
+    """Yield each unknown key at ``place`` (for another trainer's section, all keys in it) with "; " and its
+    replacement, or "" if unknown. ``trainer``: the trainer to which most unknown keys belong.
     """
     where = ".".join(map(str, place.keys))
     if root is Config and isinstance(value, Mapping) and is_section(where):
-        for key, own in _leaves(value, f"{where}."):
-            advice = _why_absent(key.split("."), own) or hint(key, trainer=trainer)
+        for key, leaf in _leaves(value, f"{where}."):
+            advice = _why_absent(key.split("."), leaf) or hint(key, trainer=trainer)
             yield key, f"; {advice}" if advice else ""
     else:
         advice = _why_absent(place.keys, value) or _advice(place, root, trainer)
@@ -262,14 +262,14 @@ def _advise(
 
 
 def _keys_in(item: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys of an unknown key, all in it if it is a section."""
+    """Return the dotted name of an unknown key, or of all keys in it if it is a section."""
     where, value = ".".join(map(str, item["loc"])), item["input"]
     inner = _leaves(value, f"{where}.") if isinstance(value, Mapping) else ()
     return [key for key, _ in inner] or [where]
 
 
 def _advice(place: KeyPlace, root: type[BaseModel], trainer: str | None = None) -> str:
-    """Return what to set instead of an unknown key; "" where nothing is known."""
+    """Return what to set instead of an unknown key; "" if unknown."""
     *path, name = map(str, place.keys)
     all_keys, fields = _all_keys(root), list(place.section.model_fields) if place.section else []
     if "." in name and _drop_indices((*path, *name.split("."))) in all_keys:
@@ -278,12 +278,12 @@ def _advice(place: KeyPlace, root: type[BaseModel], trainer: str | None = None) 
         return "it names base files in a file; on the command line set the values themselves"
     elsewhere = [key for key in all_keys if key.rpartition(".")[2] == name]
     takes_arguments = place.section is not None and _takes_arguments(place.section)
-    # If another section has the same key, only the full path identifies the framework it is from. So it does
-    # where any name may be an argument.
+    # Only the full path identifies the trainer if another section has the same key, or any name may be an
+    # argument.
     by_end = not elsewhere and not takes_arguments
     if name in _PROBLEM and "problem_column" in fields:
         return f"did you mean `{'.'.join((*path, 'problem_column'))}`?"
-    inside = place.section is None  # else the sections that it is in are ours
+    inside = place.section is None  # else the enclosing sections are this project's
     key = ".".join((*path, name))
     if root is Config and (of_peer := hint(key, ends=by_end, inside=inside, trainer=trainer)):
         return of_peer
@@ -291,7 +291,7 @@ def _advice(place: KeyPlace, root: type[BaseModel], trainer: str | None = None) 
         return f"did you mean `{'.'.join((*path, near))}`?"
     if takes_arguments:
         return f"an argument of the function is `{'.'.join((*path, 'kwargs', name))}`"
-    if path and "_" not in name:  # `url` or `path` of another section is of something else
+    if path and "_" not in name:  # `url` or `path` means something else in another section
         elsewhere = [key for key in elsewhere if key.split(".")[0] == path[0]]
     below = [key for key in elsewhere if key.startswith(_drop_indices(path) + ".")]
     if (places := below or elsewhere) and len(places) <= _MOST_PLACES:
@@ -308,7 +308,7 @@ def _takes_arguments(section: type[BaseModel]) -> bool:
 
 
 def _near(name: str, fields: Sequence[str]) -> str | None:
-    """Return the field that ``name`` misspells, or lengthens by words: `stop_strings` for `stop`."""
+    """Return the field that ``name`` misspells or extends: `stop_strings` for `stop`."""
     begins = (field for field in fields if name.startswith(f"{field}_"))
     return next(iter(difflib.get_close_matches(name, fields, n=1, cutoff=_CLOSE)), next(begins, None))
 
@@ -332,13 +332,13 @@ def _leaves(value: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def description(location: Sequence[Any], root: type[BaseModel]) -> str | None:
-    """Return what the configuration says of the key at ``location``."""
+    """Return the description of the key at ``location``."""
     sections, name = _sections_at(location[:-1], root), str(location[-1])
     return next((s.model_fields[name].description for s in sections if name in s.model_fields), None)
 
 
 def _sections_at(location: Sequence[Any], root: type[BaseModel]) -> list[type[BaseModel]]:
-    """Return the section at a location of the tree, or all that may be there; list indices are ignored."""
+    """Return the sections that may be at a location of the tree; list indices are ignored."""
     sections = [root]
     for part in location:
         if not isinstance(part, int):
@@ -354,7 +354,7 @@ def _sections_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def keys_called(name: str) -> list[str]:
-    """Return the dotted key ``name``, where lists may have indices, or else the keys that end with it."""
+    """Return the dotted key ``name``, which may have list indices, else the keys that end with it."""
     all_keys = set(_all_keys(Config))
     if _drop_indices(name.split(".")) in all_keys:
         return [name]
@@ -362,7 +362,7 @@ def keys_called(name: str) -> list[str]:
 
 
 def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
-    keys: dict[str, None] = {}  # members of a tagged union share some
+    keys: dict[str, None] = {}  # members of a tagged union share keys
     for name, field in section.model_fields.items():
         if field.exclude:
             continue

@@ -37,8 +37,8 @@ class EvaluationConfig(Section):
     k: tuple[PositiveInt, ...] = Field((1,), description="pass@k to report; each at most samples_per_prompt")
     num_workers: Count = Field(
         0,
-        description="engines for evaluation alone, while training continues; 0: training waits, and "
-        "lends its engines",
+        description="separate engines for evaluation while training continues; 0: training waits, and "
+        "evaluation uses its engines",
     )
 
     def _contradictions(self) -> Iterator[str]:
@@ -50,7 +50,7 @@ class EvaluationConfig(Section):
 
 
 class HealthAction(Choice):
-    """The run goes on without a rollback."""
+    """No rollback."""
 
     tag = "kind"
     kind: Literal["skip", "warn", "stop"] = "skip"
@@ -111,13 +111,13 @@ class CheckpointConfig(Section):
 
     every: Count = Field(20, description="steps between checkpoints; 0: only the last")
     every_minutes: PositiveFloat | None = Field(
-        None, description="minutes after which another checkpoint is due, too; null: steps alone count"
+        None, description="minutes after which a checkpoint is also due; null: only steps count"
     )
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
     keep_best: Annotated[str, Field(pattern="^eval/")] | None = Field(
         None,
-        description="metric of `evaluation`, e.g. eval/SET/pass@1: the checkpoint of its highest value is "
-        "made and kept, too",
+        description="metric of `evaluation`, e.g. eval/SET/pass@1: the checkpoint with its highest value is "
+        "also written and kept",
     )
     patience: PositiveInt | None = Field(
         None,
@@ -131,7 +131,7 @@ class CheckpointConfig(Section):
     )
     changed_code: Literal["refuse", "warn"] = Field(
         "refuse",
-        description="what to do on resume when your own code (`code_paths`) differs from the checkpoint's",
+        description="what to do on resume when user code (`code_paths`) differs from the checkpoint's",
     )
     background: bool = Field(
         True, description="write checkpoints while training continues, from a copy in each rank's host memory"
@@ -143,7 +143,7 @@ class CheckpointConfig(Section):
 
 
 class MetricConfig(Section):
-    """A metric of your own, logged as `own/<name>` after each step; `own/<name>/<key>` for each value of a
+    """A user-supplied metric, logged as `own/<name>` after each step; `own/<name>/<key>` for each value of a
     mapping.
     """
 
@@ -162,7 +162,7 @@ class MetricConfig(Section):
 
 
 class SinkConfig(Section):
-    """A sink of your own, which gets all metrics and some tables of samples."""
+    """A user-supplied sink, which receives all metrics and some tables of samples."""
 
     function: SinkName = Field(description="class `module:name`, or a name that a package registers")
     kwargs: dict[str, Any] = Field({}, description="its arguments")
@@ -184,8 +184,8 @@ class TrackingConfig(Section):
     trackio: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="project of Trackio, on this machine (`trackio show`); null: not used"
     )
-    metrics: tuple[MetricConfig, ...] = Field((), description="metrics of your own")
-    sinks: tuple[SinkConfig, ...] = Field((), description="sinks of your own")
+    metrics: tuple[MetricConfig, ...] = Field((), description="user-supplied metrics")
+    sinks: tuple[SinkConfig, ...] = Field((), description="user-supplied sinks")
     samples: bool = Field(
         True, description="write every completion with its rewards, one Parquet file per step"
     )
@@ -201,7 +201,7 @@ class TrackingConfig(Section):
 
     @property
     def user_components(self) -> tuple[UserComponent, ...]:
-        """The metrics and sinks that are not built in."""
+        """The user-supplied metrics and sinks."""
         metrics = [UserComponent(METRIC, m.function, METRIC.key, m.kwargs) for m in self.metrics]
         return (*metrics, *(UserComponent(SINK, s.function, SINK.key, s.kwargs) for s in self.sinks))
 
@@ -222,7 +222,7 @@ class NaturalLengths(Choice):
 
 
 class FixedLengths(Choice):
-    """One length of all completions, in episodes of each action."""
+    """One length for all completions, or for each action of an episode."""
 
     tag = "kind"
     kind: Literal["fixed"] = "fixed"
@@ -230,7 +230,7 @@ class FixedLengths(Choice):
 
 
 class LognormalLengths(Choice):
-    """Log-normal lengths, cut off at `sampling.max_new_tokens`, in episodes of each action."""
+    """Log-normal lengths of completions, or of an episode's actions, cut off at `sampling.max_new_tokens`."""
 
     tag = "kind"
     kind: Literal["lognormal"] = "lognormal"

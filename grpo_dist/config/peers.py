@@ -1,21 +1,21 @@
 """Settings of other trainers, with the keys of this project that have the same effect.
 
-`grpo_dist/config/trainers` has a file for each trainer, which `grpo-dist import` reads, too. A file:
+`grpo_dist/config/trainers` has a file for each trainer, which `grpo-dist import` reads, too. A file has
 
-    trainer, version: its name, and the release whose settings these are.
-    words: texts by which a script of it is recognised.
-    extends: another file; rows of this one replace its rows of the same name.
-    settings: by section of the trainer, then by name; several with one meaning share a row; `""`: no section.
+    trainer, version: name and release of the trainer.
+    words: texts that identify a script of the trainer.
+    extends: another file; rows of this file replace its rows of the same name.
+    settings: by section of the trainer, then by name; names with one meaning share a row; `""`: no section.
     derived: keys of this project that follow from several settings, as expressions.
 
 A row is a key of this project, or a mapping of
-    key: one key or several; `N` is a position in a list.
+    key: one key or several; `N` is a list index.
     note: the conversion, or the alternative.
-    values: names there, and what each is here; null: nothing to write. A text with a blank is a reason.
+    values: the trainer's values with this project's; null: nothing to write. A text with a blank is a reason.
     as: an expression of `{value}` and of other settings, e.g. `{data.train_batch_size} / {value}`.
     default: the trainer's value where a recipe has none.
-    none: why nothing here corresponds, and nothing is missing.
-    lost: why it cannot be carried over.
+    none: why there is no counterpart, although nothing is lost.
+    lost: why the setting cannot be carried over.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from typing import Any
 import yaml
 
 TABLES = Path(__file__).parent / "trainers"
-UNSET: Any = object()  # a trainer's default that no table has, or a value that a recipe leaves out
+UNSET: Any = object()  # a trainer's default missing in the tables, or a value missing in a recipe
 
-ANSWERS = Path(__file__).parent / "answers.yaml"  # to keys and values that no trainer's table has
+ANSWERS = Path(__file__).parent / "answers.yaml"  # advice for keys and values outside of the trainers' tables
 _MOST_MEANINGS = 2
-_FEWEST = 3  # keys by which a recipe's trainer is recognised
-# A last word that many settings share identifies none of them.
+_FEWEST = 3  # keys that identify a recipe's trainer
+# Last words that too many settings share.
 _GENERIC = (
     "backend",
     "enable",
@@ -53,7 +53,7 @@ _MOST_NAMED = 3  # trainers that one answer names
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a setting of a trainer is here; see the module. ``keys`` is empty where nothing corresponds."""
+    """The counterpart of a trainer's setting; see the module. ``keys``: empty if there is none."""
 
     keys: tuple[str, ...] = ()
     note: str = ""
@@ -74,8 +74,8 @@ class Trainer:
     derived: Mapping[str, str]
 
     def row(self, name: str, *, inside: bool = True) -> Row | None:
-        """Return the row of a setting: by its name, the longest pattern of it, or with ``inside`` a section
-        that it is in.
+        """Return the row of a setting: by name, else by the longest matching pattern, else with ``inside`` by
+        an enclosing section.
         """
         if row := self.rows.get(name):
             return row
@@ -97,13 +97,13 @@ class PeerSetting:
 
 @cache
 def answers() -> Mapping[str, Mapping[str, Any]]:
-    """Read the answers to keys of earlier versions, to guesses, and to values that have no counterpart."""
+    """Read the advice for keys of earlier versions, guessed keys, and values without a counterpart."""
     return yaml.safe_load(ANSWERS.read_text())
 
 
 @cache
 def trainers() -> Mapping[str, Trainer]:
-    """Read all tables, by the name of their file; those that others most often come from are first."""
+    """Read all tables, by file name, the most used trainers first."""
     first = ("verl", "trl", "openrlhf", "roll")
     names = {path.stem for path in TABLES.glob("*.yaml")}
     return {name: _read(name) for name in (*first, *sorted(names.difference(first)))}
@@ -142,13 +142,13 @@ def _plain(value: Any) -> str:
 
 
 def of_value(row: Row, value: Any) -> Any:
-    """Return what the table has for ``value`` of a setting; `UNSET` where it has nothing."""
+    """Return the table's counterpart of ``value``; `UNSET` if there is none."""
     return row.values.get(_plain(value), UNSET)
 
 
 def hint(key: str, *, ends: bool = True, inside: bool = True, trainer: str | None = None) -> str | None:
     """Return what to set instead of ``key``, an unknown dotted key, or None if no trainer has it. ``ends``,
-    ``inside``: see `lookup`. ``trainer``: whose meaning to prefer.
+    ``inside``: see `lookup`. ``trainer``: the trainer whose meaning is preferred.
 
         num_generations -> did you mean `batch.samples_per_prompt`? (TRL's `num_generations`)
     """
@@ -167,7 +167,7 @@ def likely_trainer(keys: Iterable[str]) -> str | None:
     """Return the file name of the trainer that has most of ``keys``, at least `_FEWEST`."""
     names = [_plain_name(key) for key in keys]
     if len(names) < _FEWEST:
-        return None  # most errors are about other things, and the tables take a while to read
+        return None  # most errors need no tables, which are slow to read
     counts = {
         file: sum(trainer.row(name) is not None for name in names) for file, trainer in trainers().items()
     }
@@ -176,19 +176,18 @@ def likely_trainer(keys: Iterable[str]) -> str | None:
 
 
 def answer(key: str) -> str | None:
-    """Return what to write instead of ``key``, which an earlier version had, or which is often guessed."""
+    """Return what to write instead of a key of an earlier version or an often guessed key; else None."""
     name = ".".join(part for part in key.split(".") if not part.isdigit())
     now = answers()["earlier"].get(name)
     return answers()["guesses"].get(name) if now is None else f"an earlier version had it; write {now}"
 
 
 def lookup(key: str, *, ends: bool = True, inside: bool = True) -> list[PeerSetting]:
-    """Return the settings named ``key``, else with ``inside`` the section of a table row that contains it,
-    which for a key in a section of ours is another than that; with ``ends`` also
-    those with the longest common end, or in a section named ``key``. Return none for a word with more than
-    two meanings, such as `path`.
+    """Return the settings named ``key``, else with ``inside`` a table's section that contains it. With
+    ``ends`` also match the longest common end, or settings in a section named ``key``. Return [] for a name
+    with more than two meanings, such as `path`.
 
-        critic.model.path -> verl's `critic`; filter_groups -> what is in verl's `algorithm.filter_groups`
+        critic.model.path -> verl's `critic`; filter_groups -> settings in verl's `algorithm.filter_groups`
     """
     words = _plain_name(key).split(".")
     for end in range(len(words), 0 if inside else len(words) - 1, -1):
@@ -211,7 +210,7 @@ def is_section(key: str) -> bool:
 
 
 def _describe(settings: list[PeerSetting]) -> str:
-    """Describe a row, with the settings that named it."""
+    """Describe a row and the settings that map to it."""
     match, by_name = settings[0].row, dict[str, list[str]]()
     for setting in settings:
         by_name.setdefault(setting.name, []).append(setting.trainer)
@@ -226,7 +225,7 @@ def _describe(settings: list[PeerSetting]) -> str:
 
 
 def explanation(row: Row) -> str:
-    """Return how a value is converted, in words."""
+    """Describe how a value is converted."""
     renamed = {old: new for old, new in row.values.items() if isinstance(new, str) and " " not in new}
     alike = [old for old, new in renamed.items() if old == new]
     parts = [f"{old}: {new}" for old, new in renamed.items() if old != new]
@@ -236,8 +235,8 @@ def explanation(row: Row) -> str:
     return "; ".join(part for part in (row.note, plain, "; ".join(parts)) if part)
 
 
-def _few(names: Mapping[str, list[PeerSetting]], wanted: str) -> list[PeerSetting]:
-    settings = names.get(wanted, [])
+def _few(names: Mapping[str, list[PeerSetting]], name: str) -> list[PeerSetting]:
+    settings = names.get(name, [])
     return settings if len({setting.row.keys for setting in settings}) <= _MOST_MEANINGS else []
 
 
@@ -247,16 +246,16 @@ def _index() -> tuple[Mapping[str, list[PeerSetting]], ...]:
     sections (rollout, actor_rollout_ref.rollout).
     """
     whole, ends, sections = (dict[str, list[PeerSetting]]() for _ in range(3))
-    seen = dict[tuple[str, int], None]()
+    indexed = dict[tuple[str, int], None]()
     for setting in (
         PeerSetting(trainer.name, name, row)
         for trainer in trainers().values()
         for name, row in trainer.rows.items()
         if "*" not in name
     ):
-        if (setting.name, id(setting.row)) in seen:
-            continue  # of the trainer that this one extends
-        seen[setting.name, id(setting.row)] = None
+        if (setting.name, id(setting.row)) in indexed:
+            continue  # inherited by `extends`
+        indexed[setting.name, id(setting.row)] = None
         words = setting.name.split(".")
         spans = [(start, end) for end in range(1, len(words) + 1) for start in range(end)]
         whole.setdefault(setting.name, []).append(setting)

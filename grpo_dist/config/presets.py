@@ -66,26 +66,25 @@ def differences(name: str) -> dict[str, Any]:
 
 
 def changed(name: str, now: Mapping[str, Any]) -> list[str]:
-    """Return ``key=value`` of the settings that differ from those of this project's preset ``name``.
+    """Return ``key=value`` of the settings that differ from this project's preset ``name``.
 
-    ``now``: settings by dotted key. Keys of `algorithm`, and of other sections any preset sets, have their
-    defaults where this one does not set them; keys that ``now`` lacks are left out. Empty for a user's
-    preset.
+    ``now``: settings by dotted key. Keys of `algorithm`, and keys that any preset sets, have their defaults
+    where this preset does not set them; keys missing in ``now`` are skipped. Empty for a user's preset.
     """
     if not settings(name):
         return []
     preset = flat(_tree(name) | {"algorithm": _algorithm(name).model_dump(mode="json")})
-    wanted = preset | {key: value for key, value in _elsewhere().items() if key not in preset}
-    different = [key for key in wanted if key != KEY and key in now and now[key] != wanted[key]]
+    expected = preset | {key: value for key, value in _elsewhere().items() if key not in preset}
+    different = [key for key in expected if key != KEY and key in now and now[key] != expected[key]]
     renamed = tuple(f"{section}." for key in different if (section := _tagged(key)) != key)
     if renamed:
-        others = [key for key in now if key.startswith(renamed) and key not in wanted]
+        others = [key for key in now if key.startswith(renamed) and key not in expected]
         different += [key for key in others if not _is_default(key, now)]
     return [f"{_tagged(key)}={_word(now[key])}" for key in different]
 
 
 def _tagged(key: str) -> str:
-    """Return the key of a tagged section for that of its name: algorithm.loss.name -> algorithm.loss"""
+    """Return the key of a tagged section if ``key`` is its tag: algorithm.loss.name -> algorithm.loss"""
     return key.rpartition(".")[0] if key in _tags() else key
 
 
@@ -106,7 +105,7 @@ def _tags() -> frozenset[str]:
 
 
 def label(now: Mapping[str, Any]) -> str | None:
-    """Return the preset's name with what differs from it, None for settings (by dotted key) without one.
+    """Return the preset's name with the changes to it; None for settings (by dotted key) without a preset.
 
     {"algorithm.preset": "dapo", "algorithm.kl.coef": 0.3, ...} -> "dapo, changed: algorithm.kl.coef=0.3"
     """

@@ -18,8 +18,8 @@ StepSeparator = Annotated[str, Field(min_length=1, description="text between two
 StepMark = Annotated[
     str | None,
     Field(
-        description="text behind each step, at whose last token its score is read; null: <extra_0>, ки, a "
-        "line break, or step_separator of a classifier"
+        description="text after each step, at whose last token the step's score is read; null: <extra_0>, "
+        "ки, a line break, or step_separator of a classifier"
     ),
 ]
 VerdictTokens = Annotated[
@@ -35,7 +35,7 @@ class GatedConfig(Section):
         description="factor in the sum; 0: only logged, and its failures leave no sample unscored",
     )
     gate: str | None = Field(
-        None, description="name of another reward; this one is 0 unless that one is above `gate_above`"
+        None, description="name of another reward; this reward is 0 unless the other is above `gate_above`"
     )
     gate_above: float = Field(0.0, description="threshold of the gate")
 
@@ -66,7 +66,7 @@ class RewardConfig(FunctionConfig):
 
 
 class ProcessRewardConfig(FunctionConfig):
-    """A function of yours that returns a number for each of `steps`."""
+    """A user-supplied function that returns a number for each of `steps`."""
 
     kind: Literal["process"] = "process"
     reduce: StepReduction = "min"
@@ -75,8 +75,8 @@ class ProcessRewardConfig(FunctionConfig):
     def _contradictions(self) -> Iterator[str]:
         if ":" not in self.function:
             yield (
-                f"kind = process: built-in reward {self.function} scores no steps; name a function of yours, "
-                "`module:function`"
+                f"kind = process: built-in reward {self.function} scores no steps; name a user-supplied "
+                "function, `module:function`"
             )
 
 
@@ -110,8 +110,8 @@ class RewardModelConfig(GatedConfig, Choice):
 
     @property
     def gpus(self) -> float:
-        """GPUs of one copy: whole ones, or a share of one in units of 1e-4, as Ray counts them. Rounded down,
-        for Ray rounds to the nearest: six shares of 1/6 would be more than a GPU.
+        """GPUs of one copy: a whole number, or a share of a GPU in Ray's units of 1e-4. Rounded down, since
+        Ray rounds to the nearest: six shares of 1/6 would exceed a GPU.
         """
         if self.gpu_share < 1:
             return math.floor(self.gpu_share * 1e4 + 1e-6) / 1e4
@@ -126,8 +126,8 @@ class RewardModelConfig(GatedConfig, Choice):
             )
         if size > 1 and self.trust_remote_code:
             yield (
-                f"tensor_parallel_size = {size}: the model's own code (`trust_remote_code`) has no plan for "
-                "splitting it; set one of them to its default"
+                f"tensor_parallel_size = {size}: remote code (`trust_remote_code`) has no tensor-parallel "
+                "plan; set one of them to its default"
             )
 
 
@@ -145,7 +145,7 @@ class ProcessModelConfig(RewardModelConfig):
 
 
 class MarkedStepsConfig(ProcessModelConfig):
-    """A model that scores a step at a mark behind it."""
+    """A model that scores a step at a mark after it."""
 
     step_mark: StepMark = None
 
@@ -204,8 +204,8 @@ RewardModel = Annotated[
 class OverlongBufferConfig(Section):
     """DAPO's soft punishment of long answers (arXiv:2503.14476, equation 13), a part of every total reward.
 
-    Lengths are tokens after the prompt, as the reward `overlong` counts them; of an episode also those that
-    an environment put in.
+    Lengths are tokens after the prompt, as the reward `overlong` counts them; in episodes also the tokens of
+    the environment.
     """
 
     tokens: PositiveInt | None = Field(
@@ -223,7 +223,7 @@ class OverlongBufferConfig(Section):
 
     @property
     def functions(self) -> tuple[RewardConfig, ...]:
-        """The reward that the buffer adds; none where it is off."""
+        """The reward of the buffer; empty if it is off."""
         if not self.penalty:
             return ()
         kwargs = {"buffer_tokens": self.tokens}
@@ -233,15 +233,15 @@ class OverlongBufferConfig(Section):
 class RewardTrialConfig(Section):
     """Two completions of the first problem, scored before a run; `{answer}` in them is its answer."""
 
-    right: str = Field(description="one that must get more in all, e.g. `<SOLUTION>{answer}</SOLUTION>`")
-    wrong: str = Field(description="one that must get less, e.g. `<SOLUTION>no</SOLUTION>`")
+    right: str = Field(description="must score higher in total, e.g. `<SOLUTION>{answer}</SOLUTION>`")
+    wrong: str = Field(description="must score lower, e.g. `<SOLUTION>no</SOLUTION>`")
 
 
 class SourceRewardsConfig(Section):
-    """The rewards of one source, in place of those of `rewards`."""
+    """The rewards of one source, which override `rewards`."""
 
     functions: tuple[FunctionReward, ...] = ()
-    models: tuple[str, ...] = Field((), description="names of those of rewards.models that score this source")
+    models: tuple[str, ...] = Field((), description="names of the rewards.models that score this source")
     trial: RewardTrialConfig | None = None
 
 
@@ -252,7 +252,7 @@ class RewardsConfig(Section):
     models: tuple[RewardModel, ...] = Field((), description="reward models, each with its own workers")
     by_source: dict[str, SourceRewardsConfig] = Field(
         {},
-        description="rewards of single sources by name, in place of the two keys above, e.g. {code: "
+        description="rewards of single sources by name, which override the two keys above, e.g. {code: "
         "{functions: [{function: my_rewards:tests_pass}]}}",
     )
     overlong_buffer: OverlongBufferConfig = Field(default_factory=OverlongBufferConfig)
@@ -277,7 +277,7 @@ class RewardsConfig(Section):
     )
     trial: RewardTrialConfig | None = Field(
         None,
-        description="a right and a wrong completion for the trial of the rewards; null: usual forms of an "
+        description="a right and a wrong completion for the trial of the rewards; null: common forms of an "
         "answer",
     )
     shuffle: bool = Field(False, description="control: shuffle each step's rewards among its samples")
@@ -356,19 +356,19 @@ class RewardsConfig(Section):
     def select_source(self, source: str) -> RewardsConfig:
         """Return the rewards of the prompts of a source, with the overlong buffer as one of them."""
         settings = self.by_source.get(source)
-        alone = {"by_source": {}, "overlong_buffer": OverlongBufferConfig()}
+        common = {"by_source": {}, "overlong_buffer": OverlongBufferConfig()}
         if settings is None:
             functions = (*self.functions, *self.overlong_buffer.functions)
-            return self.model_copy(update=alone | {"functions": functions})
+            return self.model_copy(update=common | {"functions": functions})
         models = tuple(model for model in self.models if model.name in settings.models)
         functions = (*settings.functions, *self.overlong_buffer.functions)
         return self.model_copy(
-            update=alone | {"functions": functions, "models": models, "trial": settings.trial}
+            update=common | {"functions": functions, "models": models, "trial": settings.trial}
         )
 
     @property
     def variants(self) -> dict[str, RewardsConfig]:
-        """The rewards of each source with its own by name, and those of all others by ""."""
+        """The rewards by source: of each source in `by_source`, and of all others under ""."""
         return {source: self.select_source(source) for source in ("", *self.by_source)}
 
     def functions_key(self, source: str) -> str:
@@ -388,6 +388,6 @@ class RewardsConfig(Section):
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of each reward; of one that sources weigh differently, the last."""
+        """The weight of each reward; where sources differ, the last weight."""
         functions = {f.label: f.weight for f in self.all_functions}
         return functions | {model.name: model.weight for model in self.models}

@@ -90,8 +90,8 @@ class AdaptiveTemperature(Choice):
 
 
 class SamplingConfig(Section):
-    """Sampling of training completions. With `top_p`, `top_k` or `min_p` the engine returns which tokens each
-    was sampled from, and the trainer's softmax is over these, too: ratios stay exact.
+    """Sampling of training completions. With `top_p`, `top_k` or `min_p` the engine returns each token's
+    candidates, and the trainer's softmax is over the same candidates: ratios stay exact.
     """
 
     temperature: Annotated[Temperature | TemperatureSchedule | AdaptiveTemperature, Tagged()] = Field(
@@ -100,14 +100,14 @@ class SamplingConfig(Section):
     top_p: TopP = Field(1.0, description=TOP_P)
     top_k: TopK = Field(0, description=TOP_K)
     min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="leave out tokens less likely than this share of the likeliest one; 0: none"
+        0.0, description="exclude tokens less likely than this share of the likeliest one; 0: none"
     )
     max_new_tokens: Annotated[PositiveInt | LengthSchedule | AdaptiveLength, Tagged()] = Field(
         512, description="longest completion, longer ones are truncated; or how it changes during the run"
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (),
-        description='texts that end a completion, or an action of an episode, and belong to it, e.g. ["\\n"]',
+        description='texts that end a completion, or an action of an episode, as its last part, e.g. ["\\n"]',
     )
 
     @property
@@ -117,7 +117,7 @@ class SamplingConfig(Section):
 
     @property
     def lengths(self) -> Sequence[int]:
-        """All values of `max_new_tokens` that are known before the run, the bounds among them."""
+        """All values of `max_new_tokens` that are known before the run, bounds included."""
         length = self.max_new_tokens
         if isinstance(length, int):
             return [length]
@@ -127,7 +127,7 @@ class SamplingConfig(Section):
 
     @property
     def longest(self) -> int:
-        """The largest `max_new_tokens` of the run: engines, memory and evaluations are made for it."""
+        """The largest `max_new_tokens` of the run, for which engines, memory and evaluations are sized."""
         return max(self.lengths)
 
     @property
@@ -147,6 +147,6 @@ class SamplingConfig(Section):
 
     @property
     def at_its_longest(self) -> SamplingConfig:
-        """Numbers for plans and benchmarks: the first temperature, and the largest length."""
+        """The settings with the first temperature and the largest length, for plans and benchmarks."""
         numbers = {"temperature": self.first_temperature, "max_new_tokens": self.longest}
         return self.model_copy(update=numbers)

@@ -1,7 +1,7 @@
-"""Hide keys, tokens and passwords of a configuration in everything that others may read.
+"""Hides keys, tokens and passwords of a configuration in everything that others may read.
 
-Run directories, checkpoints, `stage.json` and trackers contain the resolved configuration. It loads
-again, with *** for secrets: such values belong in the environment (`api_key_env` of a judge).
+Run directories, checkpoints, `stage.json` and trackers contain the resolved configuration, which still loads,
+with *** for secrets: secrets belong in the environment (`api_key_env` of a judge).
 
 Names are compared word by word (`openAIKey` is `open`, `ai`, `key`), and the last word decides: `my_token`
 holds a token, `token_values_every` and `tokenizer` do not.
@@ -32,9 +32,9 @@ _SECRET_WORDS = _set(
 _SECRET_ENDS = tuple(
     _set("password passwd apikey accesskey secretkey privatekey apitoken authtoken accesstoken hftoken")
 )
-_KEY_OWNERS = _set("api access secret private")  # a number under such a key is a secret, too
-# Words before `key`, `token`, `tokens` and `pass` with which they name a column, a tokenizer's special
-# token, a count, or a walk over data.
+_KEY_OWNERS = _set("api access secret private")  # before `key`: a number under that name is a secret, too
+# Words before `key`, `token`, `tokens` and `pass` that make them a column, a tokenizer's special token, a
+# count, or a pass over data.
 _NOT_BEFORE = {
     "key": _set(
         "answer answers by cache category chat chosen column columns completion config content context "
@@ -61,7 +61,7 @@ _NOT_BEFORE = {
 _PLURAL = {"keys": "key", "passes": "pass"}
 # Words that may follow the deciding word: `auth_header`, `api_key_2`.
 _TAILS = _set("value header headers base hex")
-# In https://user:password@host/; a path made from such a URL has one slash.
+# In https://user:password@host/; a path made from a URL has one slash.
 _USER = re.compile(r"(?:(?<=://)|(?<=https:/)|(?<=http:/))(?!/)[^/?#\s]+(?=@)")
 _PARAMETER = re.compile(r"(?<=[?&])([^?&=#\s]+)=([^?&#\s]+)")  # in https://host/?api_key=k&n=1
 _SECRET_PARAMETER = frozenset({"key", "sig", "signature", "auth"})
@@ -72,7 +72,7 @@ _VALUE = re.compile(  # all items of a list or mapping
     rf"""(?<=[\[({{]){_ITEM}(?:\s*,\s*{_ITEM})*|(?:(?:bearer|basic)\s+)?(?:'[^']*'?|"[^"]*"?|[^\s,;}}\]'"]+)""",
     re.IGNORECASE,
 )
-_OPTION = re.compile(r"(?<!\S)(--[A-Za-z][\w-]*)(\s+)(?!-)([^\s,;}\])'\"]+)")  # and its value, the next word
+_OPTION = re.compile(r"(?<!\S)(--[A-Za-z][\w-]*)(\s+)(?!-)([^\s,;}\])'\"]+)")  # an option and its value
 _NEXT_SETTING = re.compile(r",(?=[A-Za-z_][\w.-]*=)")  # a comma elsewhere belongs to the value before it
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?[.:`)]*", re.IGNORECASE)  # and the end of a sentence
 _SHORTEST = 4  # characters of a secret that is searched for in other text
@@ -88,12 +88,12 @@ def is_secret(name: str) -> bool:
         return True
     singular = _PLURAL.get(last, last)
     if singular == "key" and last == "keys" and not before:
-        return False  # a list of names of columns
+        return False  # a list of column names
     return singular in _NOT_BEFORE and before not in _NOT_BEFORE[singular]
 
 
 def _words(name: str) -> list[str]:
-    """Return the words of the last part of a dotted name, without those after the deciding word."""
+    """Return the words of the last part of a dotted name, up to the deciding word."""
     parts = [part for part in name.split(".") if part and not part.isdigit()]
     words = [word.lower() for word in _WORDS.findall(parts[-1] if parts else "")]
     while len(words) > 1 and (words[-1] in _TAILS or _numbers(words)):
@@ -150,7 +150,7 @@ def masked_setting(argument: str) -> str:
 
 
 def masked_command(arguments: Iterable[str]) -> list[str]:
-    """Return the words of a command line without secrets, also if the value is a separate word:
+    """Return the words of a command line without secrets, including values in a separate word:
     ``--api-key k``, ``--env HF_TOKEN=k``.
     """
     words: list[str] = []
@@ -163,13 +163,13 @@ def masked_command(arguments: Iterable[str]) -> list[str]:
 
 
 def _takes_secret(option: str) -> bool:
-    """Return whether an option's value is a secret. That of our `--secret` is the name of a Secret."""
+    """Return whether an option's value is a secret. `--secret` of grpo-dist takes the name of a Secret."""
     return is_secret(option) and option != "--secret"
 
 
 def masked_text(text: str, *trees: Any) -> str:
-    """Return a message without secrets: values assigned to secret names in it, and every secret value
-    of ``trees`` (plain mappings and lists).
+    """Mask secrets in a message: values that it assigns to secret names, and every secret value in ``trees``
+    (plain mappings and lists).
     """
     values = sorted({value for tree in trees for value in secret_values(tree)}, key=len, reverse=True)
     for value in values:
@@ -178,7 +178,7 @@ def masked_text(text: str, *trees: Any) -> str:
 
 
 def shown_value(location: Iterable[Any], value: Any) -> str:
-    """Return how a message shows a refused value at ``location``, such as ``("kwargs", "api_key")``. A number
+    """Return a refused value at ``location``, e.g. ``("kwargs", "api_key")``, as shown in messages. A number
     of ``tokens`` is shown.
     """
     secret = [str(part) for part in location if is_secret(str(part))]
@@ -188,7 +188,7 @@ def shown_value(location: Iterable[Any], value: Any) -> str:
 
 
 def shown_setting(name: str, value: Any) -> str:
-    """Return how a message shows ``value`` of the argument ``name``: a text without quotes."""
+    """Return ``value`` of the argument ``name`` as shown in messages: a text without quotes."""
     if isinstance(value, str) and not is_secret(name):
         return masked_text(value)
     return shown_value((name,), value)
@@ -213,7 +213,7 @@ def _changed(value: Any, masked_value: Any) -> Iterator[str]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yield the secrets inside a longer text; of user:password also the password."""
+    """Yield the secrets inside a longer text; for user:password also the password."""
     for user in _USER.findall(text):
         yield user
         yield user.partition(":")[2]

@@ -1,4 +1,4 @@
-"""All sections of a run, and values derived from several. `checks.Config` adds checks across sections."""
+"""All sections of a run, and values derived from them. `checks.Config` adds checks across sections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from grpo_dist.config.workers import PolicyConfig, ReferenceConfig, RolloutConfi
 from grpo_dist.errors import expanded
 from grpo_dist.plugins.user_code import UserComponent
 
-_WITH_CODE = ("rewards", "environments")  # sections that have code paths of their own
+_WITH_CODE = ("rewards", "environments")  # sections with a `code_paths` field
 
 
 def _add_code_paths(section: Any, paths: Sequence[str]) -> Any:
@@ -40,8 +40,8 @@ def _add_code_paths(section: Any, paths: Sequence[str]) -> Any:
 
 
 def _asks_for_box(data: Mapping[str, Any]) -> bool:
-    """Return whether section `data` asks for an answer in a box in training; a configuration for evaluation
-    alone has its sources there, too.
+    """Return whether the training prompts of section `data` ask for an answer in a box; an evaluation's
+    sources are in `data.train`, too.
     """
     sources = data.get("train")
     sources = [s for s in sources if isinstance(s, Mapping)] if isinstance(sources, list | tuple) else []
@@ -63,7 +63,7 @@ class Sections(Section):
     steps: PositiveInt = Field(100, description="training steps of the whole run")
     epochs: PositiveFloat | None = Field(
         None,
-        description="passes over data.train, in place of `steps`: epochs * rows / batch.prompts_per_step, "
+        description="passes over data.train, instead of `steps`: epochs * rows / batch.prompts_per_step, "
         "rounded down",
     )
     max_staleness: Count = Field(
@@ -71,14 +71,14 @@ class Sections(Section):
     )
     code_paths: tuple[str, ...] = Field(
         (),
-        description="directories of your own code, for every key that takes `my_module:name`; "
-        "searched before installed packages",
+        description="directories of user code, for every key that takes `my_module:name`; searched before "
+        "installed packages",
     )
     model: ModelConfig
     data: DataConfig
     batch: BatchConfig = Field(default_factory=BatchConfig)
     dynamic_sampling: DynamicSampling = Field(
-        NoDynamicSampling(), description="replace zero-variance groups (DAPO), and those too easy or too hard"
+        NoDynamicSampling(), description="replace zero-variance (DAPO), too easy and too hard groups"
     )
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
@@ -120,7 +120,7 @@ class Sections(Section):
                 )
         paths = values.get("code_paths", ())
         if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
-            return values  # the field's own validator refuses it
+            return values  # the field's validator refuses it
         return {**values, **{name: _add_code_paths(values.get(name), paths) for name in _WITH_CODE}}
 
     @model_validator(mode="before")
@@ -140,7 +140,7 @@ class Sections(Section):
         return values
 
     def make_code_paths_absolute(self) -> Self:
-        """Return it for other processes: relative `code_paths` are of this process's working directory."""
+        """Resolve relative `code_paths` against the working directory, for use in other processes."""
         paths = {"code_paths": tuple(str(expanded(path).absolute()) for path in self.code_paths)}
         sections = {name: getattr(self, name).model_copy(update=paths) for name in _WITH_CODE}
         return self.model_copy(update=paths | sections)
@@ -148,8 +148,8 @@ class Sections(Section):
     def input_paths(self) -> Iterator[tuple[str, str, bool]]:
         """Yield key, value and True for every path of a model; key, value and False for every path of data.
 
-        A value is a path or the id of a hub. What the run itself makes has none: the result of a cold start,
-        the reference as teacher, and rows of a function of the user's own.
+        A value is a path or a hub id. Excluded is what the run generates: the result of a cold start, the
+        reference as teacher, and rows of a user's function.
         """
         if self.model.path != "sft":
             yield "model.path", self.model.path, True
@@ -171,47 +171,47 @@ class Sections(Section):
 
     @property
     def user_components(self) -> tuple[UserComponent, ...]:
-        """The pieces of the run that are not built in, without environments and rewards."""
+        """The user-supplied components of the run, without environments and rewards."""
         sections = (self.algorithm, self.data, self.rollout, self.tracking)
-        return tuple(piece for section in sections for piece in section.user_components)
+        return tuple(component for section in sections for component in section.user_components)
 
     @property
     def source_algorithms(self) -> dict[str, AlgorithmConfig]:
-        """`algorithm` for the training sources with parts of their own, by label."""
+        """`algorithm` with the overrides of each training source that has any, by label."""
         return {s.label: s.algorithm.over(self.algorithm) for s in self.data.train if s.algorithm is not None}
 
     @property
     def source_estimators(self) -> dict[str, AdvantageConfig]:
-        """The advantage estimators of the training sources with one of their own, by label."""
+        """The advantage estimators that training sources override, by label."""
         parts = {s.label: s.algorithm.advantage for s in self.data.train if s.algorithm is not None}
         return {label: advantage for label, advantage in parts.items() if advantage is not None}
 
     @property
     def estimators(self) -> tuple[AdvantageConfig, ...]:
-        """The advantage estimators of the run: that of `algorithm`, and those of sources with their own."""
+        """The advantage estimators of the run: of `algorithm`, and of sources that override it."""
         return (self.algorithm.advantage, *self.source_estimators.values())
 
     @property
     def rewards_by_estimator(self) -> list[tuple[str, RewardsConfig]]:
-        """Names of the advantage estimators, that of `algorithm` first, each with the rewards that it sees:
-        without those of sources that have another.
+        """Names of the advantage estimators, `algorithm.advantage` first, each with its rewards: without the
+        rewards of sources that override the estimator.
         """
-        apart = self.source_estimators
-        by_source = {label: own for label, own in self.rewards.by_source.items() if label not in apart}
+        overrides = self.source_estimators
+        by_source = {key: value for key, value in self.rewards.by_source.items() if key not in overrides}
         shared = self.rewards.model_copy(update={"by_source": by_source})
         return [
             (self.algorithm.advantage.name, shared),
-            *((own.name, self.rewards.select_source(label)) for label, own in apart.items()),
+            *((estimator.name, self.rewards.select_source(label)) for label, estimator in overrides.items()),
         ]
 
     @property
     def has_kl_term(self) -> bool:
-        """Whether the policy is held near the reference."""
+        """Whether the loss or the rewards have a KL term."""
         return self.algorithm.kl.coef > 0
 
     @property
     def needs_reference(self) -> bool:
-        """Whether anything asks for the reference's log-probs: the KL term, or a teacher."""
+        """Whether the KL term or a teacher needs the reference's log-probs."""
         return self.has_kl_term or not all(t.has_workers for t in self.distillation.teachers)
 
     @property
@@ -227,7 +227,7 @@ class Sections(Section):
 
     @property
     def is_supervised(self) -> bool:
-        """Whether the ranks minimise the cross-entropy of demonstrations; they are then the only workers."""
+        """Whether the ranks only minimise the cross-entropy of demonstrations, without other workers."""
         return False
 
     @property
@@ -248,7 +248,7 @@ class Sections(Section):
 
     @property
     def shortens_completions(self) -> bool:
-        """Whether `model.max_length` leaves less than the longest completion behind the longest prompt."""
+        """Whether `model.max_length` leaves less than the longest completion after the longest prompt."""
         return self.max_length < self.data.max_prompt_tokens + self.longest_completion
 
     @property

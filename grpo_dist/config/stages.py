@@ -57,8 +57,8 @@ class DemonstrationsConfig(Section):
     examples: PositiveInt | None = Field(None, description="examples used, from the start; null: all")
     noise: Fraction = Field(
         0.0,
-        description="share of generated demonstrations with one wrong step (demo:add3), or that guess and do "
-        "not call the calculator (demo:products)",
+        description="share of generated demonstrations with one wrong step (demo:add3), or with a guess "
+        "instead of a calculator call (demo:products)",
     )
 
     def _contradictions(self) -> Iterator[str]:
@@ -70,7 +70,7 @@ class DemonstrationsConfig(Section):
 
 
 def read_sources(value: Any) -> Any:
-    """Convert a path, or paths in a list, to the mappings of `DemonstrationsConfig` they abbreviate."""
+    """Expand a path, or paths in a list, to mappings of `DemonstrationsConfig`."""
     values = [value] if isinstance(value, str | dict) else value
     if not isinstance(values, list | tuple):
         return value
@@ -91,7 +91,7 @@ class SFTConfig(Section):
     )
     steps: PositiveInt = Field(500, description="optimiser steps; not read with `epochs`")
     epochs: PositiveFloat | None = Field(
-        None, description="passes over the demonstrations, in place of `steps`, e.g. 2; null: `steps`"
+        None, description="passes over the demonstrations, instead of `steps`, e.g. 2; null: `steps`"
     )
     batch_size: PositiveInt = Field(48, description="demonstrations per step")
     lr: PositiveFloat = Field(2e-3, description="highest learning rate; for pretrained models e.g. 1e-5")

@@ -15,15 +15,15 @@ class SupervisedConfig(Config):
 
     @classmethod
     def from_config(cls, config: Config, *, steps: int | None = None) -> SupervisedConfig:
-        """Return the supervised training that ``config`` describes. ``steps``: as `SFTConfig.steps_for` has
-        it; None: `sft.steps`. Raises ConfigError for settings that contradict each other.
+        """Return the supervised training that ``config`` describes. ``steps``: from `SFTConfig.steps_for`;
+        None: `sft.steps`. Raises ConfigError for settings that contradict each other.
         """
         sft = config.sft
         assert sft is not None, "supervised training needs an `sft` section"
         plain = config.model_dump()
         batch = plain["batch"] | {"updates_per_step": 1, "epochs_per_batch": 1, "shuffle_epochs": False}
-        # Of samples: nothing is drawn here, and one a prompt is too few for the default estimator. Two keep
-        # the number of rows divisible by that of ranks.
+        # Sampling settings are unused but checked: the default estimator needs two samples per prompt, which
+        # keeps the number of rows divisible by the number of ranks.
         batch |= {"order": "launched"}
         batch |= {"samples_per_prompt": max(2, config.batch.samples_per_prompt)}
         changes = {
@@ -52,12 +52,12 @@ class SupervisedConfig(Config):
             "weight_sync",
             "bench",
         }
-        kept = {key: value for key, value in plain.items() if key not in unused}
-        return checked(kept | changes, f"{config.name}: supervised training", cls)
+        used = {key: value for key, value in plain.items() if key not in unused}
+        return checked(used | changes, f"{config.name}: supervised training", cls)
 
     @property
     def user_components(self) -> tuple[UserComponent, ...]:
-        """None: nothing of what these sections name is called."""
+        """Empty: supervised training calls no user-supplied component."""
         return ()
 
     @property

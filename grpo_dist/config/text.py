@@ -1,6 +1,6 @@
-"""Texts of a configuration: checks before its keys are read, of nesting that would overflow the stack of the
-YAML reader, of characters that a UTF-8 file cannot contain, of text that YAML drops and of numbers that it
-reads in another base, and the escape of ``${``; and templates with {names}.
+"""Checks a configuration's text before its keys are read: nesting that overflows the YAML reader's stack,
+characters invalid in UTF-8 files, text that YAML drops, numbers that YAML reads in another base. Also escapes
+``${``, and fills templates with {names}.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-# A column in a template, and text in doubled braces, which stays in single ones.
+# A column in a template, or text in doubled braces, which becomes text in single braces.
 _PLACE = re.compile(r"\{\{(?P<text>[^{}]*)\}\}(?!\})|\{(?P<name>\w+(?:\.[\w-]+)*)\}")
 
 _DEEPEST = 32  # levels of mappings and lists; this project's tree has 6
@@ -21,7 +21,7 @@ _STARTS = (
 )  # fmt: skip
 _ENDS = (yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken, yaml.BlockEndToken)
 
-# Plain words that YAML 1.1, which OmegaConf reads, takes for numbers of another base.
+# Plain words that YAML 1.1 (OmegaConf) reads as numbers in another base.
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 _SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
@@ -30,16 +30,14 @@ _ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")
 
 
 def escaped(plain: Any) -> Any:
-    r"""Return a copy of plain mappings and lists whose texts OmegaConf reads as they are: ${x} -> \${x},
+    r"""Escape the texts in plain mappings and lists so that OmegaConf reads them unchanged: ${x} -> \${x},
     \${x} -> \\\${x}
     """
     return _changed(plain, lambda text: _INTERPOLATION.sub(lambda match: match[1] * 2 + r"\${", text))
 
 
 def unescaped(plain: Any) -> Any:
-    """Return a copy of plain mappings and lists, read from YAML without OmegaConf, with the texts meant by
-    `escaped` ones.
-    """
+    """Undo `escaped` in plain mappings and lists that were read from YAML without OmegaConf."""
     return _changed(plain, lambda text: _ESCAPED.sub(lambda match: match[1][::2] + "${", text))
 
 
@@ -71,10 +69,10 @@ def names_in(template: str) -> list[str]:
 
 
 def check_yaml(text: str, *, single_value: bool = False) -> None:
-    """Raise ValueError for YAML that the loader would overflow on, or read as something else than it shows:
-    mappings and lists nested too deep; a plain word that is a number of base 8 or 60 (``steps=010`` would be
-    8 steps, ``1:30`` 90); in a ``single_value`` a comment, which would be dropped (``#### (.+)`` is null).
-    Scanning needs no recursion. The loader reports malformed YAML.
+    """Raise ValueError for YAML that would overflow the loader or be misread: mappings and lists nested too
+    deep; a plain word that is a number in base 8 or 60 (``steps=010`` would be 8 steps, ``1:30`` 90); in a
+    ``single_value`` a comment, which would be dropped (``#### (.+)`` is null). Scanning needs no recursion.
+    The loader reports malformed YAML.
     """
     depth = end = 0
     try:
@@ -86,7 +84,7 @@ def check_yaml(text: str, *, single_value: bool = False) -> None:
             # Between tokens there is nothing but white space and comments.
             if single_value and "#" in text[end : token.start_mark.index]:
                 raise ValueError(
-                    "a # at the beginning or behind a space begins a comment in YAML and would be dropped; "
+                    "a # at the beginning or after a space begins a comment in YAML and would be dropped; "
                     "put the text in quotes that the shell leaves, e.g. \"data.instruction='# Answer'\""
                 )
             end = token.end_mark.index
@@ -109,7 +107,7 @@ def check_key(key: str) -> None:
 
 
 def check_characters(plain: Any) -> None:
-    """Raise ValueError naming the first key that has, itself or in its value, a character invalid in text.
+    """Raise ValueError naming the first key with a character invalid in text, in the key or its value.
     ``plain``: mappings, lists and values.
     """
     for key, character in _unfit(plain, ()):

@@ -12,8 +12,8 @@ from grpo_dist.plugins.user_code import ROLLOUT, RolloutName, UserComponent
 
 
 class SpeculationConfig(Section):
-    """Drafts that the engine verifies in one pass. On CPUs they change no sample. On GPUs the same seed gives
-    another text than without drafts, of the same distribution.
+    """Drafts that the engine verifies in one pass: lossless. On CPUs samples stay identical. On GPUs the same
+    seed gives another sample from the same distribution.
     """
 
     tokens: Annotated[int, Field(ge=1, le=128)] = Field(
@@ -33,8 +33,7 @@ class RolloutConfig(Section):
     )
     max_workers: PositiveInt | None = Field(
         None,
-        description="engines beyond `num_workers` join up to this number while the cluster has room; null: "
-        "none",
+        description="engines join up to this number while the cluster has free resources; null: none",
     )
     tensor_parallel_size: PositiveInt = Field(1, description="GPUs per engine")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
@@ -65,8 +64,8 @@ class RolloutConfig(Section):
     )
     function: RolloutName | None = Field(
         None,
-        description="your own function `module:name` that draws a sample of a prompt without environment; "
-        "null: one completion",
+        description="user-supplied function `module:name` that draws a sample of a prompt without "
+        "environment; null: one completion",
     )
     function_kwargs: dict[str, Any] = Field({}, description="arguments of `function`")
     engine: dict[str, Any] = Field(
@@ -84,7 +83,7 @@ class RolloutConfig(Section):
             return values
         if set(workers) != {"min", "max"} or values.get("max_workers") is not None:
             raise ValueError(
-                f"num_workers = {workers}: expected a whole number, or min and max alone, as in "
+                f"num_workers = {workers}: expected a whole number, or only min and max, as in "
                 "`{min: 1, max: 8}`, without `max_workers`"
             )
         return values | {"num_workers": workers["min"], "max_workers": workers["max"]}
@@ -155,7 +154,7 @@ class OptimizerConfig(Section):
     )
     warmup_steps: Count = Field(0, description="optimiser updates over which the learning rate rises")
     warmup_share: Fraction = Field(
-        0.0, description="in place of warmup_steps: share of all updates of the run, rounded down"
+        0.0, description="instead of warmup_steps: share of all updates of the run, rounded down"
     )
     min_lr_ratio: Fraction = Field(0.0, description="final learning rate as a share of lr")
 
@@ -218,8 +217,8 @@ class PolicyConfig(Section):
     )
     router_replay: bool = Field(
         False,
-        description="mixtures of experts: train each token with the experts that it took in the "
-        "engine (arXiv:2510.11370)",
+        description="mixtures of experts: train each token with the experts that the engine chose "
+        "(arXiv:2510.11370)",
     )
     threads: Count = Field(0, description="CPU threads of a rank; 0: its share of the available threads")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -248,7 +247,7 @@ class WeightSyncConfig(Section):
     )
     bucket_mb: PositiveInt | None = Field(
         None,
-        description="weights sent at once, MB; two such buckets exist; null: 256 on GPUs, else 32",
+        description="size of each of two buckets in which weights are sent, MB; null: 256 on GPUs, else 32",
     )
     deltas: Literal["auto"] | bool = Field(
         False,

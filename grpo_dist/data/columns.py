@@ -1,11 +1,10 @@
-"""Columns of many rows, texts and token ids end to end in one array each, and their store.
+"""Columns of many rows: texts and token ids, packed into one array each, and their cache on disk.
 
-What repeats is held once: DAPO-Math-17k's file has each of its 17,000 problems some 100 times. All work per
-row (reading, rendering, tokenising, checks) is done for the distinct rows; a row is put together when it is
-asked for.
+Equal rows are stored once: DAPO-Math-17k's file has each of its 17,000 problems about 100 times. Reading,
+rendering, tokenising and checks run once per distinct row; a row object is built on access.
 
-What took long to read or to tokenise is stored in `GRPO_DIST_CACHE/rows`, under a name that is a hash of all
-that decides it. The next start maps it into memory.
+Large sources are cached in `GRPO_DIST_CACHE/rows`, under a hash of all their inputs. The next start maps them
+into memory.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ from grpo_dist.types import Prompt
 T = TypeVar("T")
 V = TypeVar("V")
 
-STORED_FROM = 10_000  # rows of a source; reading fewer takes no longer than a look at what is stored
+STORED_FROM = 10_000  # rows of a source; reading fewer is as fast as loading them from the cache
 _KEPT_DAYS = 30  # since a stored file was last read
-_KEPT_BYTES = 20 * 2**30  # of all stored files, those read last
+_KEPT_BYTES = 20 * 2**30  # total size of stored files; the least recently read are deleted first
 _PART = 4096  # values encoded, or hashed, at once
 _DIGEST_BYTES = 16
 _BLOCK_BYTES = 2**23  # hashed at once
-_ALIGNED = 64  # bytes, where an array begins in a stored file
-REMEMBERED = 2**18  # distinct rows that later ones are compared with
+_ALIGNED = 64  # alignment of arrays in a stored file, bytes
+REMEMBERED = 2**18  # distinct rows remembered to find repeats
 
 
 class Computed(Sequence[T], Generic[T]):
-    """A sequence whose values are put together when they are asked for; a slice is a list. A subclass writes
-    `__len__` and `_at`.
+    """A sequence that builds its values on access; a slice is a list. A subclass defines `__len__` and
+    `_get`.
     """
 
     @overload
@@ -60,17 +59,17 @@ class Computed(Sequence[T], Generic[T]):
     def __getitem__(self, place: int | slice) -> T | list[T]:
         if isinstance(place, slice):
             return self._list(place)
-        return self._at(range(len(self))[place])
+        return self._get(range(len(self))[place])
 
     def __iter__(self) -> Iterator[T]:
-        return map(self._at, range(len(self)))
+        return map(self._get, range(len(self)))
 
-    def _at(self, place: int) -> T:
+    def _get(self, place: int) -> T:
         """Return the value at ``place``, counted from 0."""
         raise NotImplementedError
 
     def _list(self, places: slice) -> list[T]:
-        return [self._at(place) for place in range(*places.indices(len(self)))]
+        return [self._get(place) for place in range(*places.indices(len(self)))]
 
 
 class Slices(Computed[T]):
@@ -81,7 +80,7 @@ class Slices(Computed[T]):
 
     @classmethod
     def from_ends(cls, values: np.ndarray, ends: np.ndarray) -> Self:
-        """Return slices of ``values`` without gaps; ``ends``: int64, of each."""
+        """Return slices of ``values`` without gaps; ``ends``: end of each, int64."""
         return cls(values, np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)], ends)
 
     @classmethod
@@ -103,7 +102,7 @@ class Slices(Computed[T]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return the length of each in ``values``, int64."""
+        """Return the length of each slice, int64."""
         return self.ends - self.begins
 
     def select(self, numbers: np.ndarray) -> Self:
@@ -117,7 +116,7 @@ class Slices(Computed[T]):
         parts = [self.values[a:b] for a, b in self._bounds(slice(None))]
         return np.concatenate([self.values[:0], *parts]), ends
 
-    def _at(self, place: int) -> T:
+    def _get(self, place: int) -> T:
         return self._read(int(self.begins[place]), int(self.ends[place]))
 
     def _list(self, places: slice) -> list[T]:
@@ -138,7 +137,7 @@ class TokenIds(Slices[np.ndarray]):
 
 
 class Texts(Slices[str]):
-    """Texts; ``values``: uint8, UTF-8 in which a lone surrogate is encoded like any other character."""
+    """Texts; ``values``: uint8, UTF-8 that also encodes lone surrogates."""
 
     def __init__(self, values: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> None:
         super().__init__(values, begins, ends)
@@ -153,7 +152,7 @@ class Texts(Slices[str]):
 
 
 class Column:
-    """Collects the bytes of values end to end. Memory of what is collected is not copied at the end."""
+    """Collects the bytes of values in one buffer, which the resulting arrays share."""
 
     def __init__(self) -> None:
         self._data, self._ends, self._size = bytearray(), array("q"), 0
@@ -170,7 +169,7 @@ class Column:
         self.extend_packed(b"".join(values), np.cumsum(list(map(len, values)), dtype=np.int64))
 
     def extend_packed(self, values: bytes | memoryview, ends: np.ndarray) -> None:
-        """Append ``values``, which stand end to end; ``ends``: int64, of each, in bytes."""
+        """Append packed ``values``; ``ends``: end of each in bytes, int64."""
         self._flush()
         self._ends.frombytes((ends + self._size).tobytes())
         self._data += values
@@ -196,7 +195,7 @@ class Column:
 
 
 def digest_parts(parts: Iterable[bytes]) -> str:
-    """Return the first 16 digits of the SHA-256 of ``parts``, one behind another."""
+    """Return the first 16 digits of the SHA-256 of the concatenated ``parts``."""
     digest, rest = hashlib.sha256(), iter(parts)
     while some := list(islice(rest, _PART)):
         digest.update(b"".join(some))
@@ -213,9 +212,9 @@ def hex_texts(values: np.ndarray) -> Iterator[str]:
 
 
 class Repeated(Computed[T]):
-    """A sequence of ``distinct`` values, some of which stand at several places.
+    """A sequence of ``distinct`` values, some of which occur at several places.
 
-    ``codes``: int32 [n], which of them stands at each place; None: each at one, in order.
+    ``codes``: int32 [n], index of the distinct value at each place; None: each value once, in order.
     """
 
     def __init__(self, distinct: Sequence[T], codes: np.ndarray | None = None) -> None:
@@ -232,7 +231,7 @@ class Repeated(Computed[T]):
         return Repeated(Chained([part.distinct for part in parts]), np.concatenate(codes))
 
     def select(self, numbers: np.ndarray) -> Repeated[T]:
-        """Return the values at these places, of the same distinct ones."""
+        """Return the values at these places, with the same distinct values."""
         return Repeated(self.distinct, self.codes[numbers])
 
     def __len__(self) -> int:
@@ -241,16 +240,16 @@ class Repeated(Computed[T]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
-    def _at(self, place: int) -> T:
+    def _get(self, place: int) -> T:
         return self.distinct[self.codes[place]]
 
     @property
     def is_distinct(self) -> bool:
-        """Whether each distinct value stands at one place, in order."""
+        """Whether each distinct value occurs once, in order."""
         return len(self.distinct) == len(self.codes) and bool((self.codes[:-1] < self.codes[1:]).all())
 
     def counts(self) -> np.ndarray:
-        """Return at how many places each distinct value stands, int64 [distinct]."""
+        """Return how often each distinct value occurs, int64 [distinct]."""
         return np.bincount(self.codes, minlength=len(self.distinct))
 
     def first_places(self) -> np.ndarray:
@@ -258,19 +257,19 @@ class Repeated(Computed[T]):
         return np.unique(self.codes, return_index=True)[1]
 
     def where(self, is_wanted: Callable[[T], bool]) -> np.ndarray:
-        """Return the places of the values that are wanted, int64; asks once about each distinct one."""
+        """Return the places of the wanted values, int64; calls ``is_wanted`` once per distinct value."""
         return self._where(map(is_wanted, self.distinct))
 
     def places(self, name: str, is_wanted: Callable[[Any], bool]) -> np.ndarray:
         """Return the places of the values whose attribute ``name`` is wanted, as `where`."""
         return self._where(map(is_wanted, column(self.distinct, name)))
 
-    def _where(self, of_distinct: Iterable[bool]) -> np.ndarray:
-        return np.flatnonzero(np.fromiter(of_distinct, bool, len(self.distinct))[self.codes])
+    def _where(self, is_match: Iterable[bool]) -> np.ndarray:
+        return np.flatnonzero(np.fromiter(is_match, bool, len(self.distinct))[self.codes])
 
 
 class Chained(Computed[T]):
-    """Sequences one behind another."""
+    """Concatenated sequences."""
 
     def __init__(self, parts: Sequence[Sequence[T]]) -> None:
         self._parts, self._ends = parts, list(accumulate(map(len, parts)))
@@ -281,7 +280,7 @@ class Chained(Computed[T]):
     def __iter__(self) -> Iterator[T]:
         return chain.from_iterable(self._parts)
 
-    def _at(self, place: int) -> T:
+    def _get(self, place: int) -> T:
         part = bisect_right(self._ends, place)
         return self._parts[part][place - (self._ends[part - 1] if part else 0)]
 
@@ -291,8 +290,8 @@ class Chained(Computed[T]):
 
 @dataclass(eq=False)
 class Table:
-    """Columns of the same length: arrays, `Slices`, and names as `Repeated`. A subclass is a dataclass of
-    them; its other fields are of the whole table.
+    """Columns of the same length: arrays, `Slices`, and names as `Repeated`. A subclass is a dataclass with
+    columns as fields; its other fields belong to the whole table.
     """
 
     def _columns(self) -> Iterator[tuple[str, np.ndarray | Slices[Any] | Repeated[Any]]]:
@@ -318,7 +317,7 @@ class Table:
         return replace(self, **joined) if others else self
 
     def stored(self) -> tuple[dict[str, np.ndarray], dict[str, list[Any]]]:
-        """Return arrays and names, from which `from_store` makes the table."""
+        """Return arrays and names, the arguments of `from_store`."""
         arrays, names = {}, {}
         for name, values in self._columns():
             if isinstance(values, Slices):
@@ -333,7 +332,7 @@ class Table:
     def from_store(
         cls, arrays: Mapping[str, np.ndarray], names: Mapping[str, Sequence[Any]], **further: Any
     ) -> Self:
-        """``further``: fields that are no columns."""
+        """Build the table from `stored`. ``further``: fields that are no columns."""
         for name in [column_field.name for column_field in fields(cls)]:
             if name not in arrays:
                 continue
@@ -347,10 +346,10 @@ class Table:
 
 
 class Prompts(Repeated[Prompt]):
-    """Prompts of which the same row may be several: each has a uid of its own.
+    """Prompts with distinct uids, several of which may share a row.
 
     ``numbers``: int32 [n], how often the uid of each has occurred so far: "set-1f", "set-1f-2", ...
-    ``key``: a name of all that decides the prompts, see `columns.store_key`; "": it is unknown.
+    ``key``: cache key of the prompts, see `columns.store_key`; "": unknown.
     """
 
     def __init__(
@@ -382,25 +381,25 @@ class Prompts(Repeated[Prompt]):
             store_key(["joined", keys]) if all(keys) else "",
         )
 
-    def _at(self, place: int) -> Prompt:
+    def _get(self, place: int) -> Prompt:
         prompt, number = self.distinct[self.codes[place]], self.numbers[place]
         return prompt if number == 1 else replace(prompt, uid=f"{prompt.uid}-{number}")
 
     def digest(self, name: str, parts: Callable[[], Iterable[bytes]], *, with_uids: bool) -> str:
-        """Return the first 16 digits of the SHA-256 of a part of each prompt, with its uid in front, one
-        behind another; where the prompts have a key it is stored.
+        """Return the first 16 digits of the SHA-256 of the prompts' concatenated parts; ``with_uids`` puts a
+        prompt's uid before its part. The digest is stored if the prompts have a key.
 
-        ``parts``: returns a part of each distinct prompt, which ``name`` names.
+        ``parts``: returns the part of each distinct prompt; ``name``: what the part is.
         """
         key = self.key and store_key(["digest", name, self.key])
         if key and (stored := load(key)) is not None:
             return str(stored[1])
-        of_places = parts() if self.is_distinct else each_place(parts(), self.codes)
+        all_parts = parts() if self.is_distinct else each_place(parts(), self.codes)
         if with_uids:
-            of_places = chain.from_iterable(
-                (uid.encode(), part) for uid, part in zip(self.uids(), of_places, strict=True)
+            all_parts = chain.from_iterable(
+                (uid.encode(), part) for uid, part in zip(self.uids(), all_parts, strict=True)
             )
-        digest = digest_parts(of_places)
+        digest = digest_parts(all_parts)
         if key:
             save(key, {}, digest)
         return digest
@@ -415,7 +414,7 @@ class Prompts(Repeated[Prompt]):
 
 
 class ByUid(Mapping[str, Prompt]):
-    """``prompts`` by uid, of which only the places are in memory."""
+    """``prompts`` by uid; only their places are in memory."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
@@ -438,12 +437,12 @@ class ByUid(Mapping[str, Prompt]):
 
 
 def distinct_of(values: Sequence[T]) -> Sequence[T]:
-    """Return the distinct values in the order of their first places, where it is known which are the same."""
+    """Return the distinct values of a `Repeated`, in the order of their first places; else ``values``."""
     return values.distinct if isinstance(values, Repeated) else values
 
 
 def column(values: Sequence[Any], name: str) -> Iterable[Any]:
-    """Return the attribute ``name`` of each of ``values``, which are not made where they are columns."""
+    """Return the attribute ``name`` of each of ``values``; columns are read without building the values."""
     return values.column(name) if hasattr(values, "column") else map(attrgetter(name), values)
 
 
@@ -459,8 +458,8 @@ def uids_of(prompts: Sequence[Prompt]) -> list[str]:
 
 
 def each(values: Sequence[T], read: Callable[[T], V]) -> list[V]:
-    """Return what ``read`` returns for each value; it is called once for each distinct one, and reads no uid
-    and no location.
+    """Return ``read(value)`` for each value. ``read`` is called once per distinct value, so it must use no
+    uid and no location.
     """
     if not isinstance(values, Repeated):
         return [read(value) for value in values]
@@ -468,14 +467,14 @@ def each(values: Sequence[T], read: Callable[[T], V]) -> list[V]:
 
 
 def each_place(distinct: Iterable[V], codes: np.ndarray) -> Iterator[V]:
-    """Yield that of the ``distinct`` values which stands at each place, by ``codes``."""
+    """Yield ``distinct[code]`` for each of ``codes``."""
     return map(list(distinct).__getitem__, codes.tolist())
 
 
 class Numbers:
-    """Numbers rows by hashes of what they are; the first `REMEMBERED` are compared with later ones.
+    """Numbers distinct rows by hash; remembers the first `REMEMBERED` hashes to find repeats.
 
-    ``codes``: int32 of each row. ``count``: of the numbers.
+    ``codes``: int32, number of each row. ``count``: how many numbers are used.
     """
 
     def __init__(self) -> None:
@@ -484,12 +483,12 @@ class Numbers:
 
     @property
     def finds_repeats(self) -> bool:
-        """Whether to hash further rows: not all are remembered yet, or many occurred again."""
-        known = len(self._numbers)
-        return known < REMEMBERED or len(self.codes) > 2 * known
+        """Whether to hash further rows: memory is not full, or many rows were repeats."""
+        remembered = len(self._numbers)
+        return remembered < REMEMBERED or len(self.codes) > 2 * remembered
 
     def add(self, row_hash: int | bytes | None) -> bool:
-        """Number a row, and return whether it is new. None: it is compared with no other."""
+        """Number a row, and return whether it is new. None: the row is not compared."""
         number = None if row_hash is None else self._numbers.get(row_hash)
         self.codes.append(self.count if number is None else number)
         if number is not None:
@@ -505,11 +504,11 @@ class Numbers:
 
 
 def record_hash(record: Any) -> bytes | None:
-    """Return a hash that only an equal record has, with values of the same types; None for other values than
-    those of JSON. A record may be long: what is remembered of many must not be.
+    """Return a hash that only an equal record has, with values of the same types; None for values that
+    are not JSON. The hash is short, since a record may be long and many are remembered.
     """
     try:
-        dumped = marshal.dumps(record, 2)  # later versions depend on how often a value is referred to
+        dumped = marshal.dumps(record, 2)  # later versions depend on reference counts
     except ValueError:
         return None
     return hashlib.blake2b(dumped, digest_size=16).digest()
@@ -522,9 +521,9 @@ def sorted_distinct(values: np.ndarray) -> np.ndarray:
 
 
 def occurrences(codes: np.ndarray) -> np.ndarray:
-    """Return how often each of ``codes`` has occurred up to its place, int32 [n].
+    """Return how often each of ``codes`` has occurred so far, itself included, int32 [n].
 
-        [0, 1, 0, 0] -> [1, 1, 2, 3]
+    [0, 1, 0, 0] -> [1, 1, 2, 3]
     """
     order = np.argsort(codes, kind="stable")
     ordered = codes[order]
@@ -539,7 +538,7 @@ def occurrences(codes: np.ndarray) -> np.ndarray:
 
 @cache
 def _code_digest() -> str:
-    """Return a hash of the code that reads and tokenises rows, and of what it says of their answers."""
+    """Return a hash of the code that reads and tokenises rows and checks their answers."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]
     folders = ("chat", "config", "data", "rewards", "runs")
@@ -549,13 +548,13 @@ def _code_digest() -> str:
 
 
 def store_key(decides: Any) -> str:
-    """Return the name of what ``decides`` and this code determine."""
+    """Return the cache key of data that ``decides`` and this code determine."""
     decided = json.dumps([decides, _code_digest()], sort_keys=True, default=str)
     return hashlib.sha256(decided.encode()).hexdigest()[:32]
 
 
 def files_state(files: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return size and time of change of each file."""
+    """Return size and modification time of each file."""
     return [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, files)]
 
 
@@ -565,8 +564,8 @@ def files_digest(files: Sequence[Path]) -> list[str]:
 
 
 def load(key: str) -> tuple[dict[str, np.ndarray], Any] | None:
-    """Return the arrays, mapped into memory, and the JSON stored under ``key``; None where there are none, or
-    damaged ones: the file begins with a hash of the rest.
+    """Return the arrays, mapped into memory, and the JSON stored under ``key``; None where the file is
+    missing or damaged: it begins with a hash of the rest.
     """
     place = _place(key)
     try:
@@ -576,8 +575,8 @@ def load(key: str) -> tuple[dict[str, np.ndarray], Any] | None:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError:
         return None
-    with suppress(OSError):  # of another user; who may not write there deletes nothing, either
-        os.utime(place)  # `_prune` deletes what is not read
+    with suppress(OSError):  # another user's file, which `_prune` cannot delete either
+        os.utime(place)  # marks the file as read for `_prune`
     head = _DIGEST_BYTES + 8
     begin = head + int.from_bytes(mapped[_DIGEST_BYTES:head], "little")
     tables, value = json.loads(mapped[head:begin])
@@ -589,8 +588,8 @@ def load(key: str) -> tuple[dict[str, np.ndarray], Any] | None:
 
 
 def save(key: str, arrays: Mapping[str, np.ndarray], value: Any) -> None:
-    """Store ``arrays``, of one dimension, and what JSON holds of ``value`` under ``key``. Where the cache
-    cannot be written the next start takes as long as this one.
+    """Store one-dimensional ``arrays`` and the JSON ``value`` under ``key``. If the cache is not writable,
+    nothing is stored.
     """
     place = _place(key)
     unfinished = place.with_name(f".{place.name}-{os.getpid()}")
@@ -618,7 +617,7 @@ def save(key: str, arrays: Mapping[str, np.ndarray], value: Any) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Delete stored files that no start has read for long, and the oldest of too many."""
+    """Delete stored files unread for `_KEPT_DAYS`, and the least recently read above `_KEPT_BYTES`."""
     files = sorted(
         ((stat.st_mtime, stat.st_size, file) for file in folder.iterdir() if (stat := file.stat())),
         reverse=True,
@@ -635,7 +634,7 @@ def _aligned(offset: int) -> int:
 
 
 def _digest(file: Path, begin: int = 0) -> bytes:
-    """Return a hash of ``file`` from ``begin`` on: of the hashes of its blocks, which threads compute."""
+    """Return a hash of ``file`` from ``begin`` on: the hash of its block hashes, which threads compute."""
 
     def digest_block(at: int) -> bytes:
         with file.open("rb") as opened:

@@ -6,27 +6,25 @@ A row of a data file, such as JSON Lines or Parquet, is one of
     {"system": "Be brief.", "prompt": ..., "completion": ...}           with a system prompt
     {"chat_template": "none", "prompt": ..., "completion": ...}         plain text without turns
     {"messages": [{"role": ..., "content": ...}], "completion": ...}    a whole conversation, no `prompt`
-    {"messages": [...]}                  a conversation that ends with the assistant's message: all of the
-                                         assistant's are learned, those of `tool`, `user` and `system` given
-    {"conversations": [{"from": "human", "value": ...}, ...]}           the same, as ShareGPT writes it
+    {"messages": [...]}                  a conversation that ends with the assistant's message: messages of
+                                         the assistant are learned, `tool`, `user` and `system` are given
+    {"conversations": [{"from": "human", "value": ...}, ...]}           the same in ShareGPT's format
 
-with optional `template_kwargs` for the chat template, e.g. {"tools": [...]}, `prefill`: text between the
-prompt and a `completion`, which is read and never trained, as of `data.prefill`, and `special_tokens`: "keep"
-where special tokens in messages are meant as such, as in a system prompt of the configuration. A `completion`
-is text, or a list of segments of which some are given, such as a tool's output: they are read and never
-trained. The token that ends a sample is added behind it, see `grpo_dist.chat.ends`.
+with optional `template_kwargs` for the chat template, e.g. {"tools": [...]}; `prefill`: untrained text before
+a `completion`, like `data.prefill`; and `special_tokens`: "keep" where messages contain intended special
+tokens, as a configured system prompt may. A `completion` is text, or a list of segments. Given segments, such
+as a tool's output, are read and never trained. The token that ends a sample is appended, see
+`grpo_dist.chat.ends`.
 
     {"prompt": "347*58=", "completion": [{"text": "```calculator\n347*58\n```\n"},
                                          {"text": "```output\n20126\n```\n", "given": true},
                                          {"text": "\\boxed{20126}"}]}
 
-Prompts are tokenised like those of GRPO, so a model is trained on the tokens it later samples from. Further
-keys are ignored.
+Prompts are tokenised as in GRPO, so a model is trained on the tokens it later samples from. Other keys are
+ignored.
 
-The tokens of a demonstration's completion, of which some are given: results of tools, other speakers.
-
-A given token is read and never trained. Every segment is tokenised by itself, as in an episode: the boundary
-between what the policy samples and what an environment puts in is a boundary of tokens.
+Every segment is tokenised separately, as in an episode: no token spans the boundary between sampled and given
+text.
 """
 
 from __future__ import annotations
@@ -94,7 +92,7 @@ class Segment:
 
 
 def read_completion(completion: Any) -> list[Segment]:
-    """Read the key `completion`: text, or a list of {"text", "given"}. Raises ValueError for others."""
+    """Read the key `completion`: text, or a list of {"text", "given"}. Raises ValueError for other values."""
     if isinstance(completion, str) and completion:
         return [Segment(completion)]
     segments = []
@@ -104,12 +102,12 @@ def read_completion(completion: Any) -> list[Segment]:
             "`prompt` and `completion`"
         )
     for number, part in enumerate(completion):
-        known = part if isinstance(part, dict) else {}
-        text, is_given = known.get("text"), known.get("given", False)
+        segment = part if isinstance(part, dict) else {}
+        text, is_given = segment.get("text"), segment.get("given", False)
         if not isinstance(text, str) or not text or not isinstance(is_given, bool):
             raise ValueError(
                 f'`completion`: segment {number} must be an object like {{"text": "...", "given": true}}, '
-                "where `text` is not empty; `given` marks what a tool or an environment put in"
+                "where `text` is not empty; `given` marks output of a tool or an environment"
             )
         segments.append(Segment(text, is_given))
     if segments[-1].given:
@@ -120,7 +118,7 @@ def read_completion(completion: Any) -> list[Segment]:
 
 
 def check_answered(messages: Sequence[Message]) -> None:
-    """Raise ValueError for a conversation without answers to learn, those of the assistant, at its end."""
+    """Raise ValueError for a conversation that does not end with an answer of the assistant."""
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ValueError(
             "`messages` without `completion` must end with the assistant's message after others; the "
@@ -137,11 +135,11 @@ def conversation(
     day: date | None,
     keys: str,
 ) -> tuple[str, list[Segment]]:
-    """Return the text before the assistant's first message, and the segments from there on: those of the
-    assistant, each with the token that ends it, and what the chat template puts between them, given.
+    """Return the text before the assistant's first message, and the segments after it: the assistant's
+    messages, each with its end token, and the given text of the chat template between them.
 
-    ``day``: as `render` takes it. Raises ValueError for a template that rewrites earlier messages, or ends a
-    message otherwise; and for one that rejects them, as `render_messages`.
+    ``day``: see `render`. Raises ValueError for a template that rewrites earlier messages, ends a message
+    with another token, or rejects the messages.
     """
 
     def rendered(count: int, *, open_turn: bool) -> str:
@@ -151,18 +149,18 @@ def conversation(
     end_texts = [tokenizer.decode([token]) for token in sorted(ends.ids, key=lambda t: t != ends.learned)]
 
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    prompt = done = rendered(answers[0], open_turn=True)
+    prompt = prefix = rendered(answers[0], open_turn=True)
     segments: list[Segment] = []
     for index in answers:
         before, after = rendered(index, open_turn=True), rendered(index + 1, open_turn=False)
-        if not before.startswith(done) or not after.startswith(before):
+        if not before.startswith(prefix) or not after.startswith(before):
             raise ValueError(
                 f"the chat template renders what comes before message {index} otherwise once that message "
                 "follows; write a row for each answer, with the earlier messages in `messages` and the "
                 "answer in `completion`"
             )
         text, end = _ended(after[len(before) :], end_texts)
-        if not end:  # some templates have no end but what begins the next message
+        if not end:  # in some templates only the start of the next message ends one
             further = messages[index + 1 :]
             follows = rendered(index + 2, open_turn=False)[len(after) :] if further else end_texts[0]
             end = next((candidate for candidate in end_texts if follows.startswith(candidate)), "")
@@ -171,15 +169,15 @@ def conversation(
                 f"the chat template does not end the assistant's message {index} with a token that ends a "
                 f"sample ({', '.join(map(repr, end_texts))}); give the answer in `completion`"
             )
-        if before != done:
-            segments.append(Segment(before[len(done) :], given=True))
+        if before != prefix:
+            segments.append(Segment(before[len(prefix) :], given=True))
         segments.append(Segment(text + end))
-        done = before + text + end
+        prefix = before + text + end
     return prompt, segments
 
 
 def _ended(rendered: str, end_texts: Sequence[str]) -> tuple[str, str]:
-    """Return what stands before the first end in ``rendered``, and that end; "" where it has none."""
+    """Return the text before the first end token in ``rendered``, and that token; "" if there is none."""
     places = [(rendered.find(end), end) for end in end_texts if end in rendered]
     place, end = min(places, default=(len(rendered), ""))
     return rendered[:place], end
@@ -188,13 +186,13 @@ def _ended(rendered: str, end_texts: Sequence[str]) -> tuple[str, str]:
 EXAMPLES = 20_000  # demonstrations generated by default
 
 _BATCH = 1000  # rows tokenised at once
-_ID_BYTES = 4  # of a token id, int32
+_ID_BYTES = 4  # bytes per token id, int32
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Sources of demonstrations for the batches, with the run's seed and its longest sequence, tokens."""
+    """Sources of demonstrations for training batches. ``max_length``: tokens of prompt and completion."""
 
     data: tuple[DemonstrationsConfig, ...]
     seed: int
@@ -203,11 +201,11 @@ class Stream:
 
 
 Sources = SFTConfig | Stream
-_dumped = json.encoder.encode_basestring_ascii  # text as `json.dumps` writes it
-_DUMPED = '{{"completion": {}, "prompt": {}}}'  # a row of these alone, the same
+_dumped = json.encoder.encode_basestring_ascii  # encodes text as `json.dumps` does
+_DUMPED = '{{"completion": {}, "prompt": {}}}'  # `json.dumps` of a row with only these keys
 _LIMITS = {SFTConfig.section: "sft.max_length", Stream.section: "model.max_length"}
 _KEYS_OF_A_ROW = "the row's messages and `template_kwargs`"
-# Keys beside the texts: their type, or their values, of which the first is the default.
+# Optional keys of a row: their type, or their values, the default first.
 _OPTIONAL: dict[str, type | tuple[str, str]] = {
     "system": str, "template_kwargs": dict, "prefill": str,
     "chat_template": ("model", "none"), "special_tokens": ("text", "keep"),
@@ -215,27 +213,25 @@ _OPTIONAL: dict[str, type | tuple[str, str]] = {
 
 
 def _quiet(message: str) -> None:
-    """Drop a warning that is given where the rows are trained on."""
+    """Drop a warning: it is reported when the rows are trained on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration(Prompt):
-    """A prompt with the completion to learn. ``uid`` is a hash of both, ``text`` the row's file and line."""
+    """A prompt with the completion to learn. ``uid``: hash of both; ``text``: file and line of the row."""
 
     completion_ids: np.ndarray = field(
         default_factory=lambda: np.empty(0, np.int32)
-    )  # int32 [C], with its end
+    )  # int32 [C], end token included
     sampled: np.ndarray | None = None  # bool [C], which tokens are learned; None: all
-    row_uid: str = ""  # hash of the row, which depends on no tokenizer
+    row_uid: str = ""  # hash of the row, independent of the tokenizer
 
     def to_group(self) -> Group:
-        """Return the form in which a batch of the loop is made, recorded and kept: one sample of reward 1,
-        without log-probs.
-        """
+        """Return a group of one sample with reward 1 and zero log-probs, which training batches need."""
         size = len(self.completion_ids)
-        unknown, learned = np.zeros(size, np.float32), self.sampled
+        logprobs, learned = np.zeros(size, np.float32), self.sampled
         versions = np.zeros(size, np.int32) if learned is None else np.where(learned, 0, -1).astype(np.int32)
-        rollout = Rollout(self.uid, 0, self.completion_ids, unknown, "stop", "", versions, learned)
+        rollout = Rollout(self.uid, 0, self.completion_ids, logprobs, "stop", "", versions, learned)
         return Group(self, (rollout,), np.ones(1, np.float32), {}, ("",))
 
 
@@ -244,7 +240,7 @@ class RowTokens(Table):
     """Tokens of rows.
 
     Attributes:
-        learned: uint8 of each token of a completion; nothing: all are learned.
+        learned: uint8, 1 for each learned token of a completion; empty: all tokens are learned.
         uids, row_uids: uint64.
     """
 
@@ -257,12 +253,11 @@ class RowTokens(Table):
 
 @dataclass(eq=False)
 class DemonstrationTable(RowTokens, Computed[Demonstration]):
-    """Demonstrations as columns. One is put together when it is asked for; rows that are the same share their
-    tokens.
+    """Demonstrations as columns; access builds a `Demonstration`. Equal rows share their tokens.
 
     Attributes:
-        sources, files, lines: of each row, the last two its location.
-        key: a name of all that decides them, see `columns.store_key`; "": it is unknown.
+        sources, files, lines: source, and location, of each row.
+        key: cache key of the rows, see `columns.store_key`; "": unknown.
     """
 
     sources: Repeated[str]
@@ -274,8 +269,8 @@ class DemonstrationTable(RowTokens, Computed[Demonstration]):
     def from_stored(
         cls, arrays: Mapping[str, np.ndarray], source: str, files: Sequence[str], key: str
     ) -> DemonstrationTable:
-        """Return the rows of a source. ``arrays``: of its distinct rows, and of each row `codes`, which it
-        is, `lines` and `files`.
+        """Return the rows of a source. ``arrays``: the `RowTokens` of its distinct rows; and for each row
+        `codes` (the number of its distinct row), `lines` and `files`.
         """
         tokens = RowTokens.from_store(arrays, {}).select(arrays["codes"])
         sources = Repeated([source], np.zeros(len(tokens.uids), np.int32))
@@ -293,7 +288,7 @@ class DemonstrationTable(RowTokens, Computed[Demonstration]):
     def __len__(self) -> int:
         return len(self.uids)
 
-    def _at(self, number: int) -> Demonstration:
+    def _get(self, number: int) -> Demonstration:
         begin, end = int(self.learned.begins[number]), int(self.learned.ends[number])
         learned = self.learned.values[begin:end].astype(bool) if end > begin else None
         uid, row_uid = f"{self.uids[number]:016x}", f"{self.row_uids[number]:016x}"
@@ -305,7 +300,7 @@ class DemonstrationTable(RowTokens, Computed[Demonstration]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return the tokens of prompt and completion of each, int64."""
+        """Return the tokens of prompt plus completion for each row, int64."""
         return self.prompts.lengths + self.completions.lengths
 
     def column(self, name: str) -> Iterable[Any]:
@@ -325,11 +320,11 @@ def load_demonstrations(
     """Tokenise prompt and completion of every row of every source, in order.
 
     Args:
-        day: what chat templates write as today's date; None: today.
-        say: gets warnings on special tokens that nobody asked for, with their rows.
+        day: today's date for chat templates; None: today.
+        say: receives warnings about unexpected special tokens, with their rows.
 
-    Raises ValueError for a missing file, a malformed or overlong row, a row of which the chat template drops
-    a part, or a source without rows.
+    Raises ValueError for a missing file, a malformed or overlong row, a chat template that drops a part of a
+    row, or a source without rows.
     """
     first, *others = [load_source(source, settings, tokenizer, day=day, say=say) for source in settings.data]
     table = first.join(*others)
@@ -337,9 +332,7 @@ def load_demonstrations(
 
 
 def count_rows(settings: SFTConfig) -> int:
-    """Return how many rows all sources have, without tokenising them. Raises ValueError as
-    `load_demonstrations`.
-    """
+    """Count the rows of all sources without tokenising them. Raises ValueError as `load_demonstrations`."""
     return sum(_count(source, settings) for source in settings.data)
 
 
@@ -354,7 +347,7 @@ def _count(source: DemonstrationsConfig, settings: SFTConfig) -> int:
 def count_held_out(settings: SFTConfig, rows: int) -> int:
     """Return how many of the ``rows`` are held out: at least one where `sft.validation_share` is above 0.
 
-    Raises ValueError where none would be left to train on.
+    Raises ValueError where no row would remain for training.
     """
     share = settings.validation_share
     count = max(1, round(share * rows)) if share else 0
@@ -367,7 +360,7 @@ def count_held_out(settings: SFTConfig, rows: int) -> int:
 
 
 def split(rows: DemonstrationTable, settings: SFTConfig) -> tuple[DemonstrationTable, DemonstrationTable]:
-    """Return what is trained on and what is held out, drawn by `sft.seed`, each in the order of ``rows``."""
+    """Split ``rows`` into training and held-out rows, drawn by `sft.seed`, each in the order of ``rows``."""
     is_held_out = np.zeros(len(rows), bool)
     is_held_out[shuffled(len(rows), settings.seed, 0)[: count_held_out(settings, len(rows))]] = True
     return rows.select(np.flatnonzero(~is_held_out)), rows.select(np.flatnonzero(is_held_out))
@@ -381,7 +374,7 @@ def load_source(
     day: date | None = None,
     say: Say = _quiet,
 ) -> DemonstrationTable:
-    """Load one source; see `load_demonstrations`. Many rows are stored for the next start."""
+    """Load one source; see `load_demonstrations`. Large sources are cached for the next start."""
     path = None if _is_made(source) else data_file(source, settings)
     paths = [] if path is None else [path] if path.is_file() else source_files(_as_source(path))
     state = files_state(paths)
@@ -411,8 +404,8 @@ def load_source(
 def _plain_parts(
     path: Path | None, source: DemonstrationsConfig
 ) -> Iterator[tuple[int, list[str], list[str]]]:
-    """Yield the line of the first row, the prompts and the completions of one part of a large file after
-    another. Raises OtherValues for another file, and for rows that are more than these two, both text.
+    """Yield, for each part of a large file, the line of its first row, its prompts and its completions.
+    Raises OtherValues for other files, and for rows with other keys or values that are not text.
     """
     if path is None or not path.is_file() or path.stat().st_size <= LARGE:
         raise OtherValues
@@ -431,19 +424,19 @@ def _plain_parts(
 def _read_plain(
     path: Path | None, source: DemonstrationsConfig, tokeniser: _Tokeniser, writer: _Writer
 ) -> None:
-    """Read rows as `_read_records` does, without an object for each; errors are those of `_plain_parts`."""
+    """Read rows as `_read_records` does, without an object per row. Raises OtherValues as `_plain_parts`."""
     for first, prompts, completions in _plain_parts(path, source):
         dumped = map(_DUMPED.format, map(_dumped, completions), map(_dumped, prompts))
         row_uids = hashes_of(map(str.encode, dumped))
         before = writer.numbers.count
         new = writer.numbers.extend(row_uids)
-        asked = [prompts[row] for row in new]
+        new_prompts = [prompts[row] for row in new]
         answers = [completions[row] for row in new]
-        tokens = tokeniser.encode_plain(asked, answers) if new else None
+        tokens = tokeniser.encode_plain(new_prompts, answers) if new else None
         if tokens is not None:
             writer.extend_tokens(row_uids[new], *tokens)
         else:
-            records = [{"prompt": a, "completion": b} for a, b in zip(asked, answers, strict=True)]
+            records = [{"prompt": a, "completion": b} for a, b in zip(new_prompts, answers, strict=True)]
             begun = [
                 tokeniser.begin(record, f"{path}:{first + row}", before + number)
                 for number, (record, row) in enumerate(zip(records, new, strict=True))
@@ -466,7 +459,7 @@ def _read_records(
                 if numbers.add(record_hash(record) if numbers.finds_repeats else None):
                     begun.append(tokeniser.begin(record, where, numbers.count - 1))
                 writer.locations.append(where)
-        except ValueError as error:  # rows before this one may fail, too
+        except ValueError as error:  # an earlier row may fail in `finish`, and comes first
             failure = error
         for tokens in tokeniser.finish(begun):
             writer.append_tokens(*tokens)
@@ -479,21 +472,19 @@ def _read_records(
 def _stored_name(
     source: DemonstrationsConfig, settings: Sources, tokenizer: Any, day: date | None, files: Sequence[Path]
 ) -> str:
-    """Return a name of all that decides the tokens of a source in ``files``; "": not known, or there are
-    few.
-    """
+    """Return the cache key of the tokens of a source in ``files``; "": unknown, or the source is small."""
     is_small = source.examples is not None and source.examples < STORED_FROM
     state = None if not files or is_small else tokenizer_state(tokenizer, day)
     if state is None:
         return ""
     limits = [settings.section, settings.max_length]
-    read_by = [state, named_ends(tokenizer)]  # these are named beside the tokenizer's files, too
-    decides = [source.model_dump(mode="json"), limits, read_by, files_digest(files), list(map(str, files))]
-    return store_key(["demonstrations", decides])
+    read_by = [state, named_ends(tokenizer)]  # files beside the tokenizer's files may name ends, too
+    inputs = [source.model_dump(mode="json"), limits, read_by, files_digest(files), list(map(str, files))]
+    return store_key(["demonstrations", inputs])
 
 
 class _Writer:
-    """Collects the rows of a source as columns. ``numbers``: which distinct row each is."""
+    """Collects the rows of a source as columns. ``numbers``: the distinct row of each row."""
 
     def __init__(self) -> None:
         self._prompts, self._completions, self._learned = Column(), Column(), Column()
@@ -501,7 +492,7 @@ class _Writer:
         self.numbers, self.locations = Numbers(), Locations()
 
     def extend_tokens(self, row_uids: np.ndarray, prompts: TokenIds, completions: TokenIds) -> None:
-        """Append distinct rows of which all of the completion is learned."""
+        """Append distinct rows whose whole completions are learned."""
         contents = zip(*(map(np.ndarray.tobytes, column) for column in (prompts, completions)), strict=True)
         self._uids.frombytes(hashes_of(map(b"|".join, contents)).tobytes())
         self._row_uids.frombytes(row_uids.tobytes())
@@ -513,7 +504,7 @@ class _Writer:
     def append_tokens(
         self, record: Mapping[str, Any], prompt: bytes, completion: bytes, learned: bytes
     ) -> None:
-        """Append a distinct row. ``learned``: a byte for each token, or nothing."""
+        """Append a distinct row. ``learned``: a byte per token, or empty."""
         self._prompts.append(prompt)
         self._completions.append(completion)
         self._learned.append(learned)
@@ -522,7 +513,7 @@ class _Writer:
         self._row_uids.append(hash_of(json.dumps(record, sort_keys=True, default=str).encode()))
 
     def arrays(self) -> tuple[dict[str, np.ndarray], list[str]]:
-        """Return what `DemonstrationTable.from_stored` takes, and the names of files."""
+        """Return the ``arrays`` and ``files`` of `DemonstrationTable.from_stored`."""
         tokens = RowTokens(
             self._prompts.token_ids(),
             self._completions.token_ids(),
@@ -536,7 +527,7 @@ class _Writer:
 
 
 def contents(settings: SFTConfig) -> list[Any]:
-    """Return all that determines the rows: settings, and a fingerprint of each file."""
+    """Return the inputs that determine the rows: settings, and a fingerprint of each file."""
     return [
         [
             source.path if _is_made(source) else fingerprint(data_file(source, settings)),
@@ -579,8 +570,8 @@ def _as_source(path: Path) -> DataSourceConfig:
 
 
 def _checked(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return a row without keys that are None, which a table has. Raises ValueError for one that has none of
-    the module's forms.
+    """Return a row without keys that are None, as tables have them. Raises ValueError for a row in none of
+    the forms above.
     """
     record = {key: value for key, value in record.items() if value is not None}
     if "messages" not in record and is_conversation(record.get("conversations")):
@@ -608,7 +599,7 @@ def _checked(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             raise ValueError(f"{where}: `{key}` = {value!r}; expected {default} (the default) or {other}")
     if record.get("prefill") and "completion" not in record:
         raise ValueError(
-            f"{where}: `prefill` without a `completion` that goes on behind it; write the last answer there"
+            f"{where}: `prefill` without a `completion` that continues it; write the last answer there"
         )
     doubled = [key for key in ("prompt", "system") if record.get(key)]
     if "messages" in record and (doubled or record.get("chat_template") == "none"):
@@ -620,21 +611,21 @@ def _checked(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 class _Begun(NamedTuple):
-    """A row whose texts are still to be tokenised: the prompt's, then one of each segment."""
+    """A row to tokenise. ``texts``: the prompt, then each segment."""
 
     record: Mapping[str, Any]
     where: str
     number: int
     texts: list[str]
-    given: list[bool]  # of each segment
-    ends: SampleEnds | None  # what ends the completion; None: its segments have their ends
+    given: list[bool]  # whether each segment is given
+    ends: SampleEnds | None  # end tokens of the completion; None: the segments contain them
 
 
 class _Tokeniser:
     """Tokenises the rows of one source.
 
-    A completion ends with the token that ends a sample, which is trained, too: the chat template's, or for
-    plain text the tokenizer's EOS.
+    A completion ends with the token that ends a sample, which is trained, too: the chat template's token, or
+    EOS for plain text.
     """
 
     def __init__(self, tokenizer: Any, settings: Sources, day: date | None) -> None:
@@ -642,13 +633,12 @@ class _Tokeniser:
         self._encoder, self._controls = BatchEncoder(tokenizer), ControlTokens(tokenizer)
         self._parts = PartsCheck(tokenizer, day=day)
         self._ends: dict[bool, SampleEnds] = {}  # by whether prompts are rendered
-        # Distinct rows, by number and place: with control tokens in the text of a prompt, and those that go
-        # on behind an end.
+        # (number, location) of distinct rows: with control tokens in a prompt, with text after an end token.
         self._written: list[tuple[int, str]] = []
         self._passed: list[tuple[int, str]] = []
 
     def begin(self, record: Mapping[str, Any], where: str, number: int) -> _Begun:
-        """Render a row. Raises ValueError that names it for one that cannot be used."""
+        """Render a row. Raises ValueError, which names the row, if it cannot be used."""
         try:
             templated = record.get("chat_template") != "none"
             ends, arguments = self._ends_of(templated), record.get("template_kwargs") or {}
@@ -670,8 +660,8 @@ class _Tokeniser:
     def encode_plain(
         self, prompts: Sequence[str], answers: Sequence[str]
     ) -> tuple[TokenIds, TokenIds] | None:
-        """Return the tokens of rows with a prompt and a completion of text alone, as `begin` and `finish` do;
-        None where one of these may warn of a row, or refuse it.
+        """Return the tokens of rows with only a text prompt and completion, as `begin` and `finish` do; None
+        where these may warn about a row or refuse it.
         """
         if self._controls.any_in("\0".join(prompts)):
             return None
@@ -682,7 +672,7 @@ class _Tokeniser:
             self._check_parts({"prompt": prompts[0], "completion": answers[0]}, {})
         except ValueError:
             return None
-        if not self._parts.passed:  # the template decides by what a text says, so that each row is asked
+        if not self._parts.passed:  # the template depends on the text, so each row needs a check
             return None
         encoded = TokenIds.from_ends(*self._encoder.encode(texts))
         ids, id_ends = self._encoder.encode(answers)
@@ -695,8 +685,8 @@ class _Tokeniser:
         return None if is_long.any() else (encoded, ended)
 
     def finish(self, rows: Sequence[_Begun]) -> Iterator[tuple[Mapping[str, Any], bytes, bytes, bytes]]:
-        """Yield each row, its prompt and completion, int32, and which tokens are learned: a byte for each,
-        or nothing where all are. Raises ValueError for a row that is too long.
+        """Yield each row, its prompt and completion, int32, and which tokens are learned: a byte per token,
+        or empty where all are. Raises ValueError for a row that is too long.
         """
         ids, ends = self._encoder.encode([text for row in rows for text in row.texts])
         all_ids = (part.tobytes() for part in np.split(ids, ends[:-1]))
@@ -720,7 +710,7 @@ class _Tokeniser:
             yield row.record, prompt, completion, b"" if all(learned) else learned
 
     def warnings(self, counts: np.ndarray) -> Iterator[str]:
-        """Yield what to tell the user; ``counts``: how often each distinct row occurs."""
+        """Yield the warnings about the rows. ``counts``: how often each distinct row occurs."""
         rows = counts.sum()
         if self._written:
             yield (
@@ -730,13 +720,13 @@ class _Tokeniser:
             )
         if self._passed:
             yield (
-                f"warning: the completions of {counts[[n for n, _ in self._passed]].sum()} of {rows} rows go "
-                f"on behind a token that ends a sample, e.g. {self._passed[0][1]}; remove it, or mark what "
-                "follows as given"
+                f"warning: the completions of {counts[[n for n, _ in self._passed]].sum()} of {rows} rows "
+                f"continue after a token that ends a sample, e.g. {self._passed[0][1]}; remove it, or mark "
+                "what follows as given"
             )
 
     def _ended(self, completion: bytes, learned: bytes, row: _Begun) -> tuple[bytes, bytes]:
-        """Return the completion with the token that ends it, once: the file may have it."""
+        """Return the completion with exactly one end token: the file may already have it."""
         assert row.ends is not None and row.ends.learned is not None, "`SampleEnds.check` has passed"
         ids = row.ends.strip(np.frombuffer(completion, np.int32).tolist())
         learned = learned[: len(ids)]

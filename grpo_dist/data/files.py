@@ -1,12 +1,12 @@
 """Rows of data files. Values keep the types of the file: text stays text, whatever it looks like.
 
     .jsonl, .ndjson     an object per line
-    .json               one list of objects, or objects one after another
+    .json               one list of objects, or consecutive objects
     .csv, .tsv          a header, then a record per row; every value is text
     .parquet, .arrow    tables
 
-Those of text may be compressed (.gz). A row that is a list of objects has the columns `0`, `1`, ...: each row
-of the data of Open-Reasoner-Zero is a list of two messages.
+Text files may be compressed (.gz). A row that is a list of objects has the columns `0`, `1`, ...: each row of
+Open-Reasoner-Zero's data is a list of two messages.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from grpo_dist.config.text import check_characters
 if TYPE_CHECKING:  # pyarrow takes a while to import, and text files do not need it
     import pyarrow as pa
 
-Located = tuple[str, Mapping[str, Any]]  # where a row stands, ``file:line``, and its columns
+Located = tuple[str, Mapping[str, Any]]  # location of a row, ``file:line``, and its columns
 
 _BATCH = 4096  # rows of a table that become Python objects at once
 _EXPECTED = "expected one list of objects, or one object per line"
 _VALUE = re.compile(r"\S")
-_PART_BYTES = 2**23  # of JSON Lines parsed at once
-_REMEMBERED = 2**26  # bytes of JSON Lines with which later lines are compared
+_PART_BYTES = 2**23  # JSON Lines parsed at once
+_REMEMBERED = 2**26  # bytes of JSON Lines remembered to find equal lines
 _LONGEST_FIELD = 2**31 - 1  # characters of a CSV field; the module's own limit is 131,072
 
 
@@ -43,8 +43,8 @@ def file_rows(path: Path, name: str = "", columns: Sequence[str] = ()) -> Iterat
     """Yield the rows of a data file.
 
     Args:
-        name: of the file in locations, with an ending that `data_ending` knows; "": its path.
-        columns: those that are needed. Of a table that has some of them, others are not read.
+        name: name of the file in locations, with an ending that `data_ending` supports; "": its path.
+        columns: the needed columns. A table that has some of them is read without the others.
 
     Raises ValueError for a file that cannot be read, or for a malformed row.
     """
@@ -61,17 +61,17 @@ def file_rows(path: Path, name: str = "", columns: Sequence[str] = ()) -> Iterat
 
 
 class OtherValues(Exception):
-    """A file is not one that `text_columns` reads; `file_rows` reads it, or says which row is wrong."""
+    """`text_columns` does not support the file; `file_rows` reads it, or names the wrong row."""
 
 
 def text_columns(
     path: Path, name: str, columns: Sequence[str], *, alone: bool = False
 ) -> Iterator[tuple[int, list[list[str]]]]:
-    """Yield the number of the first row, and the texts of each of ``columns``, of one part of a data file
-    after another, in a tenth of the time of `file_rows`. The rows are one on each line, from 1.
+    """Yield, for each part of a data file, the number of its first row and the texts of each of ``columns``.
+    Takes a tenth of the time of `file_rows`. Rows are numbered from 1, one per line.
 
-    Raises OtherValues for a file of another form than JSON Lines and Parquet, and for a part with a row that
-    is wrong, or in which one of ``columns`` is missing or no text; with ``alone`` for one with other columns.
+    Raises OtherValues for a file other than JSON Lines or Parquet, and for a part with a malformed row or a
+    row in which one of ``columns`` is missing or not text; with ``alone`` also for other columns.
     """
     ending, number = data_ending(name), 1
     if ending == ".parquet":
@@ -93,7 +93,7 @@ def text_columns(
 def _parsed_lines(
     path: Path, columns: Sequence[str], *, others: Literal["error", "ignore"]
 ) -> Iterator[pa.Table]:
-    """Yield parts of a file of JSON Lines with ``columns``, each of text."""
+    """Yield parts of a JSON Lines file as tables with the text ``columns``."""
     import pyarrow as pa  # heavy, as above
     from pyarrow.json import ParseOptions, read_json
 
@@ -122,7 +122,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def count_file_rows(path: Path, name: str) -> int:
-    """Count the rows of a data file. Arguments and errors are those of `file_rows`."""
+    """Count the rows of a data file. Arguments and errors: see `file_rows`."""
     if data_ending(name) == ".parquet":
         from pyarrow.parquet import read_metadata  # heavy: text files do not need it
 
@@ -142,8 +142,8 @@ def json_lines(path: Path, name: str = "") -> Iterator[Located]:
     with _open(path, name) as file:
         for number, line in enumerate(_lines(file, name), 1):
             location = f"{name}:{number}"
-            if (known := rows.get(line)) is not None:
-                yield location, known
+            if (equal_row := rows.get(line)) is not None:
+                yield location, equal_row
                 continue
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -158,7 +158,7 @@ def json_lines(path: Path, name: str = "") -> Iterator[Located]:
                 continue
             if (row := _as_row(record)) is None:
                 raise ValueError(f"{location}: {_kind(record)}; expected one JSON object per line")
-            if number > 1 and len(line) <= room:  # the first may begin with a mark of UTF-8
+            if number > 1 and len(line) <= room:  # the first line may begin with a byte order mark
                 rows[line], room = row, room - len(line)
             yield location, row
 
@@ -173,8 +173,8 @@ def table_rows(batches: Iterable[pa.RecordBatch | pa.Table], name: str) -> Itera
 
 
 def _json_rows(path: Path, name: str) -> Iterator[Located]:
-    """Yield location and object of every row of one list, or of objects one after another: ``file:item`` or
-    ``file:line``. Every row has the columns of all, None where it lacks one.
+    """Yield location and object of every row of one list (``file:item``) or of consecutive objects
+    (``file:line``). Every row has the columns of all rows, None where it lacks one.
     """
     try:
         with _open(path, name) as file:
@@ -190,7 +190,7 @@ def _json_rows(path: Path, name: str) -> Iterator[Located]:
 
 
 def _objects(text: str) -> Iterator[tuple[int, Any]]:
-    """Yield the line on which each value begins, and the value."""
+    """Yield each value with the line on which it begins."""
     decoder, at, line = json.JSONDecoder(), 0, 1
     while begin := _VALUE.search(text, at):
         line += text.count("\n", at, begin.start())
@@ -211,14 +211,14 @@ def _row(location: str, value: Any, text: str) -> Mapping[str, Any]:
 
 
 def _as_row(value: Any) -> Mapping[str, Any] | None:
-    """Return the columns of a JSON row; None for what is none."""
+    """Return the columns of a JSON row; None if ``value`` is no row."""
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return {str(number): item for number, item in enumerate(value)}
     return value if isinstance(value, dict) else None
 
 
 def _csv_rows(path: Path, name: str, delimiter: str) -> Iterator[Located]:
-    """Yield the line on which each record begins, and its fields by the names of the header."""
+    """Yield each record's first line, and its fields by header name."""
     csv.field_size_limit(_LONGEST_FIELD)
     expected = f"expected a header and fields separated by {'commas' if delimiter == ',' else 'tabs'}"
     with _open(path, name) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
@@ -306,7 +306,7 @@ def _records(batch: pa.RecordBatch | pa.Table) -> Iterator[dict[str, Any]]:
 
 
 def _decoder(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """Return what decodes the values of a column; None where they are as they should be.
+    """Return a function that decodes the values of a column; None where they need no decoding.
 
     `datasets` stores a column with values of several kinds as JSON.
     """
@@ -328,8 +328,8 @@ def _decoded(decoders: Mapping[str, Callable[[Any], Any]], value: dict[str, Any]
 
 
 def _from_json(stored: str | None) -> Any:
-    """Return the value that `datasets` stored as JSON. It stores text that is valid JSON as it is, so that
-    text cannot be told from a number; but no number is written as 007 or 1e3, and no null as text.
+    """Return the value that `datasets` stored as JSON. It stores text that is valid JSON unchanged, so text
+    may look like a number; but no number is stored as 007 or 1e3, and no null as text.
     """
     if stored is None:
         return None

@@ -17,7 +17,7 @@ kind.
 in its head:
 
     problem        347*58=
-    demonstration  \\boxed{29406}, a guess; or a call of the calculator, whose result is given:
+    demonstration  \\boxed{29406}, a guess; or a calculator call, whose result is given:
 
                    ```calculator
                    347*58
@@ -27,8 +27,8 @@ in its head:
                    ```
                    \\boxed{20126}
 
-Results of one length are copied from one place, which a small model learns soon. A model trained on them
-calls now and then. Reinforcement learning can teach it to call always.
+Results have equal length and position, so a small model soon learns to copy them. A model trained on these
+demonstrations calls now and then. Reinforcement learning can teach it to call always.
 
 `demo:sums2` and `demo:sums3`, sums of two numbers with two or three digits for a pretrained model, after
 three worked examples, which are the same for all problems:
@@ -39,13 +39,13 @@ three worked examples, which are the same for all problems:
                    27 + 82 =
 
 `demo:plain_sums2`, the problems of `demo:sums2` in the same order without the examples, for a prompt that
-brings its own form of an answer:
+asks for another answer format:
 
     problem        27 + 82 =
 
-A problem belongs to the test split if md5(problem) % 20 == 0, so no test problem is ever trained on. Of sums
-after examples, problem and swapped problem (82 + 27) belong to one split, and no example is a test problem.
-Plain sums belong to the split of the sum after examples.
+A problem belongs to the test split if md5(problem) % 20 == 0, so no test problem is ever trained on. For sums
+after examples, a problem and its swapped form (82 + 27) share a split, and no example is a test problem.
+A plain sum belongs to the split of the same sum after examples.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ _EXAMPLES = {
     "sums2": "12 + 25 = 37\n41 + 7 = 48\n36 + 28 = 64\n",
     "sums3": "412 + 125 = 537\n641 + 137 = 778\n236 + 528 = 764\n",
 }
-_SUMS_AFTER_EXAMPLES = {"plain_sums2": "sums2"}  # plain sums -> the set whose problems and splits they share
+_SUMS_AFTER_EXAMPLES = {"plain_sums2": "sums2"}  # plain sums -> the set with the same problems and splits
 
 
 def problems(name: str, split: str) -> list[dict[str, str]]:
-    """Return problems and answers of a split, always the same.
+    """Return problems and answers of a split, the same on every call.
 
     Raises ValueError for an unknown name or split.
     """
@@ -89,7 +89,7 @@ def problems(name: str, split: str) -> list[dict[str, str]]:
 def demonstrations(name: str, count: int, *, noise: float, seed: int) -> list[dict[str, Any]]:
     """Generate ``count`` rows of ``prompt`` and ``completion`` on training problems from ``seed``.
 
-    ``noise``: of sums, the share with a slip; of products, the share of guesses.
+    ``noise``: for sums, the share with a slip; for products, the share of guesses.
     """
     _check(name, "demonstrations", (*_OPERATORS,))
     rng = random.Random(f"demonstrations {seed}")
@@ -103,7 +103,7 @@ def demonstrations(name: str, count: int, *, noise: float, seed: int) -> list[di
 
 
 def demonstration(a: int, b: int, rng: random.Random, *, noise: float, places: int = 3) -> str:
-    """Write the worked solution of a + b, of ``places`` digits each. With probability ``noise`` one sum is
+    """Write the worked solution of a + b, both with ``places`` digits. With probability ``noise`` one sum is
     wrong and propagates.
     """
     wrong = rng.randrange(places) if rng.random() < noise else None
@@ -123,8 +123,8 @@ def demonstration(a: int, b: int, rng: random.Random, *, noise: float, places: i
 def product_demonstration(
     a: int, b: int, rng: random.Random, *, noise: float
 ) -> str | list[dict[str, str | bool]]:
-    """Write an answer to a * b: with probability ``noise`` a guess, else a call of the calculator as
-    segments, of which the result is given. A guess has the first and the last digit of the product.
+    """Write an answer to a * b: with probability ``noise`` a guess, else a calculator call as segments with a
+    given result. A guess has the first and the last digit of the product.
     """
     product = str(a * b)
     if rng.random() < noise:

@@ -4,7 +4,7 @@ The plain order is a function of (seed, step), so resuming needs only the step n
 depend on earlier samples, and a checkpoint stores their state.
 
 Curriculum by observed pass rate: prompts that are solved sometimes are sampled more often. The learning
-signal of a group with pass rate p is proportional to p (1 - p), the variance of its rewards: zero if all
+signal of a group with pass rate p is proportional to the variance of its rewards, p (1 - p): zero if all
 samples are correct or all are wrong. Pass rates are running averages with decay. Unseen prompts count as half
 correct, so a run starts with equal weights. A user-supplied order is a function that chooses the prompts of a
 batch by these rates.
@@ -34,12 +34,11 @@ _FLOOR = 0.02  # weight of a prompt that is always correct or always wrong, sinc
 class OrderState:
     """State of an order in a checkpoint.
 
-    ``position``, ``waiting`` and ``left_out`` (turns passed over by uid, see `stream.SolvedPrompts`) belong
-    to `stream.PromptStream`; ``position`` counts the calls of any other order where groups are launched one
-    by one (`batch.order` completion). ``pass_rates`` belong to
-    `Curriculum`, ``pools`` (useful, useless), ``outcomes`` (right, wrong, by uid),
-    ``reward_scales`` (see `pools.RewardScale`, by source) to `pools.PoolOrder`, ``lengths``
-    (expected tokens by uid) to `stream.LengthOrder`.
+    ``position``, ``waiting`` and ``left_out`` (skips by uid, see `stream.SolvedPrompts`) belong to
+    `stream.PromptStream`; where groups are launched one by one (`batch.order` completion), ``position``
+    counts the calls of any other order. ``pass_rates`` belong to `Curriculum`; ``pools`` (useful, useless),
+    ``outcomes`` (right, wrong, by uid) and ``reward_scales`` (see `pools.RewardScale`, by source) to
+    `pools.PoolOrder`; ``lengths`` (expected tokens by uid) to `stream.LengthOrder`.
     """
 
     position: int = 0
@@ -60,13 +59,13 @@ class PromptOrder(Protocol):
     """
 
     def take(self, batch: int) -> list[int]:
-        """Return order indices of distinct prompts: those of ``batch``, then spare ones it may need."""
+        """Return order indices of distinct prompts: the prompts of ``batch``, then spare ones."""
 
     def prompt(self, index: int) -> int:
         """Return the prompt, 0..n-1, of an order index."""
 
     def trained(self, indices: Sequence[int], sampled: Sequence[Group]) -> None:
-        """Record that, of the ``indices`` a batch took, the prompts of these groups were sampled."""
+        """Record that a batch took ``indices`` and sampled the prompts of these groups."""
 
     @property
     def state(self) -> OrderState: ...
@@ -100,7 +99,7 @@ def step_prompts(n: int, per_step: int, seed: int, step: int) -> list[int]:
     Epochs are permutations of all prompts without gaps between them, so every prompt occurs once per epoch
     even if ``per_step`` does not divide ``n``:
 
-        n = 5, per_step = 3    steps 0 and 1 take the five of epoch 0 and the first of epoch 1
+        n = 5, per_step = 3    steps 0 and 1 take the five prompts of epoch 0 and the first of epoch 1
 
     If a prompt would occur twice in a step, at the end of one epoch and the start of the next, the new epoch
     postpones it. Raises ValueError when ``per_step`` exceeds ``n``.
@@ -150,7 +149,7 @@ def _follow(before: np.ndarray, n: int, per_step: int, seed: int, epoch: int) ->
 
 @lru_cache(maxsize=4)
 def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the plain permutation of an epoch, int64 [n], read-only; that of epoch 0 for a negative one."""
+    """Return the plain permutation of an epoch, int64 [n], read-only; a negative epoch counts as 0."""
     return np.random.default_rng((seed, max(epoch, 0))).permutation(n)
 
 
@@ -169,7 +168,7 @@ class Curriculum:
     def __init__(
         self, uids: Sequence[str], per_batch: int, *, seed: int, rates: Mapping[str, tuple[float, float]]
     ) -> None:
-        """``per_batch`` is the number of prompts a batch takes, including those it may not need."""
+        """``per_batch`` is the number of prompts a batch takes, including spare ones."""
         self._uids, self._per_batch, self._seed = list(uids), per_batch, seed
         self._rates: Rates = {uid: (right, scored) for uid, (right, scored) in rates.items()}
 
@@ -204,7 +203,7 @@ class Curriculum:
 
 
 class UserOrder(Curriculum):
-    """Takes the prompts that the function names. Its state are the pass rates, as `Curriculum` keeps them."""
+    """Takes the prompts that a user's function chooses. Its state is the pass rates of `Curriculum`."""
 
     def __init__(
         self,
@@ -217,17 +216,17 @@ class UserOrder(Curriculum):
         rates: Mapping[str, tuple[float, float]],
         limit_s: float,
     ) -> None:
-        """``per_batch`` is the number of prompts a batch takes, including those it may not need; ``limit_s``
-        the deadline of a call.
+        """``per_batch`` is the number of prompts a batch takes, including spare ones; ``limit_s`` the
+        deadline of a call.
         """
         super().__init__(uids_of(prompts), per_batch, seed=seed, rates=rates)
         self._prompts, self._name, self._kwargs = prompts, order.name, order.kwargs
         self._code_paths, self._limit_s = code_paths, limit_s
 
     def take(self, batch: int) -> list[int]:
-        """Return what the function chooses.
+        """Return the indices that the function chooses.
 
-        Raises ValueError where that is no list of distinct prompts, or is not there in time.
+        Raises ValueError where they are no list of distinct prompts, or come too late.
         """
         inputs = OrderInputs(batch, self._per_batch, self._prompts, dict(self._rates), self._seed)
         choose = partial(chosen, self._name, self._code_paths, self._kwargs, inputs)
@@ -245,7 +244,7 @@ def chosen(name: str, code_paths: Sequence[str], kwargs: Mapping[str, Any], inpu
     last = len(inputs.prompts) - 1
     try:
         indices = [operator.index(index) for index in chosen_indices]
-    except TypeError as error:  # no list, or scores in place of indices
+    except TypeError as error:  # no list, or scores instead of indices
         raise ValueError(
             f"{ORDER.title} {name} returned {str(chosen_indices)[:80]} ({error}); expected {inputs.count} "
             f"different indices of 0 to {last}, as whole numbers"

@@ -1,29 +1,28 @@
 """Prompt pools: most samples go where the policy can learn now, chosen by Thompson sampling.
 
 Prompts are divided by source or by a column. What a group of n samples teaches is proportional to the
-variance of its rewards, s^2. Rewards of sources may have scales of their own (`rewards.by_source`), so it is
-a share of what the rewards x of the group's source allow, c the middle of the range that was seen of them:
+variance of its rewards, s^2. Sources may differ in reward scale (`rewards.by_source`), so s^2 is normalised
+by the rewards x of the group's source; c is the middle of their observed range:
 
     u = s^2 / mean((x - c)^2), at most 1
 
-With two values of reward the mean is a quarter of the squared range, the largest variance that such values
-can have (Popoviciu 1935), and u = 4 p (1 - p) n / (n - 1) for the pass rate p: on average 1 where half of all
-samples would be right, 0 where all would be right or all wrong. For rewards without bounds, such as logits of
-a reward model, u is about the share of their variance that lies within groups.
+With two reward values the mean is a quarter of the squared range, the largest possible variance (Popoviciu
+1935), and u = 4 p (1 - p) n / (n - 1) for the pass rate p: on average 1 where half of all samples would be
+right, 0 where all would be right or all wrong. For unbounded rewards, such as logits of a reward model, u is
+about the share of their variance that lies within groups.
 
     pool     theta ~ Beta(1 + useful, 1 + useless)     sums of u and of 1 - u over the pool's groups
              each place of a batch goes to the pool with the largest theta that has prompts left
-    prompt   q ~ Beta(right + 2 m, wrong + 2 (1 - m))  of its own samples, and two at the pool's rate m
+    prompt   q ~ Beta(right + 2 m, wrong + 2 (1 - m))  its samples, and two at the pool's rate m
              the prompts of a pool with the largest q (1 - q) are admitted
 
-All counts are halved every `half_life` steps, because the policy moves. The posterior of a pool or prompt
-that is drawn no more widens to its prior, so it is tried again. Outcomes are known ``max_staleness`` batches
+All counts are halved every `half_life` steps, because the policy changes. The posterior of a pool or prompt
+that is no longer drawn widens to its prior, so it is tried again. Outcomes arrive ``max_staleness`` batches
 late, which a random choice tolerates.
 
-Sources: fractional updates of the pools, Agrawal and Goyal 2012 (arXiv:1111.1797), section 2; pools whose
-reward is the learning signal, the self-evolving curriculum (arXiv:2505.14970), and the variance of a group's
-rewards as that signal, VCRL (arXiv:2509.19803); posteriors of single prompts with
-forgetting, MoPPS (arXiv:2507.04632).
+Sources: fractional updates of the pools, Agrawal and Goyal 2012 (arXiv:1111.1797), section 2; the learning
+signal as a pool's reward, self-evolving curriculum (arXiv:2505.14970); the variance of a group's rewards as
+the signal, VCRL (arXiv:2509.19803); posteriors of single prompts with forgetting, MoPPS (arXiv:2507.04632).
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from grpo_dist.data.columns import each, uids_of
 from grpo_dist.data.order import OrderState
 from grpo_dist.types import Group, Prompt, correctness
 
-_BORROWED = 2.0  # samples of its pool that the posterior of a prompt begins with
-_FORGOTTEN = 1e-3  # counts below are 0, so that a checkpoint holds recent ones only
+_BORROWED = 2.0  # pseudo-samples from the pool in the prior of a prompt
+_FORGOTTEN = 1e-3  # counts below become 0, so a checkpoint holds recent ones only
 
 
 class PoolOrder:
@@ -59,7 +58,7 @@ class PoolOrder:
         seed: int,
         state: OrderState,
     ) -> None:
-        """``per_batch`` is the number of prompts a batch takes, including those it may not need.
+        """``per_batch`` is the number of prompts a batch takes, including spare ones.
 
         Raises ValueError if it exceeds the number of prompts, or for a prompt without the pools' column.
         """
@@ -75,7 +74,7 @@ class PoolOrder:
         self._index = {uid: i for i, uid in enumerate(self._uids)}
         self._per_batch, self._seed = per_batch, seed
         self._keep = 0.5 ** (1.0 / half_life)
-        # a row per pool: useful, useless; a row per prompt: right, wrong
+        # one row per pool: useful, useless; one row per prompt: right, wrong
         self._pools = np.array([state.pools.get(name, (0.0, 0.0)) for name in self._names], np.float64)
         self._prompts = np.zeros((len(prompts), 2))
         self._scales = {source: RewardScale(*sums) for source, sums in state.reward_scales.items()}
@@ -84,23 +83,23 @@ class PoolOrder:
 
     @property
     def state(self) -> OrderState:
-        seen = np.flatnonzero(self._prompts.any(axis=1)).tolist()
+        sampled = np.flatnonzero(self._prompts.any(axis=1)).tolist()
         pools = dict(zip(self._names, _pairs(self._pools), strict=True))
-        outcomes = dict(zip([self._uids[i] for i in seen], _pairs(self._prompts[seen]), strict=True))
-        scales = {source: astuple(own) for source, own in self._scales.items()}
+        outcomes = dict(zip([self._uids[i] for i in sampled], _pairs(self._prompts[sampled]), strict=True))
+        scales = {source: astuple(scale) for source, scale in self._scales.items()}
         return OrderState(pools=pools, outcomes=outcomes, reward_scales=scales)
 
     def prompt(self, index: int) -> int:
         return index
 
     def trained(self, indices: Sequence[int], sampled: Sequence[Group]) -> None:
-        """Forget a part of what was known, and add the outcomes of these groups."""
+        """Decay all counts, and add the outcomes of these groups."""
         self._pools *= self._keep
         self._prompts *= self._keep
         self._prompts[self._prompts < _FORGOTTEN] = 0.0
         self._scales = _scales(sampled, self._scales)
         for group in sampled:
-            rewards = _known_rewards(group)
+            rewards = _scored_rewards(group)
             if not len(rewards):
                 continue
             scale = self._scales[group.prompt.source]
@@ -127,7 +126,7 @@ class PoolOrder:
         return chosen
 
     def _ranked(self, pool: int, random: np.random.Generator) -> list[int]:
-        """Return the first prompts of a pool, by q (1 - q) of a pass rate q drawn for each."""
+        """Draw a pass rate q for each prompt of a pool; return the prompts with the largest q (1 - q)."""
         members = self._members[pool]
         counts = self._prompts[members]
         total = counts.sum(axis=0)
@@ -135,8 +134,8 @@ class PoolOrder:
         right, wrong = (counts + borrowed).T
         rates = random.beta(right, wrong)
         order = np.argsort(-rates * (1.0 - rates), kind="stable")[: self._per_batch]
-        found: list[int] = members[order].tolist()
-        return found
+        ranked: list[int] = members[order].tolist()
+        return ranked
 
 
 def _pairs(counts: np.ndarray) -> list[tuple[float, float]]:
@@ -154,7 +153,7 @@ class RewardScale:
     squares: float = 0.0
 
     def add_rewards(self, rewards: np.ndarray) -> RewardScale:
-        """Return the scale with these, float64 [n], n at least 1."""
+        """Return the scale updated with ``rewards``, float64 [n], n at least 1."""
         low, high = float(rewards.min()), float(rewards.max())
         return RewardScale(
             min(low, self.low) if self.count else low,
@@ -165,15 +164,15 @@ class RewardScale:
         )
 
     def shares(self, rewards: np.ndarray) -> np.ndarray:
-        """Return rewards as shares of the range; right or wrong while that is empty."""
+        """Return rewards as shares of the range; while the range is empty, as 1 (above 0.5) or 0."""
         if self.high > self.low:
             return (rewards - self.low) / (self.high - self.low)
         return (rewards > 0.5).astype(np.float64)
 
     def usefulness(self, rewards: np.ndarray) -> float:
-        """Return u of a group of this source, see above. ``rewards``: float64 [n], which the scale has.
+        """Return u of a group of this source, see above. ``rewards``: float64 [n], included in the scale.
 
-        of 8 samples, rewards 0 and 1   0 right -> 0   1 -> 0.5   2 -> 0.857   4 -> 1   8 -> 0
+        8 samples, rewards 0 and 1   0 right -> 0   1 -> 0.5   2 -> 0.857   4 -> 1   8 -> 0
         """
         if len(rewards) < 2 or rewards.min() == rewards.max():
             return 0.0
@@ -183,25 +182,25 @@ class RewardScale:
         return min(1.0, float(rewards.var(ddof=1)) / largest)
 
 
-def _known_rewards(group: Group) -> np.ndarray:
-    """Return the rewards of the samples that could be scored, float64."""
+def _scored_rewards(group: Group) -> np.ndarray:
+    """Return the rewards of the scored samples, float64."""
     return group.rewards[~np.isnan(group.rewards) & ~np.isnan(correctness(group))].astype(np.float64)
 
 
-def _scales(groups: Sequence[Group], known: Mapping[str, RewardScale]) -> dict[str, RewardScale]:
-    """Return the scale of each source, with the rewards of ``groups``."""
-    scales = dict(known)
+def _scales(groups: Sequence[Group], before: Mapping[str, RewardScale]) -> dict[str, RewardScale]:
+    """Return the scales ``before``, by source, updated with the rewards of ``groups``."""
+    scales = dict(before)
     for group in groups:
-        if len(rewards := _known_rewards(group)):
+        if len(rewards := _scored_rewards(group)):
             source = group.prompt.source
             scales[source] = scales.get(source, RewardScale()).add_rewards(rewards)
     return scales
 
 
 def check_pools(data: DataConfig, prompts: Sequence[Prompt], names: Sequence[str]) -> None:
-    """Check what `data.pools` divides. ``names``: of the sources in `data.train`.
+    """Check the pools of `data.pools`. ``names``: the source names in `data.train`.
 
-    Raises ValueError where a prompt has no pool, where sources share a pool by their name alone, and where
+    Raises ValueError where a prompt has no pool, where two sources share a name and so a pool, and where
     `data.order: pools` has a single pool.
     """
     by = data.pools_by
@@ -224,7 +223,7 @@ def check_pools(data: DataConfig, prompts: Sequence[Prompt], names: Sequence[str
 def pool_of(prompt: Prompt, by: str) -> str:
     """Return the name of the pool of ``prompt``: its source, or its value in the column ``by``.
 
-    Raises ValueError where it has no such column.
+    Raises ValueError where the prompt lacks the column.
     """
     if by == "source":
         return prompt.source
@@ -243,7 +242,7 @@ def pool_sizes(prompts: Sequence[Prompt], by: str) -> dict[str, int]:
 
 
 def pool_metrics(groups: Sequence[Group], by: str) -> Mapping[str, float]:
-    """Return for each pool its share of the groups of a step, their pass rate, and how many had no signal."""
+    """Return per pool: share of the step's groups, pass rate, mean usefulness and sampled tokens."""
     metrics: dict[str, float] = {}
     pools, scales = [pool_of(group.prompt, by) for group in groups], _scales(groups, {})
     for name in sorted(set(pools)):
@@ -251,7 +250,7 @@ def pool_metrics(groups: Sequence[Group], by: str) -> Mapping[str, float]:
         right = np.concatenate([correctness(group) for group in pool_groups])
         scored = right[~np.isnan(right)]
         useful = [
-            scales.get(group.prompt.source, RewardScale()).usefulness(_known_rewards(group))
+            scales.get(group.prompt.source, RewardScale()).usefulness(_scored_rewards(group))
             for group in pool_groups
         ]
         metrics[f"pool/{name}/share"] = len(pool_groups) / len(groups)

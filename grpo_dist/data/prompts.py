@@ -50,7 +50,7 @@ from grpo_dist.environments.base import Message
 from grpo_dist.types import Prompt, Task, Thought
 
 # Opening tag -> closing tag of well-known models; other tags are set in the configuration.
-_KNOWN = {
+_THOUGHT_TAGS = {
     "<think>": "</think>",
     "<THINK>": "</THINK>",
     "<thinking>": "</thinking>",
@@ -60,23 +60,21 @@ _KNOWN = {
     "<|begin_of_thought|>": "<|end_of_thought|>",
     "[THINK]": "[/THINK]",
 }
-_TAGS = "|".join(map(re.escape, _KNOWN))
+_TAGS = "|".join(map(re.escape, _THOUGHT_TAGS))
 _MENTIONED = re.compile(_TAGS)
-_EITHER = (*_KNOWN, *_KNOWN.values())
-_WORDS_OF_TAGS = ("think", "THINK", "thought", "reasoning")  # each has one
+_EITHER = (*_THOUGHT_TAGS, *_THOUGHT_TAGS.values())
+_TAG_WORDS = ("think", "THINK", "thought", "reasoning")  # every tag contains one
 _OPENED = re.compile(rf"({_TAGS})\s*$")
-_CLOSED = re.compile(
-    "|".join(rf"(?:{re.escape(opening)}\s*)?{re.escape(closing)}\s*$" for opening, closing in _KNOWN.items())
-)
-_OPENING = {closing: opening for opening, closing in _KNOWN.items()}
+_CLOSED = re.compile("|".join(rf"(?:{re.escape(a)}\s*)?{re.escape(b)}\s*$" for a, b in _THOUGHT_TAGS.items()))
+_OPENING = {closing: opening for opening, closing in _THOUGHT_TAGS.items()}
 _END = 200  # last characters of a prompt that are searched for tags
 
 
 def detect_thought(prompt: str, template: str = "", tags: tuple[str, str] | None = None) -> Thought:
     """Return the thought that a completion of ``prompt`` begins or continues.
 
-    Its tags are those at the end of ``prompt``, of ``tags`` or of a well-known model, else the first that it
-    or its chat ``template`` mentions, else ``<think>`` and ``</think>``.
+    Its tags are ``tags`` or a well-known model's tags if ``prompt`` ends with them, else the first that the
+    prompt or its chat ``template`` mentions, else ``<think>`` and ``</think>``.
 
         "...<|im_start|>assistant\\n<think>\\n"                    <think>, the prompt opens it
         "...<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n"       <think>, the prompt opens and closes it
@@ -87,23 +85,23 @@ def detect_thought(prompt: str, template: str = "", tags: tuple[str, str] | None
     if tags and end.rstrip().endswith(tags):
         return Thought(*tags, "opens" if end.rstrip().endswith(tags[0]) else "closes")
     if opened := _OPENED.search(end):
-        return Thought(opened[1], _KNOWN[opened[1]], "opens")
+        return Thought(opened[1], _THOUGHT_TAGS[opened[1]], "opens")
     if closed := _CLOSED.search(end):
         opening = next(tag for closing, tag in _OPENING.items() if closed.group().rstrip().endswith(closing))
-        return Thought(opening, _KNOWN[opening], "closes")
+        return Thought(opening, _THOUGHT_TAGS[opening], "closes")
     mentioned = _MENTIONED.search(prompt) or _MENTIONED.search(template)
     opening = mentioned.group() if mentioned else "<think>"
-    return Thought(opening, _KNOWN[opening])
+    return Thought(opening, _THOUGHT_TAGS[opening])
 
 
 def is_kept(tag: str, tokenizer: Any) -> bool:
-    """Return whether ``tag`` survives decoding; as a special token it is dropped."""
+    """Return whether ``tag`` survives decoding, which drops special tokens."""
     ids = tokenizer(tag, add_special_tokens=False)["input_ids"]
     return tag in tokenizer.decode(ids, skip_special_tokens=True)
 
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-# What makes two problems different: numbers, factorials and primes, and all but white space and punctuation.
+# Two problems differ if these parts differ: numbers, factorials, primes, and all but space and punctuation.
 _PARTS = re.compile(
     r"""
     (?:(?<![^\s(\[{$=+*/^-])\.)?\d+(?:\.\d+)*!*        # 15, 1.5, .5, 5!
@@ -117,7 +115,7 @@ _PARTS = re.compile(
 
 _SEPARATORS = b".,;:!?\"'`$" + bytes(code for code in range(128) if chr(code).isspace())
 _BATCH = 4096  # rows tokenised at once
-_MARK = "\t\v 0question0 \v\t"  # in place of one, with white space that no template writes
+_MARK = "\t\v 0question0 \v\t"  # placeholder for a question, with white space that no template writes
 
 KEYS_OF_DATA = "data.system_prompt and data.template_kwargs"
 
@@ -127,16 +125,16 @@ class PromptFormat:
     """How a problem becomes the text of a prompt.
 
     Attributes:
-        instruction: text on a line of its own after the question.
+        instruction: text on a separate line after the question.
         use_chat_template: False for the plain text.
         template_kwargs: further arguments of the chat template.
-        keys: what to check where the template fails, for messages.
-        day: what the chat template writes as today's date; None: today.
+        keys: configuration keys that an error names where the template fails.
+        day: today's date for the chat template; None: today.
         template: text of the question with {problem} and other columns; None: the problem.
-        few_shot: examples in front of the question, behind a system prompt.
-        prefill: text of the answer with which the prompt ends.
-        scored_prefill: ``prefill`` where rewards read it as the begin of the completion, else "".
-        thought_tags: of the configuration, which the end of a prompt may have; None: those of known models.
+        few_shot: examples between the system prompt and the question.
+        prefill: start of the answer, at the end of the prompt.
+        scored_prefill: ``prefill`` where rewards read it as the start of the completion, else "".
+        thought_tags: configured tags that a prompt may end with; None: the tags of well-known models.
     """
 
     system_prompt: str | None = None
@@ -153,8 +151,8 @@ class PromptFormat:
 
     @classmethod
     def from_config(cls, data: DataConfig, source: DataSourceConfig | None = None) -> PromptFormat:
-        """Read the format of the prompts of ``source`` from section `data` of the configuration; None: of a
-        source that sets nothing of it.
+        """Read the prompt format of ``source`` from section `data` of the configuration; None: the format of
+        a source that sets none of these keys.
         """
         keys = data if source is None else data.resolve_prompts([source])[0]
         prefill = keys.prefill or ""
@@ -182,15 +180,15 @@ class PromptFormat:
         return fill(self.template, {**values, "problem": problem}.__getitem__)
 
     def asked(self, question: str, messages: Sequence[Message] = ()) -> str | Sequence[Message]:
-        """Return what a prompt asks: ``question``, or the row's ``messages`` with ``question`` and the
-        instruction as the last user message.
+        """Return ``question``, or the row's ``messages`` with ``question`` and the instruction as the last
+        user message.
         """
         if not messages:
             return question
         return append_question(messages, user_content(question, self.instruction))
 
     def text(self, asked: str | Sequence[Message], tokenizer: Any) -> str:
-        """Render the prompt that asks ``asked``, with the prefill, behind which the policy goes on."""
+        """Render the prompt for ``asked``, ending with the prefill, which the policy continues."""
         messages = self.messages(asked)
         if not self.use_chat_template:
             return plain_text(messages) + self.prefill
@@ -198,19 +196,19 @@ class PromptFormat:
         return text + self.prefill
 
     def messages(self, asked: str | Sequence[Message]) -> list[Message]:
-        """Return the messages of a prompt: ``asked`` is the problem, or messages that get no instruction. A
-        system prompt among them takes the place of the configured one.
+        """Return the messages of a prompt. ``asked``: the problem, or messages, to which no instruction is
+        added; a system prompt among them replaces the configured one.
         """
         if isinstance(asked, str):
             asked = [{"role": "user", "content": user_content(asked, self.instruction)}]
         front = list(asked[:1]) if asked and asked[0]["role"] == "system" else []
-        behind = asked[len(front) :]
+        rest = asked[len(front) :]
         if self.system_prompt and all(message["role"] != "system" for message in asked):
             front = [{"role": "system", "content": self.system_prompt}]
-        return [*front, *self.few_shot, *behind]
+        return [*front, *self.few_shot, *rest]
 
     def texts(self, problems: Sequence[str], tokenizer: Any) -> list[str]:
-        """Render the prompts that ask ``problems`` as `text` does; [] where the chat template rejects one."""
+        """Render ``problems`` as `text` does; [] where the chat template rejects one."""
         if not self.use_chat_template:
             return [self.text(problem, tokenizer) for problem in problems]
         try:
@@ -227,10 +225,10 @@ class PromptFormat:
         return [text + self.prefill for text in texts]
 
     def _frame(self, tokenizer: Any) -> tuple[str, str, Callable[[str], str]] | None:
-        """Return what the chat template writes before and behind a question, and how it writes it; None where
-        that may depend on the question.
+        """Return the template's text before and after a question, and how it changes the question; None where
+        these may depend on the question.
         """
-        if not is_of_library(tokenizer):  # it may render by other means than its template
+        if not is_of_library(tokenizer):  # it may render without its template
             return None
         template = tokenizer.get_chat_template(tools=self.template_kwargs.get("tools"))
         if not writes_text_as_it_is(template):
@@ -246,7 +244,7 @@ class PromptFormat:
         return None
 
     def token_ids(self, question: str, tokenizer: Any, messages: Sequence[Message] = ()) -> list[int]:
-        """Tokenise the prompt of a row, as `asked` takes it, up to where the policy goes on."""
+        """Tokenise the prompt of a row, as `asked` takes it, up to where the policy continues."""
         if self.use_chat_template:
             question, messages = ControlTokens(tokenizer).as_text((question, messages))
         text = self.text(self.asked(question, messages), tokenizer)
@@ -264,12 +262,12 @@ class Dropped:
 
 @dataclass(eq=False)
 class EncodedRows(Table):
-    """What the distinct rows of a source are as prompts, in order.
+    """The distinct rows of a source as prompts, in order.
 
     Attributes:
-        messages: JSON of those of each `Prompt`; "": it has none.
-        tasks: of their environment; (): they have none.
-        warnings: on special tokens that nobody asked for, with their rows.
+        messages: JSON of each prompt's messages; "": the prompt has none.
+        tasks: tasks of the rows' environment; (): they have no environment.
+        warnings: warnings about unexpected special tokens, with their rows.
     """
 
     token_ids: TokenIds
@@ -282,7 +280,7 @@ class EncodedRows(Table):
 def encode_rows(
     rows: DataRows, tokenizer: Any, prompt_format: PromptFormat, tasks: SourceTasks | None = None
 ) -> EncodedRows:
-    """Render and tokenise the distinct ``rows``. Arguments and errors as of `build_prompts`."""
+    """Render and tokenise the distinct ``rows``. Arguments and errors: see `build_prompts`."""
     if prompt_format.use_chat_template and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "data.chat_template = model, but the model's tokenizer has no chat template; use an "
@@ -304,13 +302,13 @@ def encode_rows(
         all_messages.extend([b""] * len(texts))
         for index in range(begin, end) if not texts else ():
             row = rows.distinct[index]
-            # Before the instruction is added: the configuration may have special tokens, a row may not.
+            # Before adding the instruction: the configuration may contain special tokens, a row may not.
             messages: Sequence[Message] = row.messages
             if tasks is not None and tasks.questions:
                 if prompt_format.template is not None:
                     raise ValueError(
-                        f"{row.location}: the environment asks in its own words, so that `data.template` has "
-                        "no effect; remove it, or set the source's `template` to empty"
+                        f"{row.location}: the environment writes the question, so `data.template` has no "
+                        "effect; remove it, or set the source's `template` to empty"
                     )
                 asked = specials.as_text(tasks.questions[index], index)
             else:
@@ -338,7 +336,7 @@ def encode_rows(
             )
         specials.count_ends(ids[ends - 1], begin)
         for index, asked in enumerate(questions, begin) if prompt_format.use_chat_template else ():
-            if is_plain and parts.passed:  # all are of one shape
+            if is_plain and parts.passed:  # all rows have one shape
                 break
             _check_parts(parts, prompt_format, asked, rows.distinct[index])
         token_ids.extend_packed(ids.data, ends * ids.itemsize)
@@ -359,9 +357,7 @@ def _put_in_front(front: np.ndarray, ids: np.ndarray, ends: np.ndarray) -> tuple
 
 
 class PromptTable(Computed[Prompt]):
-    """Prompts as columns. A prompt is put together when it is asked for. ``rows`` and ``encoded`` have the
-    same length.
-    """
+    """Prompts as columns; access builds a `Prompt`. ``rows`` and ``encoded`` have the same length."""
 
     def __init__(self, rows: RowTable, encoded: EncodedRows, prefill: str) -> None:
         self.rows, self._encoded, self._prefill = rows, encoded, prefill
@@ -369,7 +365,7 @@ class PromptTable(Computed[Prompt]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _at(self, number: int) -> Prompt:
+    def _get(self, number: int) -> Prompt:
         row, encoded = self.rows[number], self._encoded
         messages = encoded.messages[number]
         return Prompt(
@@ -388,8 +384,8 @@ class PromptTable(Computed[Prompt]):
 
 
 def number_uids(parts: Sequence[Prompts]) -> None:
-    """Number the prompts of all ``parts``, as `build_prompts` makes them, by how often their uid has occurred
-    so far: "set-1f", "set-1f-2", ...
+    """Number the prompts of all ``parts`` (from `build_prompts`) by how often their uid has occurred so far:
+    "set-1f", "set-1f-2", ...
     """
     tables = [part.distinct.rows for part in parts if isinstance(part.distinct, PromptTable)]
     pairs = list(zip(tables, parts, strict=True))
@@ -398,11 +394,11 @@ def number_uids(parts: Sequence[Prompts]) -> None:
     labels = np.array(list(sources.distinct))
     numbers = np.ones(len(uids), np.int32)
     for label in dict.fromkeys(labels.tolist()):
-        is_its = (labels == label)[sources.codes]
-        uids_of_source = uids[is_its]
+        has_label = (labels == label)[sources.codes]
+        uids_of_source = uids[has_label]
         hashes = sorted_distinct(uids_of_source)
         if len(hashes) < len(uids_of_source):
-            numbers[is_its] = occurrences(np.searchsorted(hashes, uids_of_source))
+            numbers[has_label] = occurrences(np.searchsorted(hashes, uids_of_source))
     ends = np.cumsum(list(map(len, parts)))[:-1]
     for part, part_numbers in zip(parts, np.split(numbers, ends), strict=True):
         part.numbers = part_numbers
@@ -413,8 +409,8 @@ class BuiltPrompts:
     """Prompts in row order, and the rows dropped.
 
     Attributes:
-        rows: of each source, with the dropped ones.
-        warnings: on special tokens that nobody asked for, with their rows.
+        rows: rows of each source, with the dropped ones.
+        warnings: warnings about unexpected special tokens, with their rows.
     """
 
     prompts: Prompts
@@ -424,7 +420,7 @@ class BuiltPrompts:
 
     @property
     def row_uids(self) -> Iterator[str]:
-        """Yield the uid of every row, of dropped ones too."""
+        """Yield the uid of every row, dropped ones included."""
         return chain.from_iterable(rows.uids() for rows in self.rows)
 
 
@@ -439,18 +435,17 @@ def build_prompts(
     encoded: EncodedRows | None = None,
     key: str = "",
 ) -> BuiltPrompts:
-    """Tokenise ``rows`` into prompts with distinct uids; see `number_uids` for those of several calls.
+    """Tokenise ``rows`` into prompts with distinct uids; see `number_uids` for uids across calls.
 
     Args:
         overlong: whether a prompt of more than ``max_prompt_tokens`` tokens is an error or is dropped.
-        tasks: of the rows' environment; None: they have none.
-        encoded: what `encode_rows` returns for them; None: it is called.
-        key: a name of rows and settings, see `columns.store_key`; "": it is unknown.
+        tasks: tasks of the rows' environment; None: the rows have no environment.
+        encoded: the result of `encode_rows` for ``rows``; None: `encode_rows` is called.
+        key: cache key of rows and settings, see `columns.store_key`; "": unknown.
 
     Raises:
-        ValueError: the tokenizer lacks the chat template, or the template rejects the messages or drops a
-            part of them; a prompt has no tokens; a prompt is overlong with ``overlong="refuse"``; or every
-            prompt is dropped.
+        ValueError: the tokenizer lacks the chat template; the template rejects or drops messages; a prompt
+            has no tokens; a prompt is overlong with ``overlong="refuse"``; or every prompt is dropped.
     """
     rows = DataRows.from_rows(rows)
     encoded = encoded or encode_rows(rows, tokenizer, prompt_format, tasks)
@@ -470,7 +465,7 @@ def build_prompts(
             f"{dropped[0].reason}, and so has every one of the {len(dropped)} prompts; raise the limit"
         )
     table, index = rows.distinct, rows.codes[is_kept]
-    if dropped:  # a distinct prompt has a place
+    if dropped:  # keep only the distinct prompts that still occur
         used, index = np.unique(index, return_inverse=True)
         index = index.astype(np.int32)
         table = table.select(used)
@@ -482,7 +477,7 @@ def build_prompts(
 
 
 def append_question(messages: Sequence[Message], question: str) -> list[Message]:
-    """Return ``messages`` with ``question`` as the content of the last one of the user."""
+    """Return ``messages`` with ``question`` as the content of the last user message."""
     last = max(i for i, message in enumerate(messages) if message["role"] == "user")
     return [*messages[:last], {**messages[last], "content": question}, *messages[last + 1 :]]
 
@@ -495,7 +490,7 @@ def plain_text(messages: Sequence[Message]) -> str:
 def _check_parts(
     parts: PartsCheck, prompt_format: PromptFormat, asked: str | Sequence[Message], row: DataRow
 ) -> None:
-    """Raise ValueError where the chat template drops a part of the prompt, on its first row of this shape."""
+    """Raise ValueError where the chat template drops a part of the prompt, on the first row of each shape."""
     if dropped := parts.dropped(prompt_format.messages(asked), prompt_format.template_kwargs):
         keys = {"the system prompt": " (`data.system_prompt`, or the row's own)"}
         raise ValueError(
@@ -506,10 +501,10 @@ def _check_parts(
 
 
 class _SpecialTokens:
-    """Counts special tokens that nobody asked for in the prompts of one source, by row.
+    """Counts unexpected special tokens in the prompts of one source, by row.
 
-    With a chat template or `data.template`, control tokens in the text of a row are broken: text of data is
-    text. Without either the text of a row is the prompt, which may have been rendered, so that they stay.
+    With a chat template or `data.template`, control tokens in the text of a row are broken, so they stay
+    text. Without either, the row's text is the prompt, possibly already rendered, and control tokens stay.
     """
 
     def __init__(self, tokenizer: Any, prompt_format: PromptFormat) -> None:
@@ -517,27 +512,27 @@ class _SpecialTokens:
         self._breaks = self._templated or prompt_format.template is not None
         self._controls, end = ControlTokens(tokenizer), tokenizer.eos_token_id
         self._eos = -1 if end is None else end
-        self._written: dict[int, set[str]] = {}  # control tokens in the text of a row, by its number
+        self._written: dict[int, set[str]] = {}  # control tokens in a row's text, by row number
         self._ended: list[int] = []  # rows whose prompts end with EOS
 
     def any_in(self, texts: Sequence[str]) -> bool:
-        """Return whether there are any in ``texts``."""
+        """Return whether ``texts`` contain special tokens."""
         return self._controls.any_in("\0".join(texts))
 
     def as_text(self, asked: Any, number: int) -> Any:
-        """Return ``asked``, what the prompt of distinct row ``number`` asks, as it is rendered."""
+        """Return ``asked`` of distinct row ``number`` as it is rendered; record its control tokens."""
         if controls := set(self._controls.find(str(asked))):
             self._written[number] = controls
         return self._controls.as_text(asked) if self._breaks else asked
 
     def count_ends(self, last_ids: np.ndarray, first: int) -> None:
-        """Note prompts behind whose end the policy would go on, by their last tokens; ``first``: the number
-        of the first.
+        """Record prompts that end with EOS. ``last_ids``: last token of each; ``first``: number of the first
+        row.
         """
         self._ended += (first + np.flatnonzero(last_ids == self._eos)).tolist()
 
     def warnings(self, rows: DataRows) -> Iterator[str]:
-        """Yield what to tell the user of ``rows``."""
+        """Yield the warnings about ``rows``."""
         times, places = rows.counts(), Counter[str]()
         for number, controls in self._written.items():
             places.update(dict.fromkeys(controls, int(times[number])))
@@ -556,15 +551,12 @@ class _SpecialTokens:
             yield (
                 f"warning: {times[self._ended].sum()} of {len(rows)} prompts end with the EOS token "
                 f"{self._tokenizer.eos_token!r}, e.g. {rows.distinct[self._ended[0]].location}; the policy "
-                "goes on behind the end of a text: remove it from the row, or use a chat template that "
+                "would continue an ended text: remove the token from the row, or use a chat template that "
                 "begins the answer"
             )
-        if not self._templated and (behind := added_ids(self._tokenizer)[1]):
-            names = ", ".join(map(repr, self._tokenizer.convert_ids_to_tokens(behind)))
-            yield (
-                f"note: the tokenizer puts {names} behind every text (`add_eos_token`); prompts are made "
-                "without it"
-            )
+        if not self._templated and (added := added_ids(self._tokenizer)[1]):
+            names = ", ".join(map(repr, self._tokenizer.convert_ids_to_tokens(added)))
+            yield f"note: the tokenizer appends {names} to every text (`add_eos_token`); prompts lack it"
 
 
 def _task_and_text(
@@ -600,12 +592,12 @@ class _Thoughts:
         self._kept: dict[str, bool] = {}
 
     def detect_all(self, texts: Sequence[str]) -> list[Thought]:
-        """Return the thought of a completion of each of ``texts``; of all one, where the template alone
+        """Return the thought of a completion of each of ``texts``; one for all where only the template
         decides it.
         """
         joined = "\0".join(texts)
-        may_have = any(word in joined for word in _WORDS_OF_TAGS)  # faster than to look for each tag
-        if not (may_have and any(tag in joined for tag in _EITHER)) and not any(
+        may_have_tags = any(word in joined for word in _TAG_WORDS)  # faster than searching for each tag
+        if not (may_have_tags and any(tag in joined for tag in _EITHER)) and not any(
             tag in joined for tag in self._tags or ()
         ):
             return [self.detect(text) for text in texts[:1]]
@@ -614,11 +606,11 @@ class _Thoughts:
     def detect(self, text: str) -> Thought:
         """Return the thought of a completion of ``text``.
 
-        ``text`` ends with the prefill. When decoding drops the closing tag, the end of a thought is
-        invisible, so the prompt counts as opening none.
+        ``text`` ends with the prefill. If decoding drops the closing tag, the end of a thought is invisible,
+        so the prompt counts as opening no thought.
         """
         thought = detect_thought(text, self._mentioned, self._tags)
-        if self._scored:  # the completion that rewards see begins with it
+        if self._scored:  # rewards see a completion that begins with the prefill
             before = detect_thought(text.removesuffix(self._scored), self._mentioned, self._tags)
             thought = Thought(thought.opening, thought.closing, before.prompt)
         if not thought.prompt:
@@ -629,21 +621,19 @@ class _Thoughts:
 
 
 def user_content(problem: str, instruction: str | None) -> str:
-    """Return the user message: the problem, and the instruction on a line of its own."""
+    """Return the user message: the problem, then the instruction on the next line."""
     return f"{problem}\n{instruction}" if instruction else problem
 
 
 def doubled_prefills(data: DataConfig, tokenizer: Any) -> Iterator[str]:
-    """Yield a warning for each prefill that opens a thought where the chat template has just opened or closed
-    one.
-    """
+    """Warn about each prefill that opens a thought right after the chat template opened or closed one."""
     sources = [source for source in data.resolve_prompts((*data.train, *data.eval)) if source.prefill]
     if not sources or data.chat_template != "model" or not getattr(tokenizer, "chat_template", None):
         return
     asked = [{"role": "user", "content": "?"}]
     try:
         text = render(tokenizer, asked, data.template_kwargs, day=data.day)
-    except REJECTED:  # so it does the rows, which are reported with their own text
+    except REJECTED:  # the template rejects the rows too, and that error names the row
         return
     thought = detect_thought(text)
     for source in sources:
@@ -665,7 +655,7 @@ def render_messages(
 ) -> str:
     """Render a conversation, see `render`.
 
-    Raises ValueError for messages or arguments that the chat template rejects; it names ``keys``.
+    Raises ValueError, which names ``keys``, for messages or arguments that the chat template rejects.
     """
     try:
         return render(tokenizer, messages, template_kwargs, day=day, open_turn=open_turn)
@@ -681,15 +671,15 @@ def check_overlap(
 ) -> str:
     """Report how many held-out problems are also in ``train``; "" for none. Ignores case and punctuation.
 
-    ``whole``: sources whose template puts other columns beside the problem, which make it another one.
+    ``whole``: sources whose template adds other columns, so that problems with equal text may differ.
     """
 
     rows, others = Prompts.join([held_out]), Prompts.join([train])
-    held, trained = _outlines(rows, whole), _outlines(others, whole)
-    near = np.flatnonzero(np.isin(trained, held)).tolist()
+    held_out_hashes, train_hashes = _outlines(rows, whole), _outlines(others, whole)
+    near = np.flatnonzero(np.isin(train_hashes, held_out_hashes)).tolist()
     readings = {reading for n in near for reading in _plain(_asked_text(others.distinct[n], whole))}
-    is_shared = np.zeros(len(held), bool)
-    for number in np.flatnonzero(np.isin(held, trained)).tolist():
+    is_shared = np.zeros(len(held_out_hashes), bool)
+    for number in np.flatnonzero(np.isin(held_out_hashes, train_hashes)).tolist():
         is_shared[number] = not readings.isdisjoint(_plain(_asked_text(rows.distinct[number], whole)))
     shared = np.flatnonzero(is_shared[rows.codes])
     if not len(shared):
@@ -704,7 +694,7 @@ def _asked_text(prompt: Prompt, whole: Container[str]) -> str:
 
 
 def _outlines(prompts: Prompts, whole: Collection[str]) -> np.ndarray:
-    """Return a hash of the outline of each distinct prompt, uint64; of prompts with a key they are stored."""
+    """Return a hash of the outline of each distinct prompt, uint64; stored if ``prompts`` have a key."""
     key = prompts.key and store_key(["outlines", sorted(whole), prompts.key])
     if key and (stored := load(key)) is not None:
         return stored[0]["outlines"]
@@ -717,8 +707,8 @@ def _outlines(prompts: Prompts, whole: Collection[str]) -> np.ndarray:
 
 
 def _outline(text: str) -> bytes:
-    """Return what `_plain` keeps of every text but for separators: texts that differ in it differ there. It
-    takes a hundredth of the time.
+    """Return ``text`` without separators and case. Texts with different outlines differ in `_plain`, which
+    takes a hundred times as long.
     """
     outline = text.casefold()
     if not outline.isascii():
@@ -727,8 +717,8 @@ def _outline(text: str) -> bytes:
 
 
 def _plain(text: str) -> set[str]:
-    """Reduce a problem to numbers, letters and operators in lower case, for comparison: with commas of
-    thousands, and as a list of numbers, where it may be either.
+    """Reduce a problem to numbers, letters and operators in lower case, for comparison: once with commas as
+    thousands separators, once as list separators.
 
     "5! + f'(2)" -> "5! + f' ( 2 )";  "{100,200}" -> "{ 100200 }" and "{ 100 200 }"
     """

@@ -1,8 +1,8 @@
 """Reads data sources into rows of problem and answer. Every error names the file and the row.
 
-Messages of a row are read in the forms that data sets have them:
+Messages of a row may have any of these forms:
 
-[{"role": "user", "content": "1+1="}]                                       as chat templates take them
+[{"role": "user", "content": "1+1="}]                                       the form of chat templates
 [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}]           content in parts
 [{"from": "human", "value": "1+1="}]                                        ShareGPT
 """
@@ -70,11 +70,11 @@ def is_conversation(value: Any) -> bool:
 
 
 def read_messages(value: Any, column: str) -> list[Message]:
-    """Return messages as a chat template takes them, without keys that are None, also in tool calls: every
-    row of a table has the keys of all.
+    """Return messages as a chat template takes them. Drops keys that are None, also in tool calls: table rows
+    have the keys of all rows.
 
-    Raises ValueError, which names the ``column``, for what is no list of messages, and for content other than
-    text.
+    Raises ValueError, which names the ``column``, for a value that is no list of messages, and for content
+    other than text.
     """
     if not is_conversation(value):
         raise ValueError(f"`{column}`: {str(value)[:60]!r} is no conversation; {_EXPECTED}")
@@ -85,7 +85,7 @@ def read_messages(value: Any, column: str) -> list[Message]:
 
 
 def _message(number: int, message: Mapping[str, Any]) -> Message:
-    kept = {key: item for key, item in _json(message).items() if key not in ("from", "value")}
+    other_keys = {key: item for key, item in _json(message).items() if key not in ("from", "value")}
     role = message.get("role", message.get("from"))
     if not isinstance(role, str):
         raise ValueError(f"message {number} has the role {role!r}; {_EXPECTED}, both text")
@@ -98,13 +98,11 @@ def _message(number: int, message: Mapping[str, Any]) -> Message:
             f"message {number} has the content {str(content)[:60]!r}; {_EXPECTED}, both text (an assistant's "
             "message with `tool_calls` may have no `content`)"
         )
-    return kept | {"role": _ROLES.get(role, role), "content": content}
+    return other_keys | {"role": _ROLES.get(role, role), "content": content}
 
 
 def _json(value: Any) -> Any:
-    """Return ``value`` in the kinds of JSON, as prompts are hashed and written, and without keys that are
-    None.
-    """
+    """Convert ``value`` to JSON types, in which prompts are hashed and written; drops keys that are None."""
     if isinstance(value, Mapping):
         return {key: _json(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -124,10 +122,10 @@ def _part(number: int, part: Any) -> str:
 
 
 PATTERN_S = 10.0  # processor time of answer_pattern on one row: a search may hang, as (a|aa)+$ does
-_LONGEST_JSON = 10_000  # characters of text in which nested columns are looked for, for messages
-LARGE = 2**22  # bytes of a file for which Arrow, which takes a while to import, is worth it
+_LONGEST_JSON = 10_000  # characters; errors list no nested columns of longer text
+LARGE = 2**22  # bytes of a file from which Arrow is worth its slow import
 _NAMED = 30  # columns that a message lists
-_NOT_OF_ROWS = {"weight", "temperature", "algorithm"}  # keys of a source that its rows do not depend on
+_ROW_INDEPENDENT_KEYS = {"weight", "temperature", "algorithm"}  # keys of a source that don't affect its rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +133,11 @@ class DataRow:
     """One problem of a data source.
 
     Attributes:
-        problem: its text; of messages that of the last user message.
-        location: for messages: ``gsm8k.jsonl:17``.
-        messages: the conversation that the prompt is, where it has more than the problem.
-        values: of the columns that `template` of its source names, as text.
-        left_out: the assistant's message behind it, which the policy writes in its place; "": none.
+        problem: text of the problem; for messages, of the last user message.
+        location: ``gsm8k.jsonl:17``, for error messages.
+        messages: the prompt as a conversation, where it has more than the problem.
+        values: values of the columns that the source's `template` names, as text.
+        left_out: the removed last message of the assistant, which the policy writes instead; "": none.
     """
 
     problem: str
@@ -152,20 +150,20 @@ class DataRow:
     values: Mapping[str, str] = field(default_factory=dict)
 
 
-_FIELDS = attrgetter("columns", "messages", "left_out", "values")  # what few rows have besides a problem
-_Further = tuple[Mapping[str, Any], tuple[Message, ...], str, Mapping[str, str]]  # these
+_FIELDS = attrgetter("columns", "messages", "left_out", "values")  # empty in most rows
+_Further = tuple[Mapping[str, Any], tuple[Message, ...], str, Mapping[str, str]]  # values of `_FIELDS`
 
 
 @dataclass(eq=False)
 class RowTable(Table, Computed[DataRow]):
-    """Rows as columns. A row is put together when it is asked for.
+    """Rows as columns; access builds a `DataRow`.
 
     Attributes:
-        further: JSON of `_FIELDS`; "": the row has none of them.
-        uids, problem_hashes: uint64, of the row's uid, and of its problem without white space around it.
-        lines: int64, -1 where a location has none.
-        sources, files: of each row, the part of its location before the line.
-        others: those that JSON would change, by number.
+        further: JSON of `_FIELDS`; "": all of them are empty.
+        uids, problem_hashes: uint64, hashes of problem and answer, and of the stripped problem.
+        lines: int64, -1 where a location has no line.
+        sources, files: source of each row, and the part of its location before the line.
+        others: `_FIELDS` that JSON would change, by row number.
     """
 
     problems: Texts
@@ -186,7 +184,7 @@ class RowTable(Table, Computed[DataRow]):
     def __len__(self) -> int:
         return len(self.uids)
 
-    def _at(self, number: int) -> DataRow:
+    def _get(self, number: int) -> DataRow:
         problem, answer, source = self.problems[number], self.answers[number], self.sources[number]
         location = join_location(self.files[number], self.lines[number])
         return DataRow(problem, answer, source, location, *self._further(number))
@@ -204,7 +202,7 @@ class RowTable(Table, Computed[DataRow]):
         return (self._further(number)[index] for number in range(len(self)))
 
     def uid(self, number: int) -> str:
-        """Return a name of the source, the problem and the answer of a row."""
+        """Return an id that depends on the source, the problem and the answer of a row."""
         return f"{self.sources[number]}-{self.uids[number]:016x}"
 
     def select(self, numbers: np.ndarray) -> Self:
@@ -225,7 +223,7 @@ _NOTHING: tuple[Any, ...] = ({}, (), "", {})
 
 
 class Names:
-    """Collects names of which few differ."""
+    """Collects names with few distinct values."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -239,7 +237,7 @@ class Names:
 
 
 class Locations:
-    """Collects where rows stand: names of files, and lines, -1 where a location is the name alone."""
+    """Collects locations of rows: file names, and lines, -1 where a location is only a name."""
 
     def __init__(self) -> None:
         self._names, self._lines = Names(), array("q")
@@ -270,9 +268,9 @@ class _RowWriter:
         self._others: dict[int, _Further] = {}
 
     def append(self, row: DataRow) -> None:
-        asked, dumped = row.problem, b""
+        prompt, dumped = row.problem, b""
         if (further := _FIELDS(row)) != _NOTHING:
-            asked = json.dumps(row.messages, sort_keys=True) if row.messages else asked
+            prompt = json.dumps(row.messages, sort_keys=True) if row.messages else prompt
             stored = _dumped(further)
             if stored is None:
                 self._others[len(self._uids)] = further
@@ -280,7 +278,7 @@ class _RowWriter:
         self._problems.append_text(row.problem)
         self._answers.append_text(row.answer)
         self._further.append(dumped)
-        self._uids.append(_hash(f"{asked}\x1f{row.answer}"))
+        self._uids.append(_hash(f"{prompt}\x1f{row.answer}"))
         self._hashes.append(_hash(row.problem.strip()))
         self._sources.append(row.source)
         self._locations.append(row.location)
@@ -293,7 +291,7 @@ class _RowWriter:
         lines: np.ndarray,
         names: tuple[str, str],
     ) -> None:
-        """Append rows that have a problem and an answer alone; ``names``: of their source and file."""
+        """Append rows with only a problem and an answer; ``names``: their source and file."""
         count = len(uids)
         self._problems.extend(list(map(_encoded, problems)))
         self._answers.extend(list(map(_encoded, answers)))
@@ -319,7 +317,7 @@ class _RowWriter:
 
 
 def hash_of(content: bytes) -> int:
-    """Return a hash of 64 bits; as a row's uid it is stable across runs and row order."""
+    """Return a 64-bit hash, stable across runs and row order, as a row's uid must be."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
@@ -338,17 +336,17 @@ def _encoded(text: str) -> bytes:
 
 
 def _dumped(further: _Further) -> bytes | None:
-    """Return ``further`` as JSON; None where that would not give it back as it is."""
+    """Return ``further`` as JSON; None where it would not survive the round trip."""
     columns, messages, left_out, values = further
     try:
-        kept = [columns, list(messages), left_out, values]
-        return json.dumps(kept).encode() if _is_json(kept) else None
+        row_fields = [columns, list(messages), left_out, values]
+        return json.dumps(row_fields).encode() if _is_json(row_fields) else None
     except (ValueError, RecursionError):  # an integer of thousands of digits, a column that contains itself
         return None
 
 
 def _is_json(value: Any) -> bool:
-    """Return whether JSON gives back ``value`` as it is."""
+    """Return whether ``value`` survives a JSON round trip."""
     if type(value) is list:
         return all(map(_is_json, value))
     if type(value) is dict:
@@ -357,10 +355,10 @@ def _is_json(value: Any) -> bool:
 
 
 class DataRows(Repeated[DataRow]):
-    """Rows of a data source. The distinct ones have the location of their first place.
+    """Rows of a data source. A distinct row has the location of its first occurrence.
 
-    ``files``, ``lines``: where each row stands, as in `RowTable`. ``key``: a name of what the rows are, see
-    `columns.store_key`; "": it is unknown.
+    ``files``, ``lines``: location of each row, as in `RowTable`. ``key``: cache key of the rows, see
+    `columns.store_key`; "": unknown.
     """
 
     distinct: RowTable
@@ -378,7 +376,7 @@ class DataRows(Repeated[DataRow]):
 
     @classmethod
     def from_rows(cls, rows: Sequence[DataRow]) -> DataRows:
-        """Return ``rows``, each as one of its own where it is not known which are the same."""
+        """Return ``rows`` as `DataRows`, each distinct unless they are `DataRows` already."""
         if isinstance(rows, DataRows):
             return rows
         writer = _RowWriter()
@@ -387,23 +385,23 @@ class DataRows(Repeated[DataRow]):
         table = writer.table()
         return cls(table, np.arange(len(rows), dtype=np.int32), table.files, table.lines)
 
-    def _at(self, place: int) -> DataRow:
+    def _get(self, place: int) -> DataRow:
         return replace(self.distinct[int(self.codes[place])], location=self.location(place))
 
     def location(self, place: int) -> str:
         return join_location(self.files[place], self.lines[place])
 
     def uids(self) -> Iterator[str]:
-        """Yield the uid of each row, which depends on no tokenizer."""
+        """Yield the uid of each row, independent of the tokenizer."""
         uids = self.distinct.column("uid")
         return iter(uids if self.is_distinct else each_place(uids, self.codes))
 
     def apart(self) -> DataRows:
-        """Return the rows as if no two of them were the same."""
+        """Return the rows as if all were distinct."""
         return self if self.is_distinct else DataRows.from_rows(list(self))
 
     def select(self, places: np.ndarray) -> DataRows:
-        """Return the rows at ``places``, int64 in order. They begin with the first of each distinct one."""
+        """Return the rows at ``places``, int64 in order. A distinct row keeps its first place as location."""
         chosen, codes = np.unique(self.codes[places], return_inverse=True)
         key = self.key and store_key([self.key, hashlib.sha256(places.tobytes()).hexdigest()])
         return DataRows(
@@ -422,22 +420,22 @@ def join_location(file: str, line: int) -> str:
 def read(
     source: DataSourceConfig, own: EnvironmentProblems | None = None, *, asked: Collection[str] = ()
 ) -> DataRows:
-    """Read the rows of ``source``, at most ``max_rows``; many rows are stored for the next start.
+    """Read the rows of ``source``, at most ``max_rows``; large sources are cached for the next start.
 
     Args:
-        own: reads a source without a `path`, whose environment brings the problems.
-        asked: columns that rows keep, where they have them, besides those of `columns`.
+        own: reads a source that is a user's function, or whose environment brings the problems.
+        asked: columns that rows keep besides `columns`, where they have them.
 
-    Raises ValueError for a missing file or split, a malformed row, a missing column, a row without problem or
-    answer, or an empty data set. The message names the file and the row.
+    Raises ValueError, which names file and row, for a missing file or split, a malformed row, a missing
+    column, a row without problem or answer, or an empty data set.
     """
     is_small = source.max_rows is not None and source.max_rows < STORED_FROM
-    files = [] if is_small else source_files(source)  # to hash a whole file for its first rows takes long
+    files = [] if is_small else source_files(source)  # hashing a whole file for its first rows is slow
     if not files:
         return _read_columns(source, own, asked, "")
     before = files_state(files)
-    decides = [source.model_dump(mode="json", exclude=_NOT_OF_ROWS), sorted(asked), files_digest(files)]
-    key = store_key(["rows", decides, list(map(str, files))])
+    settings = source.model_dump(mode="json", exclude=_ROW_INDEPENDENT_KEYS)
+    key = store_key(["rows", [settings, sorted(asked), files_digest(files)], list(map(str, files))])
     if (stored := load(key)) is not None:
         arrays, (names, file_names) = stored
         table, row_files = RowTable.from_store(arrays, names), Repeated(file_names, arrays["row_files"])
@@ -449,7 +447,7 @@ def read(
     if rows_read is None:
         rows_read = _read_columns(source, own, asked, key)
     if files_state(files) != before:
-        rows_read.key = ""  # a file was written meanwhile: what was read need not be what was hashed
+        rows_read.key = ""  # a file changed meanwhile: the rows may not match the hash
     elif len(rows_read) >= STORED_FROM and not rows_read.distinct.others:
         arrays, names = rows_read.distinct.stored()
         row_files = rows_read.files
@@ -467,7 +465,7 @@ def _read_columns(
     except (MissingColumn, _WrongKind):
         if not names:
             raise
-        # A table gave only what is needed, and the message names all that there is.
+        # The table was read with only the needed columns; the error must list all.
         return _read(source, own, (), asked, key)
 
 
@@ -497,8 +495,8 @@ def _read(
 
 
 def _read_plain(source: DataSourceConfig, file: Path, key: str) -> DataRows | None:
-    """Read the rows of ``file`` as `_read` does, without an object for each; None where `_read` must, since
-    rows are more than a problem and an answer, both text, or one is wrong.
+    """Read the rows of ``file`` as `_read` does, but without an object per row. None where only `_read` can:
+    rows have more than a text problem and a text answer, or a row is malformed.
     """
     settings = (source.problem_template, source.system_column, source.history_column, source.answer_pattern)
     has_part = not re.fullmatch(r"\w+", source.split)
@@ -535,7 +533,7 @@ def _read_plain(source: DataSourceConfig, file: Path, key: str) -> DataRows | No
 
 
 class _WrongKind(ValueError):
-    """A column has other values than text or numbers."""
+    """A column has values other than text or numbers."""
 
 
 class MissingColumn(ValueError):
@@ -557,8 +555,8 @@ def read_all(
     asked: Collection[str] = (),
     first: int = 0,
 ) -> list[tuple[DataSourceConfig, DataRows]]:
-    """Read every source. ``key`` is the configuration key of the sources, the first of which is number
-    ``first`` there, for messages; ``own`` and ``asked`` as in `read`.
+    """Read every source. ``key``: the configuration key of the sources, and ``first``: the number of the
+    first source there, both for error messages; ``own`` and ``asked`` as in `read`.
     """
     sources_read = []
     for number, source in enumerate(sources, first):
@@ -572,9 +570,7 @@ def read_all(
 
 
 def common_columns(source: DataSourceConfig, own: EnvironmentProblems | None = None) -> list[str]:
-    """Return the columns that all rows have, with nested ones; [] without rows. Raises ValueError like
-    `read`.
-    """
+    """Return the columns that all rows have, also nested ones; [] without rows. Errors: see `read`."""
     rows = (record for _, record in islice(records(source, own), source.max_rows))
     names = dict.fromkeys(column_names(next(rows, {})))
     for record in rows:
@@ -583,8 +579,8 @@ def common_columns(source: DataSourceConfig, own: EnvironmentProblems | None = N
 
 
 def brings_columns(source: DataSourceConfig) -> bool:
-    """Return True where rows keep all their columns, whatever `columns` names: those of environments and of
-    reasoning-gym, which score by them.
+    """Return whether rows keep all columns, whatever `columns` names: environments and reasoning-gym use
+    them for scoring.
     """
     return source.path is None or source.is_generated_by_reasoning_gym
 
@@ -602,12 +598,12 @@ def has_column(record: Mapping[str, Any], name: str) -> bool:
 
 
 def column(record: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column. Dots lead into objects, also those stored as text, and lists.
+    """Return the value of a column. Dots lead into lists and objects, also objects stored as text.
 
         {"reward_model": {"ground_truth": "7"}}, "reward_model.ground_truth" -> "7"
         {"messages": [{"content": "1+1="}]}, "messages.-1.content" -> "1+1="
 
-    None where an object on the way is None. Raises KeyError for a column that the row lacks.
+    None where an object on the path is None. Raises KeyError for a column that the row lacks.
     """
     return record[name] if name in record else _nested(record, name.split("."))
 
@@ -618,7 +614,7 @@ def _nested(value: Any, path: Sequence[str]) -> Any:
     if isinstance(value, str):
         value = _stored_in(value)
     if isinstance(value, Mapping):
-        for size in range(1, len(path) + 1):  # names may have dots of their own
+        for size in range(1, len(path) + 1):  # names may contain dots
             if (name := ".".join(path[:size])) in value:
                 return _nested(value[name], path[size:])
     elif isinstance(value, list) and re.fullmatch(r"-?\d+", path[0]):
@@ -630,8 +626,8 @@ def _nested(value: Any, path: Sequence[str]) -> Any:
 
 
 def _stored_in(text: str) -> Any:
-    """Return the object or list that ``text`` is as JSON, or as Python writes it: pandas does so in CSV. None
-    for other text.
+    """Return the object or list in ``text``, in JSON or in Python's notation, which pandas writes to CSV.
+    None for other text.
     """
     if text[:1] not in ("{", "["):
         return None
@@ -648,7 +644,7 @@ def _stored_in(text: str) -> Any:
 
 
 def column_names(record: Mapping[str, Any]) -> list[str]:
-    """Return the names of the columns of a row, those of objects followed by those in them.
+    """Return the column names of a row; an object's name is followed by its nested names.
 
     {"prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"ground_truth": "2"}}
     -> prompt, prompt.0.role, prompt.0.content, reward_model, reward_model.ground_truth
@@ -667,7 +663,7 @@ def column_names(record: Mapping[str, Any]) -> list[str]:
 
 
 def _top_columns(source: DataSourceConfig) -> list[str]:
-    """Return the columns of a table that ``source`` may read: names may have dots of their own.
+    """Return the columns of a table that ``source`` may read: names may contain dots.
 
     reward_model.ground_truth -> reward_model, reward_model.ground_truth
     """
@@ -691,10 +687,10 @@ def _column(record: Mapping[str, Any], name: str, location: str, setting: str) -
     near = near or difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else "."
     both = "`problem_column` and `answer_column`"
-    wanted = both if setting in ("problem_column", "answer_column") else f"`{setting}`"
+    settings = both if setting in ("problem_column", "answer_column") else f"`{setting}`"
     literal = f"; {{{{{name}}}}} is the text {{{name}}}" if setting.endswith("template") else ""
     raise MissingColumn(
-        f"{location}: no column `{name}`{hint} The row has: {_listed(names)}. Set {wanted} of the data "
+        f"{location}: no column `{name}`{hint} The row has: {_listed(names)}. Set {settings} of the data "
         f"source{literal}",
         setting,
     )
@@ -715,27 +711,27 @@ def _row(record: Mapping[str, Any], location: str, source: DataSourceConfig, lab
     if not problem.strip():
         name = source.problem_column if source.problem_template is None else "problem_template"
         raise ValueError(f"{location}: `{name}` is empty; expected the text of a problem")
-    if brings_columns(source):  # it may also score without an answer
+    if brings_columns(source):  # an environment may score without an answer
         record = {source.answer_column: "", **record}
         answer = _text(record, source.answer_column, location, "answer_column").strip()
-        taken = (source.problem_column, source.answer_column)
-        columns = {name: value for name, value in record.items() if name not in taken}
+        used = (source.problem_column, source.answer_column)
+        columns = {name: value for name, value in record.items() if name not in used}
     else:
         answer = _answer(record, location, source)
         columns = {name: _column(record, name, location, "columns") for name in source.columns}
-    named = [name for name in names_in(source.template or "") if name != "problem"]
-    values = {name: _filled(record, name, location, "template") for name in named}
+    names = [name for name in names_in(source.template or "") if name != "problem"]
+    values = {name: _filled(record, name, location, "template") for name in names}
     return DataRow(problem, answer, label, location, columns, messages, left_out, values)
 
 
 def _problem(
     record: Mapping[str, Any], location: str, source: DataSourceConfig
 ) -> tuple[str, tuple[Message, ...], str]:
-    """Return the text of the problem, the conversation around it, and the answer to it that is left out."""
+    """Return the text of the problem, the conversation around it, and the removed answer at its end."""
     if (template := source.problem_template) is not None:
         return fill(template, lambda name: _filled(record, name, location, "problem_template")), (), ""
-    name, named = source.problem_column, names_in(source.template or "")
-    if named and "problem" not in named and not has_column(record, name):
+    name, template_names = source.problem_column, names_in(source.template or "")
+    if template_names and "problem" not in template_names and not has_column(record, name):
         return fill(source.template or "", lambda name: _filled(record, name, location, "template")), (), ""
     value = _column(record, name, location, "problem_column")
     if isinstance(value, str) and value.startswith("[{") and is_conversation(stored := _stored_in(value)):
@@ -748,21 +744,17 @@ def _problem(
         raise ValueError(f"{location}: {error}") from error
     while messages and messages[-1]["role"] == "assistant":
         left_out = str(messages.pop()["content"] or "tool calls")
-    asked = [message["content"] for message in messages if message["role"] == "user"]
-    if not asked:
-        raise ValueError(
-            f"{location}: `{name}` has no message of the user; expected one, behind which the policy answers"
-        )
+    questions = [message["content"] for message in messages if message["role"] == "user"]
+    if not questions:
+        raise ValueError(f"{location}: `{name}` has no user message; expected one, which the policy answers")
     is_lone = len(messages) == 1 and set(messages[0]) == {"role", "content"}
-    return asked[-1], () if is_lone else tuple(messages), left_out
+    return questions[-1], () if is_lone else tuple(messages), left_out
 
 
 def _earlier_turns(
     record: Mapping[str, Any], location: str, source: DataSourceConfig, messages: Sequence[Message]
 ) -> list[Message]:
-    """Return the turns that `system_column` and `history_column` put before the problem, or before the
-    ``messages`` that hold it.
-    """
+    """Return the turns of `system_column` and `history_column`, which precede the problem or ``messages``."""
     turns: list[Message] = []
     if (name := source.system_column) is not None:
         system = _text(record, name, location, "system_column")
@@ -784,7 +776,7 @@ def _earlier_turns(
             turns += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     if turns and messages and (len(turns) > 1 or any(m["role"] == "system" for m in messages)):
         raise ValueError(
-            f"{location}: `{source.problem_column}` has a system prompt or turns of its own besides those of "
+            f"{location}: `{source.problem_column}` has a system prompt or earlier turns, and so do "
             "`system_column` and `history_column`; remove these settings, or name a column of text"
         )
     return turns
@@ -801,7 +793,7 @@ def _answer(record: Mapping[str, Any], location: str, source: DataSourceConfig) 
     name = source.answer_column
     value = _column(record, name, location, "answer_column")
     if isinstance(value, str) and value.startswith('["') and source.answer_pattern is None:
-        values = _stored_in(value)  # Skywork-OR1's golds are lists of texts, as JSON
+        values = _stored_in(value)  # Skywork-OR1 stores golds as JSON lists of texts
         value = values if isinstance(values, list) and all(isinstance(v, str) for v in values) else value
     values = value if isinstance(value, list) else [value]
     texts = [_as_text(value, name, location, record).strip() for value in values]
@@ -812,12 +804,12 @@ def _answer(record: Mapping[str, Any], location: str, source: DataSourceConfig) 
         )
     if len(answers) == 1:
         return answers[0]
-    # As `grpo_dist.rewards.text.alternatives` reads it.
+    # The format that `grpo_dist.rewards.text.alternatives` reads.
     return ", ".join(answers) if source.multiple_answers == "all" else json.dumps(answers, ensure_ascii=False)
 
 
 def _matched(answer: str, location: str, source: DataSourceConfig) -> str:
-    """Return what `answer_pattern` finds in ``answer``."""
+    """Return the match of `answer_pattern` in ``answer``."""
     if source.answer_pattern is None:
         return answer
     try:
@@ -879,18 +871,18 @@ def _is_readable(value: Any) -> bool:
 
 
 SourceRows = tuple[DataSourceConfig, Sequence[DataRow]]
-Pair = tuple[DataRow, DataRow]  # a row, and a later one with its problem
+Pair = tuple[DataRow, DataRow]  # two rows with the same problem, the earlier first
 
 
 @dataclass(frozen=True, slots=True)
 class Duplicates:
-    """The rows of some sources without those that repeat an earlier problem, also of another source.
+    """Rows that repeat an earlier problem, within a source or across sources.
 
     Attributes:
-        sources: each with its rows, and whether each is the first of its problem, bool [n].
-        rows, repeats: number of all rows, and of those that are not the first of their problem.
-        example: one that repeats another; None: there is none.
-        disagreements: of each problem that rows give different answers to, two that do.
+        sources: each source with its rows, and whether each row is the first of its problem, bool [n].
+        rows, repeats: number of all rows, and of rows that repeat an earlier problem.
+        example: a row and its repeat; None: no row repeats.
+        disagreements: two rows with different answers, for each problem that has such rows.
     """
 
     sources: list[tuple[DataSourceConfig, DataRows, np.ndarray]]
@@ -905,35 +897,35 @@ class Duplicates:
         return [(source, rows.select(np.flatnonzero(is_first))) for source, rows, is_first in self.sources]
 
     def warnings(self, key: str, *, deduplicated: bool) -> list[str]:
-        """Say what was found, for the configuration's ``key`` of the sources."""
+        """Return warnings about repeats. ``key``: the configuration key of the sources."""
         if self.example is None:
             return []
         row, repeat = self.example
         text = (
             f"warning: {key}: {self.repeats} of {self.rows} rows repeat the problem of an earlier row "
-            f"({self.rows - self.repeats} distinct), e.g. {repeat.location} that of {row.location}; "
+            f"({self.rows - self.repeats} distinct), e.g. {repeat.location} repeats {row.location}; "
         )
         remedy = "only the first" if deduplicated else "data.deduplicate=true keeps only the first"
-        said = [f"{text}{remedy} of each{' is kept' if deduplicated else ''}"]
+        warnings = [f"{text}{remedy} of each{' is kept' if deduplicated else ''}"]
         if self.disagreements:
             row, other = self.disagreements[0]
-            said.append(
+            warnings.append(
                 f"warning: {key}: {len(self.disagreements)} problems have rows with different answers, e.g. "
                 f"{row.answer[:40]!r} at {row.location} and {other.answer[:40]!r} at {other.location}; "
                 "remove the wrong rows"
             )
-        return said
+        return warnings
 
 
 def find_duplicates(data: DataConfig, sources: Sequence[SourceRows]) -> Duplicates:
-    """Compare the problems of all rows. White space around a problem does not count; the environment that
-    asks it, and the columns that a template puts beside it, do.
+    """Compare the problems of all rows, with their environment and template columns, without the white space
+    around them.
     """
     tables = [(source, DataRows.from_rows(rows)) for source, rows in sources]
     hashes = [_problem_hashes(rows.distinct, data.environment_of(source), source) for source, rows in tables]
     begins = np.cumsum([0, *map(len, hashes)])
     joined = np.concatenate([np.empty(0, np.uint64), *hashes])
-    first_of = np.arange(len(joined))  # of each distinct row of all sources, the first with its problem
+    first_of = np.arange(len(joined))  # the first row with the same problem, by distinct row of all sources
     if len(sorted_distinct(joined)) < len(joined):
         _, first, inverse = np.unique(joined, return_index=True, return_inverse=True)
         first_of = first[inverse]
@@ -945,26 +937,26 @@ def find_duplicates(data: DataConfig, sources: Sequence[SourceRows]) -> Duplicat
     disagreements: dict[int, Pair] = {}
     for number in np.flatnonzero(first_of != np.arange(len(first_of))).tolist():
         earlier, later = row(int(first_of[number])), row(number)
-        if earlier.problem.strip() != later.problem.strip():  # of 64 bits, two hashes may be the same
+        if earlier.problem.strip() != later.problem.strip():  # 64-bit hashes may collide
             first_of[number] = number
         elif earlier.answer != later.answer:
             disagreements.setdefault(int(first_of[number]), (earlier, later))
-    kept, example = [], None
+    marked_sources, example = [], None
     for begin, (source, rows) in zip(begins[:-1].tolist(), tables, strict=True):
-        of_rows = first_of[begin : begin + len(rows.distinct)]
+        first_rows = first_of[begin : begin + len(rows.distinct)]
         is_first = np.zeros(len(rows), bool)
-        is_first[rows.first_places()[of_rows == np.arange(begin, begin + len(of_rows))]] = True
+        is_first[rows.first_places()[first_rows == np.arange(begin, begin + len(first_rows))]] = True
         if example is None and not is_first.all():
             place = int(np.argmin(is_first))
-            example = row(int(of_rows[rows.codes[place]])), rows[place]
-        kept.append((source, rows, is_first))
+            example = row(int(first_rows[rows.codes[place]])), rows[place]
+        marked_sources.append((source, rows, is_first))
     count = sum(len(rows) for _, rows in tables)
-    repeated = count - sum(int(is_first.sum()) for _, _, is_first in kept)
-    return Duplicates(kept, count, repeated, example, list(disagreements.values()))
+    repeated = count - sum(int(is_first.sum()) for _, _, is_first in marked_sources)
+    return Duplicates(marked_sources, count, repeated, example, list(disagreements.values()))
 
 
 def _problem_hashes(rows: RowTable, environment: str | None, source: DataSourceConfig) -> np.ndarray:
-    """Return a hash of what makes the problem of each row, uint64."""
+    """Return a hash of each row's problem, uint64: text, messages, template values, environment."""
     keeps_columns = brings_columns(source)
     if rows.is_plain and environment is None and not keeps_columns:
         return rows.problem_hashes
@@ -978,8 +970,7 @@ def _problem_hashes(rows: RowTable, environment: str | None, source: DataSourceC
     return np.fromiter((hashed(i, row) for i, row in enumerate(rows)), np.uint64, len(rows))
 
 
-# As data sets write them (LLaVA, MMMU, Geometry3K), and as the chat templates of Qwen, Gemma, Llama and
-# Pixtral do.
+# Placeholders of data sets (LLaVA, MMMU, Geometry3K) and chat templates (Qwen, Gemma, Llama, Pixtral).
 _MEDIA = re.compile(
     r"<(?:image|video|audio)(?:_?\d+)?>|<\|(?:image|video|audio)(?:_pad)?\|>|<\|vision_start\|>"
     r"|<start_of_image>|<image_soft_token>|\[IMG\]"
@@ -989,14 +980,14 @@ _SEARCHED = 4096  # texts searched at once
 
 
 def media_problem(rows: Sequence[DataRow]) -> str:
-    """Return how many ``rows`` refer to an image, video or sound, and the first of them; "": none does."""
+    """Return how many ``rows`` refer to an image, video or sound, and the first such row; "": none does."""
     rows = DataRows.from_rows(rows)
     problems = rows.distinct.problems
     has_media = np.zeros(len(problems), bool)
     for begin in range(0, len(problems), _SEARCHED):
         texts = problems[begin : begin + _SEARCHED]
         joined = "\0".join(texts)
-        if any(word in joined for word in _MEDIA_WORDS):  # a tenth of the time
+        if any(word in joined for word in _MEDIA_WORDS):  # ten times faster than the pattern
             has_media[begin : begin + len(texts)] = [bool(_MEDIA.search(text)) for text in texts]
     places = np.flatnonzero(has_media[rows.codes])
     if not len(places):

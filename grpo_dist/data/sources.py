@@ -1,9 +1,9 @@
-"""Where the rows of a data source come from: files and directories of files, data sets of the hub or of
-`save_to_disk`, generated problems, a user's function, an environment.
+"""Reads the rows of a data source: files and directories of files, data sets of the hub or of `save_to_disk`,
+generated problems, a user's function, an environment.
 
-Files are read by `files.file_rows`, also those of a directory or of the hub: `datasets` only says which files
-are of which split. Its own readers decode text in columns of mixed kinds (`007` becomes 7), and take some 400
-microseconds a row.
+`files.file_rows` reads all files, also in directories and from the hub; `datasets` only assigns files to
+splits. Its readers decode text in columns of mixed types (`007` becomes 7), and take about 400 microseconds
+per row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from grpo_dist.errors import expanded, searched
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.model_files import cache_dir
 
-# Yields location and record of every row of a source without a `path`, or with that of a user's function.
+# Yields location and record of every row of a source without a `path`, or whose `path` is a user's function.
 EnvironmentProblems = Callable[[DataSourceConfig], Iterator[Located]]
 
 T = TypeVar("T")
@@ -59,19 +59,19 @@ def records(
 
     Args:
         own: reads a source that is a user's function, or whose environment brings the problems.
-        columns: those that are needed; a table's others may be left out. (): all.
+        columns: the needed columns; other columns of a table may be skipped. (): all.
 
-    Raises ValueError for a source, split or part of one that there is not, and for a malformed row.
+    Raises ValueError for a missing source, split or part of a split, and for a malformed row.
     """
     if source.path is None or source.is_own:
         if own is None:
             raise ValueError(
-                f"a data source with path = {source.path}: nothing here runs environments and your own code; "
-                "name a file"
+                f"a data source with path = {source.path}: environments and user code are not run here; name "
+                "a file"
             )
         return own(source)
     if source.is_generated_by_reasoning_gym:
-        # The package is optional; the adapter that imports it is the environment's.
+        # The package is optional; the environment's adapter imports it.
         adapter = load_environment(source.path)
         rows = adapter.problems(source.split, source.max_rows, **source.kwargs)
         return ((f"{source.path}/{source.split}:{i}", row) for i, row in enumerate(rows, 1))
@@ -93,8 +93,8 @@ def records(
 
 
 def source_files(source: DataSourceConfig) -> list[Path]:
-    """Return the local files that the rows of ``source`` are read from, those of the hub downloaded; []: they
-    come from elsewhere, or `records` does not read these files. Raises ValueError as `records`.
+    """Return the local files of ``source``; hub files are downloaded. []: its rows come from elsewhere, or
+    `records` does not read these files. Raises ValueError as `records`.
     """
     if source.path is None or source.is_own or source.is_generated_by_reasoning_gym:
         return []
@@ -119,7 +119,7 @@ def _is_hub_id(name: str, path: Path) -> bool:
 
 
 def _splits(spec: str) -> list[str]:
-    """Return the names of the splits in ``spec``, a part of some: train[:5%]+test -> train, test"""
+    """Return the names of the splits in ``spec``: train[:5%]+test -> train, test"""
     return [re.split(r"[\[(]", part)[0].strip() for part in spec.split("+")]
 
 
@@ -137,7 +137,7 @@ def _listed(source: DataSourceConfig, path: Path, columns: Sequence[str]) -> Ite
         )
     if unread and kind in ("csv", "json", "parquet", "arrow"):
         raise ValueError(f"{source.path}: {unread[0]} is packed in a form that is not read; unpack it")
-    # Kinds that only `datasets` reads, and without a network what it prepared earlier.
+    # File types that only `datasets` reads; without a network, data sets that it prepared earlier.
     loaded = _guard(
         lambda: datasets.load_dataset(name, source.subset, split=source.split, streaming=is_local), source
     )
@@ -145,7 +145,7 @@ def _listed(source: DataSourceConfig, path: Path, columns: Sequence[str]) -> Ite
 
 
 def _split_files(source: DataSourceConfig, path: Path) -> tuple[dict[str, list[str]], str]:
-    """Return what `_list_files` does of a directory or hub data set. Raises ValueError as `records`."""
+    """Return `_list_files` of a directory or hub data set. Raises ValueError as `records`."""
     import datasets  # heavy, as above
     from huggingface_hub import constants
 
@@ -160,37 +160,37 @@ def _split_files(source: DataSourceConfig, path: Path) -> tuple[dict[str, list[s
 
 @lru_cache(maxsize=64)
 def _hub_files(name: str, subset: str | None, *, keep: bool) -> tuple[dict[str, list[str]], str]:
-    """Return what `_list_files` does; a process asks once for each data set of the hub."""
+    """Return `_list_files`; a process asks the hub once per data set."""
     return _list_files(name, subset, keep=keep)
 
 
 def _list_files(name: str, subset: str | None, *, keep: bool) -> tuple[dict[str, list[str]], str]:
-    """Return the files of each split as `datasets` finds them, and their kind. {}: it has rows without files.
+    """Return the files of each split as `datasets` finds them, and their type. {}: rows without files.
 
-    With ``keep`` the list is kept, for a later start without a network.
+    With ``keep`` the list is cached for a later start without a network.
     """
     from datasets import load_dataset_builder  # heavy, as above
 
     digest = hashlib.sha256(json.dumps([name, subset]).encode()).hexdigest()[:16]
-    kept = cache_dir() / f"hub-{digest}.json"
+    cache_file = cache_dir() / f"hub-{digest}.json"
     try:
         builder = load_dataset_builder(name, subset)
     except Exception:
-        if not keep or not kept.is_file():
+        if not keep or not cache_file.is_file():
             raise
         builder = None
     listed = builder.config.data_files if builder is not None else None
     if listed and getattr(builder.config, "field", None) is None:
         files = {str(split): list(map(str, names)) for split, names in listed.items()}
         if keep:
-            write_text(kept, json.dumps(files))
+            write_text(cache_file, json.dumps(files))
         return files, type(builder).__module__.rpartition(".")[2]
-    return (json.loads(kept.read_text()) if keep and kept.is_file() else {}), ""
+    return (json.loads(cache_file.read_text()) if keep and cache_file.is_file() else {}), ""
 
 
 @lru_cache
 def find_hub_failure() -> str:
-    """Return why no connection to the hub can be made; "": one can, a proxy decides, or none is wanted."""
+    """Return why the hub cannot be reached; "": it can, a proxy decides, or HF_HUB_OFFLINE is set."""
     from huggingface_hub import constants  # heavy, as above
 
     endpoint = urlparse(constants.ENDPOINT)
@@ -222,7 +222,7 @@ def _table(table: Any, name: str, columns: Sequence[str], source: DataSourceConf
 
     def rows() -> Iterator[Located]:
         parts = iter(table.with_format("arrow").iter(_BATCH))
-        # A damaged file shows only when it is read.
+        # Reading is what detects a damaged file.
         yield from table_rows(iter(lambda: _guard(lambda: next(parts, None), source), None), name)
 
     return Split(rows, lambda: len(table))
@@ -249,7 +249,7 @@ def _local(file: str, source: DataSourceConfig) -> Path:
 
 
 def _downloaded(url: str) -> Path:
-    """Return the local copy of a file of the hub, or of another server."""
+    """Download a file from the hub or another server, and return its local path."""
     if (place := _HUB_FILE.fullmatch(url)) is None:
         from datasets import DownloadManager  # heavy, as above
 
@@ -257,7 +257,7 @@ def _downloaded(url: str) -> Path:
     from huggingface_hub import hf_hub_download  # heavy, as above
 
     repository, revision, file = place.groups()
-    # No network is needed for a file that is here: the revision is a commit.
+    # A file in the cache needs no network: the revision is a commit.
     return Path(hf_hub_download(repository, file, repo_type="dataset", revision=unquote(revision)))
 
 
@@ -271,7 +271,7 @@ def _demo_split(name: str, split: DemoSplit) -> Split:
 def _part(source: DataSourceConfig, splits: Mapping[str, Split] | Split) -> Iterator[Located]:
     """Return the rows that `split` names, in the notation of `datasets`: train, train[:5%], train[10:]+test.
 
-    ``splits``: of a data set, or what has none, whatever the name that `split` gives it.
+    ``splits``: the splits of a data set, or a data set without splits, which takes any name.
     """
     spec = source.split
     names = _splits(spec)
@@ -279,7 +279,7 @@ def _part(source: DataSourceConfig, splits: Mapping[str, Split] | Split) -> Iter
         if len(set(names)) > 1:
             raise ValueError(
                 f"{source.path}: `split` = {spec}, but it has no splits; expected a part such as "
-                "train[:100]+train[-100:], or several files in sources of their own"
+                "train[:100]+train[-100:], or several files as separate sources"
             )
         splits = {names[0]: splits}
     for name in names:

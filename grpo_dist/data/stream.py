@@ -1,14 +1,14 @@
 """Order of prompts under dynamic sampling: a stream of concatenated epochs.
 
-The rewards of a batch decide how many prompts it samples. So a batch takes as many as it may need when it is
-launched, and returns those it did not sample when it is trained on:
+The rewards of a batch decide how many prompts it samples. So a batch takes as many as it may need at launch,
+and returns the unsampled ones when it is trained on:
 
     launched   takes 4 prompts and 12 spare ones: returned ones first, oldest first, then from the stream
     trained    returns the spare prompts that it did not sample
 
-Every prompt of an epoch is sampled once, but for those that `data.order.drop_solved` leaves out: their turns
-are passed over. With several batches in flight at the end of an epoch, one may start
-the next epoch before another has returned prompts of this one. An order index is a position in the epochs.
+Every prompt of an epoch is sampled once, except prompts that `data.order.drop_solved` drops: the stream skips
+them. With several batches in flight at the end of an epoch, one may start the next epoch before another has
+returned prompts of this one. An order index is a position in the epochs.
 
 # Mixtures
 
@@ -16,42 +16,41 @@ A mixture of sources by weight: `data.train[].weight`.
 
     weights math 3, code 1    draws math math code math math math math code ...
 
-Draw m belongs to the source that the fraction of (m + 1) times the golden ratio falls to, the shares of the
-sources laid end to end. Such fractions fill [0, 1) evenly, so the first n draws differ from the shares by a
-few draws for every n (Steinhaus' three-gap theorem). The draws of a source go through its prompts in epochs,
+The shares of the sources divide [0, 1). Draw m belongs to the source whose part holds the fraction of (m + 1)
+times the golden ratio. These fractions fill [0, 1) evenly, so for every n the first n draws differ from the
+shares by a few draws (Steinhaus' three-gap theorem). The draws of a source go through its prompts in epochs,
 each a permutation drawn from the seed.
 
 # Solved prompts
 
-Prompts that the policy solves are left out of all later epochs: `data.order.drop_solved`.
+Prompts that the policy solves are dropped from all later epochs: `data.order.drop_solved`.
 
     drop_solved 0.9, 4 samples of each prompt; right samples of its group
     epoch 0    a 4   b 3   c 1   d 0
-    epoch 1          b 4   c 2   d 1     a is left out
+    epoch 1          b 4   c 2   d 1     a is dropped
     epoch 2                c 3   d 2     b, too
 
 ScaleRL's no-positive resampling, arXiv:2510.13786: a policy mostly keeps solving what it has solved, so the
-prompt never returns, except in steps already in flight. The group of the latest epoch decides, and
-not the mean over all epochs, which the first ones would hold down. A sample that could not be scored, or that
-no engine gave, does not count as right: it is no reason to leave a prompt out for good.
+prompt never returns, except in steps already in flight. The group of the latest epoch decides, not the mean
+over all epochs, which early failures would lower. An unscored or missing sample counts as wrong, so it never
+drops a prompt for good.
 
 # Tail batching
 
 Tail batching: prompts with long answers share steps, so that few steps wait for a long answer.
 
     epoch, window of 2 steps    a b c d      expected tokens 900 80 100 700
-    sorted, cut into steps      c b | a d    one step waits for 100 tokens, one for 900; as drawn both wait
+    sorted, cut into steps      c b | a d    one step waits for 100 tokens, one for 900; unsorted, both wait
 
-The answers of a prompt have been about so long before: the expectation is the exponential mean over its
-groups, and the mean of the known prompts where it was not sampled yet. Every prompt of an epoch is drawn
-once. A window is `data.order.window` steps of the epoch's random permutation. So no prompt leaves its
-window, whatever its length, and over each window the mean length is that of random steps. Which step of the
-window gets the long prompts is drawn from the seed. Within a step the longest come first, so that none begins
-when the others end. Lengths are those of steps that are trained, so the order is a function of seed
-and samples, never of which sample is finished first.
+The expected length of a prompt's answers is the exponential mean over its earlier groups. An unsampled prompt
+gets the mean of the sampled ones. Every prompt of an epoch is drawn once. A window is `data.order.window`
+steps of the epoch's random permutation. No prompt leaves its window, whatever its length, so the mean length
+over a window equals the mean over random steps. The seed decides which step of a window gets the long
+prompts. Within a step the longest prompts come first, so none starts when the others end. Lengths come from
+trained steps, so the order is a function of seed and samples, never of which sample finishes first.
 
-Long prompts in steps of their own: RollPacker, arXiv:2509.21009, which finds them by sampling; here they are
-predicted.
+Separate steps for long prompts: RollPacker, arXiv:2509.21009, which finds them by sampling; this order
+predicts them.
 """
 
 from __future__ import annotations
@@ -71,15 +70,15 @@ from grpo_dist.types import Group, Prompt, correctness
 
 _GOLDEN = (5**0.5 - 1) / 2
 _BLOCK = 4096  # draws computed at once
-_ROUNDING = 1e-6  # in a share times a number of prompts: 0.07 * 100 is above 7
+_ROUNDING = 1e-6  # tolerance for a share times a number of prompts: 0.07 * 100 is above 7
 
 
 class Mixture:
     """An endless sequence of prompts.
 
     Args:
-        sources: of each prompt.
-        weights: of each source.
+        sources: the source of each prompt.
+        weights: the weight of each source.
     """
 
     def __init__(self, sources: Sequence[str], weights: Mapping[str, float], *, seed: int) -> None:
@@ -90,7 +89,7 @@ class Mixture:
         self._seeds = [seed + 1_000_003 * i for i in range(len(names))]
         self._source = np.empty(0, np.int64)  # the source of each draw so far
         self._number = np.empty(0, np.int64)  # how many draws of its source came before
-        # The latest epoch of each source: sources take turns, and there may be many.
+        # The latest epoch of each source: draws alternate between sources, and there may be many.
         self._epochs: list[tuple[int, np.ndarray]] = [(-1, np.empty(0, np.int64))] * len(names)
 
     def prompt(self, draw: int) -> int:
@@ -119,8 +118,8 @@ class Mixture:
 
 
 def most_at_once(weights: Mapping[str, float], prompts: Sequence[Prompt]) -> int:
-    """Return how many of ``prompts`` can be drawn and none of them twice: all, or with ``weights``, the share
-    of each source, as many as the source allows that has the fewest for its share.
+    """Return how many of ``prompts`` can be drawn without a repeat. Without ``weights``, the share of each
+    source, that is all; else the source with the fewest prompts for its share limits it.
 
         4000 and 600 prompts, each source a half    1200
     """
@@ -131,9 +130,9 @@ def most_at_once(weights: Mapping[str, float], prompts: Sequence[Prompt]) -> int
 
 
 def check_weights(data: DataConfig, prompts: Sequence[Prompt], *, in_flight: int) -> None:
-    """Check that every source can give its share. ``in_flight``: prompts of all steps in flight.
+    """Check that every source can supply its share. ``in_flight``: prompts of all steps in flight.
 
-    Raises ValueError where the prompts of a source are fewer, so that it would be drawn twice at once.
+    Raises ValueError where a source has too few prompts, so that one would be in flight twice.
     """
     counts = Counter(sources_of(prompts) if data.weights else ())
     for name, share in data.weights.items():
@@ -149,9 +148,9 @@ logger = logging.getLogger("grpo_dist")
 
 
 class SolvedPrompts:
-    """Which of ``prompts`` are left out, and how often the turn of each was passed over.
+    """Tracks which of ``prompts`` are dropped, and how often each was skipped.
 
-    ``passed``: that count by uid, of a checkpoint; a prompt that is left out has one, 0 at first.
+    ``passed``: skips by uid, from a checkpoint; every dropped prompt has an entry, 0 at first.
     """
 
     def __init__(
@@ -163,9 +162,9 @@ class SolvedPrompts:
         keep: int = 1,
         samples: int = 1,
     ) -> None:
-        """``share``: right samples of a group from which its prompt is left out; None: it never is.
-        ``keep``: prompts that stay in any case, since the steps in flight hold as many. ``samples``: of a
-        whole group.
+        """``share``: share of right samples in a group from which its prompt is dropped; None: never.
+        ``keep``: prompts that always stay, since the steps in flight need this many. ``samples``: size of a
+        full group.
         """
         self._prompts, self._share, self._keep, self._samples = prompts, share, keep, samples
         tracked = share is not None or passed
@@ -179,11 +178,11 @@ class SolvedPrompts:
 
     @property
     def passed(self) -> dict[str, int]:
-        """How often the turn of each prompt that is left out was passed over, by uid."""
+        """How often each dropped prompt was skipped, by uid."""
         return dict(self._passed)
 
     def observe(self, sampled: Sequence[Group]) -> None:
-        """Leave out the prompts of the groups that reach the share, while more than ``keep`` are left."""
+        """Drop the prompts whose groups reach the share, while more than ``keep`` remain."""
         if self._share is None:
             return
         for group in sampled:
@@ -196,7 +195,7 @@ class SolvedPrompts:
             self.is_out[index], self._passed[uid] = True, 0
 
     def pass_over(self, index: int) -> None:
-        """Count that a turn of prompt ``index``, which is left out, was passed over."""
+        """Count a skip of the dropped prompt ``index``."""
         self._passed[self._prompts[index].uid] += 1
 
     def _warn(self) -> None:
@@ -214,9 +213,7 @@ class SolvedPrompts:
 
 
 def right_share(group: Group, samples: int = 1) -> float:
-    """Return the right samples of a group as a share of all, of ``samples`` at least: those that could
-    not be scored or had are not right.
-    """
+    """Return right samples / max(group size, ``samples``); unscored and missing samples are wrong."""
     right = correctness(group)
     return int(np.count_nonzero(right == 1.0)) / max(len(right), samples)
 
@@ -224,7 +221,7 @@ def right_share(group: Group, samples: int = 1) -> float:
 class PromptStream:
     """Stream of order indices.
 
-    All below ``position`` were taken or passed over, except those ``waiting``: returned or postponed, oldest
+    All below ``position`` were taken or skipped, except the returned or postponed ones, ``waiting``, oldest
     first.
     """
 
@@ -238,11 +235,11 @@ class PromptStream:
         weights: Mapping[str, float] | None = None,
         solved: SolvedPrompts | None = None,
     ) -> None:
-        """``per_batch`` is the number of prompts a batch takes, including spare ones. ``weights``: of each
-        source, see `Mixture`; none: epochs of all prompts. ``solved``: those to leave out; None:
-        those of ``state``, and no others.
+        """``per_batch`` is the number of prompts a batch takes, including spare ones. ``weights``: the weight
+        of each source, see `Mixture`; empty: epochs of all prompts. ``solved``: prompts to drop; None: only
+        the ones dropped in ``state``.
 
-        Raises ValueError if it exceeds the number of prompts.
+        Raises ValueError if ``per_batch`` exceeds the number of prompts.
         """
         if per_batch > (n := len(prompts)):
             raise ValueError(f"{per_batch} prompts a batch cannot be drawn from {n} without repetition")
@@ -290,7 +287,7 @@ class PromptStream:
         return self._prompts[self.prompt(index)].uid
 
     def _next_left(self, taken: int) -> int:
-        """As `_next`, without the prompts that are left out."""
+        """Return `_next` after skipping dropped prompts."""
         while self._solved.is_out[prompt := self.prompt(index := self._next(taken))]:
             self._solved.pass_over(prompt)
         return index
@@ -307,7 +304,7 @@ _LENGTH_KEPT = 0.5  # weight of earlier lengths when a prompt is sampled again
 
 
 class LengthOrder(PromptStream):
-    """A stream of order indices, see `PromptStream`: ``waiting`` has the rest of the window in its order."""
+    """A stream of order indices, see `PromptStream`: ``waiting`` has the rest of the window, in order."""
 
     def __init__(
         self,
@@ -320,7 +317,7 @@ class LengthOrder(PromptStream):
         state: OrderState,
         solved: SolvedPrompts | None = None,
     ) -> None:
-        """``per_step``: prompts that share a step. ``window``: steps. ``solved``, and what it raises: as of
+        """``per_step``: prompts that share a step. ``window``: steps. ``solved`` and errors: see
         `PromptStream`.
         """
         super().__init__(prompts, per_batch, seed=seed, state=state, solved=solved)
@@ -342,13 +339,13 @@ class LengthOrder(PromptStream):
         self._waiting.extendleft(reversed([index for index in indices if self._uid(index) not in uids]))
 
     def _next(self, taken: int) -> int:
-        while not self._waiting:  # a window is empty where the rest of its epoch is left out
+        while not self._waiting:  # a window is empty where the rest of its epoch is dropped
             self._waiting = deque(self._next_window(taken % self._per_step))
         return self._waiting.popleft()
 
     def _next_window(self, started: int) -> list[int]:
-        """Return the order indices of the next window in the order of their steps. ``started``: prompts that
-        the first step has already.
+        """Return the order indices of the next window, step by step. ``started``: prompts that the first
+        step already has.
         """
         first, indices = self._position, self._window_indices()
         ranked = indices[np.argsort(self._expected(indices), kind="stable")]
@@ -364,13 +361,13 @@ class LengthOrder(PromptStream):
         return [int(index) for step in steps for index in step]
 
     def _window_indices(self) -> np.ndarray:
-        """Go to the end of the next window; return its order indices, int64, in the epoch's permutation."""
+        """Advance to the end of the next window; return its order indices, int64, in the epoch's order."""
         first, count = self._position, len(self._prompts)
         epoch, at = divmod(first, count)
         is_out = self._solved.is_out[shuffled(count, self._seed, epoch)[at:]]
         left = first + np.flatnonzero(~is_out)
         size = self._window * self._per_step
-        is_last = len(left) - size < self._per_step  # too few for a window of their own
+        is_last = len(left) - size < self._per_step  # the rest is too small for another window
         indices = left if is_last else left[:size]
         self._position = (epoch + 1) * count if is_last else int(indices[-1]) + 1
         for index in first + np.flatnonzero(is_out[: self._position - first]):
@@ -380,6 +377,6 @@ class LengthOrder(PromptStream):
     def _expected(self, indices: np.ndarray) -> np.ndarray:
         """Return the expected tokens of a completion, float64 [indices]."""
         lengths = [self._lengths.get(self._uid(index)) for index in indices.tolist()]
-        seen = [tokens for tokens in lengths if tokens is not None]
-        unseen = float(np.mean(seen)) if seen else 0.0
-        return np.array([unseen if tokens is None else tokens for tokens in lengths])
+        observed = [tokens for tokens in lengths if tokens is not None]
+        default = float(np.mean(observed)) if observed else 0.0
+        return np.array([default if tokens is None else tokens for tokens in lengths])

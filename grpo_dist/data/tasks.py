@@ -1,4 +1,4 @@
-"""The environments of data sources: what they ask, the tools they have, and problems that they bring."""
+"""The environments of data sources: their questions, tools and built-in problems."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from grpo_dist.plugins.inputs import SourceInputs
 from grpo_dist.plugins.user_code import SOURCE, call, check_signature, load
 from grpo_dist.types import Task
 
-_RESULT = "7361927"  # shown by a template that knows tool messages
+_RESULT = "7361927"  # a template that supports tool messages renders it
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTasks:
-    """The task of each row of a source, and what is asked.
+    """The task and the questions of a source's rows.
 
     Attributes:
-        questions: what an environment asks in its own words, which holds no control tokens: text, to which
-            the instruction and the system prompt are added, or messages; (): it asks the problem as it is.
+        questions: the environment's questions without control tokens: text, to which the instruction and the
+            system prompt are added, or messages; (): it asks the problem as it is.
     """
 
     task: Task
@@ -42,8 +42,8 @@ class SourceTasks:
 
 
 def environment_problems(data: DataConfig, environments: EnvironmentsConfig) -> EnvironmentProblems:
-    """Return the reader of sources that are functions of a user's own, and of those without a `path`, whose
-    environment brings the problems.
+    """Return a reader of user-supplied sources, and of sources without a `path`, whose environment brings the
+    problems.
     """
 
     def records(source: DataSourceConfig) -> Iterator[Located]:
@@ -54,7 +54,7 @@ def environment_problems(data: DataConfig, environments: EnvironmentsConfig) -> 
         if name is None:
             raise ValueError(
                 "a data source has neither `path` nor an environment; set its `path`, or `environment` to "
-                "one that brings its own problems"
+                "one that provides problems"
             )
         probe = EnvironmentProbe(name, source.environment_kwargs, environments)
         rows = probe.environment_problems(source.split, source.max_rows)
@@ -64,8 +64,8 @@ def environment_problems(data: DataConfig, environments: EnvironmentsConfig) -> 
 
 
 def _rows_of_function(source: DataSourceConfig, code_paths: Sequence[str]) -> Iterator[Located]:
-    """Yield location and columns of every row. Raises ValueError for a function that cannot be used, that
-    fails, or that yields something else.
+    """Yield location and columns of every row. Raises ValueError for a function that cannot be loaded, fails,
+    or yields something else.
     """
     name = str(source.path)
     function = load(SOURCE, name, code_paths)
@@ -94,7 +94,7 @@ def source_tasks(
 ) -> SourceTasks | None:
     """Ask the environment of ``source`` about its rows; None where it has no environment.
 
-    Raises ValueError for an environment that cannot be used, or that the chat template has no form for.
+    Raises ValueError for an environment that cannot be used, or that the chat template does not support.
     """
     name = data.environment_of(source)
     if name is None:
@@ -128,7 +128,7 @@ def source_tasks(
         return SourceTasks(task, (), renderer)
     if row := next((row for row in rows if row.messages), None):
         raise ValueError(
-            f"{row.location}: environment {name} asks in its own words, which would drop the system prompt "
+            f"{row.location}: environment {name} writes the question, which would drop the system prompt "
             "and earlier turns of the row's messages; name a column of text in `problem_column`, such as "
             f"{source.problem_column}.-1.content"
         )

@@ -11,7 +11,7 @@ from grpo_dist.demo.smollm2 import smollm2
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.runtime.model_files import cached
 
-_VERSION = 2  # of the files this module writes; raise it when they change
+_VERSION = 2  # version of the written files; increment if they change
 _SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4},  # 0.8 M parameters
     "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6},  # 4.8 M parameters
@@ -27,8 +27,8 @@ _SHAPES: dict[str, dict[str, int]] = {
 
 
 def cached_model(name: str, *, seed: int) -> Path:
-    """Return the directory of model ``name``, cached. Raises ValueError for an unknown name, and for
-    `smollm2` where it cannot be fetched.
+    """Return the cached directory of model ``name``. Raises ValueError for an unknown name, or if `smollm2`
+    cannot be downloaded.
     """
     if name == SMOLLM2:
         return smollm2()
@@ -40,7 +40,7 @@ def cached_model(name: str, *, seed: int) -> Path:
 
 
 def is_toy(path: str) -> bool:
-    """Return whether the model ``path`` is one of random weights that are made in a moment."""
+    """Return whether ``path`` names a model of random weights, which is created in a moment."""
     return path.startswith("demo:") and path.removeprefix("demo:") in _SHAPES
 
 
@@ -92,7 +92,7 @@ def _write_random(shape: dict[str, Any], seed: int, directory: Path, file: Path)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=shape.get("dtype", "float32"))
-    except Exception as error:  # for a bad shape, libraries raise whatever error their code runs into
+    except Exception as error:  # for a bad shape, libraries may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
             f"model.path = random:{file}: no causal language model can be made of it ({reason}); "
@@ -103,7 +103,7 @@ def _write_random(shape: dict[str, Any], seed: int, directory: Path, file: Path)
 
 
 def _write(shape: dict[str, int], seed: int, directory: Path) -> None:
-    """Write a Hugging Face model directory; equal arguments give equal files."""
+    """Write a Hugging Face model directory, deterministically."""
     # heavy: only when the model is not cached
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -1,6 +1,6 @@
-"""Builds a small tokenizer of characters with a chat template.
+"""Builds a small character tokenizer with a chat template.
 
-It is a Qwen2 tokenizer, because AutoTokenizer loads any tokenizer of a Qwen2 model as one. It is byte-level,
+It is a Qwen2 tokenizer, because AutoTokenizer loads every Qwen2 model's tokenizer as one. It is byte-level,
 so any text survives a round trip (after Unicode normalisation to NFC).
 """
 
@@ -20,9 +20,9 @@ _TEMPLATE = (
 
 
 def character_tokenizer(*, ascii_only: bool = False) -> Any:
-    """Build a tokenizer with one token per byte and per mark: 267 tokens.
+    """Build a tokenizer with one token per byte and per special token: 267 tokens.
 
-    With ``ascii_only`` it has 107, and other characters are lost. A chat renders as
+    With ``ascii_only`` it has 107 tokens, and other characters are lost. A chat renders as
     ``<|user|>2+2=<|assistant|>4<|end|>``.
     """
     from transformers import Qwen2Tokenizer  # heavy: only when the tokenizer is built
@@ -36,7 +36,7 @@ def character_tokenizer(*, ascii_only: bool = False) -> Any:
 
 
 def character_decoder() -> Any:
-    """Build a `tokenizers.Tokenizer` that decodes as `character_tokenizer`; imports no transformers."""
+    """Build a `tokenizers.Tokenizer` that decodes like `character_tokenizer`, without transformers."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     decoder = Tokenizer(models.BPE(_letters(ascii_only=False), []))
@@ -47,12 +47,12 @@ def character_decoder() -> Any:
 
 
 def _letters(ascii_only: bool) -> dict[str, int]:
-    """Return ids of the special tokens and of the characters that stand for bytes in byte-level BPE."""
+    """Return ids of the special tokens and of byte-level BPE's characters."""
     from tokenizers import pre_tokenizers
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # in a fixed order
-    kept = [letter for letter in letters if not ascii_only or letter.isascii() or letter in "ĠĊ"]
-    return {token: i for i, token in enumerate([*_SPECIALS, *kept])}
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # a fixed order
+    characters = [letter for letter in letters if not ascii_only or letter.isascii() or letter in "ĠĊ"]
+    return {token: i for i, token in enumerate([*_SPECIALS, *characters])}
 
 
 def _added() -> list[Any]:

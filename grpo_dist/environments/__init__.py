@@ -1,1 +1,1 @@
-"""Environments: what the policy acts in over several turns, its tools, and the sandbox for code it writes."""
+"""Multi-turn environments, their tools, and the sandbox that runs the policy's code."""

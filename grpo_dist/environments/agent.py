@@ -1,14 +1,14 @@
-"""Agents that others wrote: a program in a process of its own, and OpenAI's API in front of the engines.
+"""External agents: a program in a separate process that calls the engines through an OpenAI-compatible API.
 
 agent's process   POST /v1/chat/completions ------+                            +---> the answer
 environment worker                                +--> Observed(request)       |
 engine                                                  rows, tokens, sampling +-- Action(reply)
 
-The program gets OPENAI_BASE_URL and OPENAI_API_KEY of its episode, and its row as JSON on standard input. Its
-exit ends the episode; a last line of its output such as {"reward": 1.0} is the reward of the last turn.
+The program gets its episode's OPENAI_BASE_URL and OPENAI_API_KEY, and its row as JSON on standard input. Its
+exit ends the episode. A last output line such as {"reward": 1.0} sets the reward of the last turn.
 
-The server listens on this machine's loopback alone, and answers nobody without the key of an episode. The
-program is trusted as the code of rewards and environments is: its process is killed, but not confined.
+The server listens on loopback only and rejects requests without an episode's key. The program is trusted like
+reward and environment code: its process is killed at the end, but not sandboxed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from grpo_dist.environments.sandbox.host import environment_of
 from grpo_dist.runtime.processes import SET_PARENT_DEATH_SIGNAL, kill_marked
 from grpo_dist.types import Task
 
-_MARK = "GRPO_DIST_AGENT"  # environment variable that all processes of an agent inherit
-_PRINTED = 1 << 16  # bytes of output that are read, the last ones
-_SHOWN = 600  # characters of standard error in a message
-_BODY = 1 << 26  # bytes of a request
-# The program ends with this worker, also where that is killed.
+_MARK = "GRPO_DIST_AGENT"  # environment variable inherited by all of an agent's processes
+_PRINTED = 1 << 16  # bytes read from the end of the output
+_SHOWN = 600  # characters of standard error quoted in a message
+_BODY = 1 << 26  # maximum request size, bytes
+# The program dies with this worker, even if the worker is killed.
 _RUN = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl({SET_PARENT_DEATH_SIGNAL}, 9); "
     "os.execvp(sys.argv[1], sys.argv[1:])"
@@ -63,16 +63,16 @@ def command_of(environment: str, settings: EnvironmentsConfig) -> list[str]:
         return [settings.python or sys.executable, *command]
     if shutil.which(command[0]) is None:
         raise ValueError(
-            f"program {command[0]} is no file of code_paths ({', '.join(settings.code_paths) or 'none'}) "
-            "that is Python or executable, and no command of PATH; correct it, or add its directory to "
-            "code_paths"
+            f"program {command[0]} is neither a Python or executable file in code_paths "
+            f"({', '.join(settings.code_paths) or 'none'}) nor a command on PATH; correct it, or add its "
+            "directory to code_paths"
         )
     return command
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    """A request. A retry of it waits for the same reply, by a ``connection`` of its own."""
+class _PendingRequest:
+    """A pending request. A retry replaces ``connection`` and waits for the same reply."""
 
     body: dict[str, Any]
     connection: web.Request
@@ -81,7 +81,7 @@ class _Asked:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the client has hung up before it got the reply."""
+        """Whether the client disconnected before it got the reply."""
         transport = self.connection.transport
         return not self.delivered and (transport is None or transport.is_closing())
 
@@ -92,10 +92,10 @@ class _Agent:
     process: asyncio.subprocess.Process
     output: IO[bytes]
     errors: IO[bytes]
-    requests: asyncio.Queue[_Asked] = field(default_factory=asyncio.Queue)
-    asked: dict[str, _Asked] = field(default_factory=dict)  # the last request of each body
-    unanswered: set[_Asked] = field(default_factory=set)
-    answering: _Asked | None = None
+    requests: asyncio.Queue[_PendingRequest] = field(default_factory=asyncio.Queue)
+    last_requests: dict[str, _PendingRequest] = field(default_factory=dict)  # by canonical body
+    unanswered: set[_PendingRequest] = field(default_factory=set)
+    answering: _PendingRequest | None = None
 
 
 class Agents:
@@ -110,7 +110,7 @@ class Agents:
         self._starting = asyncio.Lock()
 
     async def begin(self, episode: str, task: Task, problem: Problem) -> None:
-        """Start an episode's program. Raises ValueError or OSError where it cannot be started."""
+        """Start an episode's program. Raises ValueError or OSError if it cannot be started."""
         command = command_of(task.environment, self._settings)
         async with self._starting:
             if self._server is None:
@@ -130,7 +130,7 @@ class Agents:
                 "columns": dict(problem.columns),
                 "arguments": {name: value for name, value in task.kwargs.items() if name != "ignore"},
             }
-            # Files: the end of a pipe waits for all that the program has started.
+            # Files, because a pipe stays open until all of the program's children exit.
             stdin, output, errors = (tempfile.TemporaryFile() for _ in range(3))  # noqa: SIM115
             with stdin:
                 stdin.write(json.dumps(row, default=str).encode() + b"\n")
@@ -149,10 +149,10 @@ class Agents:
         return episode in self._live
 
     async def act(self, episode: str, action: Action) -> Observed:
-        """Answer the agent's request with ``action``, if it has asked; return its next one, or its end."""
+        """Answer the agent's pending request with ``action``; return its next request, or its end."""
         agent = self._live[episode]
         if agent.answering is not None:
-            message = {"role": "assistant", "content": action.text}  # of a trial
+            message = {"role": "assistant", "content": action.text}  # used in trials
             agent.answering.reply.set_result(
                 action.reply or {"choice": {"message": message, "finish_reason": "stop"}}
             )
@@ -167,11 +167,11 @@ class Agents:
                     if ending.done():
                         asking.cancel()
                         return _read_end(agent)
-                    asked = asking.result()  # bounded: it is done
-                    if not asked.is_gone:
-                        agent.answering = asked
-                        return Observed(request=asked.body)
-                    _drop(agent, asked)
+                    request = asking.result()  # bounded: it is done
+                    if not request.is_gone:
+                        agent.answering = request
+                        return Observed(request=request.body)
+                    _drop(agent, request)
         except TimeoutError:
             _kill(agent)
             limit = f"environments.timeout_s = {self._settings.timeout_s:g}"
@@ -183,10 +183,10 @@ class Agents:
         """End an episode's processes. Does nothing for an unknown one."""
         if (agent := self._live.pop(episode, None)) is None:
             return
-        del self._by_key[agent.key]  # it asks no more
+        del self._by_key[agent.key]  # rejects further requests
         _kill(agent)
-        for asked in list(agent.unanswered):
-            _drop(agent, asked)
+        for request in list(agent.unanswered):
+            _drop(agent, request)
         await agent.process.wait()  # bounded: it was killed
         await asyncio.to_thread(kill_marked, f"{_MARK}={agent.key}")
         agent.output.close()
@@ -215,42 +215,42 @@ class Agents:
 
     async def _models(self, request: web.Request) -> web.Response:
         if self._agent(request) is None:
-            return _failure(401, "the key is that of no running episode", "invalid_api_key")
+            return _failure(401, "the key does not belong to a running episode", "invalid_api_key")
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if (agent := self._agent(request)) is None:
-            return _failure(401, "the key is that of no running episode", "invalid_api_key")
+            return _failure(401, "the key does not belong to a running episode", "invalid_api_key")
         chat = request.path.endswith("/chat/completions")
         try:
             body = await request.json()
             if not isinstance(body, dict) or ("messages" if chat else "prompt") not in body:
                 raise ValueError
         except ValueError:
-            wanted = "messages" if chat else "prompt"
-            return _failure(400, f"the body must be a JSON object with `{wanted}`", None)
+            expected = "messages" if chat else "prompt"
+            return _failure(400, f"the body must be a JSON object with `{expected}`", None)
         if agent.key not in self._by_key:  # while the body was read
             return _failure(410, "the episode has ended", "episode_ended")
         body.pop("prompt" if chat else "messages", None)
         name = _canonical(body)
-        before = agent.asked.get(name)
+        before = agent.last_requests.get(name)
         retried = request.headers.get("x-stainless-retry-count", "0") != "0"
         if before is not None and (retried or before.is_gone):
-            asked = before
-            asked.connection = request
+            pending = before
+            pending.connection = request
         else:
             reply = asyncio.get_running_loop().create_future()
-            asked = agent.asked[name] = _Asked(body, request, reply)
-            agent.unanswered.add(asked)
-            agent.requests.put_nowait(asked)
+            pending = agent.last_requests[name] = _PendingRequest(body, request, reply)
+            agent.unanswered.add(pending)
+            agent.requests.put_nowait(pending)
         try:
-            answer = await asyncio.shield(asked.reply)
+            answer = await asyncio.shield(pending.reply)
         except asyncio.CancelledError:
-            if not asked.reply.cancelled():
+            if not pending.reply.cancelled():
                 raise
             return _failure(410, "the episode has ended", "episode_ended")
         if "error" in answer:
-            asked.delivered = True  # nothing was sampled
+            pending.delivered = True  # nothing was sampled
             return web.json_response({"error": answer["error"]}, status=answer["status"])
         try:
             if body.get("stream"):
@@ -261,7 +261,7 @@ class Agents:
                 await response.write_eof()
         except ConnectionResetError:  # the client has hung up, and may ask again
             return web.Response()
-        asked.delivered = True
+        pending.delivered = True
         return response
 
 
@@ -281,7 +281,7 @@ def _head(body: Mapping[str, Any], kind: str) -> dict[str, Any]:
 async def _stream(
     request: web.Request, body: Mapping[str, Any], answer: Mapping[str, Any], *, chat: bool
 ) -> web.StreamResponse:
-    """Send a finished answer as server-sent events, which wait for nothing any more."""
+    """Send a finished answer as server-sent events, all at once."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     events = (*map(json.dumps, chunks(body, answer, chat=chat)), "[DONE]")
@@ -291,13 +291,11 @@ async def _stream(
 
 
 def chunks(body: Mapping[str, Any], answer: Mapping[str, Any], *, chat: bool) -> Iterator[dict[str, Any]]:
-    """Yield an answer in the parts of OpenAI's stream: the role, the content, each call, why it ended, and
-    its usage where ``body`` asks for it.
-    """
+    """Yield OpenAI's stream chunks: role, content, each call, finish reason, and usage if requested."""
     head = _head(body, "chat.completion.chunk" if chat else "text_completion")
     wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
     if wants_usage:
-        head["usage"] = None  # of all chunks but the last
+        head["usage"] = None  # only the last chunk has it
     choice = answer["choice"]
     for part in _deltas(choice["message"]) if chat else [{"text": choice["text"]}]:
         yield head | {"choices": [{"index": 0, "finish_reason": None, "logprobs": None, **part}]}
@@ -326,27 +324,27 @@ def _canonical(body: Mapping[str, Any]) -> str:
     return json.dumps(body, sort_keys=True)
 
 
-def _drop(agent: _Agent, asked: _Asked) -> None:
-    """End the wait for a reply that will not come."""
-    agent.unanswered.discard(asked)
-    if agent.asked.get(name := _canonical(asked.body)) is asked:
-        del agent.asked[name]
-    asked.reply.cancel()
+def _drop(agent: _Agent, request: _PendingRequest) -> None:
+    """Cancel a reply that will not come."""
+    agent.unanswered.discard(request)
+    if agent.last_requests.get(name := _canonical(request.body)) is request:
+        del agent.last_requests[name]
+    request.reply.cancel()
 
 
 def _kill(agent: _Agent) -> None:
     if agent.process.returncode is not None:
-        return  # its id may be another's by now; `kill_marked` finds what it has left
+        return  # its pid may be reused; `kill_marked` finds leftover processes
     with suppress(ProcessLookupError):
         os.killpg(agent.process.pid, signal.SIGKILL)
 
 
 def _read_end(agent: _Agent) -> Observed:
-    """Return what an agent that has ended says of its episode."""
+    """Return the outcome of an agent that has exited."""
     if code := agent.process.returncode:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        said = _read_tail(agent.errors)[-_SHOWN:] or "it printed no error"
-        return Observed(failed=f"the agent ended with {how}: {said}")
+        stderr = _read_tail(agent.errors)[-_SHOWN:] or "it printed no error"
+        return Observed(failed=f"the agent ended with {how}: {stderr}")
     reward = None
     with suppress(ValueError, TypeError, KeyError, IndexError, RecursionError):
         reward = float(json.loads(_read_tail(agent.output).splitlines()[-1])["reward"])

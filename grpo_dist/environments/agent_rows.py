@@ -1,12 +1,11 @@
-"""The token rows of an agent that others wrote, which asks by OpenAI's API. See `agent` for the other end.
+"""Token rows of an external agent, built from its OpenAI API requests. See `agent` for the server.
 
 request 1   S U               row 0   S U | A
-request 2   S U A T           row 0   S U | A T | A        the recorded turn stands there: append the new tail
-request 3   S U' A            row 1   S U' A | A           the agent rewrote its history: a row of its own
+request 2   S U A T           row 0   S U | A T | A        a recorded turn is the prefix: append the rest
+request 3   S U' A            row 1   S U' A | A           the agent rewrote its history: a new row
 
-A history that begins with all messages of a recorded one, and the answer that it got, continues its row:
-its earlier turns keep the ids that were sampled. Any other history begins a further row, whose context is
-rendered from its messages.
+A history that extends a recorded one, including its answer, continues that row: earlier turns keep their
+sampled ids. Any other history begins a new row, whose context is rendered from its messages.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ _HARMLESS = {
     *("stream_options", "user", "metadata", "store", "seed", "service_tier", "prompt_cache_key"),
     *("safety_identifier", "timeout"),
 }
-_REFUSED_MORE = 10  # requests that are refused, beyond the turns, before the episode ends
+_REFUSED_MORE = 10  # refused requests allowed beyond the turns before the episode ends
 
 
 class Refused(ValueError):
-    """A request that is answered with an error of OpenAI's API. ``budget``: the finish reason it brings."""
+    """A request answered with an OpenAI API error. ``budget``: the finish reason it causes."""
 
     def __init__(self, message: str, code: str | None = None, param: str | None = None, budget: str = ""):
         super().__init__(message)
@@ -46,8 +45,9 @@ class Refused(ValueError):
 
 
 def check_parameters(body: _Fields, sampling: Sampling, ignored: Sequence[str]) -> None:
-    """Raise Refused for a parameter that would change how tokens are drawn: the policy is trained on the
-    distribution of ``sampling``. ``ignored``: parameters that the run ignores.
+    """Raise Refused for a parameter that would change the sampling distribution, which training relies on.
+
+    ``ignored``: parameters that the run ignores.
     """
     fixed: dict[str, tuple[Any, ...]] = {
         "temperature": (sampling.temperature,),
@@ -71,18 +71,18 @@ def check_parameters(body: _Fields, sampling: Sampling, ignored: Sequence[str]) 
         if value not in fixed[name]:
             usual = "several requests" if name in ("n", "best_of") else f"{fixed[name][0]!r}"
             raise Refused(
-                f"{name} = {value!r} is not supported in training, which samples as the run's configuration "
-                f"says; expected {usual}: leave it out, or name it in environment_kwargs.ignore",
+                f"{name} = {value!r} is not supported: training samples as the run's configuration says; "
+                f"expected {usual}; leave it out, or name it in environment_kwargs.ignore",
                 "unsupported_value",
                 name,
             )
 
 
 def normalised(messages: Any) -> list[dict[str, Any]]:
-    """Return chat messages with content of text, as templates take them. Raises Refused."""
+    """Return chat messages with text content, as chat templates expect. Raises Refused."""
     if not isinstance(messages, list) or not messages or not all(isinstance(m, Mapping) for m in messages):
-        raise Refused("`messages` must be a list of messages that is not empty", param="messages")
-    names: dict[str, str] = {}  # of the tools, by the id of a call
+        raise Refused("`messages` must be a non-empty list of messages", param="messages")
+    names: dict[str, str] = {}  # call id -> tool name
     out = []
     for number, message in enumerate(messages):
         where, role = f"messages.{number}", message.get("role")
@@ -95,7 +95,7 @@ def normalised(messages: Any) -> list[dict[str, Any]]:
                 calls = [(c.get("id"), c["function"]["name"], c["function"]["arguments"])
                          for c in message["tool_calls"]]  # fmt: skip
             except (KeyError, TypeError, AttributeError):
-                raise Refused(f"`{where}.tool_calls` are no calls of functions", param=where) from None
+                raise Refused(f"`{where}.tool_calls` must be function calls", param=where) from None
             names |= {call_id: name for call_id, name, _ in calls}
             entry["tool_calls"] = [
                 {"type": "function", "id": call_id, "function": {"name": name, "arguments": _decoded(text)}}
@@ -113,11 +113,11 @@ def _content(content: Any, where: str) -> str:
         return content or ""
     if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
         return "".join(str(part.get("text", "")) for part in content)
-    raise Refused(f"`{where}.content` is no text; images and audio are not supported", param=where)
+    raise Refused(f"`{where}.content` must be text; images and audio are not supported", param=where)
 
 
 def _decoded(arguments: Any) -> Any:
-    """Templates write arguments as JSON themselves."""
+    """Parse JSON arguments, because templates serialise them themselves."""
     try:
         value = json.loads(arguments)
     except (TypeError, ValueError, RecursionError):
@@ -126,19 +126,18 @@ def _decoded(arguments: Any) -> Any:
 
 
 def _key(message: _Fields) -> str:
-    """Return what two messages have in common that are the same turn: a framework may give calls other ids,
-    and strip an answer.
-    """
+    """Return an equal key for copies of a turn: frameworks may change call ids and strip answers."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    is_own = message["role"] == "assistant"
-    content = message["content"].strip() if is_own else message["content"]
+    is_assistant = message["role"] == "assistant"
+    content = message["content"].strip() if is_assistant else message["content"]
     return json.dumps([message["role"], content, calls], sort_keys=True)
 
 
 @dataclass(slots=True)
 class _Thread:
-    """A conversation that grows. ``keys``: of its messages, the last answer among them; of plain text the
-    text itself. None: it cannot continue.
+    """A growing conversation.
+
+    ``keys``: of its messages with the last answer, or the plain text. None: it cannot continue.
     """
 
     dialogue: Dialogue
@@ -151,7 +150,7 @@ class AgentRows:
 
     Args:
         max_length: longest row, tokens.
-        tokens: what the episode may have behind its contexts, sampled and given.
+        tokens: the episode's token budget after its contexts, sampled and given.
     """
 
     def __init__(
@@ -162,27 +161,27 @@ class AgentRows:
         self._task, self._max_length, self._tokens = prompt.task, max_length, tokens
         self._ignored = tuple(prompt.task.kwargs.get("ignore", ()))
         self._threads: list[_Thread] = []
-        self._order: list[_Thread] = []  # of each action
-        self._asking: tuple[_Thread, Any] | None = None  # what is asked, with the keys of its history
+        self._order: list[_Thread] = []  # one per action
+        self._asking: tuple[_Thread, Any] | None = None  # the open request, with its history's keys
         self.stop: tuple[str, ...] = ()
-        self.room = 0  # most tokens of the next action
-        self.is_last = False  # no token is left behind an action of that many
+        self.room = 0  # maximum tokens of the next action
+        self.is_last = False  # an action of `room` tokens exhausts the budget
 
     @property
     def context(self) -> list[int]:
-        """Token ids that the next action is sampled behind."""
+        """Token ids of the next action's prompt."""
         assert self._asking is not None
         return self._asking[0].dialogue.context
 
     def ask(self, body: _Fields) -> None:
-        """Append what a request says behind the recorded turns, or begin a row. Raises Refused."""
+        """Append a request's new messages to the matching row, or begin a row. Raises Refused."""
         self._asking, ignored = None, self._ignored
         check_parameters(body, self._sampling, ignored)
         stop = body.get("stop") or ()
         self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
         most = body.get("max_completion_tokens") or body.get("max_tokens")
         if not all(isinstance(text, str) and text for text in self.stop):
-            raise Refused("`stop` must be texts that are not empty", param="stop")
+            raise Refused("`stop` must be non-empty texts", param="stop")
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
             raise Refused(f"`max_tokens` = {most!r} must be a positive integer", param="max_tokens")
         thread, keys = self._chat(body) if "messages" in body else self._text(body)
@@ -192,7 +191,7 @@ class AgentRows:
         if room < 1:
             thread.keys = None
             raise Refused(
-                f"the conversation has {context} tokens, and the episode {used} behind its first request; "
+                f"the conversation has {context} tokens, and the episode {used} after its first request; "
                 f"model.max_length = {self._max_length} and sampling.max_new_tokens = {self._tokens} leave "
                 "none for an answer",
                 "context_length_exceeded",
@@ -202,7 +201,7 @@ class AgentRows:
         self._asking = thread, keys
 
     def add_action(self, sampled: Generation) -> Action:
-        """Append what the policy sampled; return it with the reply to the agent."""
+        """Append the sampled tokens; return the action with the reply to the agent."""
         assert self._asking is not None
         (thread, keys), self._asking = self._asking, None
         prompt_tokens = len(thread.dialogue.context)
@@ -235,13 +234,13 @@ class AgentRows:
     def rollout(
         self, sample: int, finish_reason: str, reward: float | None = None, failed: str = ""
     ) -> Rollout:
-        """Return the finished episode, its rows in the order in which they began.
+        """Return the finished episode, its rows in order of their start.
 
         Args:
-            reward: what the agent gave the episode; None: nothing.
-            failed: why the episode cannot be scored, for the reader of its last turn.
+            reward: the agent's reward for the episode, if it reported one.
+            failed: why the episode cannot be scored; shown in its last turn.
 
-        Raises SamplesFailed where nothing was sampled.
+        Raises SamplesFailed if nothing was sampled.
         """
         if not self._order:
             raise SamplesFailed(f"the agent got no answer from the policy: {failed or 'it asked for none'}")
@@ -274,7 +273,7 @@ class AgentRows:
     def _chat(self, body: _Fields) -> tuple[_Thread, list[str]]:
         renderer = self._renderer
         if not renderer.has_template:
-            raise Refused("`data.chat_template` is none: use /v1/completions")
+            raise Refused("`data.chat_template` is none; use /v1/completions")
         messages = normalised(body.get("messages"))
         if messages[-1]["role"] == "assistant":
             where = f"messages.{len(messages) - 1}"
@@ -284,7 +283,7 @@ class AgentRows:
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
             raise Refused("`tools` must be a list of functions", param="tools")
         if tools and renderer.is_in_place:
-            raise Refused("the model's chat template shows no tools, or `environments.call_format` is code: "
+            raise Refused("the model's chat template has no tools, or `environments.call_format` is code; "
                           "describe them in the messages", param="tools")  # fmt: skip
         keys, tools_key = [_key(message) for message in messages], json.dumps(tools, sort_keys=True)
         messages = renderer.controls.as_text(messages)
@@ -293,7 +292,7 @@ class AgentRows:
                 size = len(thread.keys or ())
                 is_same = isinstance(thread.keys, list) and keys[:size] == thread.keys
                 if is_same and tools_key == thread.tools and len(keys) > size:
-                    thread.keys = None  # until the tail is there
+                    thread.keys = None  # until the new messages are appended
                     thread.dialogue.observe(Observed(messages[size:]))
                     return thread, keys
             task = Task(self._task.environment, messages=tuple(messages), tools=tuple(tools))
@@ -306,14 +305,14 @@ class AgentRows:
     def _text(self, body: _Fields) -> tuple[_Thread, str]:
         text = body.get("prompt")
         if not isinstance(text, str):
-            raise Refused("`prompt` must be one text", param="prompt")
+            raise Refused("`prompt` must be a single text", param="prompt")
         plain: str = self._renderer.controls.as_text(text)
         for thread in reversed(self._threads):
             if isinstance(thread.keys, str) and text.startswith(thread.keys):
                 tail, thread.keys = plain[len(thread.keys) :], None
                 thread.dialogue.observe(Observed(tail))
                 return thread, text
-        # What is observed follows in the same text, as with texts that end an action.
+        # The observation follows in the same text, as after a stop text.
         task = Task(self._task.environment, stop=(" ",))
         return self._begin(task, self._renderer.prompt_ids(plain), plain), text
 
@@ -335,10 +334,10 @@ class AgentRows:
 async def play_agent(
     rows: AgentRows, ends: EpisodeEnds, budgets: Budgets, *, seed: int, sample: int
 ) -> Rollout:
-    """Answer the requests of an agent until it ends. Once a budget has run out, requests are answered with
-    an error that names it, and the budget is the finish reason, however the agent then ends.
+    """Answer an agent's requests until it exits. Once a budget is exhausted, requests get an error that names
+    it, and the budget is the finish reason.
 
-    Raises SamplesFailed where it ends without an answer of the policy.
+    Raises SamplesFailed if the agent exits without any answer from the policy.
     """
     action, reason, turns, calls = Action(""), "", 0, 0
     for number in range(budgets.turns + _REFUSED_MORE + 1):
@@ -364,4 +363,4 @@ async def play_agent(
         calls += len(action.calls)
         if budgets.tool_calls is not None and calls > budgets.tool_calls:
             return rows.rollout(sample, "tool_limit")
-    return rows.rollout(sample, reason or "error", failed="the agent goes on although it is refused")
+    return rows.rollout(sample, reason or "error", failed="the agent keeps sending requests after refusals")

@@ -1,10 +1,10 @@
-"""Environments with `step_batch`: one process holds all their episodes of a worker, and answers many at once.
+"""Environments with `step_batch`: one process holds all of a worker's episodes and answers them in batches.
 
-episode a   ask --+               +-- ask --+              one request after the other; each takes all that
-episode b   ask --+--> request 1  |         +--> request 2   came during the one before
+episode a   ask --+               +-- ask --+              one request at a time; each takes everything that
+episode b   ask --+--> request 1  |         +--> request 2   arrived during the previous one
 episode c         +-- ask --------+
 
-A request starts, calls tools and closes for each episode by itself, then steps all the others together.
+A request handles starts, tool calls and closes per episode, then steps all other episodes together.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from grpo_dist.environments.program import Program, awaited, check_step
 from grpo_dist.environments.registry import load_environment
 from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
 
-_ALL = "all"  # the one process, for its host
-_CLOSE_S = 60.0  # deadline of a `close` request, for which no caller waits
+_ALL = "all"  # the host's name for the shared process
+_CLOSE_S = 60.0  # deadline of a `close` request; no caller waits for it
 
 
 class BatchProgram:
-    """Episodes by name. An exception fails one episode; one of `step_batch` fails all that share the call."""
+    """Episodes by name. An exception fails one episode; in `step_batch` it fails all episodes of the call."""
 
     preload = staticmethod(Program.preload)
 
@@ -89,7 +89,7 @@ def _reply(answer: Any) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Request:
     episode: str
     kind: str
     payload: Any
@@ -102,27 +102,27 @@ class BatchHost:
 
     def __init__(self, host: ProcessHost) -> None:
         self._host = host
-        self._waiting: list[_Asked] = []
+        self._waiting: list[_Request] = []
         self._sending: asyncio.Task[None] | None = None
 
     async def ask(self, episode: str, kind: str, payload: Any, *, timeout_s: float) -> Any:
         """Return the answer to a request of ``episode``. Raises ProcessFailure.
 
-        ``timeout_s``: deadline of the shared request that carries this one, which may be the second from now.
+        ``timeout_s``: deadline of the batch that carries this request, the current or the next one.
         """
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Asked(episode, kind, payload, timeout_s, answer))
+        self._waiting.append(_Request(episode, kind, payload, timeout_s, answer))
         if self._sending is None or self._sending.done():
-            # Runs after the other episodes that ask now, so that one request carries them all.
+            # Runs after the other episodes that ask in this tick, so one batch carries them all.
             self._sending = asyncio.create_task(self._send(), name="batches of an environment")
         return await answer
 
     async def begin(self, episode: str) -> None:
-        """Start the process that this episode will share."""
+        """Start the shared process."""
         await self._host.begin(_ALL)
 
     async def end(self, episode: str) -> None:
-        """End an episode and free its place in the process, also if its last action was abandoned."""
+        """End an episode and remove it from the process, even if its last action was abandoned."""
         if self._host.is_live(_ALL):
             with suppress(ProcessFailure):
                 await self.ask(episode, "close", {}, timeout_s=_CLOSE_S)
@@ -130,35 +130,35 @@ class BatchHost:
     async def close(self) -> None:
         if self._sending is not None:
             self._sending.cancel()
-        for asked in self._waiting:
-            asked.answer.cancel()
+        for request in self._waiting:
+            request.answer.cancel()
         self._waiting = []
         await self._host.close()
 
     async def _send(self) -> None:
         while self._waiting:
-            batch = [asked for asked in self._waiting if not asked.answer.done()]  # others were abandoned
+            batch = [request for request in self._waiting if not request.answer.done()]  # others: abandoned
             self._waiting = []
             if not batch:
                 return
-            requests = [[asked.episode, asked.kind, asked.payload] for asked in batch]
-            longest = max(asked.timeout_s for asked in batch)
+            requests = [[request.episode, request.kind, request.payload] for request in batch]
+            longest = max(request.timeout_s for request in batch)
             try:
                 replies = await self._host.ask(_ALL, "batch", requests, timeout_s=longest)
                 answered = list(zip(batch, replies, strict=True))
             except BaseException as error:
                 ends = not isinstance(error, ProcessFailure)
-                for asked in [*batch, *(self._waiting if ends else ())]:
-                    _fail(asked.answer, error)
+                for request in [*batch, *(self._waiting if ends else ())]:
+                    _fail(request.answer, error)
                 if ends:
                     self._waiting = []
                     raise
                 continue
-            for asked, (status, value) in answered:
+            for request, (status, value) in answered:
                 if status == "error":
-                    _fail(asked.answer, ProcessFailure("error", str(value), lost=False))
-                elif not asked.answer.done():
-                    asked.answer.set_result(value)
+                    _fail(request.answer, ProcessFailure("error", str(value), lost=False))
+                elif not request.answer.done():
+                    request.answer.set_result(value)
 
 
 def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:

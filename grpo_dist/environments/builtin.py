@@ -13,8 +13,8 @@ from grpo_dist.environments.base import Environment, Tool
 
 _MAX_CHARACTERS = 1000
 _MAX_BITS = 20_000  # in a numerator or denominator: about 6,000 digits, milliseconds for any operation here
-_MAX_DIGITS = 4000  # digits: Python converts no longer integers to text by default
-_MAX_ARGUMENT = 1000  # largest for a factorial or a binomial coefficient
+_MAX_DIGITS = 4000  # Python's default limit for converting integers to text
+_MAX_ARGUMENT = 1000  # maximum argument of a factorial or a binomial coefficient
 
 Number = Fraction | float
 
@@ -132,7 +132,7 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 def _value(node: ast.expr, text: str) -> Number:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        # The digits as written: 0.1 is a tenth, not the float next to it.
+        # Exact decimals: 0.1 is a tenth, not the nearest float.
         return _bounded(_literal((ast.get_source_segment(text, node) or "").replace("_", "")))
     if isinstance(node, ast.Name) and node.id in _CONSTANTS:
         return _CONSTANTS[node.id]

@@ -1,14 +1,13 @@
-"""The token rows of one episode, token in, token out: no sampled token is ever decoded and tokenised again.
+"""Token rows of one episode, token in, token out: sampled tokens are never decoded and retokenised.
 
     row 0   prompt | action, sampled | observation, given | action, sampled | ...
     row 1   the conversation, given again | action, sampled | ...       where the template rewrote the history
 
-An observation is rendered by the chat template behind the real conversation, and only the ids of the new tail
-are appended. Where the text in front of the tail is not that of the row (templates that drop the thoughts of
-earlier turns), the episode continues in a further row.
+The chat template renders the conversation with the observation, and only the ids of the new suffix are
+appended. If the text before the suffix differs from the row's (templates that drop thoughts of earlier
+turns), the episode continues in a further row.
 
-The loop: the policy acts and the environment answers, until one of them ends the episode or a budget runs
-out.
+The policy acts and the environment answers until one of them ends the episode or a budget is exhausted.
 
     engine        action 0          action 1          action 2
     environment            answer            answer            done
@@ -18,12 +17,12 @@ out.
 | finish reason | the episode ended because |
 |---|---|
 | "stop" | the environment was done |
-| "length" | no token was left for an action, or for the rest of one |
+| "length" | the token budget ended before or during an action |
 | "turns" | the last action that `environments.max_turns` allows did not end it |
 | "tool_limit" | an action had more tool calls than were left; none of them was run |
 | "error" | the environment failed; the sample cannot be scored |
 
-`Renderer` reads actions and renders observations for one tokenizer: chat template, form of calls, results.
+`Renderer` parses actions and renders observations for one tokenizer: chat template, call format, results.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from grpo_dist.types import FurtherRow, KeptTokens, Prompt, Rollout, Routes, Tas
 # Text around turns
 
 
-# In place of the last assistant's content, so that what follows it can be found in the rendered text.
+# Replaces the last assistant message's content, to locate the text after it in the rendered text.
 _MARK = "@@CONTENT-OF-THE-LAST-ASSISTANT@@"
 _CUT = "\n... {} characters cut ...\n"
 
@@ -65,9 +64,9 @@ class Rendered:
     """A conversation as the template writes it.
 
     Attributes:
-        text: all of it, up to where the next action begins.
-        before: what precedes the content of the last assistant message.
-        tail: what follows it, with the prefill of the next action.
+        text: everything up to the start of the next action.
+        before: text before the content of the last assistant message.
+        tail: text after it, with the prefill of the next action.
     """
 
     text: str
@@ -76,7 +75,7 @@ class Rendered:
 
 
 class Renderer:
-    """Reads actions and renders observations for one tokenizer. Made once per engine; holds no episode."""
+    """Parses actions and renders observations for one tokenizer. One per engine; holds no episode state."""
 
     def __init__(
         self,
@@ -85,8 +84,9 @@ class Renderer:
         settings: EnvironmentsConfig,
         parser: CallParser | None = None,
     ) -> None:
-        """``parser``: of calls in the form `environments.call_format`; not needed for code blocks. Raises
-        ValueError where no token ends an action.
+        """Raise ValueError if no token ends an action.
+
+        ``parser``: for calls in `environments.call_format`; not needed for code blocks.
         """
         self._tokenizer, self._parser = tokenizer, parser
         self.has_template = data.chat_template == "model"
@@ -109,16 +109,14 @@ class Renderer:
         return (*openings_of(self.call_format), *parser_openings)
 
     def stop(self, task: Task) -> tuple[str, ...]:
-        """Return the strings that end an action of ``task``. They are part of it. Without tools a code block
-        is an answer like any other.
-        """
+        """Return the stop strings of ``task``, part of the action. Code blocks end it only with tools."""
         return (*((CODE_STOP,) if self.is_in_place and task.tools else ()), *task.stop)
 
     def parse(self, text: str, ids: Sequence[int], task: Task, thought: Thought, begin: str = "") -> Action:
-        """Read an action with its calls.
+        """Parse an action with its calls.
 
         Args:
-            text: decoded without special tokens, behind ``begin``.
+            text: decoded without special tokens, starting with ``begin``.
             ids: all tokens of the action.
             begin: a prefill that counts as part of it.
         """
@@ -137,32 +135,32 @@ class Renderer:
         return self.ends.ended(ids)
 
     def raw(self, ids: Sequence[int]) -> str:
-        """Decode an action with its special tokens, without the one that ends it."""
+        """Decode an action with its special tokens, without its end token."""
         return self._tokenizer.decode(
             self.ends.strip(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
     def text(self, ids: Sequence[int]) -> str:
-        """Decode an action without special tokens, and without the one that ends it."""
+        """Decode an action without special tokens and without its end token."""
         return self._tokenizer.decode(
             self.ends.strip(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Tokenise a plain prompt, with what the tokenizer puts in front of a text."""
+        """Tokenise a plain prompt, with the tokenizer's BOS if it adds one."""
         return encode_prompts([text], self._tokenizer)[0]
 
     def ids(self, text: str) -> list[int]:
         return encode(text, self._tokenizer)
 
     def prompt(self, task: Task) -> str:
-        """Render the prompt of ``task`` with its prefill, up to where the first action begins."""
+        """Render the prompt of ``task`` with its prefill, up to the first action."""
         return self._render(task.messages, task)
 
     def conversation(
         self, task: Task, history: Sequence[Message], content: str, observed: Sequence[Message]
     ) -> Rendered:
-        """Render ``history``, an assistant message of ``content``, and what was ``observed`` behind it."""
+        """Render ``history``, an assistant message of ``content``, and the ``observed`` messages."""
         text = self._render((*history, _assistant(content), *observed), task)
         marked = self._render((*history, _assistant(_MARK), *observed), task)
         before, mark, tail = marked.rpartition(_MARK)
@@ -174,7 +172,7 @@ class Renderer:
         return Rendered(text, before, tail)
 
     def cut(self, result: str) -> str:
-        """Return a tool's result with at most `environments.max_tool_tokens` tokens: its middle is cut."""
+        """Cut the middle of a tool's result to at most `environments.max_tool_tokens` tokens."""
         result = self.controls.as_text(result)
         limit = self._max_tool_tokens
         half = (
@@ -185,7 +183,7 @@ class Renderer:
             count = len(self.ids(text))
             if count <= limit:
                 return text
-            if half == 0:  # the mark alone is longer
+            if half == 0:  # the cut mark alone exceeds the limit
                 return self._tokenizer.decode(self.ids(text)[:limit], skip_special_tokens=True)
             half = min(half - 1, int(half * limit / count))
 
@@ -214,7 +212,7 @@ def _assistant(content: str) -> Message:
 
 
 def _strip_thought(text: str, thought: Thought) -> str:
-    """Return what follows the thought; "" where it is not closed. A call inside a thought does not count."""
+    """Return the text after the thought; "" if it is not closed. A call inside a thought does not count."""
     is_open = thought.prompt == "opens" or text.lstrip().startswith(thought.opening)
     if thought.closing in text:
         return text.partition(thought.closing)[2]
@@ -232,7 +230,7 @@ def _middle_cut(text: str, half: int) -> str:
 
 @dataclass(slots=True)
 class GrowingRow:
-    """A row behind its context; ``end``: index behind its last sampled token."""
+    """A row after its context; ``end``: index after its last sampled token."""
 
     context: list[int]
     ids: list[int] = field(default_factory=list)
@@ -241,7 +239,7 @@ class GrowingRow:
     sampled: list[bool] = field(default_factory=list)
     end: int = 0
     routes: Routes | None = None  # from the last action's request: all tokens up to ``end`` but the last
-    masks: list[tuple[KeptTokens | None, int]] = field(default_factory=list)  # of its parts up to ``end``
+    masks: list[tuple[KeptTokens | None, int]] = field(default_factory=list)  # per part up to ``end``
 
     def add(self, sampled: Generation) -> None:
         num_given = len(self.ids) - self.end
@@ -259,7 +257,7 @@ class GrowingRow:
         self.sampled.extend([False] * len(ids))
 
     def arrays(self) -> dict[str, Any]:
-        """Return the arrays of a `FurtherRow` behind its context, up to the last sampled token."""
+        """Return the arrays of a `FurtherRow` after its context, up to the last sampled token."""
         end = self.end
         return {
             "completion_ids": np.array(self.ids[:end], np.int32),
@@ -272,7 +270,7 @@ class GrowingRow:
 
 
 class Dialogue:
-    """One episode. `add_action` and `observe` alternate; after an unfinished action comes another."""
+    """One episode. `add_action` and `observe` alternate, except after an unfinished action."""
 
     def __init__(self, renderer: Renderer, prompt: Prompt) -> None:
         assert prompt.task is not None, "a prompt without a task has no turns"
@@ -284,24 +282,24 @@ class Dialogue:
         self._action: Action | None = None  # not observed yet
         self._content = ""  # the assistant message so far, before the action
         self._written = ""  # text of the row as the template writes it, before that message's content
-        self._lead: str | None = None  # what the prompt already holds of that content, such as <think>
+        self._lead: str | None = None  # the prefilled part of that content, such as <think>
 
     @property
     def context(self) -> list[int]:
-        """Token ids that the next action is sampled behind."""
+        """Token ids of the next action's prompt."""
         row = self._rows[-1]
         return row.context + row.ids
 
     @property
     def used(self) -> int:
-        """Tokens of the episode behind its prompt, sampled and given."""
+        """Tokens of the episode after its prompt, sampled and given."""
         row = self._rows[-1]
         length = len(row.context) + len(row.ids) - len(self._prompt.token_ids)
         return max(length, sum(len(row.ids) for row in self._rows))
 
     @property
     def start(self) -> np.ndarray:
-        """Token ids in front of the first row, int32 [P]."""
+        """Prompt token ids of the first row, int32 [P]."""
         return self._prompt.token_ids
 
     @property
@@ -310,7 +308,7 @@ class Dialogue:
         return sum(row.end for row in self._rows)
 
     def add_action(self, sampled: Generation) -> Action:
-        """Append what the policy sampled, and read it. The next call continues an unfinished action."""
+        """Append the sampled tokens and parse the action. The next call continues an unfinished action."""
         self._rows[-1].add(sampled)
         self._action_ids.extend(sampled.token_ids)
         begin = "" if self._content else self._prompt.prefill
@@ -319,18 +317,18 @@ class Dialogue:
         return self._action
 
     def observe(self, observed: Observed) -> None:
-        """Append the environment's answer to the last action as given tokens; none with ``done``."""
+        """Append the environment's answer to the last action as given tokens; append none if ``done``."""
         calls = tuple(replace(call, result=self._renderer.cut(call.result)) for call in observed.calls)
-        own_messages = self._observation_messages(observed)
-        text = "\n".join([*(call.result for call in calls), *(_text(m) for m in own_messages)])
-        # A failure is shown, but the policy does not read it.
+        observation_messages = self._observation_messages(observed)
+        text = "\n".join([*(call.result for call in calls), *(_text(m) for m in observation_messages)])
+        # A failure is recorded, but the policy does not see it.
         self._end_turn(observed.failed or text, calls, observed.reward)
         if not (observed.done or observed.failed):
-            self._give(calls, own_messages, as_text=isinstance(observed.observation, str))
+            self._give(calls, observation_messages, as_text=isinstance(observed.observation, str))
         self._action_ids = []
 
     def rollout(self, sample: int, finish_reason: str) -> Rollout:
-        """Return the finished episode, without tokens that were given behind the last action."""
+        """Return the finished episode, without given tokens after the last action."""
         if self._action is not None:
             self._end_turn("", (), None)
         first, *others = (row for row in self._rows if row.end)
@@ -345,7 +343,7 @@ class Dialogue:
         )
 
     def _observation_messages(self, observed: Observed) -> list[Message]:
-        """Return the environment's own observation as messages that hold no control token."""
+        """Return the environment's observation as messages without control tokens."""
         messages = observed.observation
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}] if messages else []
@@ -360,34 +358,34 @@ class Dialogue:
         self._turns.append(Turn(row, end, text, observation, calls, reward))
         self._action = None
 
-    def _give(self, calls: Sequence[ToolCall], own_messages: list[Message], *, as_text: bool) -> None:
-        """``as_text``: the environment's own observation is text."""
+    def _give(self, calls: Sequence[ToolCall], observation_messages: list[Message], *, as_text: bool) -> None:
+        """Append the answer's tokens. ``as_text``: the environment's observation is text."""
         ids, written = self._action_ids, self._renderer.raw(self._action_ids)
         results = [call.result for call in calls]
         following: str | None = None  # in the same message
         if not self._renderer.ended(ids):
-            if self._renderer.is_in_place and calls and not own_messages:
+            if self._renderer.is_in_place and calls and not observation_messages:
                 blocks = "".join(f"```output\n{result.rstrip()}\n```\n" for result in results)
                 following = blocks if written.endswith("\n") else f"\n{blocks}"
             elif self._task.stop and as_text and not calls:
-                following = "".join(_text(message) for message in own_messages)
+                following = "".join(_text(message) for message in observation_messages)
         if following is not None:
             self._content += written + following
             self._rows[-1].give(self._renderer.ids(following))
             return
         if not self._task.messages:
-            parts = [*results, *(_text(message) for message in own_messages)]
+            parts = [*results, *(_text(message) for message in observation_messages)]
             following = "".join(f"\n{part}\n" for part in parts) + self._task.prefill
             self._rows[-1].give(self._renderer.ids(following))
             return
         if self._renderer.is_in_place:  # a template without tools may not support their messages
-            messages = [*({"role": "user", "content": text} for text in results), *own_messages]
+            messages = [*({"role": "user", "content": text} for text in results), *observation_messages]
         else:
-            messages = [*result_messages([call.name for call in calls], results), *own_messages]
+            messages = [*result_messages([call.name for call in calls], results), *observation_messages]
         self._continue(self._content + written, messages or [{"role": "user", "content": ""}])
 
     def _continue(self, content: str, messages: Sequence[Message]) -> None:
-        """Append the tail that the template writes behind ``content``, or begin a row of the whole text."""
+        """Append the template's text after ``content``, or begin a row with the whole text."""
         if self._lead is None:
             self._written = prompt = self._renderer.prompt(self._task)
             bare = self._renderer.conversation(self._task, self._history, content, messages)
@@ -404,14 +402,14 @@ class Dialogue:
             self._written = rendered.text
 
     def _is_kept(self, content: str, rendered: Rendered) -> bool:
-        """Return whether the tail still follows the row's text, up to white space."""
+        """Return whether the tail still follows the row's text, ignoring white space."""
         if not rendered.text.endswith(rendered.tail):
             return False
         before = rendered.text[: len(rendered.text) - len(rendered.tail)]
         return _squashed(before) == _squashed(self._written + content)
 
     def _tail_ids(self, tail: str) -> list[int]:
-        """Tokenise the tail; the token that ends the turn is left out where the policy has sampled one."""
+        """Tokenise the tail, without the end-of-turn token if the policy has sampled one."""
         ids = self._renderer.ids(tail)
         if not self._renderer.ended(self._action_ids):
             return ids
@@ -437,7 +435,7 @@ def _squashed(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """What an episode may use. ``tokens``: behind its prompt, sampled and given. None: no limit."""
+    """Limits of an episode; None: no limit. ``tokens``: after its prompt, sampled and given."""
 
     tokens: int
     turns: int
@@ -450,7 +448,7 @@ class Budgets:
 
 
 class EpisodeEnds(Protocol):
-    """Both ends of an episode: the engine, and the environment."""
+    """Both ends of an episode: the engine and the environment."""
 
     async def generate(
         self, token_ids: list[int], seed: int, max_tokens: int, stop: Sequence[str] = ()
@@ -459,10 +457,10 @@ class EpisodeEnds(Protocol):
 
 
 async def play(rows: Dialogue, ends: EpisodeEnds, budgets: Budgets, *, seed: int) -> str:
-    """Play an episode from its start and return its finish reason. ``rows`` then hold its tokens.
+    """Play an episode and return its finish reason. ``rows`` then hold its tokens.
 
-    The action of the last turn is answered like any other: it may be the one that ends the episode well. The
-    answer is then cut off, because no action follows it.
+    The last turn's action is answered, too, because it may end the episode. The answer is then cut off,
+    because no action follows it.
     """
     numbers, calls = count(), 0
     for turn in range(budgets.turns):
@@ -486,10 +484,10 @@ async def play(rows: Dialogue, ends: EpisodeEnds, budgets: Budgets, *, seed: int
 async def _sample_action(
     rows: Dialogue, ends: EpisodeEnds, budgets: Budgets, seed: int, numbers: count[int]
 ) -> Action | None:
-    """Sample an action, with further requests while a stop string ends one before the action is over.
+    """Sample an action, with further requests if a stop string ends one before the action is complete.
 
-    Returns None when the tokens of the episode end before the action does. One cut at
-    ``budgets.turn_tokens`` is an action.
+    Returns None if the episode's token budget ends before the action. An action cut at
+    ``budgets.turn_tokens`` counts as complete.
     """
     left = budgets.tokens if budgets.turn_tokens is None else budgets.turn_tokens
     while True:

@@ -1,4 +1,4 @@
-"""What policy and environment say to each other in an episode: actions, and answers to them."""
+"""Messages between policy and environment in an episode: actions and answers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def replace_surrogates(value: Any) -> Any:
-    """Replace each half of a surrogate pair in JSON-like ``value``. JSON can hold a lone one ("\\ud800"), but
-    neither tokenizers nor files of records take it.
+    """Replace lone surrogates in JSON-like ``value``. JSON can hold them ("\\ud800"), but tokenizers and
+    record files reject them.
     """
     if isinstance(value, str):
         return value if value.isascii() else _SURROGATE.sub("\ufffd", value)
@@ -35,8 +35,8 @@ class Call:
     """A tool call as parsed from an action.
 
     Attributes:
-        arguments: a JSON object; with ``raw`` the text of a code block, which is one where a tool has several
-            arguments, else the only one.
+        arguments: a JSON object; with ``raw`` the text of a code block: a JSON object if the tool has several
+            arguments, else its only argument.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What the policy wrote in one turn.
+    """The policy's output in one turn.
 
     Attributes:
         text: decoded without special tokens.
         calls: the tool calls in it, in order.
-        malformed: why a call in it cannot be read; "": none is malformed.
-        unfinished: it stopped at the end of a code block that is no call, so sampling continues at once.
-        reply: to the request of an agent, see `agent_rows`; None: no agent has asked.
+        malformed: why a call cannot be parsed; "": none is malformed.
+        unfinished: sampling stopped at a code block that is not a call, and continues at once.
+        reply: reply to an agent's request, see `agent_rows`; None: no agent asked.
     """
 
     text: str
@@ -72,11 +72,11 @@ class Observed:
     """The environment's answer.
 
     Attributes:
-        observation: text of the environment other than results of calls; () and "" with ``done``.
-        calls: one for each call of the action, and one of outcome "malformed" for a malformed action. Their
-            results are cut where they are rendered.
-        failed: why the environment itself could not answer; "": it did. The sample cannot be scored.
-        request: what an agent asks next, the body of its HTTP request; None: it is no agent, or has ended.
+        observation: the environment's text besides call results; () or "" if ``done``.
+        calls: one per call of the action; for a malformed action one with outcome "malformed". Results are
+            cut at rendering.
+        failed: why the environment could not answer, so the sample cannot be scored; "": it answered.
+        request: body of an agent's next HTTP request; None: not an agent, or it has ended.
     """
 
     observation: str | Messages = ""
@@ -93,15 +93,15 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What an engine sampled for one request.
+    """An engine's output for one request.
 
     Attributes:
-        token_ids: [C], with EOS where it was sampled.
-        logprobs: float32 [C], nats, under the distribution sampled from.
-        versions: int32 [C], of the weights that produced each token.
+        token_ids: [C], with EOS if sampled.
+        logprobs: float32 [C], nats, under the sampling distribution.
+        versions: int32 [C], weight version of each token.
         finish_reason: "stop" (EOS or a stop string) or "length".
-        cached: tokens of its prompt that were found in the engine's cache.
-        routes: the experts of the prompt and all sampled tokens but the last; None: they are not recorded.
+        cached: prompt tokens found in the engine's prefix cache.
+        routes: experts of the prompt and all sampled tokens but the last; None: not recorded.
     """
 
     token_ids: list[int]

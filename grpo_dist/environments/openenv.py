@@ -1,10 +1,9 @@
-"""Servers of the package openenv-core: each episode is a session of its own, over one WebSocket.
+"""Servers of the package openenv-core: each episode is a separate session over one WebSocket.
 
     environment: openenv:http://localhost:8000
     environment_kwargs: {action: message, observation: echoed_message}
 
-A problem is a seed, which `reset` gets, so the samples of a group get the same start if the server honours
-the seed.
+A problem is a seed for `reset`, so the samples of a group start alike if the server honours the seed.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class OpenEnv(Environment):
     """One session of a server.
 
     Args:
-        action: field of the server's action that takes the text of the policy's action.
-        observation: field of its observation that is shown; None: the first usual one with text, else all.
+        action: field of the server's action for the text of the policy's action.
+        observation: observation field to show; None: the first usual field with text, else all.
         fields: further fields of every action.
         instruction: shown before the first observation.
     """
@@ -66,7 +65,7 @@ class OpenEnv(Environment):
     @classmethod
     def problems(cls, split: str, count: int | None, **kwargs: Any) -> Iterator[Mapping[str, Any]]:
         if count is None:
-            raise ValueError("an openenv server has no last problem; set `max_rows` of the source")
+            raise ValueError("an openenv server has unlimited problems; set `max_rows` of the source")
         first = 0 if split == "train" else 2**30
         for seed in range(first, first + count):
             yield {"problem": f"{cls.target} seed {seed}", "seed": seed}

@@ -1,6 +1,6 @@
-"""The program in an episode's process: an instance of its environment, and its tools.
+"""The program in an episode's process: its environment instance and tools.
 
-The process that others are forked from has imported the environment. Requests and replies are JSON.
+The parent process that episodes are forked from has imported the environment. Requests and replies are JSON.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from grpo_dist.environments.episode import Call
 from grpo_dist.environments.registry import load_environment
 from grpo_dist.environments.tools import BadCall, as_text, typed_tools
 
-_REASON = 2000  # characters of an error that the policy reads
-_ROWS = 500  # problems of one reply
+_REASON = 2000  # maximum characters of an error shown to the policy
+_ROWS = 500  # maximum problems per reply
 
 
 class Program:
-    """One episode of an environment. An exception of a tool becomes the result of the call; any other
-    exception is a failure of the environment. ``kwargs``: of the environment.
+    """One episode of an environment. A tool's exception becomes the call's result; any other exception is an
+    environment failure. ``kwargs``: the environment's arguments.
     """
 
     def __init__(self, environment: str | type[Environment], kwargs: Mapping[str, Any]) -> None:
@@ -35,7 +35,7 @@ class Program:
 
     @staticmethod
     def preload(environment: str, kwargs: Mapping[str, Any]) -> None:
-        """Load what all episodes share, in the process that theirs are forked from."""
+        """Load what all episodes share, in the process that they are forked from."""
         load_environment(environment).preload(**kwargs)
 
     async def handle(self, kind: str, payload: Any) -> Any:
@@ -45,10 +45,10 @@ class Program:
     async def _describe(self) -> dict[str, Any]:
         """Describe the environment for preparation and for the handling of failures.
 
-        ``asks``: it has a `start` of its own. ``stateless``: an episode can continue in a new process.
+        ``asks``: it overrides `start`. ``stateless``: an episode can continue in a new process.
         ``batched``: it answers many episodes at once.
         """
-        asks, batched = self._class.start is not Environment.start, self._has_own("step_batch")
+        asks, batched = self._class.start is not Environment.start, self._overrides("step_batch")
         return {
             "tools": [tool.schema for tool in self._tools.values()],
             "stop": self._stop(),
@@ -56,7 +56,7 @@ class Program:
             "asks": asks,
             "stateless": not asks and not batched and self._class.step is Environment.step,
             "batched": batched,
-            "has_problems": self._has_own("problems"),
+            "has_problems": self._overrides("problems"),
         }
 
     def _stop(self) -> list[str]:
@@ -65,20 +65,20 @@ class Program:
             raise ValueError(f"`stop` = {stop!r}; expected a list of texts, such as ['</search>']")
         return list(stop)
 
-    def _has_own(self, class_method: str) -> bool:
+    def _overrides(self, class_method: str) -> bool:
         defined, general = getattr(self._class, class_method), getattr(Environment, class_method)
         return getattr(defined, "__func__", defined) is not general.__func__
 
     async def _start(self, problem: Mapping[str, Any]) -> Any:
-        """Begin an episode and return what it asks, as messages or text."""
+        """Begin an episode and return its prompt, as messages or text."""
         if self._environment is not None:
             await self._close()
         self._environment = self._class(**self._kwargs)
-        asked = await awaited(self._environment.start(Problem(**problem)))
-        return _observation(asked, "start")
+        question = await awaited(self._environment.start(Problem(**problem)))
+        return _observation(question, "start")
 
     async def _problems(self, split: str, count: int | None) -> list[dict[str, Any]]:
-        """Return the next rows, at most 500; [] at the end. Asked until then with the same arguments."""
+        """Return the next rows, at most 500; [] at the end. Called repeatedly with the same arguments."""
         if self._rows is None:
             self._rows = iter(self._class.problems(split, count, **self._kwargs))
         return [dict(row) for row in islice(self._rows, _ROWS)]
@@ -156,5 +156,5 @@ def _observation(value: Any, method: str) -> Any:
 
 
 async def awaited(value: Any) -> Any:
-    """Return the result of a function that may be asynchronous."""
+    """Return ``value``, awaited if it is awaitable."""
     return await value if inspect.isawaitable(value) else value

@@ -1,10 +1,10 @@
-"""Problems of the package reasoning-gym, each scored by its own checker: as an environment, and as rows with
-a reward (`grpo_dist.rewards.reasoning_gym`).
+"""Problems of the package reasoning-gym, scored by the package: as an environment, and as rows with a reward
+(`grpo_dist.rewards.reasoning_gym`).
 
-The answer is what stands in <answer></answer>, else in the last \\boxed{}, else the whole completion.
+The answer is the text in <answer></answer>, else in the last \\boxed{}, else the whole completion.
 
-A problem belongs to the split `train`, or to any other, by its text alone: one in ten is held out, under any
-settings and any seed. So no held-out problem is ever trained on.
+A problem's text alone decides whether it belongs to the split `train`: one in ten is held out, for any
+settings and seed. So no held-out problem is ever trained on.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from reasoning_gym.utils import extract_answer
 from grpo_dist.environments.base import Environment, Problem, Step
 from grpo_dist.runtime.processes import child_command
 
-COLUMN = "reasoning_gym"  # the package's entry of a problem, and the settings of its scorer
-_SIZE = 500  # problems of a split without `max_rows`
+COLUMN = "reasoning_gym"  # the package's entry of a problem, with the scorer's settings
+_SIZE = 500  # problems per split without `max_rows`
 _HELD_OUT = 10  # one problem in ten
-_SPARE = 5  # upper bound of the problems that are generated, relative to the mean number that a split needs
+_SPARE = 5  # generates at most this multiple of the expected number of problems
 
 
 class ReasoningGym(Environment):
-    """One problem of a data set; arguments are those of the data set, such as ``seed`` or ``max_terms``."""
+    """One problem of a data set. Arguments are the data set's, such as ``seed`` or ``max_terms``."""
 
     target: ClassVar[str]  # name of the data set
 
     def __init__(self, **settings: Any) -> None:
-        """``settings`` are in the column of each problem, too."""
+        """Ignore ``settings``: each problem's column has them."""
 
     def start(self, problem: Problem) -> str:
-        self._kept = problem.columns[COLUMN]
+        self._column = problem.columns[COLUMN]
         return problem.text
 
     def step(self, action: str) -> Step:
-        """Score the answer: its reward is 0 to 1, and the episode ends."""
-        return Step(reward=score_answer(action, self._kept), done=True)
+        """Score the answer with a reward of 0 to 1, and end the episode."""
+        return Step(reward=score_answer(action, self._column), done=True)
 
     @classmethod
     def problems(cls, split: str, count: int | None, **kwargs: Any) -> Iterator[Mapping[str, Any]]:
@@ -60,10 +60,10 @@ def rows(
 ) -> Iterator[Mapping[str, Any]]:
     """Yield ``count`` different problems of a split, 500 for None: problem, answer, and the column `COLUMN`.
 
-    A process of its own makes them, with PYTHONHASHSEED=0: some tasks depend on the order of sets of strings,
+    A child process generates them with PYTHONHASHSEED=0: some tasks depend on the order of sets of strings,
     and the same settings must give the same problems in every run and after a resume.
 
-    Raises ValueError for an unknown data set, for settings that it refuses, and where it has fewer problems.
+    Raises ValueError for an unknown data set, refused settings, or too few problems.
     """
     command = child_command(__name__, name, split, json.dumps(count), json.dumps(dict(settings)))
     environ = os.environ | {"PYTHONHASHSEED": "0"}
@@ -75,23 +75,23 @@ def rows(
                 if "refused" in row:
                     raise ValueError(row["refused"])
                 yield row
-            if child.wait():  # bounded: its output has ended, with it the process
-                raise ValueError(f"reasoning_gym:{name}: making problems ended with code {child.returncode}")
+            if child.wait():  # bounded: its output has ended
+                raise ValueError(f"reasoning_gym:{name}: generating rows failed with code {child.returncode}")
         finally:
-            child.kill()  # its reader may need no more
+            child.kill()  # the caller may stop early
 
 
 def main() -> None:
-    """Write the rows that the arguments of this process ask for to its output, one JSON object a line."""
+    """Write the rows that the command line requests to stdout, one JSON object per line."""
     name, split, count, settings = sys.argv[1:5]
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what tasks print is no row
+    os.dup2(2, 1)  # keeps the tasks' prints out of the rows
     try:
         for row in _made_rows(name, split, json.loads(count), json.loads(settings)):
             print(json.dumps(row), file=out, flush=True)
     except ValueError as error:
         print(json.dumps({"refused": str(error)}), file=out, flush=True)
-    except BrokenPipeError:  # the reader needs no more
+    except BrokenPipeError:  # the reader stopped early
         os._exit(0)
 
 
@@ -100,28 +100,28 @@ def _made_rows(
 ) -> Iterator[dict[str, Any]]:
     if settings.get("seed", 0) is None:
         raise ValueError(f"reasoning_gym:{name}: kwargs.seed = null: expected a number, to repeat problems")
-    wanted = count or _SIZE
+    target = count or _SIZE
     share = 1 if split == "train" else _HELD_OUT
     questions: set[str] = set()
     generated = 0
-    # The data set is no larger than it must be: some tasks refuse large sizes.
-    for size in (wanted * share * factor for factor in range(1, _SPARE + 1)):
+    # Keeps the data set small, because some tasks refuse large sizes.
+    for size in (target * share * factor for factor in range(1, _SPARE + 1)):
         data_set = _data_set(name, json.dumps({**settings, "size": size}, sort_keys=True))
         for index in range(generated, size):
-            random.seed(index)  # a few tasks draw from the module's own generator
+            random.seed(index)  # a few tasks use the global random generator
             entry = data_set[index]
             question = entry["question"]
             if question in questions or is_held_out(question) == (split == "train"):
                 continue
             questions.add(question)
-            kept = {"task": name, "settings": dict(settings), "entry": _literal(entry, name)}
-            yield {"problem": question, "answer": str(entry["answer"] or ""), COLUMN: kept}
-            if len(questions) == wanted:
+            column = {"task": name, "settings": dict(settings), "entry": _literal(entry, name)}
+            yield {"problem": question, "answer": str(entry["answer"] or ""), COLUMN: column}
+            if len(questions) == target:
                 return
         generated = size
     raise ValueError(
         f"reasoning_gym:{name}: {len(questions)} different problems for split {split} among {generated} made "
-        f"with {dict(settings)}, expected {wanted}; lower `max_rows`, or choose settings with more problems"
+        f"with {dict(settings)}, expected {target}; lower `max_rows`, or choose settings with more problems"
     )
 
 
@@ -132,14 +132,14 @@ def _literal(entry: Mapping[str, Any], name: str) -> str:
         ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
         raise ValueError(
-            f"reasoning_gym:{name}: an entry cannot be kept for its scorer ({error}); expected numbers, "
+            f"reasoning_gym:{name}: an entry cannot be stored for its scorer ({error}); expected numbers, "
             "texts and containers of them; use another task"
         ) from error
     return text
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` without the scalar types of numpy."""
+    """Return ``value`` with numpy scalars converted to Python's."""
     if isinstance(value, Mapping):
         return {_plain(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set):
@@ -152,17 +152,17 @@ def is_held_out(question: str) -> bool:
 
 
 def score_answer(completion: str, kept: Mapping[str, Any]) -> float:
-    """Return the data set's own score of an answer, 0 to 1. ``kept``: the problem's `COLUMN`. Nothing is made
-    again, so that the score belongs to the problem that was asked.
+    """Return the data set's score of an answer, 0 to 1. ``kept``: the problem's `COLUMN`. The problem is not
+    regenerated, so the score belongs to the problem in the prompt.
 
-    An answer that the data set's scorer cannot read has score 0. Raises MemoryError, and the scorer's error
-    where it fails with the package's own answer, too.
+    An answer that the scorer cannot parse scores 0. Raises MemoryError, and the scorer's error if it fails on
+    the package's reference answer, too.
     """
     scorer = _data_set(kept["task"], json.dumps(kept["settings"], sort_keys=True))
     entry = ast.literal_eval(kept["entry"])
     try:
         return float(scorer.score_answer(_answer(completion), entry))
-    except MemoryError:  # says nothing of the answer
+    except MemoryError:  # not the answer's fault
         raise
     except Exception:  # any error: several scorers parse answers without checks
         scorer.score_answer(entry["answer"], entry)
@@ -179,7 +179,7 @@ def _data_set(name: str, settings: str) -> Any:
     except (ValueError, TypeError, AssertionError) as error:
         raise ValueError(
             f"reasoning_gym:{name}: the package refuses the settings {options} ({error}); its GALLERY.md "
-            "lists those of each task, and size follows from `max_rows`"
+            "lists each task's settings, and size follows from `max_rows`"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Environments by name.
 
-python | calculator          of this package
-my_module:Class              a user's own
+python | calculator          built in
+my_module:Class              user-supplied
 verifiers:ENV                an environment of the package verifiers
 reasoning_gym:TASK           a data set of the package reasoning-gym
 openenv:URL                  a server of the package openenv-core
@@ -29,20 +29,20 @@ ADAPTERS = {
     "reasoning_gym": ("grpo_dist.environments.reasoning_gym", "ReasoningGym", "reasoning-gym"),
     "openenv": ("grpo_dist.environments.openenv", "OpenEnv", "openenv-core"),
 }
-_FOREIGN = {*ADAPTERS, AGENT.rstrip(":")}  # prefixes whose code is none of this run's
+_FOREIGN = {*ADAPTERS, AGENT.rstrip(":")}  # prefixes of external code
 
 
 def may_run_code(name: str) -> bool:
-    """Return whether the environment ``name`` may have the tool `python`. A class of a user's own may: it is
-    imported only in processes of its own.
+    """Return whether the environment ``name`` may have the tool `python`. User-supplied classes may, and are
+    imported only in separate processes.
     """
     return name != "calculator" and name.partition(":")[0] not in _FOREIGN
 
 
 def load_environment(name: str) -> type[Environment]:
-    """Import an environment and return its class. That of a package's environment names it in ``target``.
+    """Import an environment and return its class. An adapter's class names it in ``target``.
 
-    Raises ValueError for one that is unknown or cannot be imported. Runs user code.
+    Raises ValueError if it is unknown or cannot be imported. Runs user code.
     """
     check_environment_name(name)
     if name in BUILTIN:
@@ -52,11 +52,11 @@ def load_environment(name: str) -> type[Environment]:
     prefix, _, rest = name.partition(":")
     if prefix in ADAPTERS:
         module, adapter, package = ADAPTERS[prefix]
-        base: type[Environment] = getattr(_imported(module, f"pip install {package}"), adapter)
+        base: type[Environment] = getattr(_import(module, f"pip install {package}"), adapter)
         return type(base.__name__, (base,), {"target": rest})
-    attribute: Any = getattr(_imported(prefix, "add its directory to code_paths"), rest, None)
+    attribute: Any = getattr(_import(prefix, "add its directory to code_paths"), rest, None)
     if not isinstance(attribute, type) or not issubclass(attribute, Environment):
-        what = "no such class" if attribute is None else f"{attribute!r}, no subclass of Environment"
+        what = "no such class" if attribute is None else f"{attribute!r}, not a subclass of Environment"
         raise ValueError(
             f"environment {name}: module `{prefix}` has {what} `{rest}`; expected a class that derives from "
             "grpo_dist.environments.base.Environment"
@@ -65,7 +65,7 @@ def load_environment(name: str) -> type[Environment]:
 
 
 def own_environments(data: DataConfig) -> tuple[UserComponent, ...]:
-    """Return the environments of a user's own, and those that a package registers by name."""
+    """Return user-supplied environments, and environments that a package registers by name."""
     names = {data.environment_of(source) for source in (*data.train, *data.eval)} - {None, *BUILTIN}
     agents = {_module_of_agent(str(name)) for name in names if str(name).startswith(AGENT)} - {""}
     classes = {str(name) for name in names if str(name).partition(":")[0] not in _FOREIGN}
@@ -73,13 +73,13 @@ def own_environments(data: DataConfig) -> tuple[UserComponent, ...]:
 
 
 def _module_of_agent(name: str) -> str:
-    """Return the program of ``program:my_agent.py --fast`` as a class is named; "" where it is not Python."""
+    """Return ``program:my_agent.py --fast`` as ``my_agent:my_agent``; "" if it is not Python."""
     program = Path(shlex.split(name.removeprefix(AGENT))[0])
     is_module = program.suffix == ".py" and not program.is_absolute()
     return f"{program.with_suffix('').parts[0]}:{program.stem}" if is_module else ""
 
 
-def _imported(module: str, remedy: str) -> ModuleType:
+def _import(module: str, remedy: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except Exception as error:  # a user's module may raise anything

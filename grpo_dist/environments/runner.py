@@ -3,10 +3,10 @@
     action with calls      each tool in the environment's process; `python` in the sandbox
     action without calls   the environment's step
 
-Code of users runs in a process per episode, or with `step_batch` in one for all. The environments of this
-package hold no user code and run here.
+User code runs in one process per episode, or with `step_batch` in one shared process. Built-in environments
+hold no user code and run in this process.
 
-`EnvironmentProbe` queries environments, each in its own process, for what a run needs before it starts.
+`EnvironmentProbe` queries environments before a run, each in a separate process.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from grpo_dist.environments.agent import Agents
 
 _CLOSE_S = 5.0  # deadline of an environment's `close`
-_REASON = 1000  # characters of a failure
+_REASON = 1000  # maximum characters of a failure
 
 
 class UnknownEpisode(Exception):
-    """An action in mid-episode reached a worker that does not have the episode."""
+    """A mid-episode action reached a worker that does not have the episode."""
 
 
 class Host(Protocol):
@@ -54,14 +54,14 @@ class Host(Protocol):
 
 
 class _LocalHost:
-    """Programs of this package's environments, in this process."""
+    """Runs built-in environments in this process."""
 
     def __init__(self, program: partial[Program]) -> None:
         self._program = program
         self._live: dict[str, Program] = {}
 
     async def begin(self, episode: str) -> None:
-        """Do nothing: it has no process."""
+        """Do nothing: there is no process to start."""
 
     async def ask(self, episode: str, kind: str, payload: Any, *, timeout_s: float) -> Any:
         if episode not in self._live:
@@ -76,7 +76,7 @@ class _LocalHost:
 
 
 class _Agent(Environment):
-    """What preparation sees of an agent: no tools, and no question before it runs."""
+    """Stands for an agent during preparation: it has no tools and no prompt before it runs."""
 
     def step(self, action: str) -> Step:
         raise NotImplementedError("an agent asks by itself")
@@ -87,7 +87,7 @@ def make_host(
 ) -> Host:
     """Return the host of an environment's programs. Raises ValueError for a missing code path.
 
-    ``batched``: its episodes share a process, and are answered many at once.
+    ``batched``: its episodes share a process and are answered in batches.
     """
     if environment in BUILTIN:
         return _LocalHost(partial(Program, BUILTIN[environment], kwargs))
@@ -116,7 +116,7 @@ class _Episode:
 
 
 class EpisodeRunner:
-    """All episodes of one environment worker. Methods are called concurrently; an episode's one at a time."""
+    """All episodes of one environment worker. Calls are concurrent across episodes, sequential within one."""
 
     def __init__(self, settings: EnvironmentsConfig) -> None:
         self._settings = settings
@@ -126,13 +126,13 @@ class EpisodeRunner:
         self._agents: Agents | None = None  # started with the first agent
 
     async def start(self, *, sandboxed: bool = True) -> list[str]:
-        """Start what all episodes share. Returns notes on the isolation of the policy's code.
+        """Start shared resources. Returns notes on the isolation of the policy's code.
 
         Args:
             sandboxed: whether an environment has the tool `python`.
 
         Raises:
-            UserError: no code can be run, for example because a sandbox service does not answer.
+            UserError: no code can run, for example because a sandbox service does not answer.
         """
         if not sandboxed:
             return []
@@ -146,7 +146,7 @@ class EpisodeRunner:
             raise UserError(f"{where}: no code can be run ({failure}); {remedy}") from failure
 
     async def begin(self, episode: str, task: Task, problem: Problem) -> None:
-        """Start an episode's process before its first action, which raises the error of a failed start."""
+        """Start an episode's process early. If that fails, the first action raises the error."""
         if task.environment.startswith(AGENT):
             with suppress(OSError, ValueError):
                 await self._start_agent(episode, task, problem)
@@ -158,10 +158,10 @@ class EpisodeRunner:
                     await state.host.end(episode)
 
     async def act(self, episode: str, task: Task, problem: Problem, action: Action, *, turn: int) -> Observed:
-        """Answer an action. The first one of an episode begins it, unless `begin` has.
+        """Answer an action. The first action begins the episode if `begin` has not.
 
-        Raises UnknownEpisode for a later action of an episode that another worker has. A failure of the
-        environment is reported as `Observed.failed`, not raised.
+        Raises UnknownEpisode for a later action of another worker's episode. An environment failure is
+        returned as `Observed.failed`, not raised.
         """
         if task.environment.startswith(AGENT):
             try:
@@ -183,9 +183,9 @@ class EpisodeRunner:
             state.failed = True
             return Observed(failed=f"{task.environment}: {failure.outcome}: {failure}"[:_REASON])
         except asyncio.CancelledError:
-            state.failed = True  # its process has been killed, and none is started to close it
+            state.failed = True  # its process was killed; do not start one to close it
             raise
-        except Exception as error:  # an environment of this package failed, or its code path is missing
+        except Exception as error:  # a built-in environment failed, or its code path is missing
             return Observed(failed=f"{task.environment}: {raised(error)}"[:_REASON])
         observation = answer["observation"]
         content = observation if isinstance(observation, str) else tuple(observation)
@@ -197,7 +197,7 @@ class EpisodeRunner:
             await self._agents.end(episode)
         if (state := self._episodes.pop(episode, None)) is not None:
             if state.started and not state.failed:
-                with suppress(ProcessFailure):  # the episode is over, and its sample complete
+                with suppress(ProcessFailure):  # the sample is already complete
                     await state.host.ask(episode, "close", {}, timeout_s=_CLOSE_S)
             await state.host.end(episode)
             if self._sandbox is not None:
@@ -213,7 +213,7 @@ class EpisodeRunner:
             await self._sandbox.close()
 
     async def _start_agent(self, episode: str, task: Task, problem: Problem, turn: int = 0) -> Agents:
-        """Start the program of an episode that has none. Raises UnknownEpisode in mid-episode."""
+        """Start the episode's program if it is not running. Raises UnknownEpisode mid-episode."""
         from grpo_dist.environments.agent import Agents
 
         self._agents = self._agents or Agents(self._settings)
@@ -265,15 +265,15 @@ _PROBE_EPISODE = "preparation"
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """An environment as its class describes it.
+    """Properties of an environment class.
 
     Attributes:
         tools: JSON schemas.
         sandboxed: whether it has the tool `python`.
-        asks: whether it has a `start` of its own.
-        stateless: it has neither `start` nor `step` of its own, so an episode can continue in a new process.
+        asks: whether it overrides `start`.
+        stateless: it overrides neither `start` nor `step`, so an episode can continue in a new process.
         batched: it has `step_batch`.
-        has_problems: whether it brings its own problems.
+        has_problems: whether it provides problems.
         stop: texts that end an action.
     """
 
@@ -287,7 +287,7 @@ class Description:
 
 
 class StartFailed(ValueError):
-    """``start`` failed for the problem of this index."""
+    """``start`` failed for the problem with this index."""
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(index, reason)
@@ -296,8 +296,8 @@ class StartFailed(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentProbe:
-    """One environment of a run. Every method starts processes and ends them, and raises ValueError for an
-    environment that cannot be used.
+    """One environment of a run. Each method starts and ends processes, and raises ValueError if the
+    environment cannot be used.
     """
 
     name: str
@@ -308,32 +308,32 @@ class EnvironmentProbe:
         return self._run(self._describe)
 
     def questions(self, problems: Sequence[Problem]) -> tuple[Description, list[Any]]:
-        """Return the description, and what `start` asks for each problem: text or messages.
+        """Return the description, and `start`'s prompt for each problem: text or messages.
 
-        An environment without a `start` of its own is only asked for the first one. Raises StartFailed.
+        Without an overridden `start`, only the first problem is tried. Raises StartFailed.
         """
 
         async def ask(host: Host) -> tuple[Description, list[Any]]:
             described = await self._describe(host)
-            asked: list[Any] = [problem.text for problem in problems]
+            prompts: list[Any] = [problem.text for problem in problems]
             for index, problem in enumerate(problems if described.asks else problems[:1]):
                 try:
-                    asked[index] = await self._ask(host, "start", {"problem": asdict(problem)})
+                    prompts[index] = await self._ask(host, "start", {"problem": asdict(problem)})
                 except ValueError as error:
                     raise StartFailed(index, str(error)) from error
             if described.asks:
                 await self._ask(host, "close", {})  # the last problem; each `start` closes the one before
-            return described, asked
+            return described, prompts
 
         return self._run(ask)
 
     def environment_problems(self, split: str, count: int | None) -> list[dict[str, Any]]:
-        """Return the rows that the environment brings; at most ``count``."""
+        """Return at most ``count`` rows that the environment provides."""
 
         async def ask(host: Host) -> list[dict[str, Any]]:
             if not (await self._describe(host)).has_problems:
                 raise ValueError(
-                    f"environment {self.name} brings no problems of its own; set the source's `path`, or "
+                    f"environment {self.name} provides no problems; set the source's `path`, or "
                     "give the environment a class method `problems`"
                 )
             rows: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Environments that are called by tags in the text, as in Search-R1. A subclass has a method for each tag:
+"""Environments called by tags in the text, as in Search-R1. A subclass has a method for each tag:
 
 class Search(TextTags):
     results = {"search": "information"}
@@ -23,11 +23,11 @@ ANSWER = "answer"
 
 
 class TextTags(Environment):
-    """Gives what is in the last tag of an action to the method of its name.
+    """Passes the content of an action's last tag to the method of that name.
 
     Attributes:
-        results: name of a tag that the policy calls, and of the tag around what its method returns.
-        invalid: what follows an action without a tag; "": a sentence with the names of the tags.
+        results: maps a tag that the policy calls to the tag around its method's result.
+        invalid: answer to an action without a tag; "": a sentence with the tag names.
     """
 
     results: ClassVar[Mapping[str, str]] = {}
@@ -42,7 +42,7 @@ class TextTags(Environment):
         return problem.text
 
     def answer(self, text: str) -> float | Awaitable[float | None] | None:
-        """Return the reward of an answer, which ends the episode; None: the run's rewards alone judge it."""
+        """Return the reward of an answer, which ends the episode; None: only the run's rewards score it."""
         return None
 
     async def step(self, action: str) -> Step:

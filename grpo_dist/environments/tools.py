@@ -1,8 +1,7 @@
-"""Tools, and calls of them in the text of an action.
+"""Tools, and tool calls in the text of an action.
 
-A tool is a function with typed parameters and a docstring, which describes the tool and, in a section
-``Args:``, what each argument is. The policy reads both. Calls have the form of the chat template, or are code
-blocks:
+A tool is a function with typed parameters and a docstring that describes the tool and, in a section
+``Args:``, its arguments. The policy reads both. Calls use the chat template's format, or are code blocks:
 
 chat form   <tool_call>{"name": "calculator", "arguments": {"expression": "3*4"}}</tool_call>   and others
 code form   ```calculator        the action ends here, and the result follows in the same message:
@@ -32,7 +31,7 @@ from grpo_dist.environments.episode import Action, Call
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_SHOWN = 200  # characters of a value or of an error in a message to the policy
+_SHOWN = 200  # maximum characters of a value or an error in a message to the policy
 
 
 class BadCall(ValueError):
@@ -46,13 +45,13 @@ class TypedTool:
         self.name = getattr(function, "__name__", type(function).__name__)
         self.function = function
         if not inspect.isroutine(function):
-            raise ValueError(f"tool `{self.name}` is no function; name functions with typed parameters")
+            raise ValueError(f"tool `{self.name}` is not a function; name functions with typed parameters")
         parameters = inspect.signature(function).parameters
         self._names = [name for name in parameters if name != "self"]
         self._required = [n for n in self._names if parameters[n].default is inspect.Parameter.empty]
         for name in self._names:
             if parameters[name].kind not in _NAMED:
-                raise ValueError(f"tool `{self.name}`: parameter `{name}` must be one that calls can name")
+                raise ValueError(f"tool `{self.name}`: parameter `{name}` must be usable as a keyword")
         hints = get_type_hints(function, include_extras=True)
         if untyped := [name for name in self._names if name not in hints]:
             raise ValueError(f"tool `{self.name}`: parameter `{untyped[0]}` has no type; annotate it")
@@ -91,8 +90,8 @@ class TypedTool:
             raise BadCall(f"{self.name}: {wrong}. It takes: {', '.join(self._names) or 'nothing'}") from error
 
     def _raw(self, call: Call) -> dict[str, Any]:
-        """Read the text of a code block: the only argument, or the first where the others have defaults; of
-        several arguments a JSON object. Raises BadCall.
+        """Parse a code block: the only argument, or the first if the others have defaults; for several
+        arguments a JSON object. Raises BadCall.
         """
         if not self._names:
             return {}
@@ -108,7 +107,7 @@ class TypedTool:
 
 
 def typed_tools(functions: Sequence[Tool]) -> dict[str, TypedTool]:
-    """Return tools by name. Raises ValueError where one has no schema, or two share a name."""
+    """Return tools by name. Raises ValueError if a tool has no schema or two share a name."""
     tools: dict[str, TypedTool] = {}
     for function in functions:
         tool = TypedTool(function)
@@ -119,7 +118,7 @@ def typed_tools(functions: Sequence[Tool]) -> dict[str, TypedTool]:
 
 
 def as_text(result: Any) -> str:
-    """Return a tool's result as the policy reads it: text unchanged, other values as JSON if possible."""
+    """Return a tool's result as text for the policy: text unchanged, other values as JSON if possible."""
     if isinstance(result, str):
         return result
     try:
@@ -158,7 +157,7 @@ def _documentation(docstring: str) -> tuple[str, dict[str, str]]:
 
 
 def _untitled(schema: Any) -> Any:
-    """Drop the titles that pydantic adds, which are no more than the names again."""
+    """Drop the titles that pydantic adds, which only repeat the names."""
     if isinstance(schema, list):
         return [_untitled(item) for item in schema]
     if not isinstance(schema, dict):
@@ -175,7 +174,7 @@ CODE_STOP = "\n```\n"
 _FENCE = "```"
 _OTHER_NAMES = {"py": "python", "python3": "python", "Python": "python"}
 
-# What a chat template that shows tools mentions -> the parser of vLLM; the first that fits decides.
+# Text in a chat template with tools -> vLLM's parser; the first match decides.
 _MENTIONS = (
     ("<function=", "qwen3_xml"),
     ("<tool_call>", "hermes"),
@@ -184,7 +183,7 @@ _MENTIONS = (
     ("<|python_tag|>", "llama3_json"),
     ("Environment: ipython", "llama3_json"),
 )  # fmt: skip
-# What opens a call in each format. An action with it that holds no call is malformed.
+# Text that opens a call in each format. An action that has it without a call is malformed.
 _OPENINGS = {
     "qwen3_xml": ("<tool_call>", "<function="),
     "qwen3_coder": ("<tool_call>", "<function="),
@@ -197,7 +196,7 @@ _OPENINGS = {
     "llama4_json": ("<|python_tag|>", '{"name":', '{"type": "function"'),
 }
 
-# Tokens without which vLLM's parser does not start.
+# Tokens that vLLM's parser requires.
 _NEEDED = {
     "llama3_json": ("<|python_tag|>",),
     "llama4_json": ("<|python_tag|>",),
@@ -205,27 +204,27 @@ _NEEDED = {
     "deepseek_v3": ("<｜tool▁calls▁begin｜>",),
     "deepseek_v31": ("<｜tool▁calls▁begin｜>",),
 }
-_CALL_REASON = 200  # characters of a parser's error that the policy reads
-# Formats whose parsers return a call that was cut, without the argument in which it was.
+_CALL_REASON = 200  # maximum characters of a parser's error shown to the policy
+# Formats whose parsers return a truncated call, without the truncated argument.
 _CLOSED = {"qwen3_xml": ("<function=", "</function>"), "qwen3_coder": ("<function=", "</function>")}
 
 
 class CallParser(Protocol):
-    """A tool parser of the engine. Not in this package, which does not know vLLM."""
+    """A tool parser of the engine. Implemented elsewhere: this package does not import vLLM."""
 
     @property
     def openings(self) -> Sequence[str]:
-        """Texts that open a call, if the parser states them."""
+        """Texts that open a call, if the parser declares them."""
         ...
 
     def __call__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[Call]:
-        """Return the calls in ``text``; none where it cannot be read."""
+        """Return the calls in ``text``; none if it cannot be parsed."""
 
 
 def resolve_format(call_format: str, chat_template: str | None) -> str:
-    """Return the format of calls: `environments.call_format`, or where that is `auto` the chat template's.
+    """Return the call format: `environments.call_format`, or for `auto` the chat template's.
 
-    ``chat_template``: None for plain text. For a template without tools the format is code blocks.
+    ``chat_template``: None for plain text. A template without tools uses code blocks.
     """
     if call_format != "auto":
         return call_format
@@ -234,7 +233,7 @@ def resolve_format(call_format: str, chat_template: str | None) -> str:
 
 
 def openings_of(call_format: str) -> tuple[str, ...]:
-    """Return the texts that open a call of ``call_format``, as far as this package knows them."""
+    """Return the texts that open a call of ``call_format``; () for unknown formats."""
     return _OPENINGS.get(call_format, ())
 
 
@@ -244,17 +243,17 @@ def is_known(call_format: str) -> bool:
 
 
 def missing_tokens(call_format: str, vocabulary: Mapping[str, int]) -> str:
-    """Return a token that the parser of ``call_format`` needs and the tokenizer lacks; "": there is none."""
+    """Return a token that the parser of ``call_format`` needs and the tokenizer lacks; "" for none."""
     return next((token for token in _NEEDED.get(call_format, ()) if token not in vocabulary), "")
 
 
 def read_chat(
     text: str, call_format: str, parser: CallParser, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[tuple[Call, ...], str]:
-    """Return the calls in an action's answer, and why they cannot be read ("": they can)."""
+    """Return the calls in an action's answer, and why they cannot be parsed ("": they can)."""
     try:
         calls = tuple(parser(text, tools))
-    except Exception as error:  # text of the policy must not end the run; the samples show the reason
+    except Exception as error:  # the policy's text must not end the run; the samples show the reason
         why = f"{type(error).__name__}: {error}"[:_CALL_REASON]
         return (), f"the call cannot be read ({why}); write it as valid {_form(call_format)}"
     opening, closing = _CLOSED.get(call_format, ("", ""))
@@ -269,11 +268,11 @@ def read_chat(
 
 
 def read_code(text: str, names: Sequence[str], *, ended: bool) -> Action:
-    """Read an action of the code form.
+    """Parse an action in the code format.
 
     Args:
-        names: of tools; a block in the language of that name calls it.
-        ended: the policy ended its message, so that nothing is executed: a block in it is part of the answer.
+        names: tool names; a block whose language is a tool's name calls it.
+        ended: the policy ended its message, so nothing runs: a block in it is part of the answer.
     """
     language, body, start, closed = None, "", 0, False
     position = 0
@@ -293,7 +292,7 @@ def read_code(text: str, names: Sequence[str], *, ended: bool) -> Action:
         return Action(text)
     if closed and name in names:
         return Action(text, (Call(name, body, raw=True),))
-    # The stop string also matches a fence that closes a block in another language, or opens one without.
+    # The stop string also matches a fence that closes a block of another language, or opens one without.
     return Action(text, unfinished=bool(re.search(r"\n```\s*\Z", text)))
 
 

@@ -1,4 +1,4 @@
-"""One sample by a user's own rollout function: which tokens the policy sampled and which were given.
+"""One sample by a user-supplied rollout function: which tokens the policy sampled and which were given.
 
 function   generate ----------> put in -> generate ------>
 sample     prompt a a a a a a   g g g     a a a a a        a: sampled and trained, g: given
@@ -19,7 +19,7 @@ from grpo_dist.plugins.user_code import ROLLOUT, call, load
 from grpo_dist.runtime.seeds import turn_seed
 from grpo_dist.types import Prompt, Rollout, Sampling
 
-# Samples a continuation: (token ids, seed, sampling, most tokens, stop=texts).
+# Samples a continuation: (token ids, seed, sampling, max tokens, stop=texts).
 Generate = Callable[..., Awaitable[Generation]]
 
 
@@ -33,7 +33,7 @@ class UserRollout:
 
     @classmethod
     def from_config(cls, rollout: RolloutConfig, code_paths: Sequence[str]) -> UserRollout | None:
-        """Load the function of the configuration; None where it has none. Raises ValueError as `load`."""
+        """Load the configured function; None if there is none. Raises ValueError as `load`."""
         if rollout.function is None:
             return None
         return cls(rollout.function, load(ROLLOUT, rollout.function, code_paths), rollout.function_kwargs)
@@ -47,48 +47,47 @@ class UserRollout:
         generate: Generate,
         tokenizer: Any,
     ) -> Rollout:
-        """Draw one sample. `sampling.stop` ends a generation for which the function names no stop texts.
+        """Draw one sample. `sampling.stop` applies to generations without explicit stop texts.
 
-        Raises ValueError where the parts are not what was generated, in order, with given tokens between, or
-        given tokens are none of the tokenizer's.
+        Raises ValueError unless the parts are the generations in order, with valid token ids between them.
         """
         start, numbers, max_new_tokens = prompt.token_ids.tolist(), 0, sampling.max_new_tokens
-        asked: list[tuple[list[int], Generation]] = []
+        generations: list[tuple[list[int], Generation]] = []
 
-        async def generated(
+        async def generate_part(
             token_ids: Sequence[int], max_tokens: int | None = None, stop: Sequence[str] = sampling.stop
         ) -> Generation:
             nonlocal numbers
             left = max_new_tokens - (len(token_ids) - len(start))
             if left < 1 or (max_tokens is not None and max_tokens < 1):
                 raise ValueError(
-                    f"rollout function {self.name}: no token is left to generate behind {len(token_ids)} "
-                    f"tokens (max_tokens = {max_tokens}, {max_new_tokens} behind the prompt)"
+                    f"rollout function {self.name}: no token is left to generate after {len(token_ids)} "
+                    f"tokens (max_tokens = {max_tokens}, {max_new_tokens} after the prompt)"
                 )
             request_seed, numbers = turn_seed(seed, numbers), numbers + 1
             most = min(left, max_tokens or left)
             generation = await generate(list(token_ids), request_seed, sampling, most, stop=stop)
-            asked.append((list(token_ids), generation))
+            generations.append((list(token_ids), generation))
             return generation
 
-        inputs = RolloutInputs(start, generated, prompt, tokenizer, max_new_tokens)
+        inputs = RolloutInputs(start, generate_part, prompt, tokenizer, max_new_tokens)
         parts = await call(self.function, inputs, self.kwargs)
         self._check_parts(parts, len(tokenizer))
-        return self._assemble(prompt, sample, parts, asked, tokenizer, max_new_tokens)
+        return self._assemble(prompt, sample, parts, generations, tokenizer, max_new_tokens)
 
     def _assemble(
         self,
         prompt: Prompt,
         sample: int,
         parts: Sequence[Any],
-        asked: Sequence[tuple[list[int], Generation]],
+        generations: Sequence[tuple[list[int], Generation]],
         tokenizer: Any,
         max_new_tokens: int,
     ) -> Rollout:
         row, reason = GrowingRow(prompt.token_ids.tolist()), ""
         for part in parts:
             if isinstance(part, Generation):
-                self._check_context([*row.context, *row.ids], part, asked)
+                self._check_context([*row.context, *row.ids], part, generations)
                 row.add(part)
                 reason = part.finish_reason
             else:
@@ -106,7 +105,7 @@ class UserRollout:
 
     def _check_parts(self, parts: Any, vocabulary: int) -> None:
         """Raise ValueError unless ``parts`` is a list of generations and token ids below ``vocabulary``."""
-        expected = f"a list of what `generate` returned and of lists of token ids from 0 to {vocabulary - 1}"
+        expected = f"a list of `generate`'s results and of lists of token ids from 0 to {vocabulary - 1}"
         if not isinstance(parts, list | tuple):
             raise ValueError(f"rollout function {self.name} returned {parts!r:.100}; expected {expected}")
         for number, part in enumerate(parts):
@@ -119,19 +118,19 @@ class UserRollout:
                 )
 
     def _check_context(
-        self, context: list[int], part: Generation, asked: Sequence[tuple[list[int], Generation]]
+        self, context: list[int], part: Generation, generations: Sequence[tuple[list[int], Generation]]
     ) -> None:
-        """Raise ValueError unless ``part`` was generated behind ``context``: its log-probs are of that."""
-        if not any(generated is part and before == context for before, generated in asked):
+        """Raise ValueError unless ``part`` was generated after ``context``, which its log-probs depend on."""
+        if not any(generated is part and before == context for before, generated in generations):
             raise ValueError(
-                f"rollout function {self.name}: a part was not generated behind the prompt and the parts "
+                f"rollout function {self.name}: a part was not generated after the prompt and the parts "
                 "before it; pass exactly these tokens to `generate`, and return all of them in order"
             )
 
 
 def _are_tokens(part: Any, vocabulary: int) -> bool:
     if isinstance(part, str | bytes):
-        return False  # whose characters and bytes are numbers, or are read as such
+        return False  # iterating them would yield numbers, or digits
     try:
         return all(not isinstance(token, bool) and 0 <= index(token) < vocabulary for token in part)
     except TypeError:

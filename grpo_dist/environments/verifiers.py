@@ -1,7 +1,7 @@
 """Tasksets of the package verifiers: prompts, and rewards of the last answer.
 
-A taskset whose tasks have tools of their own, need a container, or prepare and finish a rollout is refused:
-verifiers runs those in its own harness, against a model server, which has no place in an episode here.
+Tasksets whose tasks have tools, need a container, or have setup and finalize hooks are refused: verifiers
+runs them in its harness against a model server, which episodes here do not support.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
 from grpo_dist.environments.base import Environment, Message, Problem, Step
 
-_MOST = 1_000_000  # tasks that are looked through for an index
+_MOST = 1_000_000  # maximum task index
 
 
 class VerifiersEnvironment(Environment):
-    """One task of a taskset; arguments are those of the taskset's configuration."""
+    """One task of a taskset. Arguments are the taskset's configuration."""
 
     target: ClassVar[str]  # id of the installed taskset
 
@@ -32,7 +32,7 @@ class VerifiersEnvironment(Environment):
 
     @classmethod
     def preload(cls, **kwargs: Any) -> None:
-        """Load the tasks. The imports of a taskset alone take a second of CPU time."""
+        """Load the tasks once: a taskset's imports alone take a second of CPU time."""
         _tasks(cls.target, kwargs)
 
     def start(self, problem: Problem) -> list[Message]:
@@ -40,14 +40,14 @@ class VerifiersEnvironment(Environment):
         tasks = _tasks(self.target, self._settings)
         self._task = tasks[index] if isinstance(tasks, list) else next(islice(tasks, index, None))
         _check_scored_here(self._task, self.target)
-        self._asked = _messages(self._task.data)
-        return self._asked
+        self._prompt_messages = _messages(self._task.data)
+        return self._prompt_messages
 
     async def step(self, action: str) -> Step:
         """Score the answer with the task's rewards, and end the episode.
 
-        Raises ValueError where one of them gave no number: verifiers' sum of the others is no reward. One
-        that raises, or returns None, is verifiers' TaskError. Either way the sample is not scored.
+        Raises ValueError if a reward is missing: verifiers' sum of the others is not the reward. One that
+        raises or returns None is verifiers' TaskError. Either way the sample is not scored.
         """
         task = self._task
         trace = vf.Trace(
@@ -58,7 +58,7 @@ class VerifiersEnvironment(Environment):
             ok=True,
         )
         kinds = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}
-        messages = [*self._asked, {"role": "assistant", "content": action}]
+        messages = [*self._prompt_messages, {"role": "assistant", "content": action}]
         for number, message in enumerate(messages):
             message_node = kinds[message["role"]](content=message["content"])
             parent = number - 1 if number else None
@@ -73,8 +73,8 @@ class VerifiersEnvironment(Environment):
 
     @classmethod
     def problems(cls, split: str, count: int | None, **kwargs: Any) -> Iterator[Mapping[str, Any]]:
-        """Yield the tasks in order. The split ``train`` begins at the first task; another is refused, because
-        a taskset has none: hold tasks out by its own arguments.
+        """Yield the tasks in order. Only the split ``train`` exists; select held-out tasks by the taskset's
+        arguments.
         """
         if split != "train":
             raise ValueError(
@@ -87,8 +87,8 @@ class VerifiersEnvironment(Environment):
 
 
 def _tasks(name: str, settings: Mapping[str, Any]) -> Iterable[Any]:
-    """Return the tasks in order: a list, made once in a process, or a view of a taskset without an end."""
-    return _loaded(name, json.dumps(settings, sort_keys=True))  # a cache takes no lists as keys
+    """Return the tasks in order: a list, loaded once per process, or a view of an unbounded taskset."""
+    return _loaded(name, json.dumps(settings, sort_keys=True))  # cache keys must be hashable
 
 
 @lru_cache
@@ -99,7 +99,7 @@ def _loaded(name: str, settings: str) -> Iterable[Any]:
 
 
 def _check_scored_here(task: Any, name: str) -> None:
-    """Raise ValueError for a task that verifiers can only run in its own harness."""
+    """Raise ValueError for a task that only verifiers' harness can run."""
     reasons = []
     if task.NEEDS_CONTAINER or task.data.image is not None:
         reasons.append("needs a container")
@@ -107,8 +107,8 @@ def _check_scored_here(task: Any, name: str) -> None:
         reasons.append("has tool servers")
     for hook in ("setup", "finalize"):
         if getattr(type(task), hook) is not getattr(vf.Task, hook):
-            reasons.append(f"has a `{hook}` of its own")
-    # `Task.score` leaves out those that it cannot call.
+            reasons.append(f"overrides `{hook}`")
+    # `Task.score` skips rewards that it cannot call.
     scorers = {hook.__name__: hook for hook in task.hooks("reward")}
     scorers |= {judge.reward_name: judge.score for judge in task.plugged_judges()}
     for scorer_name, scorer in scorers.items():
@@ -123,17 +123,17 @@ def _check_scored_here(task: Any, name: str) -> None:
 
 
 def _messages(data: Any) -> list[Message]:
-    asked: list[Message] = []
+    messages: list[Message] = []
     if data.system_prompt:
-        asked.append({"role": "system", "content": data.system_prompt})
+        messages.append({"role": "system", "content": data.system_prompt})
     if isinstance(data.prompt, str):
-        return [*asked, {"role": "user", "content": data.prompt}]
+        return [*messages, {"role": "user", "content": data.prompt}]
     for message in data.prompt or ():
         if not isinstance(message.content, str):
-            raise ValueError("a task has content that is no text, which this policy cannot read")
-        asked.append({"role": message.role, "content": message.content})
-    if not asked:
+            raise ValueError("a task has non-text content, which this policy cannot read")
+        messages.append({"role": message.role, "content": message.content})
+    if not messages:
         raise ValueError(
             "a task without a prompt: the user would speak first, which needs verifiers' harness"
         )
-    return asked
+    return messages

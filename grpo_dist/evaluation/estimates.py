@@ -2,11 +2,11 @@
 
     avg@n     share of right samples
     pass@k    chance that one of k samples is right
-    maj@k     chance that the most frequent answer of k samples is right; of one or two that is avg@n
-    cons@n    the same with all n samples that were drawn: maj@n by another name
+    maj@k     chance that the most frequent answer of k samples is right; for k = 1 or 2 equal to avg@n
+    cons@n    the same with all n samples: another name of maj@n
 
 Problems are drawn at random; the samples of one problem are not independent of each other. So every error is
-that of a mean over problems ("clustered"; Miller 2024, arXiv:2411.00640, section 2.2).
+the error of a mean over problems ("clustered"; Miller 2024, arXiv:2411.00640, section 2.2).
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def measures_of_problem(
 
 
 def estimate(values: Sequence[float], *, samples: int) -> Estimate:
-    """Estimate the mean of ``values`` in [0, 1], one per problem, made from ``samples`` samples in all.
+    """Estimate the mean of ``values`` in [0, 1], one per problem, computed from ``samples`` samples in all.
 
     The interval is Wilson's (1927) for an effective number of answers: as many independent yes-or-no answers
-    as would have the same mean with the same error, at least one a problem and at most ``samples``. It is
+    as would have the same mean with the same error, at least one per problem and at most ``samples``. It is
     corrected for an error that is itself estimated from few problems (Korn and Graubard 1998, Surv. Methodol.
-    24:193). If every value is 0 or 1, it is Wilson's own. It stays within [0, 1], and has a width at 0 % and
-    100 %, too.
+    24:193). If every value is 0 or 1, it is Wilson's interval. It stays within [0, 1], and has a width at
+    0 % and 100 %, too.
 
     Every number is NaN if there are no values.
     """
@@ -90,10 +90,10 @@ def estimate(values: Sequence[float], *, samples: int) -> Estimate:
 
 
 def mean_of(estimates: Sequence[Estimate]) -> Estimate:
-    """Average the estimates of different sets of problems; each set counts alike, however large it is.
+    """Average the estimates of different sets of problems; each set has the same weight, whatever its size.
 
     The distances from value to bound are added as variances are, on each side (Zou and Donner 2008, Stat.
-    Med. 27:1693). The errors alone would not do: the error of 0 of 30 is 0, and its interval is not.
+    Med. 27:1693). The errors alone do not suffice: the error of 0 of 30 is 0, but its interval is not.
 
         0 of 30 (0 to 0.1135) and 90 of 100 (0.8256 to 0.9448): 0.45, 0.413 to 0.511
 
@@ -110,7 +110,7 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def _effective(values: Sequence[float], mean: float, samples: int) -> float:
-    """Return how many independent yes-or-no answers have a mean that varies as much as the problems'."""
+    """Return how many independent yes-or-no answers have a mean with the variance of the problems' mean."""
     n, variance = len(values), float(np.var(values, ddof=1)) if len(values) > 1 else 0.0
     most = max(samples, n)
     if mean in (0.0, 1.0):

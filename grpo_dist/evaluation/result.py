@@ -1,5 +1,5 @@
-"""What an evaluation measures: verdicts on problems, and estimates from them for a set, in total, and by
-source, difficulty or any other column; in training as in `grpo-dist eval`.
+"""Results of an evaluation: verdicts on problems, and estimates from them for a set, in total, and by source,
+difficulty or any other column. Training and `grpo-dist eval` share them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ ALL, MEAN = "all problems", "mean of sets"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The graded samples of one problem, as a part of an evaluation stores them.
+    """The graded samples of one problem, as stored in a part of an evaluation.
 
     Attributes:
-        correct: 1, 0 or None (unscored) of each sample.
+        correct: 1, 0 or None (unscored) for each sample.
         numbers: equal for equal answers, -1 for no answer; None for a single sample, and where neither the
             math grader nor a judge ran.
         lengths: tokens of each completion; 0 for a sample that the engines gave up.
@@ -61,26 +61,26 @@ class Verdict:
 
     @property
     def is_final(self) -> bool:
-        """Whether sampling again would give the same verdict. Where no sample was scored, an engine or a
-        judge may have been down; a grader that ran out of time would do so again.
+        """Return whether sampling again would give the same verdict. If no sample was scored, an engine or a
+        judge may have been down; a grader that timed out would do so again.
         """
         return any(c is not None for c in self.correct) or self.timeouts == len(self.correct)
 
     @property
     def flags(self) -> np.ndarray:
-        """float64 [samples], NaN for unscored ones."""
+        """Return the verdicts as float64 [samples], NaN for unscored ones."""
         return np.array([np.nan if c is None else c for c in self.correct])
 
     @property
     def completion_lengths(self) -> list[int]:
-        """Tokens of each completion that was not given up; one that was graded exists, even if empty."""
+        """Return the tokens of each completion that was not given up; a graded one exists, even if empty."""
         return [n for n, c in zip(self.lengths, self.correct, strict=True) if n or c is not None]
 
 
 def count_episodes(rollouts: Sequence[Rollout]) -> dict[str, list[Any]] | None:
-    """Return of each episode of a problem the ``turns``, the tool ``calls``, the ``errors`` among them (not
-    ended ``ok``), and how it ``ends`` (finish reason). Samples that were given up are left out. None without
-    an environment.
+    """Return for each episode of a problem the ``turns``, the tool ``calls``, the ``errors`` among them (not
+    ended ``ok``), and how it ``ends`` (finish reason), without samples that were given up. None without an
+    environment.
     """
     if not any(rollout.turns for rollout in rollouts):
         return None
@@ -95,12 +95,12 @@ def count_episodes(rollouts: Sequence[Rollout]) -> dict[str, list[Any]] | None:
 
 
 def key_of(prompt: Prompt) -> str:
-    """Return a digest of the tokens of the prompt, its environment, and all that rewards see of it."""
+    """Return a digest of the prompt's tokens, its environment, and all that rewards read of it."""
     parts: list[Any] = [prompt.uid, prompt.answer, dict(prompt.columns)]
     if prompt.task is not None:
         parts += [prompt.task.environment, dict(prompt.task.kwargs)]
-    seen = json.dumps(parts, default=str, sort_keys=True)
-    digest = hashlib.blake2b(seen.encode(), digest_size=12)
+    text = json.dumps(parts, default=str, sort_keys=True)
+    digest = hashlib.blake2b(text.encode(), digest_size=12)
     digest.update(np.asarray(prompt.token_ids, np.int32).tobytes())
     return digest.hexdigest()
 
@@ -113,7 +113,7 @@ class JudgedProblem:
     prompt: Prompt
     by: Mapping[str, str]
     verdict: Verdict
-    values: Mapping[str, float]  # of each measure, NaN where it needs more scored samples
+    values: Mapping[str, float]  # by measure, NaN where it needs more scored samples
 
     @classmethod
     def from_verdict(
@@ -136,9 +136,9 @@ class EpisodeFigures:
     """Figures of the episodes of several problems.
 
     Attributes:
-        episodes: samples of an environment.
-        turns: actions of an episode, mean.
-        tool_calls: of an episode, mean.
+        episodes: samples with an environment.
+        turns: mean actions per episode.
+        tool_calls: mean tool calls per episode.
         tool_call_share: share of episodes with a tool call; the interval is over problems.
         tool_error_share: share of calls that did not end ``ok``; 0 without calls.
         ends: share of episodes by finish reason; reasons that do not occur are left out.
@@ -155,7 +155,7 @@ class EpisodeFigures:
 def episode_figures(counts: Sequence[Mapping[str, Sequence[Any]]]) -> EpisodeFigures | None:
     """Summarise the episodes of several problems, each as `count_episodes` returns them; None for none.
 
-    Two problems with calls (0, 2) and (1, 1) have 1 call an episode; 3 of 4 episodes have one.
+    Two problems with calls (0, 2) and (1, 1) have 1 call per episode; 3 of 4 episodes have a call.
     """
     if not counts:
         return None
@@ -188,13 +188,13 @@ class Measured:
     unscored: int
     scored_problems: int  # with a scored sample
     truncated: float  # share of samples
-    length_tokens: float  # mean of a completion, without samples that were given up; NaN if all were
+    length_tokens: float  # mean completion length, without samples that were given up; NaN if all were
     estimates: dict[str, Estimate]
-    episodes: EpisodeFigures | None = None  # of the samples of environments, if there are any
+    episodes: EpisodeFigures | None = None  # None: no samples with an environment
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of a set: ``eval/SET/pass@1``, ``_stderr`` ... Those of a set without a scored
-        sample are NaN.
+        """Return the metrics of a set: ``eval/SET/pass@1``, ``_stderr`` ... They are NaN for a set without a
+        scored sample.
         """
         metrics: dict[str, float] = {}
         for name, share in self.estimates.items():
@@ -211,7 +211,7 @@ class Measured:
 
 def measure(judged: Sequence[JudgedProblem]) -> Iterator[Measured]:
     """Estimate every set and its breakdowns; with several sets, also all problems and the mean of sets. A set
-    that could not be scored takes nothing from the others.
+    that could not be scored is left out of the mean.
     """
     totals = []
     for name in dict.fromkeys(j.set for j in judged):
@@ -225,8 +225,8 @@ def measure(judged: Sequence[JudgedProblem]) -> Iterator[Measured]:
     if len(totals) > 1:
         whole = _measured(judged, ALL)
         estimates = [{n: e for n, e in total.estimates.items() if e.problems} for total in totals]
-        scored = [of_set for of_set in estimates if of_set]
-        shared = [name for name in whole.estimates if all(name in of_set for of_set in scored)]
+        scored = [by_measure for by_measure in estimates if by_measure]
+        shared = [name for name in whole.estimates if all(name in by_measure for by_measure in scored)]
         lengths = [total.length_tokens for total in totals if not math.isnan(total.length_tokens)]
         yield replace(whole, estimates={name: whole.estimates[name] for name in shared})
         yield replace(
@@ -234,7 +234,7 @@ def measure(judged: Sequence[JudgedProblem]) -> Iterator[Measured]:
             set=MEAN,
             truncated=float(np.mean([total.truncated for total in totals])),
             length_tokens=float(np.mean(lengths)) if lengths else math.nan,
-            estimates={name: mean_of([of_set[name] for of_set in scored]) for name in shared},
+            estimates={name: mean_of([by_measure[name] for by_measure in scored]) for name in shared},
             episodes=None,
         )
 
@@ -277,5 +277,5 @@ def _sort_key(value: str) -> tuple[float, str]:
 
 
 def is_missing(rollout: Rollout) -> bool:
-    """Whether it stands for a sample that the engines gave up."""
+    """Return whether ``rollout`` stands for a sample that the engines gave up."""
     return rollout.finish_reason == "error" and not rollout.num_tokens and not rollout.turns

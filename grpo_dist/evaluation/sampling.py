@@ -1,4 +1,4 @@
-"""Evaluation samples, from the engines and graders that training uses, with their own sampling settings."""
+"""Samples for evaluation, from the engines and graders of training, with separate sampling settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from grpo_dist.workers import RewardHandle, RolloutHandle
 
 logger = logging.getLogger("grpo_dist")
 
-STAGE = -1  # in request seeds; training steps count from 0
+STAGE = -1  # for request seeds; training steps count from 0
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class EvalSet:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How the samples of an evaluation, or of rejection sampling, are drawn."""
+    """How evaluation or rejection sampling draws its samples."""
 
     sampling: Sampling
     samples: int  # per prompt
     seed: int
-    sample_s: float  # deadline of the next finished prompt
+    sample_s: float  # deadline for the next finished prompt
 
     @classmethod
     def from_config(cls, config: Config, settings: EvaluationConfig | RejectionConfig) -> Draw:
-        """Translate ``settings``, of ``config``; what they leave open is as in training."""
+        """Translate ``settings``, of ``config``; unset values are as in training."""
         sampling = Sampling(
             temperature=settings.temperature,
             top_p=settings.top_p,
@@ -75,7 +75,7 @@ async def evaluate(
     """Compute ``eval/<set>/pass@k`` and ``_stderr`` for every set, and for sets with an environment
     ``tool_call_share``.
 
-    A sample is right if the math grader accepts it, or the judge where `math` is not among the rewards. Where
+    A sample is right if the math grader accepts it, or the judge where `math` is not among the rewards. If
     neither ran, it is right if its total reward is above 0.5. Samples that could not be drawn or scored are
     left out of the estimate and counted in ``eval/<set>/unscored``. Raises TimeoutError, with the answer of
     ``explain``, when no prompt is sampled or done for `timeouts.sample_s`.
@@ -123,16 +123,16 @@ async def sample_chunks(
 ) -> None:
     """Draw and score samples of each prompt, apart from any training step.
 
-    All chunks are requested at once, in order, so that no engine is idle at the end of one. Every group has
-    ``draw.samples`` samples: one that the engines gave up is empty and has no reward, see `add_missing`.
+    All chunks are requested at once, in order, so that no engine is idle at the end of a chunk. Every group
+    has ``draw.samples`` samples; those that the engines gave up are empty, see `add_missing`.
 
     Args:
         finished: called with each chunk once all its prompts are done.
-        stage: negative, so that seeds differ from those of every training step. The same stage draws with the
-            same seeds, which takes sampling noise out of the difference between two evaluations.
+        stage: negative, so that seeds differ from those of every training step. A stage always draws
+            with the same seeds, which takes sampling noise out of the difference between two evaluations.
         what: names the stage in the TimeoutError raised when no prompt is sampled or done for
-            ``draw.sample_s``. On shared GPUs reward models score once all prompts are sampled.
-        explain: asked then for a text to add to the error.
+            ``draw.sample_s``. Colocated reward models score once all prompts are sampled.
+        explain: returns a text to add to that error.
     """
     total, done = sum(map(len, chunks.values())), count(1)
 
@@ -169,38 +169,38 @@ async def _sample_group(
 
 
 def add_missing(group: Group, draw: Draw) -> Group:
-    """Return ``group`` with an empty sample, finish reason "error", in place of each that the engines gave
-    up. Its rewards are NaN and its outcome is "error" where there is a math grader: it was not scored.
+    """Return ``group`` with an empty sample, finish reason "error", for each that the engines gave up. Its
+    rewards are NaN, as it was not scored, and its outcome is "error" if there is a math grader.
     """
     sampled = {rollout.sample: i for i, rollout in enumerate(group.rollouts)}
     if len(sampled) == draw.samples:
         return group
-    at = [sampled.get(sample) for sample in range(draw.samples)]
+    indices = [sampled.get(sample) for sample in range(draw.samples)]
 
     def whole(rewards: np.ndarray) -> np.ndarray:
-        return np.array([np.nan if i is None else rewards[i] for i in at], np.float32)
+        return np.array([np.nan if i is None else rewards[i] for i in indices], np.float32)
 
     def steps(arrays: tuple[np.ndarray, ...] | None, dtype: type) -> tuple[np.ndarray, ...] | None:
         if arrays is None:
             return None
-        return tuple(np.empty(0, dtype) if i is None else arrays[i] for i in at)
+        return tuple(np.empty(0, dtype) if i is None else arrays[i] for i in indices)
 
     outcome = "error" if any(group.outcomes) else ""
     return replace(
         group,
         rollouts=tuple(
-            _missing(group.prompt, sample, draw.sampling) if i is None else group.rollouts[i]
-            for sample, i in enumerate(at)
+            _empty_sample(group.prompt, sample, draw.sampling) if i is None else group.rollouts[i]
+            for sample, i in enumerate(indices)
         ),
         rewards=whole(group.rewards),
         reward_parts={name: whole(part) for name, part in group.reward_parts.items()},
-        outcomes=tuple(outcome if i is None else group.outcomes[i] for i in at),
+        outcomes=tuple(outcome if i is None else group.outcomes[i] for i in indices),
         step_rewards=steps(group.step_rewards, np.float32),
         step_ends=steps(group.step_ends, np.int32),
     )
 
 
-def _missing(prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
+def _empty_sample(prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
     """Return an empty sample."""
     return Rollout(
         prompt_uid=prompt.uid,

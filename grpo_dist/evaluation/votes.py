@@ -1,13 +1,13 @@
 """Majority votes among the samples of one problem: their expected outcome, and which answers are equal.
 
 maj@k is the chance that the most frequent answer of k samples is right (self-consistency; Wang et al. 2023,
-arXiv:2203.11171). From n samples it is averaged exactly over all subsets of k, as pass@k is, not over random
-ones. Tied answers have equal chances. A sample without an answer has no vote; without any vote, the vote is
-lost.
+arXiv:2203.11171). From n samples it is the exact mean over all subsets of k, as for pass@k, not over random
+subsets. Tied answers have equal chances. A sample without an answer does not vote; without any vote, the
+result is wrong.
 
-cons@n is the vote of all n samples that were drawn, as DeepSeek-R1 reports it ("consensus (majority vote)
+cons@n is the vote of all n samples, as DeepSeek-R1 reports it ("consensus (majority vote)
 results [...] using 64 samples, denoted as cons@64"; arXiv:2501.12948, section 3): maj@n. The name says that
-nothing is averaged.
+it averages over no subsets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")  # comparable
 
 
 def majority_at_k(correct: Sequence[float] | np.ndarray, answers: Sequence[int], k: int) -> float:
-    """Compute the expected outcome of a majority vote of ``k`` of n samples; all subsets are equally likely.
+    """Compute the expected result of a majority vote of ``k`` of n samples; all subsets are equally likely.
 
     ``correct``: [n], 1 or 0; ``answers``: [n], the number of each sample's answer, -1 for none. Needs k <= n.
 
@@ -61,7 +61,7 @@ def _wins(size: int, others: tuple[int, ...], silent: int, k: int) -> float:
     share = k / n
     total = 0.0
     for votes in range(1, min(size, k) + 1):
-        table = np.zeros((1, k - votes + 1))  # [answers that tie, samples drawn of the others]
+        table = np.zeros((1, k - votes + 1))  # [tied answers, samples drawn of the others]
         table[0, : min(silent, k - votes) + 1] = _binomial(silent, share)[: k - votes + 1]
         for count in others:
             table = _add_answer(table, _binomial(count, share), votes)
@@ -71,7 +71,7 @@ def _wins(size: int, others: tuple[int, ...], silent: int, k: int) -> float:
 
 
 def _add_answer(table: np.ndarray, chances: np.ndarray, votes: int) -> np.ndarray:
-    """Add one more answer to ``table``, its counts with ``chances``: at most ``votes``, or it would lead."""
+    """Add one more answer to ``table``; ``chances``: of its counts. More than ``votes`` would lead."""
     grown = np.zeros((len(table) + 1, table.shape[1]))
     for draws in range(min(len(chances) - 1, votes, table.shape[1] - 1) + 1):
         row = slice(1, None) if draws == votes else slice(0, -1)
@@ -81,7 +81,7 @@ def _add_answer(table: np.ndarray, chances: np.ndarray, votes: int) -> np.ndarra
 
 @lru_cache(maxsize=4096)
 def _binomial(count: int, share: float) -> np.ndarray:
-    """Return the chances of 0 ... ``count`` successes."""
+    """Return the probabilities of 0 ... ``count`` successes."""
     if share == 1.0:
         return np.eye(1, count + 1, count)[0]
     factorials = np.array([math.lgamma(i + 1) for i in range(count + 1)])
@@ -93,20 +93,20 @@ def _binomial(count: int, share: float) -> np.ndarray:
 def final_answers(completions: Sequence[str], pool: GraderPool) -> list[str]:
     """Return the answer that the math grader sees in each completion, "" for none.
 
-    That is the last box, behind a closed thought if something follows it, else what reads as an answer, found
-    in a process of ``pool`` that can be killed. ``completions``: without unclosed thoughts, ``</think>`` as
-    the closing tag.
+    That is the last box, after a closed thought if something follows it; else the text that reads as an
+    answer, extracted in a process of ``pool`` that can be killed. ``completions``: without unclosed thoughts,
+    ``</think>`` as the closing tag.
 
         "maybe \\boxed{3}</think>It is 7."  ->  "7"
     """
     boxed = [boxes(final_text(text)) for text in completions]
     unboxed = [text for text, inside in zip(completions, boxed, strict=True) if not inside]
-    read = iter(pool.extract(unboxed) if unboxed else [])
-    return [inside[-1] if inside else next(read) or "" for inside in boxed]
+    extracted = iter(pool.extract(unboxed) if unboxed else [])
+    return [inside[-1] if inside else next(extracted) or "" for inside in boxed]
 
 
 def numbered(answers: Sequence[str], correct: Sequence[float], pool: GraderPool) -> list[int]:
-    """Number the answers: each gets the index of the first that it equals as mathematics; -1 for "".
+    """Number the answers: each gets the index of the first mathematically equal one; -1 for "".
 
     All right answers have one number: they equal the gold answer. The others are compared as text, as plain
     numbers, and then by the math grader, in both directions; an answer on which it times out equals nothing.
@@ -124,35 +124,35 @@ def numbered(answers: Sequence[str], correct: Sequence[float], pool: GraderPool)
         elif not answer.strip():
             number = NO_ANSWER
         else:
-            same = _same(answer, wrong_answers, pool)
+            same = _find_equal(answer, wrong_answers, pool)
             number = i if same is None else same
             wrong_answers.setdefault(number, answer)
         numbers.append(number)
     return numbers
 
 
-def _same(answer: str, wrong_answers: dict[int, str], pool: GraderPool) -> int | None:
-    """Return the number of a known answer that equals this one, or None."""
+def _find_equal(answer: str, wrong_answers: dict[int, str], pool: GraderPool) -> int | None:
+    """Return the number of the answer in ``wrong_answers`` that equals ``answer``, or None."""
     plain, value = normalise(answer), _number(answer)
-    asked = []
+    candidates = []
     for number, other in wrong_answers.items():
         if normalise(other) == plain != "":
             return number
         other_value = _number(other)
         if value is None or other_value is None:
-            asked.append(number)
+            candidates.append(number)
         elif value == other_value:
             return number
-    if not asked:
+    if not candidates:
         return None
-    pairs = [(_read_share(answer), _read_share(wrong_answers[number])) for number in asked]
+    pairs = [(_read_share(answer), _read_share(wrong_answers[number])) for number in candidates]
     both_ways = [(f"\\boxed{{{a}}}", b) for pair in pairs for a, b in (pair, pair[::-1])]
     equal = [grade.outcome == "correct" for grade in pool.grade(both_ways)]
-    return next((n for n, *ways in zip(asked, equal[::2], equal[1::2], strict=True) if all(ways)), None)
+    return next((n for n, *ways in zip(candidates, equal[::2], equal[1::2], strict=True) if all(ways)), None)
 
 
 def _read_share(answer: str) -> str:
-    """Turn ``50\\%`` into ``\\frac{50}{100}``: a gold may mean 50 or 1/2 by it, a vote is for one of them."""
+    """Turn ``50\\%`` into ``\\frac{50}{100}``: a gold may mean 50 or 1/2 by it, a vote only one of them."""
     number = percent(tidy(answer))
     return answer if number is None else f"\\frac{{{number}}}{{100}}"
 

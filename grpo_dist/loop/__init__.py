@@ -1,1 +1,1 @@
-"""What the driver is made of: sampling ahead, staging, progress, the ledger."""
+"""The parts of the training loop: sampling ahead, staging, progress, the ledger."""

@@ -1,5 +1,5 @@
-"""What surrounds the algorithm: recording, health, evaluation, checkpoints and preemption. `StepChores` has
-what the loops of GRPO and of supervised training share.
+"""Everything around the algorithm: recording, health, evaluation, checkpoints and preemption. The loops of
+GRPO and of supervised training share `StepChores`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Checkpointer(Protocol):
 
 class StepChores:
     """Does what the loops of GRPO and of supervised training share: traces, measurements, checkpoints, and
-    the end of a run that is asked to end.
+    the end of a run on request.
 
     Args:
         state: returns the state of the loop after a step, for a checkpoint.
@@ -61,13 +61,13 @@ class StepChores:
         self._config = config
         self._workers, self._recorder, self._checkpoints, self._state = workers, recorder, checkpoints, state
         self._stop_requested, self._evaluation_pending = stop_requested, False
-        self._saved_step = 0  # of the newest checkpoint; before any, step 0 is nothing to save
-        self._saved_s = asyncio.get_running_loop().time()  # when it was begun
+        self._saved_step = 0  # step of the newest checkpoint; 0 needs none
+        self._saved_s = asyncio.get_running_loop().time()  # when that save began
         self._best: tuple[int, float] | None = None  # step and value of `checkpoint.keep_best`
-        self._left: frozenset[str] = frozenset()  # nodes about to go, for which the state is saved
+        self._left: frozenset[str] = frozenset()  # draining nodes that the last save knew of
 
     async def before_update(self, step: int) -> None:
-        """Have the policy trace the update of ``step`` if the profile asks for it."""
+        """Have the policy trace the update of ``step`` if `profile.steps` has it."""
         if step in self._config.profile.steps:
             await self._workers.policy.trace_next(self._recorder.directory, step)
 
@@ -80,8 +80,8 @@ class StepChores:
         *,
         trained: bool,
     ) -> dict[str, float]:
-        """Return what is known once the step is made; stop its clock. ``groups``: for the throughput;
-        ``update``: metrics of the update.
+        """Stop the clock of the step; return usage, throughput and training metrics. ``groups``: for the
+        throughput. ``update``: metrics of the update.
         """
         usage = self._workers.usage
         metrics = await usage.read() if usage else {}
@@ -91,8 +91,8 @@ class StepChores:
     async def _measure(
         self, step: int, phase: str, measurement: Callable[[], Coroutine[Any, Any, dict[str, float]]]
     ) -> None:
-        """Record a measurement of ``step``, but not in a run that is asked to end: it has no time, and
-        measures after its resume.
+        """Record a measurement of ``step``. A run with a stop request skips it, and measures after its
+        resume.
         """
         self._evaluation_pending = True
         if self._stop_requested():
@@ -105,8 +105,8 @@ class StepChores:
             self._compare_with_best(step, metrics)
 
     def _compare_with_best(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Remember ``step`` where its `checkpoint.keep_best` is the highest so far. The weights before the
-        first step are the model's own, and have no checkpoint.
+        """Remember ``step`` if its `checkpoint.keep_best` is the highest so far. Not step 0: the initial
+        weights have no checkpoint.
         """
         name = self._config.checkpoint.keep_best
         if name is None or step == 0:
@@ -135,8 +135,8 @@ class StepChores:
         return ""
 
     async def _save_where_due(self, step: int) -> None:
-        """Save after ``step`` where that is due by steps, by time or as the best, or a node of the policy is
-        about to go. Raises Preempted in a run that is asked to end.
+        """Save after ``step`` if due by steps, by time or as the best, or if a policy node is being drained.
+        Raises Preempted after a stop request.
         """
         settings = self._config.checkpoint
         due = is_due(step, settings.every) or step == self._config.steps or self.ends_early(step) != ""
@@ -146,16 +146,16 @@ class StepChores:
             due = due or elapsed_s >= 60 * settings.every_minutes
         if due or self._stop_requested() or self._node_leaves():
             await self._save(self._progress(step))
-        if self._stop_requested():  # asked again: it may have come while saving
+        if self._stop_requested():  # again: a request may have come while saving
             await self._end(step)
 
     def _node_leaves(self) -> bool:
-        """Return whether a node is about to go since the last save."""
+        """Return whether a node began to drain since the last save."""
         return not self._left.issuperset(self._workers.leaving_nodes())
 
     async def _save(self, progress: Progress) -> None:
-        """Save ``progress``, the state that fits the policy's weights. The caller takes it, before anything
-        is awaited: a batch that the loop receives meanwhile would be missing in it.
+        """Save ``progress``, the state that fits the policy's weights. The caller takes it before any await:
+        it would lack a batch that the loop receives meanwhile.
         """
         step, leaving = progress.step, self._workers.leaving_nodes()
         for node in sorted(leaving - self._left):
@@ -179,7 +179,7 @@ class StepChores:
         raise Preempted(f"stopped on request; step {step} saved; {RERUN}")
 
 
-# Objects that are made before a garbage collection looks at them; Python's 700 are those of 70 samples.
+# New objects that trigger a garbage collection; Python's 700 are the objects of 70 samples.
 _NEW_OBJECTS = 20_000
 
 
@@ -205,10 +205,10 @@ class StatefulParts:
 
 
 class Chores(StepChores):
-    """Does after each update what the algorithm itself does not need.
+    """Does everything after an update that is not part of the algorithm.
 
     Args:
-        parts: asked for their state by a checkpoint.
+        parts: their state goes into checkpoints.
         evaluation: `evaluation.sampling.evaluate` with all its arguments but ``step``.
         stop_requested: true once the run is to save and end.
     """
@@ -237,9 +237,8 @@ class Chores(StepChores):
             self._concurrent = ConcurrentEvaluation(workers.evaluation, evaluation, recorder, save_s=save_s)
 
     async def __aenter__(self) -> Chores:
-        # What exists by now (modules, the data) lives as long as the loop, and a step's samples as long as
-        # the step. Each full collection would visit all of it, several times a step: a quarter of the time
-        # of this thread.
+        # Modules and data live as long as the loop, and a step's samples as long as the step. Full
+        # collections would visit all of it several times a step: a quarter of this thread's time.
         gc.freeze()
         self._thresholds = gc.get_threshold()
         gc.set_threshold(_NEW_OBJECTS, *self._thresholds[1:])
@@ -258,10 +257,10 @@ class Chores(StepChores):
         step, due = progress.step, progress.evaluations
         if self._concurrent is not None:
             await self._concurrent.resume(step, due, self._stop_requested)
-        elif left_out := [at for at in due if at != step]:
+        elif skipped := [at for at in due if at != step]:
             self._recorder.warn(
-                f"the evaluation of step {', '.join(map(str, left_out))} was not finished and is left out: "
-                "`evaluation.num_workers` = 0, and the policy has other weights by now"
+                f"the evaluation of step {', '.join(map(str, skipped))} was not finished and is left out: "
+                "`evaluation.num_workers` = 0, and those weights are gone"
             )
         pending = progress.evaluation_pending or (self._concurrent is None and step in due)
         first = step == 0 and self._config.evaluation.before and step not in due  # `resume` repeats those
@@ -271,7 +270,7 @@ class Chores(StepChores):
             await discard_snapshots(self._recorder.directory)
 
     async def after_last_step(self) -> None:
-        """Wait for the evaluation that still runs, but not in a run that is asked to end."""
+        """Wait for the evaluation that still runs, unless the run has a stop request."""
         if self._concurrent is not None:
             await self._concurrent.settle(self._stop_requested)
 
@@ -298,7 +297,7 @@ class Chores(StepChores):
             self._concurrent.check()
         metrics = metrics | await self._final_metrics(staged, batch.sampled, timer, metrics, trained=trained)
         metrics |= {**batch.metrics, **self._parts.pipeline.metrics}
-        if config.tracking.metrics:  # in a thread: groups are received and launched meanwhile
+        if config.tracking.metrics:  # in a thread: the loop keeps receiving and launching groups
             inputs = MetricInputs(step, batch.sampled, metrics)
             metrics |= await asyncio.to_thread(self._user_metrics, inputs)
         alarms, counts = health.examine(step, metrics)
@@ -325,13 +324,13 @@ class Chores(StepChores):
         await self._save_where_due(step)
 
     async def next_batch(self, step: int) -> ScoredBatch:
-        """Wait for the batch that follows ``step``, and return it. Where a node of the policy is about to go
-        meanwhile, the state after ``step`` is saved, since the samples may take longer than its notice.
+        """Wait for the batch after ``step``, and return it. If a policy node starts to drain meanwhile, save
+        the state after ``step``: the samples may take longer than the notice.
 
             samples  | batch in flight .......................... |
             policy     notice: save; on shared GPUs it waits for them | update
 
-        Raises Preempted in a run that is asked to end, also while it saves.
+        Raises Preempted after a stop request, also while it saves.
         """
         saving: asyncio.Task[None] | None = None
 
@@ -359,8 +358,8 @@ class Chores(StepChores):
                 await asyncio.gather(saving, return_exceptions=True)
 
     async def _preempt(self, step: int, saving: asyncio.Task[None] | None) -> NoReturn:
-        """Save the state after ``step``, which ``saving`` may do already, and raise Preempted. Samples in
-        flight are given up first: on shared GPUs the policy would wait for them.
+        """Save the state after ``step``, unless ``saving`` does so, and raise Preempted. First cancel the
+        samples in flight: a colocated policy would wait for them.
         """
         await self._parts.pipeline.cancel()
         await (self._save(self._progress(step)) if saving is None else saving)
@@ -384,5 +383,5 @@ class Chores(StepChores):
 
 
 def evaluates_export(evaluation: EvaluationConfig, checkpoint: CheckpointConfig) -> bool:
-    """Whether the model that the last step leaves is exported and evaluated."""
+    """Return whether the model after the last step is exported and evaluated."""
     return evaluation.after and checkpoint.export

@@ -1,14 +1,13 @@
-"""Evaluations that run on engines of their own while training continues.
+"""Evaluations that run on separate engines while training continues.
 
     policy   update k | copy | update k+1 ......... | update k+2 .........
     engines                  load, sample version k ............ | idle
     driver            begin                          log as step k
 
-One evaluation runs at a time: if the next is due before, training waits for the one that runs, and warns.
-After its last step a run waits for the last one; a run that is asked to end does not. The directory
-`evaluation/step_NNNNNN` of the run exists from the step at which an evaluation is due until its metrics are
-written, and holds the weights; a checkpoint names the evaluations that are due. So a resumed run repeats
-those, and no others.
+One evaluation runs at a time: if the next is due earlier, training waits for the running one, and warns.
+After its last step a run waits for the last evaluation, but not after a stop request. The run's directory
+`evaluation/step_NNNNNN` holds the weights, from the step at which the evaluation is due until its metrics are
+written. A checkpoint names the evaluations that are due, so a resumed run repeats exactly these.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.workers import EvaluationHandle
 
 _DIRECTORY = re.compile(r"step_(\d{6,})")
-_WARNED_S = 1.0  # a shorter wait is not warned of
+_WARNED_S = 1.0  # shorter waits cause no warning
 
 
 class ConcurrentEvaluation:
@@ -51,19 +50,17 @@ class ConcurrentEvaluation:
 
     @property
     def due(self) -> tuple[int, ...]:
-        """The steps whose evaluations are due and not finished, oldest first."""
+        """Return the steps whose evaluations are due and not finished, oldest first."""
         return tuple(self._due)
 
     async def cancel(self) -> None:
-        """Give up the evaluation that runs: the resumed run repeats it."""
+        """Cancel the running evaluation: the resumed run repeats it."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def resume(self, step: int, due: Sequence[int], stop_requested: Callable[[], bool]) -> None:
-        """Repeat the evaluations that were ``due`` at the checkpoint of ``step``, but for those that finished
-        after it.
-        """
+        """Repeat the evaluations ``due`` at the checkpoint of ``step`` that did not finish after it."""
         await self._discard_all_but(due)
         for at in due:
             directory = self._directory(at)
@@ -79,8 +76,8 @@ class ConcurrentEvaluation:
                 await self._handle.discard(directory)
 
     async def begin(self, step: int, stop_requested: Callable[[], bool]) -> None:
-        """Begin the evaluation of ``step``, whose weights the policy has, or are in its snapshot. Waits for
-        the evaluation that runs; in a run that is asked to end, the new one waits for the resume.
+        """Begin the evaluation of ``step``; the policy, or its snapshot, has the weights. Waits for the
+        running evaluation; after a stop request, the resumed run makes the new one.
         """
         directory = self._directory(step)
         directory.mkdir(parents=True, exist_ok=True)
@@ -101,8 +98,8 @@ class ConcurrentEvaluation:
         self._task = asyncio.create_task(self._run(step, spent), name=f"evaluation of step {step}")
 
     async def settle(self, stop_requested: Callable[[], bool]) -> bool:
-        """Wait for the evaluation that runs; return false as soon as the run is asked to end. Raises the
-        error of the evaluation.
+        """Wait for the running evaluation; return False on a stop request. Raises the error of the
+        evaluation.
         """
         if self._task is None:
             return True
@@ -120,8 +117,8 @@ class ConcurrentEvaluation:
             task.result()  # bounded: it is done
 
     async def keep(self, step: int) -> None:
-        """Wait until the snapshots of evaluations that were due before ``step`` are on disk: a checkpoint of
-        ``step`` has other weights.
+        """Wait until the snapshots of evaluations due before ``step`` are on disk: a checkpoint of ``step``
+        has other weights.
         """
         if any(at < step for at in self._due):
             await self._written()
@@ -142,8 +139,8 @@ class ConcurrentEvaluation:
         await self._handle.discard(directory)
 
     async def _discard_all_but(self, due: Sequence[int]) -> None:
-        """Delete the snapshots of evaluations that the run comes to again."""
-        for step, directory in _kept(self._recorder.directory):
+        """Delete the snapshots of evaluations whose steps the run repeats."""
+        for step, directory in _list_snapshots(self._recorder.directory):
             if step not in due:
                 await self._handle.discard(directory)
 
@@ -152,15 +149,15 @@ class ConcurrentEvaluation:
 
 
 async def discard_snapshots(run_dir: Path) -> None:
-    """Delete the snapshots in ``run_dir``, of a run that had engines of evaluation and has none now."""
-    for _, directory in _kept(run_dir):
+    """Delete the snapshots in ``run_dir``, of a run that no longer has evaluation engines."""
+    for _, directory in _list_snapshots(run_dir):
         from grpo_dist.policy.snapshots import discard  # imports torch, which a plan does without
 
         await run_in_thread(partial(discard, directory))
 
 
-def _kept(run_dir: Path) -> list[tuple[int, Path]]:
-    """Return the directories of evaluations that are due, by step."""
+def _list_snapshots(run_dir: Path) -> list[tuple[int, Path]]:
+    """Return the steps of due evaluations and their directories, in order."""
     parent = run_dir / "evaluation"
     named = [(_DIRECTORY.fullmatch(path.name), path) for path in parent.iterdir()] if parent.is_dir() else []
     return sorted((int(match[1]), path) for match, path in named if match)

@@ -5,16 +5,16 @@
     trained        step 0:     a c d e         step 1:     b f g i     h and j are carried over
 
 A step takes the groups that complete first and leaves the others in flight. It drops none: short answers
-complete first, so a run that drops the rest trains on short answers. The staleness of a group that is carried
-over is bounded by admission and by waiting:
+complete first, so a run that drops the rest trains on short answers. Admission and waiting bound the
+staleness of groups that are carried over:
 
     deadline    a group launched for step s is trained by step s + max_staleness
-    need        of the groups with a deadline up to d, those that the steps from the next one to d have no
-                place for: they are taken now, and waited for
-    admission   so few are in flight that the need never exceeds a step
+    need        groups with a deadline up to d that do not fit into the steps from the next one to d: this
+                step waits for them, and takes them
+    admission   limits the groups in flight, so that the need never exceeds a step
 
-Which groups a step takes depends on which complete first, so two runs of one seed differ. Every prompt is
-still trained once; a checkpoint keeps the complete groups, and a resumed run launches the others again.
+Which groups a step takes depends on which complete first, so two runs with one seed differ. Every prompt
+is still trained once; a checkpoint keeps the complete groups, and a resumed run launches the others again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from grpo_dist.types import Group, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A group in flight: its prompt, the order index of that, and the step that it was launched for."""
+    """A group in flight: its prompt, the prompt's order index, and the step it was launched for."""
 
     prompt: Prompt
     index: int
@@ -44,15 +44,15 @@ class Launch:
 
 
 def is_complete(due: Mapping[int, int], done: Mapping[int, int], *, step: int, size: int) -> bool:
-    """Return whether ``size`` groups are done for ``step``, with those that later steps have no place for.
+    """Return whether ``size`` groups are done for ``step``, with all that do not fit into later steps.
 
     Args:
-        due: groups in flight by the last step that may train them.
-        done: those of them that are sampled and scored, likewise.
+        due: number of groups in flight, by the last step that may train them.
+        done: number of these that are sampled and scored, likewise.
     """
     if sum(done.values()) < size:
         return False
-    lacking = 0  # of those due so far
+    lacking = 0  # groups due so far that are not done
     for last in sorted(due):
         lacking += due[last] - done.get(last, 0)
         if lacking > size * (last - step):
@@ -61,7 +61,7 @@ def is_complete(due: Mapping[int, int], done: Mapping[int, int], *, step: int, s
 
 
 def choice(deadlines: Mapping[str, int], done: Sequence[str], *, step: int, size: int) -> list[str] | None:
-    """Choose the ``size`` groups of ``step`` among those ``done``; None while it must wait for others.
+    """Choose the ``size`` groups of ``step`` among the ``done``; None while it must wait for others.
 
     Args:
         deadlines: last step that may train each group in flight, by uid. At most ``size`` * (d - step + 1)
@@ -69,7 +69,7 @@ def choice(deadlines: Mapping[str, int], done: Sequence[str], *, step: int, size
         done: uids that are sampled and scored, in the order of preference.
 
     Returns:
-        Those that later steps have no place for, then the first of the others.
+        The groups that do not fit into later steps, then the first of the others.
 
         deadlines {a: 0, b: 1, c: 1, d: 1}, step 0, size 2    done [d, c]: None, a is waited for
                                                               done [d, c, a]: [a, d]
@@ -93,7 +93,7 @@ class DeadlineCounts(Counter[int]):
     """Groups by deadline."""
 
     def take_off(self, deadline: int) -> None:
-        """Take one off, and drop a count of 0, so that there are as many as deadlines of groups."""
+        """Remove one group, and drop a count of 0, so that every deadline left has groups."""
         self[deadline] -= 1
         if not self[deadline]:
             del self[deadline]
@@ -102,11 +102,11 @@ class DeadlineCounts(Counter[int]):
 class Launches:
     """Groups in flight by uid, in launch order, including those that are complete.
 
-    A step may have thousands of groups, and the loop's thread learns of each that it is complete. So counts
-    are kept by deadline, of which there are few, and a group that completes costs a comparison for each:
+    A step may have thousands of groups, and the loop's thread handles each completion. So counts are kept by
+    deadline, of which there are few, and a group that completes costs one comparison per deadline:
 
         by deadline   0    1    2       step 0, which takes 4 groups
-        in flight     2    5    3       due by 0: 2, by 1: 7, of which step 1 has place for 4: 3 are due now
+        in flight     2    5    3       due by 0: 2, by 1: 7, of which step 1 can take 4: 3 are due now
         complete      1    4    2       1 of 2 by deadline 0: step 0 waits, though 7 are complete
 
     Args:
@@ -117,8 +117,8 @@ class Launches:
     def __init__(self, size: int, max_staleness: int) -> None:
         self._size, self._max_staleness = size, max_staleness
         self._launches: dict[str, Launch] = {}
-        self._done: dict[str, ScoredGroup] = {}  # first come first
-        self._silent: set[str] = set()  # of those done
+        self._done: dict[str, ScoredGroup] = {}  # in completion order
+        self._silent: set[str] = set()  # zero-variance groups of these
         self._due_by_deadline, self._done_by_deadline = DeadlineCounts(), DeadlineCounts()
 
     def __len__(self) -> int:
@@ -129,7 +129,7 @@ class Launches:
 
     @property
     def done(self) -> list[ScoredGroup]:
-        """Groups that are sampled and scored, in the order of that."""
+        """Return the groups that are sampled and scored, in completion order."""
         return list(self._done.values())
 
     def add(self, launch: Launch) -> None:
@@ -159,19 +159,19 @@ class Launches:
 
     def take(self, uids: Collection[str]) -> list[tuple[Launch, ScoredGroup]]:
         """Remove the groups ``uids``, which are done, and return them in launch order."""
-        taken = [(launch, self._done[uid]) for uid, launch in self._launches.items() if uid in uids]
-        for launch, _ in taken:
+        groups = [(launch, self._done[uid]) for uid, launch in self._launches.items() if uid in uids]
+        for launch, _ in groups:
             self.remove(launch.prompt.uid)
-        return taken
+        return groups
 
     def is_complete(self, step: int) -> bool:
-        """Return whether ``step`` has its groups, without a look at each."""
+        """Return whether ``step`` has its groups, from the counts alone."""
         if len(self._done) < self._size:
             return False
         return is_complete(self._due_by_deadline, self._done_by_deadline, step=step, size=self._size)
 
     def chosen(self, step: int) -> list[str]:
-        """Return the uids of the groups that ``step`` takes; it `is_complete`."""
+        """Return the uids of the groups that ``step`` takes. `is_complete` must hold."""
         deadlines = {uid: launch.step + self._max_staleness for uid, launch in self._launches.items()}
         done = sorted(self._done, key=lambda uid: uid in self._silent)
         chosen = choice(deadlines, done, step=step, size=self._size)
@@ -187,14 +187,14 @@ LengthSums = Mapping[str, tuple[int, int]]  # tokens and samples; of launches in
 
 
 class LengthBias:
-    """Whether a run trains on shorter completions than it launches: the bias of taking what completes first.
+    """Measures whether a run trains on shorter completions than it launches, by taking the first to complete.
 
-        launched for step 0   lengths 2 4 9      trained so far 2 4 9, and 1 3 of those of step 1
+        launched for step 0   lengths 2 4 9      trained so far 2 4 9, and 1 3 of the launch for step 1
         launched for step 1   lengths 1 3 8      bias (2 + 4 + 9 + 1 + 3) / 5 / ((2 + 4 + 9) / 3) - 1 = -24 %
 
-    The mean length of all samples trained so far is compared with that of the launches of which no group is
-    in flight: those had all their lengths trained. A run that carries slow groups over comes back to 0, and
-    one that drops them would not. ``state``: the sums of a checkpoint.
+    It compares the mean length of all samples trained so far with the mean length of the launches that have
+    no group in flight, whose lengths are all trained. A run that carries slow groups over returns to 0; a run
+    that drops them would not. ``state``: the sums of a checkpoint.
     """
 
     def __init__(self, state: LengthSums) -> None:
@@ -216,8 +216,8 @@ class LengthBias:
 
         ``in_flight``: launches with groups that are not trained yet.
         """
-        kept = {_TRAINED, _COMPLETE, *map(str, in_flight)}
-        for launch in [name for name in self._sums if name not in kept]:
+        current = {_TRAINED, _COMPLETE, *map(str, in_flight)}
+        for launch in [name for name in self._sums if name not in current]:
             self._add(_COMPLETE, self._sums.pop(launch))
         trained, complete = self._sums.get(_TRAINED, (0, 0)), self._sums.get(_COMPLETE, (0, 0))
         if not complete[0] or not trained[1]:
@@ -234,38 +234,38 @@ class FirstCome(Pipeline):
 
     def _restore(self, state: PipelineState, *, first: int) -> None:
         super()._restore(state, first=first)
-        self._step = self._label = first  # the next to train, and that of the last launch
+        self._step = self._label = first  # the next step to train, and the step of the last launch
         self._launches = Launches(self._per_step, self._max_staleness)
         self._running: dict[asyncio.Task[None], None] = {}  # in launch order
-        self._aside: dict[str, tuple[Launch, Group]] = {}  # zero-variance, and replaced; of the step to come
-        # Trained or replaced by a step since the last launch: another group would have their seeds.
+        self._replaced: dict[str, tuple[Launch, Group]] = {}  # zero-variance, of the next step
+        # Trained or replaced by a step since the last launch: a new group would have the same seeds.
         self._just_taken: set[str] = set()
-        self._drawn: deque[int] = deque()  # order indices to launch next
-        self._held: list[int] = []  # those that came up while their prompts were in flight
-        self._wanted = 0  # groups to have in flight
-        self._resumed = [  # step and order index of those that a checkpoint had in flight
+        self._next_indices: deque[int] = deque()  # order indices to launch next
+        self._skipped: list[int] = []  # order indices that came up while their prompts were in flight
+        self._target = 0  # groups to have in flight
+        self._resumed = [  # step and order index of the groups that a checkpoint had in flight
             (step, index) for step, indices in sorted(self._order_indices.items()) for index in indices
         ]
-        self._draws = state.order.position  # from an order that is no stream
+        self._draws = state.order.position  # draws from an order other than a stream
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._assembling: asyncio.Task[list[str]] | None = None
         self._bias = LengthBias(state.lengths)
 
     async def launch(self, *, through: int) -> None:
-        """Launch groups until as many are in flight as may be. ``through``: last step to launch for."""
+        """Launch groups up to the limit in flight. ``through``: last step to launch for."""
         self._label, self._just_taken = self._step, set()
-        self._return_drawn()
+        self._return_unused()
         self._sampling.setdefault(self._label, self._schedule.of(self._label))
         for step, index in self._resumed:
             self._start(Launch(self._prompt(index), index, step))
         self._resumed = []
-        self._wanted = min(self._admission.groups, self._per_step * (through - self._step + 1))
+        self._target = min(self._admission.groups, self._per_step * (through - self._step + 1))
         self._fill()
 
     @property
     def oldest(self) -> asyncio.Task[ScoredBatch] | None:
-        """None: the groups of the next batch are known when it is taken."""
+        """Return None: the groups of the next batch are only known once it is complete."""
         return None
 
     async def next(self, *, unless: Callable[[], bool] = lambda: False) -> ScoredBatch | None:
@@ -280,18 +280,18 @@ class FirstCome(Pipeline):
                 return None
         chosen = set(self._assembling.result())  # bounded: it is done
         self._assembling = None
-        taken = self._launches.take(chosen)
-        launches = [launch for launch, _ in taken]
-        batch = ScoredBatch([scored for _, scored in taken], [group for _, group in self._aside.values()])
-        gone = [*launches, *(launch for launch, _ in self._aside.values())]
-        self._just_taken |= chosen | self._aside.keys()
-        self._aside = {}
-        self._return_drawn()
+        groups = self._launches.take(chosen)
+        launches = [launch for launch, _ in groups]
+        batch = ScoredBatch([scored for _, scored in groups], [group for _, group in self._replaced.values()])
+        gone = [*launches, *(launch for launch, _ in self._replaced.values())]
+        self._just_taken |= chosen | self._replaced.keys()
+        self._replaced = {}
+        self._return_unused()
         self._forget(gone)
         self._order.trained([launch.index for launch in gone], batch.sampled)
         self._schedule.observe(batch.sampled, sampling_used(batch.sampled, self._sampling[self._label]))
         metrics = self._metrics(launches, batch.groups)
-        self._step, self._wanted = self._step + 1, self._wanted - self._per_step
+        self._step, self._target = self._step + 1, self._target - self._per_step
         return replace(batch, metrics=metrics)
 
     async def settle(self, *, unless: Callable[[], bool] = lambda: False) -> bool:
@@ -307,10 +307,10 @@ class FirstCome(Pipeline):
         self._launches.renew(renewed.scored)
 
     def state(self) -> PipelineState:
-        """Return what a checkpoint keeps: the groups that are done, the order indices of all that are in
+        """Return what a checkpoint keeps: the groups that are done, the order indices of all groups in
         flight, which a resumed run launches again, and the state of the order.
         """
-        self._return_drawn()
+        self._return_unused()
         done = {step: self._scorer.finished(step) for step in self._order_indices}
         order = self._order.state
         if not isinstance(self._order, PromptStream):
@@ -325,7 +325,7 @@ class FirstCome(Pipeline):
         )
 
     async def cancel(self) -> None:
-        """Cancel what is in flight; `state` keeps the groups that are done."""
+        """Cancel all groups in flight; `state` keeps the groups that are done."""
         tasks = [*self._running, *([self._assembling] if self._assembling else [])]
         for task in tasks:
             task.cancel()
@@ -348,13 +348,13 @@ class FirstCome(Pipeline):
                 async with self._deadline(self._step):
                     if not await wait_unless_stopped(task, unless):
                         return False
-            await asyncio.sleep(0)  # until `_note_end` knows the last of them
+            await asyncio.sleep(0)  # lets `_note_end` run for the last task
         if self._failure is not None:
             raise self._failure
         return True
 
     def _forget(self, gone: Sequence[Launch]) -> None:
-        """Drop what is kept of the groups of a step: those trained, and those that were replaced."""
+        """Drop the state of a step's groups, trained or replaced."""
         indices: dict[int, set[int]] = {}
         for launch in gone:
             indices.setdefault(launch.step, set()).add(launch.index)
@@ -362,13 +362,13 @@ class FirstCome(Pipeline):
         for step, forgotten in indices.items():
             self._order_indices[step] = [i for i in self._order_indices[step] if i not in forgotten]
         self._order_indices = {step: left for step, left in self._order_indices.items() if left}
-        kept = {self._label, *self._order_indices}
-        for step in [step for step in self._sampling if step not in kept]:
+        steps = {self._label, *self._order_indices}
+        for step in [step for step in self._sampling if step not in steps]:
             del self._sampling[step]
 
     def _metrics(self, launches: Sequence[Launch], groups: Sequence[Group]) -> dict[str, float]:
         self._bias.trained(zip((launch.step for launch in launches), groups, strict=True))
-        # A group in flight may be replaced, and the last launch grows.
+        # Replacements of groups in flight add to the last launch.
         growing = [self._label] if self._launches else []
         bias = self._bias.settle({*self._order_indices, *growing})
         waited = [self._step - launch.step for launch in launches]
@@ -382,7 +382,7 @@ class FirstCome(Pipeline):
         return self._prompts[self._order.prompt(index)]
 
     def _fill(self) -> None:
-        while len(self._launches) < self._wanted:
+        while len(self._launches) < self._target:
             launch = self._draw()
             self._order_indices.setdefault(self._label, []).append(launch.index)
             self._start(launch)
@@ -407,9 +407,9 @@ class FirstCome(Pipeline):
         else:
             group = await self._scorer.sample_and_grade(launch.prompt, launch.step)
             has_signal = self._has_signal(group)
-            if not has_signal and len(self._aside) < self._admission.replacements:
+            if not has_signal and len(self._replaced) < self._admission.replacements:
                 self._launches.remove(uid)
-                self._aside[uid] = launch, group
+                self._replaced[uid] = launch, group
                 self._fill()
                 self._note_change()
                 return
@@ -424,28 +424,28 @@ class FirstCome(Pipeline):
     def _draw(self) -> Launch:
         """Return the launch of the next prompt that is not in flight.
 
-        An order that is no stream gives as many at once as a launch may need.
+        An order other than a stream gives as many at once as a launch may need.
         """
         for _ in range(4 * len(self._prompts) + 4):
-            if not self._drawn:
-                self._drawn.extend(self._order.take(self._draws))
+            if not self._next_indices:
+                self._next_indices.extend(self._order.take(self._draws))
                 self._draws += 1
-            index = self._drawn.popleft()
+            index = self._next_indices.popleft()
             prompt = self._prompt(index)
             uid = prompt.uid
-            if not (uid in self._launches or uid in self._just_taken or uid in self._aside):
+            if not (uid in self._launches or uid in self._just_taken or uid in self._replaced):
                 return Launch(prompt, index, self._label)
-            self._held.append(index)
-        taken = len(self._launches) + len(self._just_taken) + len(self._aside)
-        raise RuntimeError(f"the prompt order gave only the {taken} prompts that are in flight")
+            self._skipped.append(index)
+        in_use = len(self._launches) + len(self._just_taken) + len(self._replaced)
+        raise RuntimeError(f"the prompt order gave only the {in_use} prompts that are in flight")
 
-    def _return_drawn(self) -> None:
-        """Return to the order what it gave too early, since the prompts may be free from now on; the next
-        launch draws again.
+    def _return_unused(self) -> None:
+        """Return unused indices to the order: their prompts may be free by the next launch, which draws them
+        again.
         """
-        if isinstance(self._order, PromptStream):  # it gives each once
-            self._order.trained([*self._held, *self._drawn], [])
-        self._held, self._drawn = [], deque()
+        if isinstance(self._order, PromptStream):  # it gives each index once
+            self._order.trained([*self._skipped, *self._next_indices], [])
+        self._skipped, self._next_indices = [], deque()
 
 
 PIPELINES: Mapping[str, type[Pipeline]] = {"launched": Pipeline, "completion": FirstCome}  # `batch.order`

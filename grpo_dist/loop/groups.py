@@ -1,9 +1,9 @@
-"""Groups: one prompt's samples, scored, and given the log-probs of reference and teachers.
+"""Groups: one prompt's samples, their scores, and the log-probs of reference and teachers.
 
 rollouts    | sample | greedy sample (ReMax)
 rewards              | score
-reference            | log-probs              as soon as the samples are there, at the same time as the score
-teachers             | log-probs              those that teach the prompt's source
+reference            | log-probs              as soon as the samples are there, in parallel with the score
+teachers             | log-probs              of teachers of the prompt's source
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from grpo_dist.types import Group, Prompt, Sampling, TeacherLogprobs
 from grpo_dist.workers import ReferenceHandle, RolloutsRef, Workers
 
 _AS_POLICY = ""  # the reference, with the prompt that the policy reads; no teacher has this name
-# Of each row of each sample of a group.
+# One entry per row of each sample of a group.
 Logprobs = list[np.ndarray]  # float32 [C]
 TeacherRows = list[TeacherLogprobs]
 
 
 class FrozenModels:
-    """Asks for the log-probs that a group needs, all at the same time. False where no group needs any.
+    """Requests the log-probs that a group needs, all in parallel. False where no group needs any.
 
     Args:
-        with_kl: the KL term needs those of the reference.
+        with_kl: the KL term needs the reference's log-probs.
         distillation: each of its teachers is asked about the sources it teaches, with the prompt that it
             reads.
     """
@@ -49,35 +49,35 @@ class FrozenModels:
     async def logprobs(
         self, prompt: Prompt, rollouts: RolloutsRef, before: Mapping[str, TeacherRows] | None = None
     ) -> tuple[Logprobs, Mapping[str, TeacherRows]]:
-        """Return those of the reference, [] without a KL term, and those of each teacher by name.
+        """Return log-probs of the reference, [] without a KL term, and of each teacher by name.
 
         The reference is asked once about the prompt that the policy reads, for the KL term and for teachers.
 
         Args:
-            before: of the teachers, of the same samples, before the reference changed: teachers with models
-                of their own are not asked again.
+            before: the teachers' log-probs of the same samples, before the reference changed: teachers with
+                their own model are not asked again.
         """
         teachers = [(teacher, handle) for teacher, handle in self._teachers if teacher.teaches(prompt.source)]
         unchanged = {
             t.name: before[t.name] for t, _ in teachers if before and t.has_workers and t.name in before
         }
-        asked = {}
+        requests = {}
         for teacher, handle in teachers:
-            name = _asked_as(teacher, prompt)
-            if name not in unchanged and name not in asked:
-                asked[name] = handle.logprobs(_as_read_by(teacher.name, prompt), rollouts, self._top_k)
-        if self._reference is not None and _AS_POLICY not in asked:
-            asked[_AS_POLICY] = self._reference.logprobs(prompt, rollouts)
-        answers = unchanged | dict(zip(asked, await gather(asked.values()), strict=True))
-        taught = {teacher.name: answers[_asked_as(teacher, prompt)] for teacher, _ in teachers}
+            name = _request_key(teacher, prompt)
+            if name not in unchanged and name not in requests:
+                requests[name] = handle.logprobs(_replace_prompt(teacher.name, prompt), rollouts, self._top_k)
+        if self._reference is not None and _AS_POLICY not in requests:
+            requests[_AS_POLICY] = self._reference.logprobs(prompt, rollouts)
+        answers = unchanged | dict(zip(requests, await gather(requests.values()), strict=True))
+        taught = {teacher.name: answers[_request_key(teacher, prompt)] for teacher, _ in teachers}
         reference = [] if self._reference is None else answers[_AS_POLICY]
         return [row.sampled for row in reference], taught
 
 
-def _asked_as(teacher: TeacherConfig, prompt: Prompt) -> str:
-    """Return what two teachers with the same answer have in common."""
-    is_policys = not teacher.has_workers and teacher.name not in prompt.teacher_ids
-    return _AS_POLICY if is_policys else teacher.name
+def _request_key(teacher: TeacherConfig, prompt: Prompt) -> str:
+    """Return a key that is equal for teachers with the same answer."""
+    shares_reference = not teacher.has_workers and teacher.name not in prompt.teacher_ids
+    return _AS_POLICY if shares_reference else teacher.name
 
 
 def _handle(workers: Workers, teacher: TeacherConfig) -> ReferenceHandle:
@@ -86,8 +86,8 @@ def _handle(workers: Workers, teacher: TeacherConfig) -> ReferenceHandle:
     return handle
 
 
-def _as_read_by(teacher: str, prompt: Prompt) -> Prompt:
-    """Return ``prompt`` with the tokens that the teacher reads in its place."""
+def _replace_prompt(teacher: str, prompt: Prompt) -> Prompt:
+    """Return ``prompt`` with the tokens that the teacher reads instead."""
     token_ids = prompt.teacher_ids.get(teacher)
     return prompt if token_ids is None else replace(prompt, token_ids=token_ids, teacher_ids={})
 
@@ -95,7 +95,7 @@ def _as_read_by(teacher: str, prompt: Prompt) -> Prompt:
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
     """A group ready to train on. ``ref_logprobs``: float32 [C] for each row of each sample; empty
-    without a KL term. ``teacher_logprobs``: for each row what each of its teachers gives, by name.
+    without a KL term. ``teacher_logprobs``: by teacher name, one entry per row.
     """
 
     group: Group
@@ -105,10 +105,10 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class ScoredBatch:
-    """The groups that one step trains on, and those that dynamic sampling discarded.
+    """The groups that one step trains on, and the groups that dynamic sampling discarded.
 
     ``advantages``: float32 [G] of each group, from a caller with its own estimator; None: the configured one.
-    ``metrics``: of how the batch was put together.
+    ``metrics``: about the assembly of the batch.
     """
 
     scored: list[ScoredGroup]
@@ -118,12 +118,12 @@ class ScoredBatch:
 
     @property
     def groups(self) -> list[Group]:
-        """Those to train on."""
+        """Return the groups to train on."""
         return [s.group for s in self.scored]
 
     @property
     def sampled(self) -> list[Group]:
-        """Those to train on, and those discarded."""
+        """Return the groups to train on, and the discarded ones."""
         return self.groups + self.discarded
 
     def without_reference(self) -> SampledBatch:
@@ -135,11 +135,11 @@ class GroupDraw:
     """What is sampled of each prompt.
 
     Attributes:
-        samples: of a group.
-        least: how many suffice where the engines cannot give the others; with fewer the group is drawn again.
+        samples: samples per group.
+        least: samples that suffice if the engines lose the others; with fewer the group is drawn again.
         with_baseline: a greedy sample too, ReMax's baseline.
-        temperatures: of sources with their own, by name.
-        baselines: ``with_baseline`` of sources with an algorithm of their own, by name.
+        temperatures: by name of the sources that set one.
+        baselines: ``with_baseline`` by name of the sources with their own algorithm.
     """
 
     samples: int
@@ -150,26 +150,26 @@ class GroupDraw:
 
     @classmethod
     def from_config(cls, config: Config) -> GroupDraw:
-        tries = [own.k + 1 for own in config.estimators if isinstance(own, PassAtKAdvantage)]
+        sizes = [e.k + 1 for e in config.estimators if isinstance(e, PassAtKAdvantage)]
         return cls(
             config.batch.samples_per_prompt,
-            max(config.batch.least_samples, *tries, 0),  # smaller groups have no advantage
+            max(config.batch.least_samples, *sizes, 0),  # smaller groups have no advantage
             config.algorithm.advantage.traits.reads_greedy_answer,
             config.data.temperatures,
             {
-                source: own.advantage.traits.reads_greedy_answer
-                for source, own in config.source_algorithms.items()
+                source: algorithm.advantage.traits.reads_greedy_answer
+                for source, algorithm in config.source_algorithms.items()
             },
         )
 
 
 class GroupScorer:
-    """Samples and scores groups, and keeps the finished ones of each batch until it is trained on.
+    """Samples and scores groups, and keeps the finished groups of each batch until it is trained on.
 
     Args:
-        sampling: of each launched batch, by number.
-        seed: the run's.
-        draw: samples of each prompt.
+        sampling: settings of each launched batch, by number.
+        seed: seed of the run.
+        draw: samples per prompt.
         models: reference and teachers, whose log-probs the samples get.
         finished: groups that a checkpoint kept, by batch number; they are not sampled again.
     """
@@ -192,11 +192,11 @@ class GroupScorer:
         }
 
     async def with_reference(self, batch: SampledBatch) -> ScoredBatch:
-        """Compute the log-probs of reference and teachers of groups that are sampled and scored already."""
+        """Add the log-probs of reference and teachers to groups that are sampled and scored already."""
         return ScoredBatch(await gather(self.add_logprobs(g) for g in batch.groups), batch.discarded)
 
     async def renew(self, batch: ScoredBatch) -> ScoredBatch:
-        """Return ``batch`` with the log-probs of a reference that has changed since."""
+        """Return ``batch`` with the log-probs of the changed reference."""
         scored = await gather(self.add_logprobs(s.group, s.teacher_logprobs) for s in batch.scored)
         return replace(batch, scored=scored)
 
@@ -205,14 +205,14 @@ class GroupScorer:
         return list(self._finished.get(batch, {}).values())
 
     def forget(self, batch: int, uid: str | None = None) -> None:
-        """Drop the groups of ``batch``, or the one of prompt ``uid``: a step takes them."""
+        """Drop the groups of ``batch``, or only the group of prompt ``uid``: a step took them."""
         if uid is not None:
             self._finished.get(batch, {}).pop(uid, None)
         if uid is None or not self._finished.get(batch):
             self._finished.pop(batch, None)
 
     async def sample_and_score(self, prompt: Prompt, batch: int) -> ScoredGroup:
-        """Sample a group and score it; reward, reference and teachers at the same time."""
+        """Sample a group and score it; reward, reference and teachers in parallel."""
 
         async def sample(seeds: Sequence[int]) -> ScoredGroup:
             if finished := self._finished.get(batch, {}).get(prompt.uid):
@@ -227,34 +227,32 @@ class GroupScorer:
         async def sample(seeds: Sequence[int]) -> Group:
             if finished := self._finished.get(batch, {}).get(prompt.uid):
                 return finished
-            return await self._graded(prompt, await self._sample(prompt, batch, seeds), batch)
+            return await self._grade(prompt, await self._sample(prompt, batch, seeds), batch)
 
         return await sample_until_enough(sample, self._seeds(prompt, batch), least=self._draw.least)
 
     async def score_samples(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> ScoredGroup:
-        """Score samples of ``prompt`` that exist already; reward, reference and teachers at the same time."""
+        """Score existing samples of ``prompt``; reward, reference and teachers in parallel."""
         if not self._models:
-            return ScoredGroup(await self._graded(prompt, rollouts, batch), [])
+            return ScoredGroup(await self._grade(prompt, rollouts, batch), [])
         group, logprobs = await gather(
-            [self._graded(prompt, rollouts, batch), self._models.logprobs(prompt, rollouts)]
+            [self._grade(prompt, rollouts, batch), self._models.logprobs(prompt, rollouts)]
         )
         return ScoredGroup(group, *logprobs)
 
     async def add_logprobs(
         self, group: Group, before: Mapping[str, list[TeacherLogprobs]] | None = None
     ) -> ScoredGroup:
-        """Compute the log-probs of reference and teachers. ``before``: those of teachers that are known."""
+        """Add the log-probs of reference and teachers. ``before``: known log-probs of teachers."""
         return ScoredGroup(group, *await self._models.logprobs(group.prompt, group.rollouts, before))
 
     def sampling_for(self, prompt: Prompt, sampling: Sampling) -> Sampling:
-        """Return ``sampling`` with the temperature of the prompt's source, where that has its own, and with
-        how many samples suffice.
-        """
+        """Return ``sampling`` with the temperature of the prompt's source and the samples that suffice."""
         temperature = self._draw.temperatures.get(prompt.source, sampling.temperature)
         return _sampling_with(sampling, temperature, self._draw.least)
 
     def _seeds(self, prompt: Prompt, batch: int) -> Callable[[int], list[int]]:
-        """Return the function that gives the seeds of each draw of a group, by its number."""
+        """Return a function from the number of a group's draw to its seeds."""
         count = self._draw.samples
         return lambda draw: request_seeds(
             self._seed, batch, prompt.uid, range(draw * count, (draw + 1) * count)
@@ -264,13 +262,13 @@ class GroupScorer:
         sampling = self.sampling_for(prompt, self._sampling[batch])
         return await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
 
-    async def _graded(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> Group:
-        """Compute the rewards, also that of ReMax's greedy baseline, and keep the group as finished."""
+    async def _grade(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> Group:
+        """Compute the rewards, with ReMax's greedy baseline, and keep the group as finished."""
         if self._draw.baselines.get(prompt.source, self._draw.with_baseline):
             group, baseline = await gather(
                 [self._workers.rewards.score(prompt, rollouts), self._greedy_reward(prompt, batch)]
             )
-            if math.isnan(baseline):  # without it no sample of the group has an advantage: none is trained
+            if math.isnan(baseline):  # no baseline, no advantages: the group is not trained
                 group = replace(group, rewards=np.full_like(group.rewards, np.nan))
             group = replace(group, baseline_reward=baseline)
         else:
@@ -288,5 +286,5 @@ class GroupScorer:
 
 @lru_cache(maxsize=64)
 def _sampling_with(sampling: Sampling, temperature: float, least: int) -> Sampling:
-    """Return the same object for all groups of a source: what is sent of many groups has it once."""
+    """Return the same object for all groups of a source, so that messages of many groups hold it once."""
     return replace(sampling, temperature=temperature, least=least)

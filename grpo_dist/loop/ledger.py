@@ -1,10 +1,10 @@
-"""The outcome of every prompt: `ledger.jsonl` in the run directory, a line a step.
+"""The outcome of every prompt: `ledger.jsonl` in the run directory, one line per step.
 
     {"step": 7, "trained": ["gsm8k:12", ...], "no_signal": [...], "unscored": [...], "put_aside": [...]}
 
 A prompt that a step sampled is in exactly one of the lists. With `demonstrations` in the configuration, the
-line of a step that was trained on also lists their uids. A resumed run writes the lines after its
-checkpoint again, so the file always describes one uninterrupted run.
+line of a trained step also lists their uids. A resumed run rewrites the lines after its checkpoint, so the
+file always describes one uninterrupted run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from grpo_dist.types import Group
 
 DROPPED = "dropped.jsonl"  # in the same directory: rows of the training files that became no prompts, and why
 TRAINED, DEMONSTRATIONS = "trained", "demonstrations"
-# Why a prompt was sampled and not trained on, in the words of the closing line.
+# Why a prompt was sampled and not trained on, as the summary line says it.
 REASONS = {
-    "no_signal": "without signal (no advantage but 0)",
+    "no_signal": "zero-variance (all advantages 0)",
     "unscored": "unscored",
     "put_aside": "discarded by dynamic sampling",
     "skipped": "in steps with skipped updates",
@@ -44,7 +44,7 @@ def ledger_entry(
     Args:
         with_signal: indices of ``groups`` that the update learns from.
         skipped: the step, or an update of it, was not trained on.
-        demonstrations: uids of those of the step.
+        demonstrations: uids of the step's demonstrations.
     """
     entry: dict[str, list[str]] = {name: [] for name in (TRAINED, *REASONS)}
     for index, group in enumerate(groups):
@@ -62,7 +62,7 @@ def _outcome(group: Group, *, has_signal: bool, skipped: bool) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a ledger, without a last one that a kill cut short; none if there is no file."""
+    """Read the lines of a ledger, without a last line that a kill cut short; [] if there is no file."""
     if not path.exists():
         return []
     whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -78,7 +78,7 @@ def totals(path: Path) -> dict[str, int]:
 def summary(path: Path, *, dropped: int = 0) -> str:
     """Describe the totals in one line:
 
-        ledger: 120 prompts sampled = 101 trained + 17 without signal (no advantage but 0) + 2 unscored
+        ledger: 120 prompts sampled = 101 trained + 17 zero-variance (all advantages 0) + 2 unscored
 
     ``dropped``: rows that became no prompts.
     """
@@ -88,7 +88,7 @@ def summary(path: Path, *, dropped: int = 0) -> str:
     demonstrations = sum(len(line.get(DEMONSTRATIONS, ())) for line in read(path))
     further = f"; in addition {demonstrations:,} demonstrations" if demonstrations else ""
     if any(counts.values()) and not counts[TRAINED] and not demonstrations:
-        further += "; nothing was trained, the weights are those of the start"
+        further += "; nothing was trained, the weights are unchanged"
     never = f"; {dropped:,} rows dropped before, too long ({DROPPED})" if dropped else ""
     return f"ledger: {sum(counts.values()):,} prompts sampled = {' + '.join(parts)}{further}{never}"
 
@@ -103,12 +103,12 @@ def audit(
 ) -> str | None:
     """Check a finished ledger; return what is wrong, or None.
 
-    Every step must be there once, with the right number of prompts, none of them twice. Two further checks
+    Every step must be there once, with the right number of prompts, none of them twice. Two optional checks
     find prompts that are sampled twice in an epoch, or never:
 
     Args:
-        expected_per_step: uids that a step must have, where they follow from its number.
-        expected_counts: how often each uid must be sampled in all steps, where dynamic sampling decides when.
+        expected_per_step: uids that a step must have, if the step number determines them.
+        expected_counts: how often each uid must be sampled in all steps, if dynamic sampling decides when.
     """
     lines = read(path)
     if [line["step"] for line in lines] != list(range(1, steps + 1)):

@@ -1,8 +1,7 @@
 """Metrics of one step, built in and user-supplied. Names carry the unit.
 
-Names of metrics that depend on the clock or the machine start with `time/`, `throughput/` or `memory/`, so
-that two runs can be compared without them. `rollout/acceptance_length` of `rollout.speculation` is the one
-exception.
+Metrics that depend on the clock or the machine start with `time/`, `throughput/` or `memory/`, so that two
+runs can be compared without them. The only exception is `rollout/acceptance_length` of `rollout.speculation`.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from grpo_dist.types import (
 )
 
 OUTCOMES = ("correct", "wrong", "no_answer", "timeout", "error")
-ENDS = ("stop", *get_args(BudgetOutcome), "error")  # of an episode
+ENDS = ("stop", *get_args(BudgetOutcome), "error")  # ways in which an episode ends
 
 
 def rollout_metrics(groups: list[Group], version: int, pools: str | None = None) -> dict[str, float]:
     """Compute rewards, lengths, outcomes and staleness of the groups that a step sampled.
 
     ``version``: the policy's before the update; a token sampled at that version has staleness 0. ``pools``:
-    add the metrics of each.
+    column of the pools, whose metrics are added.
     """
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
     scored = rewards[np.isfinite(rewards)]
@@ -90,15 +89,15 @@ def rollout_metrics(groups: list[Group], version: int, pools: str | None = None)
 
 
 def _kept_metrics(rows: Sequence[Rollout | FurtherRow]) -> dict[str, float]:
-    """Compute how many tokens top_p, top_k and min_p kept; {} where they are not set."""
+    """Compute how many tokens top_p, top_k and min_p kept; {} if they are not set."""
     counts = [select_sampled(row, row.kept.counts) for row in rows if row.kept is not None]
     if not counts:
         return {}
     together = np.concatenate(counts)
-    kept = together[together > 0]
+    restricted = together[together > 0]
     return {
-        "sampling/kept_tokens_mean": float(kept.mean()) if len(kept) else float("nan"),
-        "sampling/kept_all_share": 1 - len(kept) / len(together),
+        "sampling/kept_tokens_mean": float(restricted.mean()) if len(restricted) else float("nan"),
+        "sampling/kept_all_share": 1 - len(restricted) / len(together),
     }
 
 
@@ -107,7 +106,7 @@ def staleness_metrics(rows: Sequence[Rollout | FurtherRow], version: int) -> dic
     arrays = [r.policy_versions if r.sampled is None else r.policy_versions[r.sampled] for r in rows]
     versions = np.concatenate(arrays)
     count = len(versions)
-    behind = version * count - int(versions.sum(dtype=np.int64))  # integers: the order of a sum is no matter
+    behind = version * count - int(versions.sum(dtype=np.int64))  # integers: sums do not depend on order
     return {
         "rollout/tokens": float(count),
         "rollout/staleness_mean": behind / count if count else 0.0,
@@ -117,7 +116,7 @@ def staleness_metrics(rows: Sequence[Rollout | FurtherRow], version: int) -> dic
 
 def sampled_entropy(groups: Sequence[Group]) -> float:
     """Return the mean of -log p over all sampled tokens, nats: an unbiased estimate of the entropy at the
-    temperature that they were sampled at, and known before they are trained on. NaN without any.
+    sampling temperature, available before training on them. NaN without any.
     """
     logprobs = sampled_logprobs(training_rows([r for g in groups for r in g.rollouts]))
     return _entropy(logprobs, np.isfinite(logprobs))
@@ -135,7 +134,7 @@ def truncated_share(groups: Sequence[Group]) -> float:
 
 
 def episode_metrics(episodes: Sequence[Rollout]) -> dict[str, float]:
-    """Compute turns, rows, tool calls and ends of the samples of environments; {} without any."""
+    """Compute turns, rows, tool calls and ends of samples with an environment; {} without any."""
     if not episodes:
         return {}
     count, calls = len(episodes), [call for r in episodes for turn in r.turns for call in turn.calls]
@@ -160,15 +159,15 @@ def episode_metrics(episodes: Sequence[Rollout]) -> dict[str, float]:
 def distillation_metrics(scored: Sequence[ScoredGroup], with_signal: Collection[int]) -> dict[str, float]:
     """Compute the divergence from each teacher, in nats per sampled token; {} without teachers.
 
-    ``with_signal``: indices of the groups that the step learns from, of which a teacher makes more.
+    ``with_signal``: indices of the groups that the step learns from, more of them with a teacher.
     """
     sums, tokens = defaultdict[str, float](float), Counter[str]()
     for scored_group in scored:
         rows = [row for rollout in scored_group.group.rollouts for row in rollout.rows]
         for name, teacher_rows in scored_group.teacher_logprobs.items():
-            for row, theirs in zip(rows, teacher_rows, strict=True):
+            for row, teacher in zip(rows, teacher_rows, strict=True):
                 gap = select_sampled(row, row.logprobs).astype(np.float64) - select_sampled(
-                    row, theirs.sampled
+                    row, teacher.sampled
                 )
                 gap = gap[np.isfinite(gap)]  # a token without a log-prob is not trained on
                 sums[name] += float(gap.sum())
@@ -183,7 +182,7 @@ def distillation_metrics(scored: Sequence[ScoredGroup], with_signal: Collection[
 
 
 class StagedCounts(Protocol):
-    """How much a step trains on: rows, their tokens, those that an update needs, and those in the loss."""
+    """How much a step trains on: rows, their tokens, tokens that an update needs, and tokens in the loss."""
 
     @property
     def rows(self) -> int: ...
@@ -196,7 +195,7 @@ class StagedCounts(Protocol):
 
 
 def trained_metrics(staged: StagedCounts, update: Mapping[str, float], *, trained: bool) -> dict[str, float]:
-    """Return what a step trained on. ``update``: metrics of the update."""
+    """Return counts of what a step trained on. ``update``: metrics of the update."""
     if not trained:
         return {TRAINED_TOKENS: 0.0}
     metrics = {
@@ -212,11 +211,11 @@ def trained_metrics(staged: StagedCounts, update: Mapping[str, float], *, traine
 def sampling_cost(
     groups: Sequence[Group], discarded: Sequence[Group], with_signal: Collection[int]
 ) -> dict[str, float]:
-    """Compute what a step sampled for what it learns from; the ratio is left out where that is nothing.
+    """Compute the samples per sample that the step learns from; no ratio if it learns from none.
 
     Args:
-        groups: of the batch.
-        discarded: also sampled for the step.
+        groups: groups of the batch.
+        discarded: further groups sampled for the step.
         with_signal: indices of ``groups`` that the update learns from.
     """
     metrics = {"group/extra_prompts": float(len(discarded))}
@@ -236,7 +235,7 @@ def _tokens(groups: Sequence[Group]) -> int:
 
 
 def throughput_metrics(groups: Sequence[Group], times: dict[str, float]) -> dict[str, float]:
-    """Return ``times``, seconds of one step by `Stopwatch`, and sampled tokens and samples per second."""
+    """Return ``times``, seconds of one step by `Stopwatch`, with sampled tokens and samples per second."""
     completion, samples = _tokens(groups), _samples(groups)
     prompts = sum(len(g.prompt.token_ids) * len(g.rollouts) for g in groups)
     return times | {
@@ -250,8 +249,8 @@ _NOT_AGAIN = "the run continues without it"
 
 
 class UserMetrics:
-    """Calls every metric of `tracking.metrics`. One that fails is reported once and left out: it is no reason
-    to lose a run. One that takes longer than ``limit_s`` seconds is not called again.
+    """Calls every metric of `tracking.metrics`. A failing metric is reported once and left out, and the run
+    continues. A metric that takes longer than ``limit_s`` seconds is not called again.
     """
 
     def __init__(
@@ -267,7 +266,7 @@ class UserMetrics:
         self._failed: set[str] = set()
 
     def __call__(self, inputs: MetricInputs) -> dict[str, float]:
-        """Return the metrics by name, each with ``own/`` in front."""
+        """Return the metrics by name, with the prefix ``own/``."""
         values: dict[str, float] = {}
         for metric in self._metrics:
             if metric.label in self._hung:
@@ -281,7 +280,7 @@ class UserMetrics:
             except TimeoutError as error:
                 self._hung.add(metric.label)
                 self._warn(f"{' '.join(str(error).split())} (step {inputs.step})")
-            except Exception as error:  # a user's function may raise anything
+            except Exception as error:  # user code may raise anything
                 if metric.label not in self._failed:
                     self._failed.add(metric.label)
                     self._warn(
@@ -295,7 +294,7 @@ def own_metric(
     name: str, code_paths: Sequence[str], kwargs: Mapping[str, Any], inputs: MetricInputs, label: str
 ) -> dict[str, float]:
     """Call the function ``name``: 0.5 -> {"own/LABEL": 0.5}, {"a": 1} -> {"own/LABEL/a": 1.0}. Raises
-    ValueError or TypeError for what is neither a number nor numbers by name.
+    ValueError or TypeError for a result that is neither a number nor numbers by name.
     """
     measure = load(METRIC, name, code_paths)
     with failures_named(METRIC, name):

@@ -1,21 +1,21 @@
-"""The queue of batches in flight, launched in order, and what follows a step: new weights for the engines.
+"""The queue of batches in flight, launched in order, and the weight sync after a step.
 
-Staleness is bounded by admission: the driver names the last batch it may launch. No finished group is dropped
-for being late, which would favour short answers. `first_come` has the other `batch.order`.
+Admission bounds staleness: the driver passes the last batch that may be launched. No finished group is
+dropped for being late, which would favour short answers. `first_come` has the other `batch.order`.
 
-Dynamic sampling replaces a zero-variance group as soon as it is known (`Refill`), in the order of the launch:
+Dynamic sampling replaces a zero-variance group as soon as it is known (`Refill`), in launch order:
 
     step's prompts    p0 signal ....  p1 none  p2 signal  p3 none
     further prompts                       p4 ......... none   p5 signal
                                           (for p1)         p6 (for p4)
 
-Which prompts are launched follows from the groups in launch order, never from which of them completes first.
-With ``oversample`` 1 they are the shortest start of the order that holds ``wanted`` groups with a signal: n
-launches are due only while n - ``wanted`` of the launched groups are known to have none. With more than 1,
-each prefix whose groups are all known adds what is due after it.
+The groups in launch order determine which prompts are launched, never which group completes first. With
+``oversample`` 1 they are the shortest prefix of the order with ``wanted`` groups with a signal: n launches
+are due only while n - ``wanted`` of the launched groups are known to lack one. With more than 1, each prefix
+of known groups adds the launches that it makes due.
 
-How many prompts are drawn and how many groups are in flight, so that no prompt is sampled twice before
-another is sampled once.
+Limits for drawn prompts and groups in flight, so that no prompt is sampled twice before every other is
+sampled once:
 
     n   `batch.prompts_per_step`
     S   `max_staleness`
@@ -35,8 +35,8 @@ another is sampled once.
     per_draw     = groups + 2 replacements, at most P, at least groups
     drawn        = per_draw
 
-Twice the replacements: between the end of a step and the next launch the prompts that this step replaced are
-not free yet, and the next one may replace as many.
+Twice the replacements: between the end of a step and the next launch, the prompts that this step replaced
+are not free yet, and the next step may replace as many.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ from grpo_dist.workers import Workers
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The bounds of one run; see the module.
+    """Limits of one run; see the module docstring.
 
     Attributes:
-        groups: in flight at once, with `batch.order` completion.
+        groups: groups in flight at once, with `batch.order` completion.
         replacements: zero-variance groups that a step may replace, with that order.
-        per_draw: prompts drawn by one batch, or one launch, including those that it may not need.
-        drawn: prompts drawn by all that is in flight.
+        per_draw: prompts drawn by one batch, or one launch, including spare ones.
+        drawn: prompts drawn by all batches in flight.
     """
 
     groups: int
@@ -106,8 +106,8 @@ class Admission:
 
 
 def rounded_up(product: float) -> int:
-    """Return a product of a count and a factor of the configuration, rounded up: 50 * 1.1 is 55, though in
-    floating point it is above.
+    """Round up the product of a count and a configured factor: 50 * 1.1 gives 55, although in floating point
+    it is above 55.
     """
     return math.ceil(round(product, 9))
 
@@ -118,10 +118,10 @@ class Refill:
     Args:
         sample: samples and scores the group of a prompt.
         has_signal: whether a step can learn from a group.
-        prompts: those of the step, then further ones to draw on, in order.
+        prompts: prompts of the step, then spare ones, in order.
         wanted: groups of the batch, and prompts of the step.
-        oversample: once the groups of the step's own prompts are known, how many further prompts are
-            launched per group still missing.
+        oversample: further prompts launched per missing group, once all groups of the step's prompts are
+            known.
     """
 
     def __init__(
@@ -136,13 +136,13 @@ class Refill:
         self._sample, self._has_signal, self._prompts = sample, has_signal, prompts
         self._wanted, self._oversample = wanted, oversample
         self._launched = 0
-        self._groups: dict[int, tuple[Group, bool]] = {}  # and whether it has a signal; by launch
+        self._groups: dict[int, tuple[Group, bool]] = {}  # by launch; True: it has a signal
         self._silent = 0
-        self._prefix, self._useful = 0, 0  # groups known without a gap, and those of them with a signal
+        self._prefix, self._useful = 0, 0  # known groups without a gap, and how many have a signal
 
     async def batch(self) -> SampledBatch:
-        """Return ``wanted`` groups, those with a signal first, and the rest as discarded. Where the prompts
-        run out, zero-variance groups fill the batch.
+        """Return ``wanted`` groups, with a signal first, and the rest as discarded. If the prompts run out,
+        zero-variance groups fill the batch.
         """
         async with task_group() as tasks:
             self._launch(tasks, self._wanted)
@@ -165,7 +165,7 @@ class Refill:
         self._launch(tasks, max(self._wanted + self._silent, self._due_by_prefix()))
 
     def _due_by_prefix(self) -> int:
-        """Return how many prompts are due by what the prefix newly shows; 0 where it shows nothing new."""
+        """Return how many prompts are due after the prefix has grown; 0 if it has not."""
         due = 0
         while self._prefix in self._groups:
             self._useful += self._groups[self._prefix][1]
@@ -177,9 +177,9 @@ class Refill:
 
 
 class Pipeline:
-    """Launched batches, oldest first; an async context manager, which cancels what is left in it.
+    """Launched batches, oldest first; an async context manager, which cancels the batches left in it.
 
-    ``first``: the next batch to launch. ``state``: what a checkpoint kept.
+    ``first``: the next batch to launch. ``state``: from a checkpoint.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Pipeline:
         self._drains = config.weight_sync.mode == "drain"
         self._sample_s = config.cluster.timeouts.sample_s
         self._schedule = SamplingSchedule(config.sampling, state.schedule)
-        self._sampling = dict(state.sampling)  # of launched batches
+        self._sampling = dict(state.sampling)  # settings of launched batches
         self._scorer = GroupScorer(
             workers,
             self._sampling,
@@ -214,7 +214,7 @@ class Pipeline:
         self._restore(state, first=first)
 
     def _restore(self, state: PipelineState, *, first: int) -> None:
-        """Begin with what is in flight in ``state``; ``first`` is the next batch."""
+        """Begin with the batches in flight in ``state``; ``first`` is the next batch."""
         self._next_batch = first
         self._restored = dict(state.ahead)
         self._launched: deque[tuple[int, asyncio.Task[ScoredBatch]]] = deque()
@@ -224,13 +224,13 @@ class Pipeline:
         while self._next_batch <= through:
             batch = self._next_batch
             if batch not in self._order_indices:
-                self._order_indices[batch] = await self._chosen(batch)
+                self._order_indices[batch] = await self._take(batch)
             self._sampling.setdefault(batch, self._schedule.of(batch))
             self._launched.append((batch, asyncio.create_task(self._batch(batch), name=f"batch {batch}")))
             self._next_batch += 1
 
-    async def _chosen(self, batch: int) -> list[int]:
-        if isinstance(self._order, UserOrder):  # in a thread: groups are received and scored meanwhile
+    async def _take(self, batch: int) -> list[int]:
+        if isinstance(self._order, UserOrder):  # in a thread: the loop keeps receiving groups
             return await asyncio.to_thread(self._order.take, batch)
         return self._order.take(batch)
 
@@ -289,7 +289,7 @@ class Pipeline:
             self._launched[i] = (batch, renewed)
 
     def state(self) -> PipelineState:
-        """Return what a checkpoint keeps: finished groups of launched batches, and the state of the order.
+        """Return what a checkpoint keeps: finished groups of launched batches, and the order's state.
 
         A resumed run launches unfinished batches again, on the same prompts.
         """
@@ -347,11 +347,11 @@ class Pipeline:
 def build_order(
     config: Config, prompts: Sequence[Prompt], state: OrderState, admission: Admission | None = None
 ) -> PromptOrder:
-    """Build the order of a run's prompts from its ``state``. ``admission``: of the run; None: computed."""
+    """Build the order of a run's prompts from its ``state``. ``admission``: the run's; None: computed."""
     data, seed, per_step = config.data, config.seed, config.batch.prompts_per_step
     admission = admission or Admission.from_config(config, prompts)
     by_group = config.batch.order.name == "completion"
-    taken = 1 if by_group else admission.per_draw  # of an order that gives each prompt once
+    per_take = 1 if by_group else admission.per_draw  # per call, of an order that gives each prompt once
     solved = SolvedPrompts(
         prompts,
         state.left_out,
@@ -362,7 +362,7 @@ def build_order(
     if isinstance(data.order, LengthOrderConfig):
         window = data.order.window
         return LengthOrder(
-            prompts, taken, per_step=per_step, window=window, seed=seed, state=state, solved=solved
+            prompts, per_take, per_step=per_step, window=window, seed=seed, state=state, solved=solved
         )
     if isinstance(data.order, PassRateOrderConfig):
         return Curriculum(uids_of(prompts), admission.per_draw, seed=seed, rates=state.pass_rates)
@@ -377,7 +377,7 @@ def build_order(
             prompts, admission.per_draw, data.pools_by, data.order.half_life, seed=seed, state=state
         )
     if by_group or config.dynamic_sampling.enabled or data.weights or data.drop_solved is not None:
-        return PromptStream(prompts, taken, seed=seed, state=state, weights=data.weights, solved=solved)
+        return PromptStream(prompts, per_take, seed=seed, state=state, weights=data.weights, solved=solved)
     return EpochOrder(len(prompts), per_step, seed=seed)
 
 
@@ -391,8 +391,8 @@ async def publish(
 ) -> dict[str, float]:
     """Drain, push ``version`` to the engines, and refresh the reference if it is due; return metrics.
 
-    A run that is asked to stop does not wait for the drain, and pushes only if it is done. If the reference
-    is due, it waits: a checkpoint after a refresh must have the new one.
+    After a stop request the run does not wait for the drain, and pushes only if it is done. If a refresh is
+    due, it waits: a checkpoint after a refresh must have the new reference.
     """
     refreshes = workers.reference_sync is not None and is_due(version, settings.refresh_every)
     metrics: dict[str, float] = {}

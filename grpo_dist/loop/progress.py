@@ -13,7 +13,7 @@ from grpo_dist.types import Group, Sampling
 
 @dataclass(frozen=True, slots=True)
 class SampledBatch:
-    """The groups of one step, and the surplus groups that dynamic sampling discarded."""
+    """The groups of one step, and the groups that dynamic sampling discarded."""
 
     groups: list[Group]
     discarded: list[Group] = field(default_factory=list)
@@ -21,9 +21,9 @@ class SampledBatch:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleState:
-    """What steered settings of sampling are now; None: as at the start, or not steered.
+    """Current values of adaptive sampling settings; None: as at the start, or not adaptive.
 
-    ``above``: steps in a row whose share of truncated samples was too large.
+    ``above``: consecutive steps with too large a share of truncated samples.
     """
 
     temperature: float | None = None
@@ -33,16 +33,16 @@ class ScheduleState:
 
 @dataclass(frozen=True, slots=True)
 class PipelineState:
-    """The batches in flight. Each is numbered by the step that trains on it.
+    """The batches in flight, numbered by the step that trains on them.
 
     Attributes:
         ahead: finished batches that are not trained on yet, by number.
         partial: finished groups of batches that are not finished themselves.
-        order_indices: indices into the prompt order that each batch has taken.
+        order_indices: indices into the prompt order, by batch.
         order: state of the prompt order.
-        sampling: how each launched batch is sampled, by number.
-        schedule: state of `sampling`, where that is steered.
-        lengths: sums of `length_bias.LengthBias`, with `batch.order` completion.
+        sampling: settings of each launched batch, by number.
+        schedule: state of adaptive `sampling` settings.
+        lengths: sums of `first_come.LengthBias`, with `batch.order` completion.
     """
 
     ahead: Mapping[int, SampledBatch] = field(default_factory=dict)
@@ -57,10 +57,10 @@ class PipelineState:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Attributes:
-    step: how many steps are done.
+    step: number of steps done.
     kl_coef: weight of the KL term; None: as configured.
-    evaluation_pending: the evaluation that was due after the step was not finished.
-    evaluations: steps whose evaluations on engines of their own were not finished.
+    evaluation_pending: the evaluation due after the step is not finished.
+    evaluations: steps whose evaluations on separate engines are not finished.
     rewards: moments of the rewards of all steps so far, for `algorithm.reward_norm` running.
     best: step of the highest `checkpoint.keep_best` so far, and its value.
     """

@@ -1,9 +1,9 @@
-"""`sampling` during a run: by step, or steered by what the samples of earlier steps were like.
+"""`sampling` during a run: scheduled by step, or adapted to the samples of earlier steps.
 
-A batch is given its settings when it is launched, and keeps them. What is steered therefore knows the steps
-up to ``max_staleness`` before it; each sample records how it was drawn, and its log-probs are computed so.
+A batch keeps the settings of its launch, so adaptive settings lag by up to ``max_staleness`` steps. Each
+sample records its settings, and its log-probs are computed with them.
 
-`KLController` has the weight of the KL term, fixed or steered to `algorithm.kl.target`.
+`KLController` has the weight of the KL term, fixed or adapted to `algorithm.kl.target`.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from grpo_dist.loop.progress import ScheduleState
 from grpo_dist.types import Group, Sampling
 
 
-def sampling_used(groups: Sequence[Group], asked: Sampling) -> Sampling:
-    """Return how ``groups`` were drawn, by what their samples say. Where some were drawn otherwise than
-    ``asked``, return that: a mixture must not steer what is asked now.
+def sampling_used(groups: Sequence[Group], current: Sampling) -> Sampling:
+    """Return the recorded settings of ``groups``. Settings other than ``current`` take precedence: a mixture
+    must not change the current settings.
     """
     rollouts = [r for group in groups for r in group.rollouts]
-    heats = [r.temperature for r in rollouts if r.temperature not in (None, asked.temperature)]
-    lengths = [r.max_new_tokens for r in rollouts if r.max_new_tokens not in (None, asked.max_new_tokens)]
-    temperature, length = (*heats, asked.temperature)[0], (*lengths, asked.max_new_tokens)[0]
+    heats = [r.temperature for r in rollouts if r.temperature not in (None, current.temperature)]
+    lengths = [r.max_new_tokens for r in rollouts if r.max_new_tokens not in (None, current.max_new_tokens)]
+    temperature, length = (*heats, current.temperature)[0], (*lengths, current.max_new_tokens)[0]
     assert temperature is not None and length is not None
-    return replace(asked, temperature=temperature, max_new_tokens=length)
+    return replace(current, temperature=temperature, max_new_tokens=length)
 
 
 class SamplingSchedule:
-    """``state``: of what is steered, from a checkpoint."""
+    """Sampling settings by batch. ``state``: of adaptive settings, from a checkpoint."""
 
     def __init__(self, settings: SamplingConfig, state: ScheduleState) -> None:
         self._settings, self.state = settings, state
 
     def of(self, batch: int) -> Sampling:
-        """Return how a batch is sampled that is launched now; step ``batch`` (from 0) trains on it."""
+        """Return the settings of a batch that is launched now; step ``batch`` (from 0) trains on it."""
         temperature, length = self._temperature(batch), self._length(batch)
         settings = self._settings
         return Sampling(
@@ -53,13 +53,13 @@ class SamplingSchedule:
         )
 
     def observe(self, groups: Sequence[Group], sampling: Sampling) -> None:
-        """Steer by the ``groups`` of the next step, which were drawn with ``sampling``."""
+        """Adapt to the ``groups`` of the next step, which were sampled with ``sampling``."""
         temperature, length, above = self.state.temperature, self.state.max_new_tokens, self.state.above
         heat, longest = self._settings.temperature, self._settings.max_new_tokens
         if isinstance(heat, AdaptiveTemperature):
-            temperature = self._steered(heat, sampled_entropy(groups), sampling.temperature)
+            temperature = self._adapt_temperature(heat, sampled_entropy(groups), sampling.temperature)
         if isinstance(longest, AdaptiveLength):
-            length, above = self._raised(longest, truncated_share(groups), sampling.max_new_tokens)
+            length, above = self._adapt_length(longest, truncated_share(groups), sampling.max_new_tokens)
         self.state = ScheduleState(temperature, length, above)
 
     def _temperature(self, batch: int) -> float:
@@ -74,9 +74,9 @@ class SamplingSchedule:
             return latest(setting.schedule, batch)
         return self.state.max_new_tokens or self._settings.shortest
 
-    def _steered(self, settings: AdaptiveTemperature, entropy: float, sampled_at: float) -> float:
-        """Return the next temperature. Samples that were launched before the last correction would repeat it,
-        which overshoots.
+    def _adapt_temperature(self, settings: AdaptiveTemperature, entropy: float, sampled_at: float) -> float:
+        """Return the next temperature. Samples launched before the last change are ignored: they would repeat
+        it and overshoot.
         """
         now = self._temperature(0)
         if sampled_at != now or not math.isfinite(entropy):
@@ -84,9 +84,9 @@ class SamplingSchedule:
         temperature = steer(now, entropy, target=settings.entropy, gain=-settings.gain)
         return min(max(temperature, settings.lowest), settings.highest)
 
-    def _raised(self, settings: AdaptiveLength, truncated: float, length: int) -> tuple[int, int]:
-        """Return the length and the steps in a row above the bound. Samples that were launched before the
-        last rise say nothing about the new length.
+    def _adapt_length(self, settings: AdaptiveLength, truncated: float, length: int) -> tuple[int, int]:
+        """Return the length, and the consecutive steps above the bound. Samples launched before the last
+        rise are ignored: they say nothing about the new length.
         """
         now = self._length(0)
         if length != now:
@@ -98,16 +98,16 @@ class SamplingSchedule:
 
 
 class KLController:
-    """``coef`` is the weight for the next update. ``resumed``: from a checkpoint; None: as configured."""
+    """``coef``: KL weight of the next update. ``resumed``: from a checkpoint; None: as configured."""
 
     def __init__(self, settings: KLConfig, resumed: float | None = None) -> None:
         self._settings = settings
         self.coef = settings.coef if resumed is None else resumed
 
     def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Steer ``coef`` by the KL in a step's ``metrics``; return the weight that the step was trained with.
+        """Adapt ``coef`` to the KL in a step's ``metrics``; return the weight that the step was trained with.
 
-        The weight stays where no target is set, the step had no token of the policy loss and so no KL, or
+        The weight stays if no target is set, the step had no token of the policy loss and so no KL, or
         the KL is not finite.
         """
         used, observed = self.coef, metrics.get("ref/kl")

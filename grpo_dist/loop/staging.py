@@ -1,4 +1,4 @@
-"""Makes batches ready for the optimiser, the next one while it works on the current one.
+"""Prepares batches for the optimiser: the next batch while it works on the current one.
 
 policy      | update on batch k ................. | update on batch k+1 ...
 rollouts    | batch k+1 ........ finished |       |
@@ -24,7 +24,7 @@ from grpo_dist.loop.metrics import distillation_metrics, rollout_metrics, sampli
 from grpo_dist.types import TrainBatch
 from grpo_dist.workers import PolicyHandle, StagedRef
 
-if TYPE_CHECKING:  # a plan, which stages no rows, does without torch
+if TYPE_CHECKING:  # imports torch; a plan stages no rows
     from torch import Tensor
 
     from grpo_dist.data.demonstrations import Demonstration
@@ -32,21 +32,21 @@ if TYPE_CHECKING:  # a plan, which stages no rows, does without torch
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A step's optimiser updates where the policy fetches them, and what they were made of."""
+    """A step's optimiser updates, ready for the policy to fetch, and what they were made of."""
 
     updates: StagedRef  # what `PolicyHandle.stage` returned
-    rows: int  # of all updates together
-    tokens: int  # of these rows; a prompt counts with each of its samples
-    needed_tokens: float  # of an update, what prompts share counted once
-    loss_tokens: int  # of the tokens, those in the loss
+    rows: int  # in all updates
+    tokens: int  # in these rows; a prompt counts with each of its samples
+    needed_tokens: float  # tokens with shared prompts of an update counted once
+    loss_tokens: int  # tokens in the loss
     groups_with_signal: frozenset[int]  # groups, by index in the batch, that the update learns from
     source: ScoredBatch
-    kl_coef: float | None  # weight of the KL term inside the advantages; None: it is not part of them
+    kl_coef: float | None  # weight of the KL term inside the advantages; None: the KL is in the loss
     values: Mapping[int, TokenValues] | None  # by row id; None: samples are not recorded
-    tokens_recorded: bool  # the log-probs of the policy belong to ``values``
-    rewards: Moments  # of all steps up to this one
-    demonstrations: Sequence[str]  # uids of the step's
-    metrics: dict[str, float]  # of what was sampled, of its rewards and of teachers
+    tokens_recorded: bool  # ``values`` get the policy's log-probs
+    rewards: Moments  # over all steps up to this one
+    demonstrations: Sequence[str]  # uids of the step's demonstrations
+    metrics: dict[str, float]  # about samples, rewards and teachers
 
 
 async def recorded_values(staged: Staged, policy: PolicyHandle, *, trained: bool) -> ValuesOfSamples | None:
@@ -61,10 +61,10 @@ async def recorded_values(staged: Staged, policy: PolicyHandle, *, trained: bool
 
 
 class Staging:
-    """Stages a batch in `take`, or ahead of it after `begin`. The numbers are the same.
+    """Stages a batch in `take`, or ahead of it after `begin`, with the same numbers.
 
     ``rewards``: reward moments of all steps taken so far. A step staged ahead counts once it is taken.
-    ``demonstrations``: of the run.
+    ``demonstrations``: the run's.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Staging:
         return await asyncio.to_thread(self._stage, step, batch, self._config.algorithm.kl.coef)
 
     async def _score_norms(self, batch: ScoredBatch) -> Tensor | None:
-        """Return what the estimator reads of the policy; None: nothing. The caller's advantages need none."""
+        """Return the score norms if an estimator reads them; else None, as for the caller's advantages."""
         if batch.advantages is not None or not self._reads_policy:
             return None
         from grpo_dist.loop.updates import score_norms_of
@@ -121,13 +121,13 @@ class Staging:
     def _stage(
         self, step: int, batch: ScoredBatch, kl_coef: float, score_norms: Tensor | None = None
     ) -> Staged:
-        """Runs in a thread, so that the loop keeps admitting and receiving groups."""
+        """Stage in a thread, so that the loop keeps admitting and receiving groups."""
         from grpo_dist.batch.rows import regrouped
         from grpo_dist.loop.updates import make_updates, reward_moments, step_demonstrations
 
         config, tracking = self._config, self._config.tracking
         rewards = reward_moments(config.algorithm, batch.scored, self.rewards)
-        shown = step_demonstrations(config.demonstrations, self._demonstrations, config.seed, step)
+        chosen = step_demonstrations(config.demonstrations, self._demonstrations, config.seed, step)
         updates, later_epochs = make_updates(
             config,
             batch.scored,
@@ -135,11 +135,11 @@ class Staging:
             kl_coef=kl_coef,
             moments=rewards,
             advantages=batch.advantages,
-            demonstrations=shown,
+            demonstrations=chosen,
             score_norms=score_norms,
         )
         counted = [update.drop_candidates() for update in updates]
-        later = [regrouped(counted, own) for epoch in later_epochs for own in epoch]
+        later = [regrouped(counted, update) for epoch in later_epochs for update in epoch]
         with_signal = frozenset(chain.from_iterable(map(_groups_with_signal, updates)))
         tokens_recorded = tracking.samples and is_due(step + 1, tracking.token_values_every)
         values = values_of_rows(updates, tokens=tokens_recorded) if tracking.samples else None
@@ -158,17 +158,17 @@ class Staging:
             values=values,
             tokens_recorded=tokens_recorded,
             rewards=rewards,
-            demonstrations=[demonstration.uid for demonstration in shown],
+            demonstrations=[demonstration.uid for demonstration in chosen],
             metrics=metrics,
         )
 
     def _inside(self, kl_coef: float) -> float | None:
-        """Return the weight if the advantages contain it; otherwise the update takes it as an argument."""
+        """Return the weight if the KL is in the advantages; else None: the update takes it as an argument."""
         return kl_coef if self._config.algorithm.kl.in_reward else None
 
 
 def _trained_tokens(update: TrainBatch) -> int:
-    """Return the tokens of all streams of the update, each once. Rows left out as idle count too."""
+    """Count the tokens of all streams of the update, each once. Rows skipped as idle count too."""
     teacher, sizes = update.teacher, update.denominators
     taught_only = 0 if teacher is None else int((teacher.mask & ~update.policy.mask).sum())
     return round(sizes.tokens + sizes.demonstrated) + taught_only

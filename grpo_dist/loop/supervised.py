@@ -42,11 +42,11 @@ async def run(
     *,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Train to step ``config.steps``, from that of ``progress``, and return it. Once ``stop_requested`` is
+    """Train from the step in ``progress`` to step ``config.steps``, and return it. Once ``stop_requested`` is
     true, save the current step and end.
 
     Raises what a worker raises; TimeoutError naming a stage of `cluster.timeouts`; Unhealthy and Rollback
-    from `health`; Preempted once it is saved.
+    from `health`; Preempted after saving.
     """
     assert config.sft is not None  # the configuration was checked
     progress = progress or Progress()
@@ -86,10 +86,10 @@ async def run(
 class _Staged:
     update: StagedRef
     groups: list[Group]
-    tokens: int  # of all rows
-    needed_tokens: float  # of these, what demonstrations begin with once
-    loss_tokens: int  # of these tokens, those in the loss
-    epoch: float  # passes over the demonstrations, with this step
+    tokens: int  # in all rows
+    needed_tokens: float  # tokens with shared beginnings of demonstrations counted once
+    loss_tokens: int  # tokens in the loss
+    epoch: float  # passes over the demonstrations, including this step
 
     @property
     def rows(self) -> int:
@@ -111,7 +111,7 @@ def _stage(
 
 
 class _Chores(StepChores):
-    """Does after each update what training itself does not need."""
+    """Does everything after an update that is not part of training."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the engines sample for a sync probe, and the rows in which the policy computes its log-probs."""
+"""The sync probe: the engines sample, and the policy computes the log-probs of the same tokens."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ RowKey = tuple[str, bytes, int | None]  # prompt, tokens, and the object with th
 
 @dataclass(frozen=True, slots=True)
 class ProbeSamples:
-    """What ``engine`` sampled for each prompt of the probe; ``groups`` is empty if it was lost meanwhile."""
+    """Samples of ``engine`` for each prompt of the probe; ``groups`` is empty if the engine was lost."""
 
     engine: Any
     groups: list[tuple[Prompt, tuple[Rollout, ...]]]
 
 
 def distinct_groups(sampled: Sequence[tuple[Prompt, tuple[Rollout, ...]]]) -> list[Group]:
-    """Make one group per prompt, with each different completion once.
+    """Make one group per prompt, with each distinct completion once.
 
     Engines that agree bit by bit sample the same, so the policy's batch does not depend on their number.
-    With `policy.router_replay` each has a row of its own, for the experts that this engine took. The
-    engines' log-probs are replaced by 0: a batch drops samples with a NaN, and NaN is a difference to find.
+    With `policy.router_replay` each engine has a separate row, for the experts it took. The engines'
+    log-probs are replaced by 0: a batch drops samples with a NaN, and NaN is a difference to find.
     """
     prompts: dict[str, Prompt] = {}
     completions: dict[str, dict[RowKey, Rollout]] = {}
@@ -63,33 +63,33 @@ def rows_by_key(groups: Sequence[Group]) -> dict[RowKey, int]:
 
 
 def row_key(prompt: Prompt, rollout: Rollout) -> RowKey:
-    """Return what decides the policy's log-probs of ``rollout``, while its routes are in use."""
+    """Return a key for the policy's log-probs of ``rollout``, valid while its routes are in use."""
     routes = None if rollout.routes is None else id(rollout.routes)
     return prompt.uid, rollout.completion_ids.tobytes(), routes
 
 
-# Bound on the mean difference, nats a token, by the dtype of the policy, or the quantisation of the engines.
+# Bound on the mean difference, nats per token, by the policy's dtype, or the quantisation of the engines.
 #
 # float32: a dense model differs by 1e-7 to 1e-6 on a CPU, and by about 1e-4 where a GPU kernel multiplies in
-# TF32. A wrong tensor in the engine makes 1e-2 and more.
+# TF32. A wrong tensor in the engine gives 1e-2 and more.
 #
 # bfloat16: one rounding is at most 2^-9 of a value, 0.06 of a logit between 16 and 32, where the likely
 # tokens of trained models are. Engine and trainer round at different places: other kernels, other shapes, one
 # token at a time instead of all at once. Measured on a CPU, a forward over all tokens against decoding with a
 # cache, random weights with logits of deviation 3 to 5 and an entropy of 3 to 6 nats, which is a hard case
-# (what a trained model is sure of hardly differs): 12 layers of width 512 0.036 to 0.061, 24 of width 896
+# (a trained model's confident tokens hardly differ): 12 layers of width 512 0.036 to 0.061, 24 of width 896
 # 0.069 (0.23 at most). The same models with one norm 10 % off: 0.23 to 0.40; with one matrix of another
-# layer: 2.4 to 6.1. The bound lies in the middle.
+# layer: 2.4 to 6.1. The bound lies between.
 #
 # fp8: three bits of mantissa where bfloat16 has seven. The same random models, with weights and inputs of
 # all linear layers rounded as vLLM does (a scale for each output and each token): 12 layers 0.35 to 0.50, 24
-# layers 0.44 to 0.76. With one matrix of another layer in addition: 1.3 to 3.5; with one layer in place of
-# another: 3.5 to 7.4. Smaller defects do not show: run a few steps without quantisation for them.
+# layers 0.44 to 0.76. With one matrix of another layer in addition: 1.3 to 3.5; with one layer replaced
+# by another: 3.5 to 7.4. Smaller defects do not show: run a few steps without quantisation for them.
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.15, "fp8": 1.0}
 
-_PROMPTS, _SAMPLES, _TOKENS = 2, 2, 32  # of one probe of one engine
-_PATIENCE = 3  # probes in a row of one engine with no token to compare
-_POLL_S = 0.2  # between two looks for a serving engine
+_PROMPTS, _SAMPLES, _TOKENS = 2, 2, 32  # per probe and engine
+_PATIENCE = 3  # consecutive probes of one engine with no token to compare
+_POLL_S = 0.2  # interval of looking for a serving engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ class SyncProbe:
         self._sample_s = config.cluster.timeouts.sample_s
         self._prompts, self._recorder, self._start = prompts, recorder, start
         self._probes, self._where_stuck = workers.probe, workers.where_stuck
-        self._passed: dict[str, tuple[Any, int]] = {}  # engine by name, and the version it was compared at
+        self._passed: dict[str, tuple[Any, int]] = {}  # by name: engine, and the version it was compared at
         self._missed = Counter[str]()
-        self._bound: tuple[float, str] | None = None  # and in words; known from the first comparison on
+        self._bound: tuple[float, str] | None = None  # value and text; set by the first comparison
         self._task: asyncio.Task[dict[str, ProbeSamples]] | None = None
 
     def begin(self, step: int) -> None:
@@ -144,12 +144,12 @@ class SyncProbe:
             dtype, differences = await self._compare(step, sampled)
         metrics = _metrics(differences)
         self._judge(step, dtype, sampled, differences, metrics)
-        # Other probes depend on when the run was resumed or lost an engine. They are events alone, so that a
-        # resumed run logs the same metrics as one that was never interrupted.
+        # Other probes depend on when the run was resumed or lost an engine. They are events only, so that a
+        # resumed run logs the same metrics as an uninterrupted one.
         return metrics if self._is_scheduled(step) else {}
 
     def after_update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hold the update's ``mismatch`` metrics to the bound if the step is on-policy.
+        """Check the update's ``mismatch`` metrics against the bound if the step is on-policy.
 
         Raises Unhealthy before any engine or checkpoint has the weights of that update.
         """
@@ -186,11 +186,11 @@ class SyncProbe:
         return max(self._start, step // every * every) if every else self._start
 
     def _is_done(self, step: int) -> bool:
-        """Whether no serving engine is due; if none serves, whether one has passed since all were due."""
+        """Return whether no serving engine is due; if none serves, whether one passed since all were due."""
         return not self._due(step) and any(v >= self._since(step) for _, v in self._passed.values())
 
     def _due(self, step: int) -> dict[str, Any]:
-        """Return serving engines, by name, not compared since they joined or since all were due."""
+        """Return by name the serving engines not compared since they joined, or since all were due."""
         since = self._since(step)
         serving = self._probes.engines() if self._probes else {}
 
@@ -203,7 +203,7 @@ class SyncProbe:
     async def _all_samples(self, step: int) -> dict[str, ProbeSamples]:
         """Collect the samples of every engine that is due, waiting until at least one serves.
 
-        Engines lost since `begin` are left out; those that joined since sample now. The caller holds the
+        Engines lost since `begin` are left out; those that joined since sample now. The caller sets the
         deadline.
         """
         assert self._probes is not None
@@ -238,7 +238,7 @@ class SyncProbe:
     async def _compare(
         self, step: int, sampled: Mapping[str, ProbeSamples]
     ) -> tuple[str, dict[str, LogprobDifference | None]]:
-        """Return the policy's dtype, and each engine's difference; None: no token is of version ``step``."""
+        """Return the policy's dtype, and each engine's difference; None: no token has version ``step``."""
         assert self._probes is not None
         groups = distinct_groups([samples for s in sampled.values() for samples in s.groups])
         if not groups:
@@ -255,13 +255,13 @@ class SyncProbe:
         dtype, policy = await self._probes.logprobs(batch)
         differences: dict[str, LogprobDifference | None] = {}
         for name, samples in sampled.items():
-            apart = [
+            parts = [
                 (policy[rows[row_key(prompt, r)]].astype(np.float64) - r.logprobs)[r.policy_versions == step]
                 for prompt, rollouts in samples.groups
                 for r in rollouts
             ]
-            together = np.concatenate(apart) if apart else np.empty(0)
-            differences[name] = LogprobDifference.from_differences(together) if len(together) else None
+            joined = np.concatenate(parts) if parts else np.empty(0)
+            differences[name] = LogprobDifference.from_differences(joined) if len(joined) else None
         return dtype, differences
 
     def _judge(
@@ -292,7 +292,7 @@ class SyncProbe:
             raise Unhealthy(message)
 
     def _not_compared(self, step: int, name: str) -> None:
-        """Warn; the engine stays due. Raises Unhealthy after `_PATIENCE` times in a row."""
+        """Warn; the engine stays due. Raises Unhealthy after `_PATIENCE` consecutive times."""
         self._missed[name] += 1
         what = (
             f"step {step + 1}: the sync probe of {name} has no token of version {step}, so nothing shows "

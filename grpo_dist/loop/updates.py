@@ -1,6 +1,6 @@
 """Turns the scored groups of a step into the batches of its optimiser updates.
 
-An estimator may read of the policy the score norms of a step's tokens, before the update:
+An estimator may read the score norms of a step's tokens under the policy, before the update:
 
 staging | batch k ready -> | rows, without advantages | -> advantages, padding, rows dealt to ranks
 policy                     | one forward pass        |
@@ -70,22 +70,22 @@ def make_updates(
     demonstrations: Sequence[Demonstration] = (),
     score_norms: Tensor | None = None,
 ) -> tuple[list[TrainBatch], list[list[EpochUpdate]]]:
-    """Make one TrainBatch per optimiser update, and the updates of each further epoch, none where they are
-    those of the first. Advantages see the whole step before it is split.
+    """Make one TrainBatch per optimiser update, and the updates of each further epoch, none if they equal the
+    first epoch's. Advantages are computed over the whole step before it is split.
 
     Args:
         kl_coef: weight of the KL term in the advantages, with `algorithm.kl.in_reward`; it changes
             during a run when `algorithm.kl.target` is set. The weight in the loss goes to the update itself.
-        moments: see `reward_moments`; None: those of this step alone.
-        advantages: float32 [G] of each group, used as they are; None: those of `algorithm.advantage`.
+        moments: see `reward_moments`; None: of this step only.
+        advantages: float32 [G] of each group, used as they are; None: by `algorithm.advantage`.
         demonstrations: of this step, see `step_demonstrations`.
-        score_norms: of the tokens of the step, for an estimator that reads the policy.
+        score_norms: score norms of the step's tokens, for an estimator that reads the policy.
     """
     groups = [s.group for s in scored]
     if config.rewards.shuffle:
         groups = shuffle_rewards(groups, derived_seed(config.seed, f"shuffle rewards of step {step}"))
-    has_signal = _with_signal(config, groups, given=advantages is not None)
-    groups = [g if kept else _without_rewards(g) for g, kept in zip(groups, has_signal, strict=True)]
+    has_signal = _find_signals(config, groups, user_advantages=advantages is not None)
+    groups = [g if trains else _without_rewards(g) for g, trains in zip(groups, has_signal, strict=True)]
     moments = reward_moments(config.algorithm, scored, Moments()) if moments is None else moments
     settings = AdvantageSettings(
         config.algorithm,
@@ -104,21 +104,21 @@ def make_updates(
         max_new_tokens=longest_allowed(groups) or config.sampling.longest,
         mask_truncated=config.algorithm.mask_truncated,
         mask_outcomes=config.environments.mask_outcomes,
-        teachers=_of_teachers(scored, config.distillation, given=advantages is not None),
+        teachers=_average_teachers(scored, config.distillation, user_advantages=advantages is not None),
         trains_taught=settings.teacher_coef > 0 and advantages is None,
     )
     batch = _with_sources(batch, groups, config)
     if advantages is None:
         batch = token_advantages(batch, groups, settings, score_norms)
     if not all(has_signal):
-        batch = _only_with_signal(batch, has_signal)
-    first, later = _dealt(
+        batch = _mask_groups(batch, has_signal)
+    first, later = _deal_rows(
         batch, config.batch, len(groups), seed=derived_seed(config.seed, f"epochs of step {step}")
     )
-    of_later = [update.row_ids for epoch in later for update in epoch]
-    kept = _kept_rows(config, batch, [*first, *of_later])
+    later_rows = [update.row_ids for epoch in later for update in epoch]
+    kept = _kept_rows(config, batch, [*first, *later_rows])
     updates = split_updates(batch, num_groups=len(groups), num_updates=len(first))
-    updates = [_selected(update, kept[rows]) for update, rows in zip(updates, first, strict=True)]
+    updates = [_select(update, kept[rows]) for update, rows in zip(updates, first, strict=True)]
     updates = _with_demonstrations(updates, demonstrations, first_row=len(batch))
     return updates, [
         [with_rows_of(u, at, first_row=len(batch)) for u, at in zip(epoch, updates, strict=True)]
@@ -127,7 +127,7 @@ def make_updates(
 
 
 def _with_sources(batch: TrainBatch, groups: Sequence[Group], config: Config) -> TrainBatch:
-    """Return ``batch`` with the losses and KL weights of rows whose source has its own."""
+    """Return ``batch`` with loss ids and KL weights, where sources have their own algorithm."""
     numbers = {source: number for number, source in enumerate(config.source_algorithms, start=1)}
     ids = torch.tensor([numbers.get(group.prompt.source, 0) for group in groups])[batch.group_ids]
     shared, others = config.algorithm, config.source_algorithms.values()
@@ -142,14 +142,14 @@ def _with_sources(batch: TrainBatch, groups: Sequence[Group], config: Config) ->
     return replace(batch, policy=stream)
 
 
-def _dealt(
-    batch: TrainBatch, how: BatchConfig, num_groups: int, *, seed: int
+def _deal_rows(
+    batch: TrainBatch, settings: BatchConfig, num_groups: int, *, seed: int
 ) -> tuple[list[np.ndarray], list[list[EpochUpdate]]]:
     """Return the rows of each update of the first epoch, and the updates of later ones."""
-    count = how.updates_per_step
-    epochs = range(1, how.epochs_per_batch if how.shuffle_epochs else 1)
+    count = settings.updates_per_step
+    epochs = range(1, settings.epochs_per_batch if settings.shuffle_epochs else 1)
     seeds = [derived_seed(seed, f"updates of epoch {epoch}") for epoch in epochs]
-    later = [redrawn(batch, num_groups=num_groups, num_updates=count, seed=own) for own in seeds]
+    later = [redrawn(batch, num_groups=num_groups, num_updates=count, seed=s) for s in seeds]
     ids = batch.group_ids.numpy()
     return rows_of_updates(ids, num_groups=num_groups, num_updates=count), later
 
@@ -157,24 +157,23 @@ def _dealt(
 def step_demonstrations(
     settings: DemonstrationStreamConfig | None, demonstrations: Sequence[Demonstration], seed: int, step: int
 ) -> list[Demonstration]:
-    """Return the demonstrations of ``step``; none where there is no such stream."""
+    """Return the demonstrations of ``step``; [] without `demonstrations`."""
     if settings is None:
         return []
     return [demonstrations[i] for i in step_indices(len(demonstrations), settings.rows_per_step, seed, step)]
 
 
 def _with_demonstrations(
-    updates: Sequence[TrainBatch], shown: Sequence[Demonstration], *, first_row: int
+    updates: Sequence[TrainBatch], demonstrations: Sequence[Demonstration], *, first_row: int
 ) -> list[TrainBatch]:
     """Give each update an equal share of the demonstrations, in order."""
-    if not shown:
+    if not demonstrations:
         return list(updates)
-    each = len(shown) // len(updates)
-    assert each * len(updates) == len(shown), (len(shown), len(updates))
+    each = len(demonstrations) // len(updates)
+    assert each * len(updates) == len(demonstrations), (len(demonstrations), len(updates))
+    groups = [demonstration.to_group() for demonstration in demonstrations]
     return [
-        with_demonstrations(
-            update, [d.to_group() for d in shown[i * each : (i + 1) * each]], first_row=first_row + i * each
-        )
+        with_demonstrations(update, groups[i * each : (i + 1) * each], first_row=first_row + i * each)
         for i, update in enumerate(updates)
     ]
 
@@ -184,34 +183,34 @@ def _coef_in_advantages(distillation: DistillationConfig) -> float:
     return distillation.coef if in_advantages else 0.0
 
 
-def _of_teachers(
-    scored: Sequence[ScoredGroup], distillation: DistillationConfig, *, given: bool
+def _average_teachers(
+    scored: Sequence[ScoredGroup], distillation: DistillationConfig, *, user_advantages: bool
 ) -> list[TeacherLogprobs | None] | None:
-    """Return for each row what its teacher gives, the mean of their log-probs where it has several, and None
-    where it has none; None where no teacher's log-probs are used. ``given``: the advantages are, and get no
-    part of a teacher.
+    """Return for each row the teacher's log-probs, their mean over several teachers, and None without one;
+    None if no teacher's log-probs are used. ``user_advantages``: the caller's, which get no KL to a teacher.
     """
-    if not distillation.teachers or (given and distillation.kl_as == "advantage"):
+    if not distillation.teachers or (user_advantages and distillation.kl_as == "advantage"):
         return None
-    found: list[TeacherLogprobs | None] = []
-    for own in scored:
-        if own.teacher_logprobs:
-            found += map(_mean_of_teachers, zip(*own.teacher_logprobs.values(), strict=True))
+    by_row: list[TeacherLogprobs | None] = []
+    for s in scored:
+        if s.teacher_logprobs:
+            by_row += map(_mean_of_teachers, zip(*s.teacher_logprobs.values(), strict=True))
         else:
-            found += [None] * sum(len(rollout.rows) for rollout in own.group.rollouts)
-    return found
+            by_row += [None] * sum(len(rollout.rows) for rollout in s.group.rollouts)
+    return by_row
 
 
 def _mean_of_teachers(row: tuple[TeacherLogprobs, ...]) -> TeacherLogprobs:
     if len(row) == 1:
         return row[0]
-    assert all(own.top is None for own in row), "a source with likeliest tokens has one teacher"
-    return TeacherLogprobs(np.asarray(np.mean(np.stack([own.sampled for own in row]), axis=0), np.float32))
+    assert all(teacher.top is None for teacher in row), "a source with top-k tokens has one teacher"
+    mean = np.mean(np.stack([teacher.sampled for teacher in row]), axis=0)
+    return TeacherLogprobs(np.asarray(mean, np.float32))
 
 
 def learning_rows(batch: TrainBatch) -> np.ndarray:
     """Return which samples have an advantage other than 0 or a teacher in the loss, bool [B]."""
-    # numpy's `any` reads each row until its first such token, and copies nothing
+    # numpy's `any` stops at the first hit in a row, and copies nothing
     learns = np.asarray(batch.policy.advantages.numpy().any(axis=1))
     if batch.teacher is not None:
         learns |= batch.teacher.mask.numpy().any(axis=1)
@@ -219,7 +218,7 @@ def learning_rows(batch: TrainBatch) -> np.ndarray:
 
 
 def longest_allowed(groups: Sequence[Group]) -> int | None:
-    """Return the length that the samples of a step were drawn with; None: they do not say.
+    """Return the length limit that the samples of a step record; None: they record none.
 
     It is the constant of seq-mean-token-sum-norm. So a step after a rise of `sampling.max_new_tokens` has the
     loss of a run that starts with the new length.
@@ -230,32 +229,32 @@ def longest_allowed(groups: Sequence[Group]) -> int | None:
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
     """Permute all rewards of a step among its samples: the control experiment of `rewards.shuffle`.
 
-    The distribution stays and the meaning goes, so whatever still improves does not come from the reward. The
+    The distribution stays and the meaning goes, so any improvement left does not come from the reward. The
     permutation is a function of ``seed``.
     """
     sizes = [len(g.rewards) for g in groups]
-    dealt = np.random.default_rng(seed).permutation(np.concatenate([g.rewards for g in groups]))
-    parts = np.split(dealt, np.cumsum(sizes)[:-1])
+    shuffled = np.random.default_rng(seed).permutation(np.concatenate([g.rewards for g in groups]))
+    parts = np.split(shuffled, np.cumsum(sizes)[:-1])
     return [replace(group, rewards=part) for group, part in zip(groups, parts, strict=True)]
 
 
-def _with_signal(config: Config, groups: Sequence[Group], *, given: bool) -> list[bool]:
-    """Return for each group whether it is trained on under `algorithm.zero_variance_filter`. ``given``: the
-    advantages are the caller's, and all groups are.
+def _find_signals(config: Config, groups: Sequence[Group], *, user_advantages: bool) -> list[bool]:
+    """Return for each group whether it is trained on under `algorithm.zero_variance_filter`.
+    ``user_advantages``: the caller's, with which all groups are.
     """
-    if given or not config.algorithm.zero_variance_filter:
+    if user_advantages or not config.algorithm.zero_variance_filter:
         return [True] * len(groups)
     rule = SignalRule(config.algorithm, weights=config.rewards.weights, by_source=config.source_algorithms)
     return [rule(group) for group in groups]
 
 
 def _without_rewards(group: Group) -> Group:
-    """Return ``group`` as one that could not be scored, so that no statistic of the step has it."""
+    """Return ``group`` as unscored, which keeps it out of all statistics of the step."""
     return replace(group, rewards=np.full_like(group.rewards, np.nan))
 
 
-def _only_with_signal(batch: TrainBatch, has_signal: Sequence[bool]) -> TrainBatch:
-    """Return ``batch`` with empty masks for the rows of groups without a signal, which then count in no
+def _mask_groups(batch: TrainBatch, has_signal: Sequence[bool]) -> TrainBatch:
+    """Return ``batch`` with empty masks for the rows of zero-variance groups, which then count in no
     denominator: ScaleRL's zero-variance filter, arXiv:2510.13786, section 3.2.
     """
     stream, ref = batch.policy, batch.policy.ref_logprobs
@@ -272,11 +271,11 @@ def _only_with_signal(batch: TrainBatch, has_signal: Sequence[bool]) -> TrainBat
 
 
 def _kept_rows(config: Config, batch: TrainBatch, updates: Sequence[np.ndarray]) -> np.ndarray:
-    """Return which rows of ``batch`` stay, bool [B]. Rows that add nothing to the gradient go: every
+    """Return which rows of ``batch`` stay, bool [B]. Rows that add nothing to the gradient are dropped: every
     advantage is 0, no token is taught, and the loss has no other term.
 
-    The denominators stay, so the gradient stays; only forward passes are saved. Of ``updates``, rows of each,
-    one that would be left without rows keeps all of them, so that it still has metrics.
+    The denominators stay, so the gradient stays; only forward passes are saved. An update of ``updates``, the
+    row ids of each, that would lose all rows keeps them, so that it still has metrics.
     """
     algorithms = (config.algorithm, *config.source_algorithms.values())
     if any(trains_all_rows(algorithm, has_kl_term=config.has_kl_term) for algorithm in algorithms):
@@ -289,14 +288,14 @@ def _kept_rows(config: Config, batch: TrainBatch, updates: Sequence[np.ndarray])
     return kept
 
 
-def _selected(batch: TrainBatch, kept: np.ndarray) -> TrainBatch:
+def _select(batch: TrainBatch, kept: np.ndarray) -> TrainBatch:
     return batch if kept.all() else batch.select(np.flatnonzero(kept).tolist())
 
 
 async def score_norms_of(policy: PolicyHandle, groups: Sequence[Group]) -> Float[Tensor, "B T"]:
     """Return the score norms of all sampled tokens of ``groups`` under the weights of ``policy``, for the
-    rows of `make_batch`; 0 for other tokens. They do not depend on rewards, which `rewards.shuffle` deals
-    again: a sample that could not be scored has its own, too.
+    rows of `make_batch`; 0 for other tokens. They do not depend on rewards, which `rewards.shuffle`
+    permutes: a sample that could not be scored has them, too.
     """
     none = [np.zeros(len(group.rewards), np.float32) for group in groups]
     groups = [replace(group, rewards=rewards) for group, rewards in zip(groups, none, strict=True)]

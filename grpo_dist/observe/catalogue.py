@@ -1,4 +1,4 @@
-"""The metric catalogue: every metric that a run can log, as the last table of this folder's README has it.
+"""The metric catalogue: every metric that a run can log, parsed from the last table of this folder's README.
 
 A test finds metrics without an entry, and entries that nothing logs.
 """

@@ -25,7 +25,7 @@ class Table:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether it has completions of an evaluation."""
+        """Return whether it has completions of an evaluation."""
         return self.name != _TRAINED
 
 
@@ -39,7 +39,7 @@ def table_of(name: str, groups: Sequence[Group], values: ValuesOfSamples | None)
 
 
 def transcript(rollout: Rollout) -> str:
-    """Return the dialogue of an episode, turn by turn with results of tools; else the completion.
+    """Return the dialogue of an episode, turn by turn with tool results; else the completion.
 
     ```calculator
     347*58
@@ -53,13 +53,13 @@ def transcript(rollout: Rollout) -> str:
     for turn in rollout.turns:
         parts.append(turn.text)
         parts += [f"[{c.name}: {c.outcome}, {c.seconds:.3g} s] {c.result}" for c in turn.calls]
-        said = said_besides(turn.observation, [call.result for call in turn.calls])
-        parts += [f"[environment] {said}"] if said else []
+        text = said_besides(turn.observation, [call.result for call in turn.calls])
+        parts += [f"[environment] {text}"] if text else []
     return "\n".join(parts)
 
 
 def said_besides(observation: str, results: Sequence[str]) -> str:
-    """Return the text of an environment behind the results of tools, with which an observation begins."""
+    """Return the environment's text in an observation, after the tool results at its start."""
     prefix = "\n".join(results)
     return observation[len(prefix) :].lstrip("\n") if observation.startswith(prefix) else observation
 

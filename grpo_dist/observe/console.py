@@ -45,12 +45,12 @@ _COLUMNS = (
     ("mismatch", "mismatch/logprob_diff_max", "{:.1e}"),
 )
 _TIMES = (("sample", "time/sample_s"), ("update", "time/update_s"), ("sync", "time/sync_s"))
-_PACE_S = 3600.0  # of the latest steps, from which the time left is estimated
+_PACE_S = 3600.0  # latest steps that the estimate of the time left uses
 T = TypeVar("T")
 
 
 class LiveView:
-    """The block of lines below the log. Thread-safe: rich renders it in a thread of its own.
+    """The block of lines below the log. Thread-safe: rich renders it in a separate thread.
 
     demo ━━━━━━━━━━━━━╸━━━━━━━━━━ 31/50 0:05:12 0:03:04      steps, time elapsed and left
     now     sample, 2.1 s           (during start-up: engines 12.3 s (rollout-0))
@@ -81,7 +81,7 @@ class LiveView:
         self._states = states
 
     def took(self, spans: Sequence[Span], workers: Mapping[str, Usage]) -> None:
-        """Record the usage of each worker during the step that ends next; ``spans``: of the loop."""
+        """Record the usage of each worker during the step that ends next. ``spans``: the loop's."""
         seconds = sum(span.end - span.begin for span in spans) or math.inf
         used = dict[str, tuple[float, int]]()
         for role, usages in _by_role(workers).items():
@@ -140,7 +140,7 @@ class Console:
         self._console = Terminal(highlight=False, soft_wrap=True)
         self.view = LiveView(name, steps, start)
         self._live: Live | None = None
-        # Ask the file: with FORCE_COLOR rich takes a CI log for a terminal, and views would fill it.
+        # Ask the file: with FORCE_COLOR rich treats a CI log as a terminal, and views would fill it.
         if self._console.is_interactive and self._console.file.isatty():
             self._live = Live(
                 get_renderable=lambda: self.view,
@@ -201,9 +201,9 @@ def eval_sets(metrics: dict[str, float]) -> list[str]:
 
 
 def format_with_error(metrics: Mapping[str, float | None], key: str, form: str) -> str:
-    """Return the estimate ``key`` with its standard error, "–" for either where it is missing or NaN, which
-    `metrics.jsonl` has as null: 0.500 ± 0.100, 1.000 ± –, –. Where all problems are right, or all wrong, the
-    error is 0 and says nothing: then it is the 95 % interval of Wilson (1927), 0.000 (0.000 to 0.278).
+    """Return the estimate ``key`` with its standard error, "–" for either where it is missing or NaN (null in
+    `metrics.jsonl`): 0.500 ± 0.100, 1.000 ± –, –. Where all problems are right, or all wrong, the error is 0
+    and means nothing: then return the 95 % interval of Wilson (1927), 0.000 (0.000 to 0.278).
     """
     names = (key, f"{key}_stderr", "/".join([*key.split("/")[:-1], "problems"]))
     value, error, problems = (_number(metrics.get(name)) for name in names)
@@ -223,7 +223,7 @@ def print_before_after(
     before: Mapping[str, float | None], after: Mapping[str, float | None], run_dir: str
 ) -> None:
     """Print every estimate before training and of the exported weights, with standard errors. Prints nothing
-    where nobody reads stdout any longer: the run is done, and its directory has the numbers.
+    if stdout is closed: the run is done, and its directory has the numbers.
     """
     rows = []
     for key in after:

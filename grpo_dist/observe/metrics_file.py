@@ -17,18 +17,18 @@ class MetricsFile:
     """One JSON object per step. NaN is written as null: JSON has no NaN."""
 
     def __init__(self, path: Path, *, keep_through: int) -> None:
-        """Open the file. A resumed run repeats the steps after ``keep_through``: their lines go (0: all)."""
+        """Open the file without lines after ``keep_through`` (0: none): a resumed run repeats those steps."""
         self._path = path
         self._last: dict[str, Any] | None = None
-        kept = kept_lines(path, keep_through) if keep_through > 0 else []
-        write_text(path, "".join(kept))
+        lines = kept_lines(path, keep_through) if keep_through > 0 else []
+        write_text(path, "".join(lines))
         self._last_offset = path.stat().st_size
-        if kept:
-            self._last = json.loads(kept[-1])
-            self._last_offset -= len(kept[-1].encode())
+        if lines:
+            self._last = json.loads(lines[-1])
+            self._last_offset -= len(lines[-1].encode())
 
     def _insert(self, step: int, values: dict[str, Any]) -> None:
-        """Add metrics of an earlier step, whose evaluation ran while later steps were trained on."""
+        """Add metrics of an earlier step, whose evaluation ran while later steps were trained."""
         lines = {json.loads(line)["step"]: line for line in self._path.read_text().splitlines(keepends=True)}
         before = json.loads(lines[step]) if step in lines else {"step": step}
         lines[step] = json.dumps({**before, **values}) + "\n"
@@ -36,7 +36,7 @@ class MetricsFile:
         self._last_offset = self._path.stat().st_size - len(lines[max(lines)].encode())
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of a step, or add them to its line. The line is in the file on return."""
+        """Write the metrics of a step, or add them to its line, before returning."""
         values = {k: (v if math.isfinite(v) else None) for k, v in metrics.items()}
         if self._last is not None and step < self._last["step"]:
             self._insert(step, values)

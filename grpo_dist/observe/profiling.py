@@ -47,7 +47,7 @@ def trace_path(run_dir: Path, step: int, rank: int) -> Path:
 
 
 def write_timeline(run_dir: Path, steps: Collection[int]) -> None:
-    """Write ``steps`` of `timeline.jsonl` as a trace whose clock starts with the first of them.
+    """Write ``steps`` of `timeline.jsonl` as a trace whose clock starts with the first step.
 
     The file may be appended to at the same time.
     """
@@ -68,8 +68,8 @@ def write_trace(path: Path, tracks: Mapping[str, Sequence[Span]], marks: Mapping
     """Write ``tracks`` in the Trace Event Format, one thread per track, times in microseconds.
 
     Args:
-        tracks: spans by track name, in the order in which viewers show them. Seconds.
-        marks: moments by name, on the same clock as the spans. Seconds.
+        tracks: spans in seconds by track name, in display order.
+        marks: times in seconds by name, on the clock of the spans.
 
     Raises OSError.
     """

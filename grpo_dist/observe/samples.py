@@ -1,6 +1,6 @@
 """Groups as Parquet tables, one row per sample: the samples of a run, and the groups in a checkpoint.
 
-A table holds everything that a Group does, sampling masks and routes where asked: `read_groups` returns what
+A table holds everything that a Group does, sampling masks and routes on request: `read_groups` returns what
 `write_groups` got, bit for bit.
 """
 
@@ -21,9 +21,9 @@ from grpo_dist.batch.token_values import TokenValues, ValuesOfSamples, has_token
 from grpo_dist.runtime.files import clear, publish, record_to_dict
 from grpo_dist.types import FurtherRow, Group, HeldRoutes, KeptTokens, Prompt, Rollout, ToolCall, Turn
 
-_NAME = re.compile(r"(?:eval_.+_)?step_(?P<step>\d+)\.parquet")  # names of a run's tables of samples
+_NAME = re.compile(r"(?:eval_.+_)?step_(?P<step>\d+)\.parquet")  # sample tables of a run
 _PART = "reward/"
-_TOKENS_OF_PART = 1 << 20  # of a row group
+_TOKENS_OF_PART = 1 << 20  # per row group
 _REPEATED = [
     "uid", "source", "problem", "answer", "outcome", "finish_reason", "temperature", "max_new_tokens",
     "policy_versions.list.element",
@@ -61,8 +61,8 @@ def write_groups(
 ) -> None:
     """Write ``groups`` atomically: a reader never sees half a file, even after a crash.
 
-    ``values`` of trained samples are added for people to read; `read_groups` ignores them. ``for_training``:
-    write sampling masks and routes of all samples, too; SamplesLost when some are lost.
+    ``values`` of trained samples are added for readers of the file; `read_groups` ignores them.
+    ``for_training``: write sampling masks and routes, too; raises SamplesLost when some are lost.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
@@ -70,7 +70,7 @@ def write_groups(
     columns = _FurtherColumns.from_groups(groups, values or {}, for_training)
     tables = (_table(part, values or {}, columns) for part in _parts(groups))
     first = next(tables)
-    # A dictionary of log-probs or token ids would be as long as the data, and cost more than the rest.
+    # A dictionary of log-probs or token ids would be as long as the data, and slower than everything else.
     with pq.ParquetWriter(
         partial, first.schema, compression="zstd", compression_level=1, use_dictionary=_REPEATED
     ) as writer:
@@ -82,12 +82,12 @@ def write_groups(
 def remove_after(step: int, directory: Path) -> None:
     """Delete the samples of later steps from a run's ``directory`` of samples, which may be missing."""
     for path in directory.glob("*.parquet"):
-        if (of := _NAME.fullmatch(path.name)) and int(of["step"]) > step:
+        if (match := _NAME.fullmatch(path.name)) and int(match["step"]) > step:
             path.unlink(missing_ok=True)
 
 
 def read_groups(path: Path, prompts: Mapping[str, Prompt]) -> list[Group]:
-    """Read the groups in the order written. The table has only the uids of ``prompts``.
+    """Read the groups in the order written. The table has only the uids of the ``prompts``.
 
     Raises ValueError for a uid that is not in ``prompts``.
     """
@@ -107,10 +107,10 @@ def read_groups(path: Path, prompts: Mapping[str, Prompt]) -> list[Group]:
 
 @dataclass(frozen=True, slots=True)
 class _FurtherColumns:
-    """Which columns a table has besides those of every table."""
+    """The optional columns of a table."""
 
     names: frozenset[str]
-    parts: tuple[str, ...]  # of the reward
+    parts: tuple[str, ...]  # names of the rewards
     token_values: Sequence[str]
 
     @classmethod
@@ -136,8 +136,8 @@ class _FurtherColumns:
 
 
 def _parts(groups: Sequence[Group]) -> Iterator[Sequence[Group]]:
-    """Split ``groups`` into those of each row group of a file, at least one: a whole step may be gigabytes,
-    and each part takes the memory of the one before.
+    """Split ``groups`` into the row groups of a file, at least one: a whole step may be gigabytes, and each
+    row group reuses the memory of the one before.
     """
     begin = tokens = 0
     for index, group in enumerate(groups):
@@ -153,17 +153,17 @@ def _table(groups: Sequence[Group], values: ValuesOfSamples, further: _FurtherCo
     rollouts = [r for g in groups for r in g.rollouts]
     owner = np.repeat(np.arange(len(groups)), [len(g.rollouts) for g in groups])
 
-    def of_group(values: Iterable[Any], kind: pa.DataType) -> pa.Array:
+    def repeat(values: Iterable[Any], kind: pa.DataType) -> pa.Array:
         return pa.array(values, kind).take(pa.array(owner))
 
     columns = {
-        "uid": of_group((g.prompt.uid for g in groups), pa.string()),
-        "source": of_group((g.prompt.source for g in groups), pa.string()),
-        "problem": of_group((g.prompt.text for g in groups), pa.string()),
-        "answer": of_group((g.prompt.answer for g in groups), pa.string()),
+        "uid": repeat((g.prompt.uid for g in groups), pa.string()),
+        "source": repeat((g.prompt.source for g in groups), pa.string()),
+        "problem": repeat((g.prompt.text for g in groups), pa.string()),
+        "answer": repeat((g.prompt.answer for g in groups), pa.string()),
         "sample": pa.array([r.sample for r in rollouts], pa.int32()),
         "completion": pa.array([r.text for r in rollouts], pa.string()),
-        "reward": _joined([g.rewards for g in groups], pa.float32()),
+        "reward": _concatenate([g.rewards for g in groups], pa.float32()),
         "outcome": pa.array([o for g in groups for o in g.outcomes], pa.string()),
         "finish_reason": pa.array([r.finish_reason for r in rollouts], pa.string()),
         "temperature": pa.array([r.temperature for r in rollouts], pa.float64()),
@@ -171,18 +171,16 @@ def _table(groups: Sequence[Group], values: ValuesOfSamples, further: _FurtherCo
         "completion_ids": _lists([r.completion_ids for r in rollouts], _INTS),
         "logprobs": _lists([r.logprobs for r in rollouts], _FLOATS),
         "policy_versions": _lists([r.policy_versions for r in rollouts], _INTS),
-        "score_s": of_group((g.score_s for g in groups), pa.float64()),
-        "degenerate": of_group((g.degenerate for g in groups), pa.int32()),
-        "baseline_reward": of_group((g.baseline_reward for g in groups), pa.float64()),
-        # Of the first sample of each group: they share their prompt.
+        "score_s": repeat((g.score_s for g in groups), pa.float64()),
+        "degenerate": repeat((g.degenerate for g in groups), pa.int32()),
+        "baseline_reward": repeat((g.baseline_reward for g in groups), pa.float64()),
+        # Only for the first sample of each group: they share their prompt.
         "prompt_ids": pa.array(
             [None if i else g.prompt.token_ids for g in groups for i in range(len(g.rollouts))], _INTS
         ),
     }
     if "failures" in further.names:
-        reasons = [
-            reasons_of_sample for g in groups for reasons_of_sample in g.failures or [()] * len(g.rollouts)
-        ]
+        reasons = [sample_reasons for g in groups for sample_reasons in g.failures or [()] * len(g.rollouts)]
         columns["failures"] = pa.array(reasons, pa.list_(pa.string()))
     if "step_rewards" in further.names:
         samples = [(g, i) for g in groups for i in range(len(g.rollouts))]
@@ -190,7 +188,7 @@ def _table(groups: Sequence[Group], values: ValuesOfSamples, further: _FurtherCo
         columns["step_ends"] = pa.array([_select(g.step_ends, i) for g, i in samples], _INTS)
     columns |= _episode_columns(rollouts, values, further)
     if "kept" in further.names:
-        columns["kept"] = pa.array([[_kept(row) for row in r.rows] for r in rollouts], pa.list_(_KEPT))
+        columns["kept"] = pa.array([[_mask_dict(row) for row in r.rows] for r in rollouts], pa.list_(_KEPT))
     if "routes" in further.names:
         columns["routes"] = pa.array([[_routes(row) for row in r.rows] for r in rollouts], pa.list_(_ROUTES))
     if values:
@@ -204,9 +202,9 @@ def _table(groups: Sequence[Group], values: ValuesOfSamples, further: _FurtherCo
 
 
 def _part(groups: Sequence[Group], name: str) -> pa.Array:
-    """Return one part of the reward; null, and not NaN, where the group's source has none of that name."""
+    """Return the reward ``name``; null, not NaN, where the group's source has no such reward."""
     if all(name in group.reward_parts for group in groups):
-        return _joined([group.reward_parts[name] for group in groups], pa.float32())
+        return _concatenate([group.reward_parts[name] for group in groups], pa.float32())
     lists = [group.reward_parts.get(name, [None] * len(group.rollouts)) for group in groups]
     return pa.array([value for values in lists for value in values], pa.float32())
 
@@ -214,17 +212,17 @@ def _part(groups: Sequence[Group], name: str) -> pa.Array:
 def _episode_columns(
     rollouts: list[Rollout], values: ValuesOfSamples, further: _FurtherColumns
 ) -> dict[str, pa.Array]:
-    """Make the columns that only episodes have; none without episodes."""
+    """Make the columns of episodes; {} without episodes."""
     columns = {}
     if "context_ids" in further.names:
         columns["context_ids"] = pa.array([r.context_ids for r in rollouts], _INTS)
     if "sampled" in further.names:
         columns["sampled"] = pa.array([r.sampled for r in rollouts], _BOOLS)
     if "turns" in further.names:
-        columns["turns"] = pa.array([[_turn(t) for t in r.turns] for r in rollouts], pa.list_(_TURN))
+        columns["turns"] = pa.array([[_turn_dict(t) for t in r.turns] for r in rollouts], pa.list_(_TURN))
     if "further_rows" in further.names:
         kinds = _ROW | dict.fromkeys(further.token_values, _FLOATS)
-        rows = [_further(r, values.get((r.prompt_uid, r.sample)), kinds) for r in rollouts]
+        rows = [_row_dicts(r, values.get((r.prompt_uid, r.sample)), kinds) for r in rollouts]
         columns["further_rows"] = pa.array(rows, pa.list_(pa.struct(kinds.items())))
     return columns
 
@@ -244,7 +242,7 @@ def _read_routes(row: dict, index: int) -> HeldRoutes | None:
     return HeldRoutes(np.frombuffer(stored["bytes"], stored["dtype"]).reshape(stored["shape"]))
 
 
-def _kept(row: Rollout | FurtherRow) -> dict[str, Any] | None:
+def _mask_dict(row: Rollout | FurtherRow) -> dict[str, Any] | None:
     if row.kept is None:
         return None
     _, values = row.kept.__reduce__()
@@ -257,11 +255,11 @@ def _read_kept(row: dict, index: int) -> KeptTokens | None:
     return None if stored is None else KeptTokens.from_bytes(**stored)
 
 
-def _turn(turn: Turn) -> dict[str, Any]:
+def _turn_dict(turn: Turn) -> dict[str, Any]:
     return record_to_dict(turn) | {"calls": [record_to_dict(call) for call in turn.calls]}
 
 
-def _further(rollout: Rollout, values: TokenValues | None, names: Iterable[str]) -> list[dict[str, Any]]:
+def _row_dicts(rollout: Rollout, values: TokenValues | None, names: Iterable[str]) -> list[dict[str, Any]]:
     row_values = values.further_rows if values and values.further_rows else [None] * len(rollout.further_rows)
     return [
         {name: getattr(row_value if name in _OF_TOKENS else row, name, None) for name in names}
@@ -269,7 +267,7 @@ def _further(rollout: Rollout, values: TokenValues | None, names: Iterable[str])
     ]
 
 
-def _joined(arrays: list[np.ndarray], kind: pa.DataType) -> pa.Array:
+def _concatenate(arrays: list[np.ndarray], kind: pa.DataType) -> pa.Array:
     """Concatenate ``arrays`` into a column, without a Python object per number."""
     return pa.array(np.concatenate(arrays) if arrays else [], kind)
 
@@ -277,7 +275,7 @@ def _joined(arrays: list[np.ndarray], kind: pa.DataType) -> pa.Array:
 def _lists(arrays: list[np.ndarray], kind: pa.ListType) -> pa.Array:
     """Make a list column with one list per array."""
     ends = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(ends), _joined(arrays, kind.value_type))
+    return pa.ListArray.from_arrays(pa.array(ends), _concatenate(arrays, kind.value_type))
 
 
 def _group(prompt: Prompt, rows: list[dict]) -> Group:
@@ -305,7 +303,7 @@ def _select(arrays: tuple[np.ndarray, ...] | None, sample: int) -> np.ndarray | 
 
 
 def _steps(rows: list[dict], column: str, dtype: type) -> tuple[np.ndarray, ...] | None:
-    """Read per-step values; None without a process reward model, when the table may lack the column."""
+    """Read per-step values; None without a process reward model: the table may lack the column."""
     if rows[0].get(column) is None:
         return None
     return tuple(np.array(row[column], dtype=dtype) for row in rows)

@@ -4,7 +4,7 @@
     timeline.jsonl   {"step": 3, "spans": [["rollout-0", "sample", begin, end], ...]}, seconds since 1970:
                      spans of every actor; "driver" has the phases of the loop
     events.jsonl     {"time": seconds since 1970, "step": 3, "message": "..."}: warnings with the last step;
-                     empty in a run without any
+                     empty without warnings
     ledger.jsonl     the outcome of every prompt
     samples/         every sample (`samples`), at some steps with values per token (`token_values`)
     quarantine/      quarantined batches
@@ -56,9 +56,9 @@ from grpo_dist.workers import WorkerUsage
 
 EVENTS = "events.jsonl"
 LEDGER = "ledger.jsonl"
-_Opener = Callable[[Callable[[str], None]], Sink]  # called with the function that reports problems
+_Opener = Callable[[Callable[[str], None]], Sink]  # takes the function that reports problems
 _LOGGER = logging.getLogger("grpo_dist")
-_TABLES_PENDING = 2  # tables of samples; a slow disk then delays the run instead of filling memory
+_TABLES_PENDING = 2  # sample tables; beyond, a slow disk delays the run instead of filling memory
 
 
 class Warned(logging.Handler):
@@ -78,7 +78,7 @@ class Tracker(Recorder):
     def __init__(self, config: Config, run_dir: Path, *, start: int = 0, wandb_id: str | None = None) -> None:
         """Open all sinks. Records of steps after ``start`` are removed, except quarantined batches.
 
-        ``wandb_id``: id of the resumed run at trackers.
+        ``wandb_id``: id of the resumed run in trackers.
         """
         self._config, self.directory = config, run_dir
         self._samples_dir = run_dir / "samples" if config.tracking.samples else None
@@ -104,7 +104,7 @@ class Tracker(Recorder):
         self._sinks = [AsyncSink(name, opener, self.warn) for name, opener in openers.items()]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        if step >= self._step:  # else of an evaluation that ran meanwhile
+        if step >= self._step:  # else of an evaluation that ran in parallel
             self._step = step
             self._stages.logged(step="time/step_s" in metrics)
         self._metrics.log(step, metrics)
@@ -113,7 +113,7 @@ class Tracker(Recorder):
             sink.log(step, metrics)
 
     def _show(self, what: Callable[[Console], None]) -> None:
-        """Call ``what`` with the console; drop the console if its terminal is gone."""
+        """Call ``what`` with the console; drop the console if its terminal is closed."""
         console = self._console
         if console is None:
             return
@@ -128,7 +128,7 @@ class Tracker(Recorder):
     def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
         """Write a table of samples in the background. Raises the error of an earlier table.
 
-        Trackers get the tables of evaluations, and of steps with ``values`` of tokens.
+        Trackers get the tables of evaluations, and of steps with per-token ``values``.
         """
         if self._samples_dir is None:
             return
@@ -167,7 +167,7 @@ class Tracker(Recorder):
         self._ledger.add(step, entry)
 
     def quarantine(self, step: int, groups: list[Group]) -> str:
-        """Keep the batch of a step that went wrong, whatever else is kept; return its path."""
+        """Keep the batch of a step that went wrong, whatever `tracking.samples` is; return its path."""
         path = self._quarantine_dir / f"step_{step:06d}.parquet"
         write_groups(path, groups)
         return str(path)
@@ -180,13 +180,13 @@ class Tracker(Recorder):
         self.note(message)
 
     def note(self, message: str) -> None:
-        """Write an event to `events.jsonl` only: it needs no action, or the terminal has shown it."""
+        """Write an event to `events.jsonl` only: it needs no action, or is on the terminal already."""
         event = {"time": round(time.time(), 3), "step": self._step, "message": message}
         with (self.directory / EVENTS).open("a") as file:
             file.write(json.dumps(event) + "\n")
 
     def back_to(self, step: int) -> None:
-        """Remove the records of steps after ``step``, which the run repeats, as on resume."""
+        """Remove the records of steps after ``step``, which the run repeats, as on a resume."""
         self.flush()
         self._stages.end(failed=True)
         self._close(failed=False)
@@ -215,9 +215,9 @@ class Tracker(Recorder):
         try:
             with stage("tables", quiet=True):
                 self._writer.close()
-        except Exception as own:
+        except Exception as table_error:
             if failed is None:  # else the run already ends with another error
-                failed = own
+                failed = table_error
                 raise
         finally:
             with stage("trackers", quiet=True):
@@ -231,7 +231,7 @@ class Tracker(Recorder):
 
 
 def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str, _Opener]:
-    """Return the function that opens each enabled tracker, to be called in its thread."""
+    """Return for each enabled tracker the function that opens it, to be called in its thread."""
     settings, masked, openers = config.tracking, ShownConfig.from_config(config), dict[str, _Opener]()
     if settings.tensorboard:
         purge, directory = start + 1 if start else 0, run_dir / "tensorboard"
@@ -245,11 +245,11 @@ def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str
     for i, sink in enumerate(settings.sinks):
         inputs = SinkInputs(run_dir, config.name, run_id, start, masked.flat())
         name = f"tracking.sinks.{i} {sink.function}" if sink.function in openers else sink.function
-        openers[name] = partial(_open_own, sink, config.code_paths, inputs)
+        openers[name] = partial(_open_user_sink, sink, config.code_paths, inputs)
     return openers
 
 
-def _open_own(
+def _open_user_sink(
     settings: SinkConfig, code_paths: Sequence[str], inputs: SinkInputs, _: Callable[[str], None]
 ) -> Sink:
     sink: Sink = call(load(SINK, settings.function, code_paths), inputs, settings.kwargs)

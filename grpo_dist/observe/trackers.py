@@ -1,12 +1,12 @@
-"""The trackers that come with this package, each in a thread of its own behind a bounded queue, and the
-configuration as they show it.
+"""The built-in trackers, each in a separate thread behind a bounded queue, and the configuration as they show
+it.
 
     loop     log ----> [ queue, bounded ] ---->  thread: open, log, log, ..., close
                \
                 dropped and counted when the queue is full
 
-A tracker may raise or hang in any call: the run neither stops nor waits. The first failure is reported, and
-at the end the number of missing records; the run directory has all of them.
+A tracker may raise or hang in any call: the run neither stops nor waits. It reports the first failure, and at
+the end the number of missing records; the run directory has all records.
 
 TensorBoard has metrics as scalars, and the configuration as text and as hyperparameters. Weights & Biases and
 Trackio have metrics, tables of completions and the configuration, SwanLab metrics and the configuration; a
@@ -36,10 +36,10 @@ from grpo_dist.observe.completions import COLUMNS, Table
 _PENDING, _TABLES_PENDING = 1000, 8  # queued; tables are large
 _CLOSE_S = 45.0  # for all trackers together, at the end of a run
 _SHOWN = ("reward/mean", "policy/entropy", "rollout/length_tokens")  # shown next to hyperparameters
-_BY_VARIABLE = {"dryrun": "offline"} | {mode: mode for mode in ("online", "offline", "disabled")}
-_EVALUATED = "eval/step"  # the x-axis of evaluations, which may come during a later step
+_MODES = {"dryrun": "offline"} | {mode: mode for mode in ("online", "offline", "disabled")}
+_EVALUATED = "eval/step"  # the x-axis of evaluations, which may end during a later step
 _EVALUATIONS = ("eval/", "validation/")
-_INIT_S = _FINISH_S = 30.0  # for the server to answer at the start, and to take the rest at the end
+_INIT_S = _FINISH_S = 30.0  # for the server to answer at the start, and to receive the rest at the end
 
 
 def check_trackers(tracking: TrackingConfig) -> str:
@@ -63,8 +63,8 @@ class ShownConfig:
     """The configuration as trackers show it, with *** for secrets.
 
     Attributes:
-        name: of the run.
-        text: YAML.
+        name: name of the run.
+        text: as YAML.
         tree: nested, for JSON.
     """
 
@@ -77,7 +77,7 @@ class ShownConfig:
         return cls(config.name, dump_config(config), masked(config.model_dump(mode="json")))
 
     def flat(self) -> dict[str, str | int | float | bool]:
-        """Return it by dotted keys: {"policy.optimizer.lr": 1e-06, ...}."""
+        """Return the settings by dotted key: {"policy.optimizer.lr": 1e-06, ...}."""
         return dict(_leaves(self.tree, ""))
 
 
@@ -105,16 +105,16 @@ class AsyncSink:
         """Start the thread, which calls ``open_sink`` with a function that reports problems."""
         self._name, self._open, self._warn = name, open_sink, warn
         self._work: queue.Queue[Callable[[Sink], None] | None] = queue.Queue()
-        self._tables = threading.Semaphore(_TABLES_PENDING)  # not yet queued, nor being written
+        self._tables = threading.Semaphore(_TABLES_PENDING)  # free slots for queued and written tables
         self._messages: list[str] = []
         self._submitted = self._done = 0
-        self._failed = False  # the run has, at its end
-        self._reported: set[str] = set()  # failures that come again with each record
+        self._failed = False  # whether the run has failed, at its end
+        self._reported: set[str] = set()  # failures that would repeat with each record
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        copy = dict(metrics)  # the loop may change its own
+        copy = dict(metrics)  # the loop may change ``metrics``
         self._submit(lambda sink: sink.log(step, copy), full=self._work.qsize() >= _PENDING)
 
     def table(self, step: int, table: Table) -> None:
@@ -144,7 +144,7 @@ class AsyncSink:
 
     def _submit(self, work: Callable[[Sink], None], *, full: bool) -> None:
         self._submitted += 1
-        if not self._thread.is_alive():  # it could not be started, which is reported
+        if not self._thread.is_alive():  # it could not be started, which was reported
             pass
         elif full:
             self._note_once("too slow or hanging; records that do not fit its queue are dropped")
@@ -249,28 +249,28 @@ class WandbRun:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Log metrics. wandb closes a step when the next one starts, so parts of a step join it."""
         if any(name.startswith(_EVALUATIONS) for name in metrics):
-            self._run.log(metrics | {_EVALUATED: float(step)}, step=self._accepted(step))
+            self._run.log(metrics | {_EVALUATED: float(step)}, step=self._accepted_step(step))
         else:
-            self._run.log(metrics, step=self._not_closed(step))
+            self._run.log(metrics, step=self._open_step(step))
 
     def table(self, step: int, table: Table) -> None:
         import wandb
 
         rows = wandb.Table(list(COLUMNS), data=[list(row) for row in table.rows])
-        at = self._accepted(step) if table.is_evaluation else self._not_closed(step)
+        at = self._accepted_step(step) if table.is_evaluation else self._open_step(step)
         self._run.log({table.name: rows}, step=at)
 
-    def _not_closed(self, step: int) -> int:
-        """Return ``step``, or the newest: wandb refuses what comes later for an earlier one."""
+    def _open_step(self, step: int) -> int:
+        """Return ``step``, or the newest: wandb refuses late records of an earlier step."""
         self._newest = max(step, self._newest)
         return self._newest
 
-    def _accepted(self, step: int) -> int:
-        """Return the first step from ``step`` on that wandb accepts, for what has an x-axis of its own.
+    def _accepted_step(self, step: int) -> int:
+        """Return the first step from ``step`` on that wandb accepts, for records with a separate x-axis.
 
-        A resumed run at wandb begins after its last step, and wandb drops without an error what comes for
-        that step or an earlier one. Repeated training steps keep their numbers, and are dropped: they would
-        all replace each other in the first step that it accepts.
+        A resumed run at wandb begins after its last step, and wandb silently drops records of that step and
+        earlier ones. Repeated training steps keep their numbers, and are dropped: else they would replace
+        each other in the first accepted step.
         """
         return max(step, self._newest, self._run.starting_step)
 
@@ -290,7 +290,7 @@ def _masked_command() -> Iterator[None]:
 
 
 class _Run:
-    """A run of a package with the functions of wandb. Tables are left out."""
+    """A run in a package with wandb's interface. Tables are left out."""
 
     _run: Any
 
@@ -328,10 +328,10 @@ class SwanLabRun(_Run):
 
 
 class TrackioRun(_Run):
-    """A run of Trackio, in the data base of its project on this machine (TRACKIO_DIR)."""
+    """A run in Trackio, in the database of its project on this machine (TRACKIO_DIR)."""
 
     def __init__(self, project: str, config: ShownConfig, run_id: str, _: Callable[[str], None]) -> None:
-        """Open the run, or resume it: Trackio knows it by its name, which ``run_id`` is part of."""
+        """Open the run, or resume it: Trackio identifies it by its name, which contains ``run_id``."""
         import trackio  # optional
 
         self._run = trackio.init(
@@ -347,18 +347,18 @@ class TrackioRun(_Run):
 
 
 def online_mode(run_dir: Path, warn: Callable[[str], None]) -> Literal["online", "offline", "disabled"]:
-    """Choose the mode by WANDB_MODE; where that is not set, online if the server accepts the key."""
+    """Choose the mode by WANDB_MODE; if that is not set, online if the server accepts the key."""
     import wandb
 
-    wanted = _BY_VARIABLE.get(os.environ.get("WANDB_MODE", ""), "")
-    if wanted == "disabled":
+    mode = _MODES.get(os.environ.get("WANDB_MODE", ""), "")
+    if mode == "disabled":
         return "disabled"
-    if wanted == "offline":
+    if mode == "offline":
         return "offline"
     try:
         if wandb.login(verify=True, prompt=False):
             return "online"
-        reason = "no key is set" if wanted == "online" else ""
+        reason = "no key is set" if mode == "online" else ""
     except wandb.Error as error:
         reason = " ".join(str(error).split())
     if reason:

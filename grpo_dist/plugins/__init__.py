@@ -1,1 +1,1 @@
-"""A user's own pieces: one way to name, find, try and record them. `guides/write_your_own.md` shows each."""
+"""User-supplied components: how to name, find, try and record them. See `guides/write_your_own.md`."""

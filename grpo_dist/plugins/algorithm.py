@@ -1,5 +1,5 @@
-"""Pieces of the algorithm by name, built in or own. The result of an own piece must have the shape that the
-run needs, and no masked token or unscored sample reaches it.
+"""Components of the algorithm by name, built-in or user-supplied. A result of user code must have the shape
+that the run needs; masked tokens and unscored samples count for nothing in it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from grpo_dist.plugins.user_code import (
 
 @dataclass(frozen=True, slots=True)
 class UserCode:
-    """Where own pieces are found, and their arguments by kind."""
+    """Where user-supplied components are found, and their arguments by kind."""
 
     code_paths: Sequence[str] = ()
     kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def from_pieces(cls, code_paths: Sequence[str], pieces: Iterable[UserComponent]) -> UserCode:
-        return cls(code_paths, {_KEYS[piece.kind]: piece.kwargs for piece in pieces})
+    def from_pieces(cls, code_paths: Sequence[str], components: Iterable[UserComponent]) -> UserCode:
+        return cls(code_paths, {_KEYS[component.kind]: component.kwargs for component in components})
 
 
 _KEYS = {ADVANTAGE: "advantage", LOSS: "policy_loss", KL: "kl", AGGREGATION: "aggregation"}
@@ -45,7 +45,7 @@ _KEYS = {ADVANTAGE: "advantage", LOSS: "policy_loss", KL: "kl", AGGREGATION: "ag
 
 def user_advantages(name: str, user_code: UserCode, inputs: AdvantageInputs) -> Float[Tensor, " B"]:
     """Return float64 advantages; 0 where the reward is not finite. Raises ValueError for a wrong result."""
-    advantages = _called(ADVANTAGE, name, user_code, inputs, "advantage").double()
+    advantages = _call_user_code(ADVANTAGE, name, user_code, inputs, "advantage").double()
     _check_shape(ADVANTAGE, name, advantages, inputs.rewards)
     advantages = torch.where(torch.isfinite(inputs.rewards), advantages, 0.0)
     if not torch.isfinite(advantages).all():
@@ -66,7 +66,7 @@ def user_policy_loss(
         rollout_logprobs=torch.where(mask, inputs.rollout_logprobs, 0.0),
         advantages=advantages,
     )
-    losses = _called(LOSS, name, user_code, safe, "policy_loss")
+    losses = _call_user_code(LOSS, name, user_code, safe, "policy_loss")
     _check_shape(LOSS, name, losses, inputs.logprobs)
     return torch.where(mask, losses, 0.0), ratio_stats(log_ratio, mask)
 
@@ -74,24 +74,24 @@ def user_policy_loss(
 def kl_estimate(
     name: str, user_code: UserCode, logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """Return nats per token, by a built-in or an own estimator. Raises ValueError for a wrong shape."""
+    """Return nats per token by a built-in or user-supplied estimator. Raises ValueError for a wrong shape."""
     if name in KL_ESTIMATORS:
         return KL_ESTIMATORS[name](logprobs, ref_logprobs)
-    kl = _called(KL, name, user_code, KLInputs(logprobs, ref_logprobs), "kl")
+    kl = _call_user_code(KL, name, user_code, KLInputs(logprobs, ref_logprobs), "kl")
     _check_shape(KL, name, kl, logprobs)
     return kl
 
 
 def user_aggregation(name: str, user_code: UserCode, inputs: AggregationInputs) -> Float[Tensor, ""]:
-    """Return the share of these rows in the loss. Raises ValueError for a result that is no scalar."""
+    """Return the share of these rows in the loss. Raises ValueError for a result that is not a scalar."""
     losses = torch.where(inputs.mask, inputs.token_losses, 0.0)
     inputs = replace(inputs, token_losses=losses)
-    loss = _called(AGGREGATION, name, user_code, inputs, "aggregation")
+    loss = _call_user_code(AGGREGATION, name, user_code, inputs, "aggregation")
     _check_shape(AGGREGATION, name, loss, losses.sum())
     return loss
 
 
-def _called(kind: Kind, name: str, user_code: UserCode, inputs: Any, key: str) -> Tensor:
+def _call_user_code(kind: Kind, name: str, user_code: UserCode, inputs: Any, key: str) -> Tensor:
     function = load(kind, name, user_code.code_paths)
     with failures_named(kind, name):
         result = call(function, inputs, user_code.kwargs.get(key, {}))

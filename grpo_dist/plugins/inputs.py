@@ -1,4 +1,4 @@
-"""The inputs of every kind of piece: a function names those that it wants as its arguments.
+"""The inputs of each kind of user-supplied component: a function names those that it needs as arguments.
 
 ``B`` rows, ``T`` tokens of the longest; a [B, T] value belongs to the token of its index. A row is a sample,
 or one of the rows of an episode whose history was rewritten.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # orders, metrics and environments do without it
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """Of an advantage estimator, over the whole step: it returns a number per sample, [B].
+    """Inputs of an advantage estimator, over the whole step: it returns a number per sample, [B].
 
     Attributes:
         rewards: float64 [B], clipped and normalised as configured. NaN: could not be scored; whatever is
@@ -27,8 +27,8 @@ class AdvantageInputs:
         group_ids: int64 [B]; samples of one prompt share an id.
         lengths: int64 [B], sampled tokens.
         truncated: bool [B], cut off at the largest length.
-        parts: float64 [B] of each reward by name, before weights; NaN where the source has no such reward.
-        weights: of each reward by name.
+        parts: by reward name, float64 [B], before weights; NaN where the source has no such reward.
+        weights: weight of each reward by name.
     """
 
     rewards: Tensor
@@ -41,16 +41,16 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossInputs:
-    """Of a policy loss, over some rows of a step: it returns a loss per token, [B, T], with gradient.
+    """Inputs of a policy loss, over some rows of a step: it returns a loss per token, [B, T], with gradient.
 
     The same rows must get the same losses in any split of the step. Correction weights, aggregation, KL and
     entropy terms are applied by the run.
 
     Attributes:
         logprobs: float32 [B, T], nats, of the weights being trained, with gradient; 0 where masked.
-        old_logprobs: float32 [B, T], nats, of the weights before the step; with `correction: bypass`, of
+        old_logprobs: float32 [B, T], nats, of the weights before the step; with `correction: bypass`, by
             the engine.
-        rollout_logprobs: float32 [B, T], nats, of the engine that sampled.
+        rollout_logprobs: float32 [B, T], nats, by the engine that sampled.
         advantages: float32 [B, T]; 0 where masked.
         mask: bool [B, T], tokens that are trained.
     """
@@ -64,7 +64,7 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True, slots=True)
 class KLInputs:
-    """Of a KL estimator: it returns nats per token, [B, T], as a loss with gradient.
+    """Inputs of a KL estimator: it returns nats per token, [B, T], as a loss with gradient.
 
     Attributes:
         logprobs: [B, T], nats, of the policy; float64 for a KL term in the rewards.
@@ -77,8 +77,8 @@ class KLInputs:
 
 @dataclass(frozen=True, slots=True)
 class AggregationInputs:
-    """Of an aggregation, over some rows of an update: it returns their share of the update's loss, a scalar.
-    The shares of any split of the rows must add up to that of all rows.
+    """Inputs of an aggregation, over some rows of an update: it returns their share of the update's loss, a
+    scalar. The shares of any split of the rows must add up to the share of all rows.
 
     Attributes:
         token_losses: float32 [B, T]; 0 where masked.
@@ -86,9 +86,9 @@ class AggregationInputs:
         num_tokens: trained tokens of the whole update.
         num_sequences: sequences of the whole update that have a trained token.
         max_tokens: `sampling.max_new_tokens` of the step.
-        sequence_tokens: int64 [B], trained tokens of the sequence of each row.
+        sequence_tokens: int64 [B], trained tokens in the sequence of each row.
         num_prompts: prompts of the whole update that have a trained token.
-        prompt_tokens: int64 [B], trained tokens of all sequences of the prompt of each row.
+        prompt_tokens: int64 [B], trained tokens in all sequences with the prompt of each row.
     """
 
     token_losses: Tensor
@@ -103,12 +103,12 @@ class AggregationInputs:
 
 @dataclass(frozen=True, slots=True)
 class MetricInputs:
-    """Of a metric, in the driver after each step: it returns a number, or numbers by name.
+    """Inputs of a metric, in the driver after each step: it returns a number, or numbers by name.
 
     Attributes:
         step: counted from 1.
         groups: all groups that the step sampled, with rollouts, rewards and reward parts.
-        metrics: the step's own metrics by name.
+        metrics: metrics of the step by name.
     """
 
     step: int
@@ -118,15 +118,15 @@ class MetricInputs:
 
 @dataclass(frozen=True, slots=True)
 class SinkInputs:
-    """Of a sink, a class with ``log(step, metrics)``, ``table(step, table)`` and ``close(*, failed)``.
+    """Inputs of a sink, a class with ``log(step, metrics)``, ``table(step, table)`` and ``close(*, failed)``.
 
-    It is made and called in a thread of its own: it may raise or hang, and the run continues.
+    It is made and called in a separate thread: it may raise or hang, and the run continues.
 
     Attributes:
-        directory: of the run.
-        name: of the run.
+        directory: run directory.
+        name: name of the run.
         run_id: the same after every resume.
-        start: steps that are done; records of later steps are to be replaced.
+        start: steps that are done; the sink replaces its records of later steps.
         settings: the configuration by dotted key, with *** for secrets.
     """
 
@@ -139,7 +139,7 @@ class SinkInputs:
 
 @dataclass(frozen=True, slots=True)
 class SourceInputs:
-    """Of a data source, in the driver before a run: it yields a mapping of columns for each row.
+    """Inputs of a data source, in the driver before a run: it yields a mapping of columns for each row.
 
     The same rows must come in the same order each time. Columns, patterns and duplicates are handled
     afterwards, as for every source.
@@ -155,16 +155,16 @@ class SourceInputs:
 
 @dataclass(frozen=True, slots=True)
 class OrderInputs:
-    """Of a prompt order, in the driver when a batch is launched: it returns ``count`` different indices of
-    ``prompts``, best first, a function of its inputs alone.
+    """Inputs of a prompt order, in the driver when a batch is launched: it returns ``count`` different
+    indices of ``prompts``, best first, a function of its inputs alone.
 
     Attributes:
-        batch: number of the batch, from 0; with `batch.order` completion of the call.
-        count: prompts that it takes: `batch.prompts_per_step` and, with dynamic sampling, spare ones; with
-            `batch.order` completion as many as it takes to leave enough that are not being sampled.
+        batch: number of the batch, from 0; with `batch.order` completion number of the call.
+        count: prompts to return: `batch.prompts_per_step` and, with dynamic sampling, spare ones; with
+            `batch.order` completion enough that some are not being sampled.
         prompts: all prompts of the run.
-        pass_rates: (right, scored) by uid of the samples so far, of which each later batch of the prompt
-            halves the weight; no entry: not sampled yet. A checkpoint keeps them.
+        pass_rates: (right, scored) by uid: counts of the samples so far, whose weight each later batch of the
+            prompt halves; no entry: not sampled yet. A checkpoint keeps them.
         seed: `seed` of the run.
     """
 
@@ -177,21 +177,20 @@ class OrderInputs:
 
 @dataclass(frozen=True, slots=True)
 class RolloutInputs:
-    """Of a rollout function, on an engine, once per sample: it returns the sample's parts in order. Each is
-    what ``generate`` returned, or a list of token ids that the function put in, which are not trained.
+    """Inputs of a rollout function, on an engine, once per sample: it returns the sample's parts in order.
+    Each is what ``generate`` returned, or a list of token ids that the function adds, which are not trained.
 
-    The sample is the prompt and all parts behind each other. So what is passed to ``generate`` must be the
-    prompt's tokens and the parts so far: then the log-probs are those of the sample.
+    The sample is the prompt followed by all parts. So pass to ``generate`` the prompt's tokens and the parts
+    so far: only then are its log-probs valid for the sample.
 
     Attributes:
-        token_ids: of the prompt.
+        token_ids: tokens of the prompt.
         generate: ``await generate(token_ids, max_tokens=None, stop=())`` samples a continuation, with
             `token_ids` (list), `finish_reason` ("stop" or "length"), `logprobs` and `versions`. Each call has
-            a seed of its own, derived from the sample's. At most what is left of ``max_new_tokens`` is
-            sampled.
+            its own seed, derived from the sample's. It samples at most what is left of ``max_new_tokens``.
         prompt: the prompt's record: answer, columns, text.
-        tokenizer: of the model.
-        max_new_tokens: longest sample behind the prompt, sampled and given tokens.
+        tokenizer: tokenizer of the model.
+        max_new_tokens: longest sample after the prompt, sampled and given tokens.
     """
 
     token_ids: list[int]

@@ -1,11 +1,11 @@
-"""The user's code, by its kind and name: a built-in one, ``my_module:name`` from `code_paths`, or one that an
-installed package registers as an entry point of the kind's group. Resolves names without importing anything,
-imports, calls with those inputs that a function names, and lists files for a run's identity.
+"""Finds components by kind and name: a built-in one, ``my_module:name`` from `code_paths`, or an entry point
+that an installed package registers in the kind's group. Resolves names without importing anything, imports,
+calls functions with the inputs that they name, and lists files for a run's identity.
 
-A built-in name always means the built-in piece: a package that registers the same name does not replace it.
-The module that a name begins with is searched in `code_paths` first, as a reward's is in its own process.
-Modules that it imports later, inside functions, are found in `code_paths` after installed packages. Imports
-no torch: the configuration reads this module.
+A built-in name always means the built-in component: a package that registers the same name does not replace
+it. The module of a name is searched in `code_paths` first, also in a reward's process. Modules that it
+imports later, inside functions, are found in `code_paths` after installed packages. Imports no torch: the
+configuration reads this module.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from grpo_dist.errors import UserError, expanded, raised
 
 _LOCK = RLock()
 _HUNG_S = 60.0
-_held_until = [0.0]  # when the import that holds the lock counts as hung, by time.monotonic()
-_OWN: set[str] = set()  # files of top-level modules that were imported from code paths
+_hung_at = [0.0]  # when the import that holds the lock counts as hung, by time.monotonic()
+_USER_FILES: set[str] = set()  # files of top-level modules that were imported from code paths
 T = TypeVar("T")
 
 _PLAIN = {"int": int, "float": float, "str": str, "bool": bool}
@@ -48,12 +48,12 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind.
+    """A kind of component.
 
     Attributes:
-        title: as messages name it.
-        key: of the configuration that names a piece of this kind.
-        group: of the entry points by which an installed package registers such pieces.
+        title: its name in messages.
+        key: configuration key that names a component of this kind.
+        group: entry point group in which installed packages register components of this kind.
     """
 
     title: str
@@ -80,11 +80,11 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class UserComponent:
-    """A piece that is not built in.
+    """A component that is not built in.
 
     Attributes:
-        name: as the configuration has it: ``module:name`` or that of an entry point.
-        key: of the configuration that has it, for messages.
+        name: as in the configuration: ``module:name`` or the name of an entry point.
+        key: configuration key that names it, for messages.
         kwargs: its arguments.
     """
 
@@ -116,17 +116,17 @@ def _installed(group: str, path: tuple[tuple[str, int], ...]) -> EntryPoints:
 
 
 def _search_path() -> tuple[tuple[str, int], ...]:
-    """Return the directories of `sys.path`, each with the time of its last change, as of an installation."""
+    """Return the directories of `sys.path`, each with its modification time; an installation changes it."""
     paths = []
     for name in sys.path:
         directory = name or os.getcwd()
-        with suppress(OSError):  # Python passes over what is not there
+        with suppress(OSError):  # Python skips missing directories
             paths.append((directory, os.stat(directory).st_mtime_ns))
     return tuple(paths)
 
 
 def resolve_target(kind: Kind, name: str) -> str:
-    """Return ``module:attribute`` of a piece that is not built in.
+    """Return ``module:attribute`` of a component that is not built in.
 
     Raises ValueError for a malformed or unknown name, and for one that two packages register.
     """
@@ -151,7 +151,7 @@ def resolve_target(kind: Kind, name: str) -> str:
 
 
 def find_package(kind: Kind, name: str) -> str | None:
-    """Return name and version of the package that registers ``name``; None for ``module:name``."""
+    """Return the name and version of the package that registers ``name``; None for ``module:name``."""
     points = [] if ":" in name else registered(kind).get(name, [])
     return _package(points[0]) if points else None
 
@@ -183,23 +183,23 @@ RolloutName = Annotated[str, AfterValidator(partial(_checked, ROLLOUT))]
 
 
 def load(kind: Kind, name: str, code_paths: Sequence[str] = ()) -> Any:
-    """Return the function or class that ``name`` means; it is imported once in a process.
+    """Return the function or class ``name``; a process imports it once.
 
-    Raises ValueError for a name that is unknown, or a module that cannot be imported. Runs user code.
+    Raises ValueError for an unknown name, or a module that cannot be imported. Runs user code.
     """
     directories = tuple(str(expanded(path).absolute()) for path in code_paths)
-    with _alone():
-        return _loaded(kind, name, directories)
+    with _import_lock():
+        return _load(kind, name, directories)
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Import one module at a time, as each changes `sys.path`. One that has not returned for `_HUNG_S` holds
-    up no other.
+def _import_lock() -> Iterator[None]:
+    """Import one module at a time, as each changes `sys.path`. An import that takes longer than `_HUNG_S`
+    blocks no other.
     """
-    acquired = _LOCK.acquire(timeout=max(0.0, _held_until[0] - time.monotonic()))
+    acquired = _LOCK.acquire(timeout=max(0.0, _hung_at[0] - time.monotonic()))
     if acquired:
-        _held_until[0] = time.monotonic() + _HUNG_S
+        _hung_at[0] = time.monotonic() + _HUNG_S
     try:
         yield
     finally:
@@ -208,28 +208,28 @@ def _alone() -> Iterator[None]:
 
 
 @lru_cache(maxsize=128)
-def _loaded(kind: Kind, name: str, directories: tuple[str, ...]) -> Any:
+def _load(kind: Kind, name: str, directories: tuple[str, ...]) -> Any:
     module_name, _, attribute = resolve_target(kind, name).partition(":")
     try:
-        module = _imported(module_name, directories)
+        module = _import_module(module_name, directories)
     except Exception as error:  # a user's module may raise anything
         raise ValueError(
             f"{kind.title} {name}: module `{module_name}` cannot be imported ({raised(error)}); expected "
             f"`module:name` in a directory of `code_paths` ({', '.join(directories) or 'empty'}) or an "
             "installed package"
         ) from error
-    piece: Any = module
+    component: Any = module
     for part in attribute.split("."):
-        piece = getattr(piece, part, None)
-    if not callable(piece):
+        component = getattr(component, part, None)
+    if not callable(component):
         near = difflib.get_close_matches(attribute, vars(module), n=1)
         hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
-        what = f"`{attribute}` is no function or class" if piece is not None else f"has no `{attribute}`"
+        what = f"`{attribute}` is no function or class" if component is not None else f"has no `{attribute}`"
         raise ValueError(f"{kind.title} {name}: module `{module_name}` {what}{hint}")
-    return piece
+    return component
 
 
-def _imported(name: str, directories: tuple[str, ...]) -> ModuleType:
+def _import_module(name: str, directories: tuple[str, ...]) -> ModuleType:
     top = name.partition(".")[0]
     spec = PathFinder.find_spec(top, list(directories)) if directories else None
     if spec is None:
@@ -238,17 +238,17 @@ def _imported(name: str, directories: tuple[str, ...]) -> ModuleType:
     module = sys.modules.get(top)
     before = getattr(module, "__file__", None) or ""
     if module is not None and Path(before).resolve() != Path(file).resolve():
-        if before not in _OWN:
+        if before not in _USER_FILES:
             raise ImportError(f"{file} has the name of a module in use, {before}; rename yours")
         for loaded in [m for m in sys.modules if m == top or m.startswith(f"{top}.")]:
             del sys.modules[loaded]
-    _OWN.add(file)
+    _USER_FILES.add(file)
     importlib.invalidate_caches()
     sys.path[:0] = directories
     try:
         return importlib.import_module(name)
     finally:
-        for directory in directories:  # its first place; another import may have changed the list
+        for directory in directories:  # the first entry; another import may have changed the list
             with suppress(ValueError):
                 sys.path.remove(directory)
         sys.path += [directory for directory in directories if directory not in sys.path]
@@ -260,8 +260,8 @@ class UserCodeFailed(UserError):
 
 @contextmanager
 def failures_named(kind: Kind, name: str) -> Iterator[None]:
-    """Raise an exception of the block, which calls user code alone, as UserCodeFailed: the piece, the
-    exception, and its file and line.
+    """Turn an exception of the block, which only calls user code, into UserCodeFailed: it names the
+    component, the exception, and its file and line.
     """
     try:
         yield
@@ -269,21 +269,21 @@ def failures_named(kind: Kind, name: str) -> Iterator[None]:
         raise UserCodeFailed(f"{kind.title} {name} failed: {raised(error)}; correct it") from error
 
 
-def call(piece: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Call ``piece`` with the fields of the dataclass ``inputs`` that it has parameters for."""
-    accepted, takes_all = _parameters(piece)
+def call(function: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Call ``function`` with the fields of the dataclass ``inputs`` that are its parameters."""
+    accepted, takes_all = _parameters(function)
     arguments = {f.name: getattr(inputs, f.name) for f in fields(inputs) if takes_all or f.name in accepted}
-    return piece(**arguments, **kwargs)
+    return function(**arguments, **kwargs)
 
 
-def start_thread(piece: Callable[[], T], name: str) -> Future[T]:
-    """Call ``piece`` in a daemon thread, which may be left to itself, and return its result to come."""
+def start_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Call ``function`` in a daemon thread, which may be abandoned, and return a future of its result."""
     done: Future[T] = Future()
 
     def run() -> None:
         try:
-            done.set_result(piece())
-        except BaseException as error:  # sys.exit of a user's code, too: it is reported, not obeyed
+            done.set_result(function())
+        except BaseException as error:  # also sys.exit of user code: it is reported, not obeyed
             done.set_exception(error)
 
     Thread(target=run, name=name, daemon=True).start()
@@ -291,34 +291,34 @@ def start_thread(piece: Callable[[], T], name: str) -> Future[T]:
 
 
 def call_in_time(
-    piece: Callable[[], T], limit_s: float, what: str, consequence: str = "correct it, or raise the deadline"
+    function: Callable[[], T], limit_s: float, what: str, remedy: str = "correct it, or raise the deadline"
 ) -> T:
-    """Return what ``piece`` returns, from a thread of its own.
+    """Call ``function`` in a separate thread, and return its result.
 
-    Raises what it raises, and TimeoutError after ``limit_s`` seconds; its thread is then left to itself.
+    Raises what it raises, and TimeoutError after ``limit_s`` seconds; its thread is then abandoned.
     """
-    done = start_thread(piece, what)
+    done = start_thread(function, what)
     try:
         return done.result(limit_s)
     except TimeoutError as error:
-        if done.done():  # its own
+        if done.done():  # raised by the function
             raise
         raise TimeoutError(
-            f"{what} did not return within `cluster.timeouts.own_code_s` = {limit_s:g} s; {consequence}"
+            f"{what} did not return within `cluster.timeouts.own_code_s` = {limit_s:g} s; {remedy}"
         ) from error
 
 
 def check_signature(
-    piece: Callable[..., Any], inputs: type[Any], kwargs: Mapping[str, Any], what: str, where: str
+    function: Callable[..., Any], inputs: type[Any], kwargs: Mapping[str, Any], what: str, where: str
 ) -> None:
-    """Raise ValueError where ``piece`` cannot be called with ``inputs`` and ``kwargs``.
+    """Raise ValueError where ``function`` cannot be called with ``inputs`` and ``kwargs``.
 
     Args:
         inputs: dataclass with the inputs of its kind.
-        what: the piece, for messages.
-        where: key of ``kwargs`` in the configuration, for messages.
+        what: name of the component, for messages.
+        where: configuration key of ``kwargs``, for messages.
     """
-    accepted, takes_all = _parameters(piece)
+    accepted, takes_all = _parameters(function)
     offered = [f.name for f in fields(inputs)]
     for name, parameter in accepted.items():
         if parameter.kind not in _BY_NAME:
@@ -337,14 +337,14 @@ def check_signature(
                 f"`{where}.{name}`: {what} has no such argument; it takes {', '.join(unknown) or 'none'}"
             )
         if name in accepted and (expected := _misfit(accepted[name], value)):
-            # Without the value, which may be a secret.
+            # Not the value, which may be a secret.
             kind_of_value = type(value).__name__
             raise ValueError(f"`{where}.{name}`: {what} expects {expected}, and {kind_of_value} is given")
 
 
-def _parameters(piece: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
+def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
     """Return the named parameters, and whether there is a ``**kwargs``."""
-    parameters = inspect.signature(piece).parameters
+    parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return {name: p for name, p in parameters.items() if p.kind not in several}, takes_all
@@ -352,7 +352,7 @@ def _parameters(piece: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter]
 
 def _misfit(parameter: inspect.Parameter, value: Any) -> str | None:
     """Return the name of the type that ``value`` should have, by the annotation or else the default; None
-    where it fits, or the type is not one of int, float, str and bool.
+    where it fits, or the type is none of int, float, str and bool.
     """
     annotation = parameter.annotation
     name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
@@ -366,24 +366,24 @@ def _misfit(parameter: inspect.Parameter, value: Any) -> str | None:
     return None if fits else name
 
 
-def code_digest(pieces: Iterable[UserComponent], code_paths: Sequence[str]) -> dict[str, str]:
-    """Return a hash of every file of own code by name, and the version of packages that register a piece.
+def code_digest(components: Iterable[UserComponent], code_paths: Sequence[str]) -> dict[str, str]:
+    """Return a hash of every user file by name, and the versions of packages that register a component.
 
-    Of a module in ``code_paths`` these are its files and those of modules there that it imports, by their
-    path below that directory, so that a moved directory is no change. A module on PYTHONPATH is read in the
-    same way; of an installed package these are its own files.
+    For a module in ``code_paths``, this covers its files and the modules there that it imports, by their path
+    below that directory, so that a moved directory is no change. A module on PYTHONPATH is read in the same
+    way; of an installed package only its files are hashed.
     """
     digests: dict[str, str] = {}
     modules: set[str] = set()
-    for piece in pieces:
-        if (package := find_package(piece.kind, piece.name)) is not None:
-            digests[f"entry point {piece.name} of {piece.kind.group}"] = package
+    for component in components:
+        if (package := find_package(component.kind, component.name)) is not None:
+            digests[f"entry point {component.name} of {component.kind.group}"] = package
         else:
-            modules.add(resolve_target(piece.kind, piece.name).split(":")[0].split(".")[0])
+            modules.add(resolve_target(component.kind, component.name).split(":")[0].split(".")[0])
     files = _find_imports(modules, [expanded(path) for path in code_paths])
     for module in sorted(modules):
         if not any(label.split("/")[0] in (module, f"{module}.py") for label in files):
-            files |= _elsewhere(module)
+            files |= _find_installed(module)
     return digests | {label: hashlib.sha256(file.read_bytes()).hexdigest() for label, file in files.items()}
 
 
@@ -398,9 +398,9 @@ def changed_code(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def _find_imports(modules: Collection[str], directories: Sequence[Path]) -> dict[str, Path]:
-    """Return the files of ``modules`` and of what they import, all in ``directories``, by relative path."""
+    """Return the files of ``modules`` and of their imports, all in ``directories``, by relative path."""
     paths: dict[str, Path] = {}
-    seen = {"grpo_dist", "actors"}  # a directory may hold them, too: they have a version of their own
+    seen = {"grpo_dist", "actors"}  # a directory may hold them, too, but their version counts
     left = sorted(modules)
     while left:
         top = left.pop()
@@ -428,18 +428,18 @@ def _module_files(directory: Path, top: str) -> Iterator[Path]:
 
 
 def _imports(file: Path) -> list[str]:
-    """Return the top-level modules that a file imports by absolute names; [] where it is no valid Python."""
+    """Return the top-level modules that a file imports by absolute names; [] for invalid Python."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # importing it says so
+    except (SyntaxError, ValueError):  # importing it raises the error
         return []
     names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     absolute = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and not n.level and n.module]
     return sorted({name.split(".")[0] for name in (*names, *(str(node.module) for node in absolute))})
 
 
-def _elsewhere(module: str) -> dict[str, Path]:
-    """Return the files of a module that is installed, or on PYTHONPATH with those that it imports there."""
+def _find_installed(module: str) -> dict[str, Path]:
+    """Return the files of an installed module, or of one on PYTHONPATH with its imports there."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):

@@ -1,1 +1,1 @@
-"""The policy model on its ranks: forward pass, loss, optimiser updates, state, weights for others."""
+"""The policy model on its ranks: forward pass, loss, optimiser updates, state, and weights to send."""

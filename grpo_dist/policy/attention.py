@@ -1,11 +1,11 @@
-"""Attention over rows that lie end to end in one stream, as an attention function of transformers.
+"""Attention over rows packed end to end in one stream, as an attention function of transformers.
 
-A `Kernel` is chosen once from device, type and settings: a function that makes `Spans` of the rows of a
-micro-batch, which reach every attention layer as a keyword argument and compute the attention:
+A `Kernel` is chosen once from device, dtype and settings. It turns the rows of a micro-batch into `Spans`,
+which every attention layer gets as a keyword argument and which compute the attention:
 
-    VarlenSpans   one call of a variable-length kernel, torch's own or flash-attention's: queries stay where
-                  they are, keys and values of what rows share are repeated
-    BlockSpans    rows of like length put side by side, each block through torch's
+    VarlenSpans   one call of a variable-length kernel, torch's or flash-attention's: queries stay in place,
+                  keys and values of shared tokens are repeated
+    BlockSpans    rows of similar length side by side, each block through torch's
                   scaled_dot_product_attention
 
 Samples with a long prompt and short completions repeat mostly the prompt. On CPUs a block then has the whole
@@ -32,15 +32,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from grpo_dist.runtime.hardware import sent
 
 NAME = "grpo_dist_packed"  # in transformers' registry of attention functions
-ATTENTION = {"full_attention", "sliding_attention"}  # of transformers' types of layers
+ATTENTION = {"full_attention", "sliding_attention"}  # layer types in transformers
 _SPREAD = 0.8  # shortest row of a block as a share of its longest, at least
 _LONGEST_GROUP = 2048  # tokens of a group with a mask, at most: its memory grows with their square
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Where a variable-length kernel finds each row's tokens, end to end: ``ends``, int32 [rows + 1], where
-    each begins and the last ends; ``longest`` row.
+    """Row boundaries for a variable-length kernel: ``ends``, int32 [rows + 1], where each row begins and the
+    last ends; ``longest``: tokens of the longest row.
     """
 
     ends: Int[Tensor, " E"]
@@ -53,15 +53,14 @@ class Segments:
 
 
 # (q [N, H, D], k [L, H', D], v, segments of q, segments of k and v, scale, tokens to the left that a token
-# sees or -1 for all, dropout) -> [N, H, D]. The last query of a row is at the place of its last key.
+# sees or -1 for all, dropout) -> [N, H, D]. The last query of a row is aligned with its last key.
 VarlenFunction = Callable[[Tensor, Tensor, Tensor, Segments, Segments, float, int, float], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenSpans:
-    """``queries``: of each row, the tokens that no row before it has, which are queries where they lie.
-    ``keys``: all of its tokens, also the values; ``indices`` int64 [L] of these in the stream, None: the
-    stream itself.
+    """``queries``: each row's tokens that no earlier row has, in place. ``keys``: all of each row's tokens,
+    for keys and values; ``indices`` int64 [L] of the keys in the stream, None: the stream itself.
 
         stream   7 8 9 4 5 2 6 2        queries 7 8 9 4 5 2 | 6 2
                                         keys    7 8 9 4 5 2 | 7 8 9 6 2
@@ -105,11 +104,11 @@ def varlen_spans(
     size: int,
     device: torch.device,
 ) -> VarlenSpans:
-    """Make the spans of half precision on GPUs. ``function``: `torch_varlen` or `flash_varlen`; it needs no
-    ``groups``. Other arguments as `Kernel` has them.
+    """Make the spans for half precision on GPUs. ``function``: `torch_varlen` or `flash_varlen`. ``groups``
+    are unused; other arguments as for `Kernel`.
 
-    What each row has alone lies behind that of the row before it, as `packed` lays rows out. A row of which
-    others have all tokens has nothing to compute: these see the same tokens there.
+    Each row's unshared tokens follow the unshared tokens of the row before it, as `packed` lays rows out. A
+    row whose tokens are all in another row has nothing to compute: attention there sees the same tokens.
     """
     filler = np.arange(max(int(row[-1]) for row in rows) + 1, size)
     new_lengths: list[int] = []
@@ -117,7 +116,7 @@ def varlen_spans(
     end = 0
     for row in sorted([*rows, *([filler] if len(filler) else [])], key=lambda row: int(row[-1])):
         if (new := int(row[-1]) + 1 - end) > 0:
-            assert row[-new] == end, "a row's own tokens are its last ones, behind those of others"
+            assert row[-new] == end, "a row's unshared tokens come last, after the tokens of earlier rows"
             new_lengths.append(new)
             whole.append(row)
             end += new
@@ -137,7 +136,7 @@ def torch_varlen(
     left: int,
     dropout: float,
 ) -> Tensor:
-    """Call torch's own kernel. Raises ValueError for dropout, which it does not support."""
+    """Call torch's kernel. Raises ValueError for dropout, which it does not support."""
     from torch.nn.attention.varlen import varlen_attn
 
     if dropout:
@@ -187,14 +186,14 @@ class Spans(Protocol):
     ) -> Tensor: ...
 
 
-# (rows: the indices of each row's tokens in a stream, the group of each row, those of one share the most
-# tokens, tokens of the stream, device) -> spans of the rows
+# (stream indices of each row's tokens, group of each row (rows of a group share the most tokens), number of
+# tokens in the stream, device) -> spans of the rows
 Kernel = Callable[[Sequence[np.ndarray], Sequence[int], int, torch.device], Spans]
 
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """``bias``: 0 where a token sees another, -inf elsewhere. ``positions``: of the tokens in their rows."""
+    """``bias``: 0 where a token sees another, -inf elsewhere. ``positions``: of each token in its row."""
 
     bias: Float[Tensor, "R 1 W W"]  # float32
     positions: Int[Tensor, "R W"]
@@ -210,7 +209,7 @@ class _Mask:
 @dataclass(frozen=True, slots=True)
 class _Block:
     """``rows`` rows of at most ``longest`` tokens. ``indices`` [rows * longest] in the stream; arbitrary
-    behind a row's end. ``mask``: which tokens of a row see which; None: each sees those before it.
+    after a row's end. ``mask``: which tokens of a row see which; None: causal.
     """
 
     indices: Int[Tensor, " L"]
@@ -222,7 +221,7 @@ class _Block:
 @dataclass(frozen=True, slots=True)
 class BlockSpans:
     blocks: tuple[_Block, ...]
-    back: Int[Tensor, " N"]  # where in the blocks' outputs, end to end, each token of the stream is found
+    back: Int[Tensor, " N"]  # index of each stream token in the concatenated outputs of the blocks
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, dropout: float
@@ -241,12 +240,12 @@ class BlockSpans:
 def block_spans(
     rows: Sequence[np.ndarray], groups: Sequence[int], size: int, device: torch.device
 ) -> BlockSpans:
-    """Make the spans for any device and type. Arguments as `Kernel` has them."""
+    """Make the spans for any device and dtype. Arguments as for `Kernel`."""
     longest = _LONGEST_GROUP if device.type == "cpu" else 0
-    together, alone = _worth_a_mask(rows, groups, longest=longest)
+    together, alone = _split_masked_groups(rows, groups, longest=longest)
     blocks, back, end = [], np.zeros(size, np.int64), 0
     for indices_of_rows, masked in ((alone, False), ([tokens for _, tokens in together], True)):
-        for members in _alike([len(row) for row in indices_of_rows]):
+        for members in _group_similar_lengths([len(row) for row in indices_of_rows]):
             longest = len(indices_of_rows[members[0]])
             indices = np.zeros((len(members), longest), np.int64)
             for i, member in enumerate(members):
@@ -260,11 +259,11 @@ def block_spans(
     return BlockSpans(tuple(blocks), sent(torch.from_numpy(back), device))
 
 
-def _worth_a_mask(
+def _split_masked_groups(
     rows: Sequence[np.ndarray], groups: Sequence[int], *, longest: int
 ) -> tuple[list[tuple[list[np.ndarray], np.ndarray]], list[np.ndarray]]:
-    """Return the rows and the tokens of each group that shares tokens, has at most ``longest``, and compares
-    no more pairs together than row by row; and the other rows in order.
+    """Return (rows, tokens) of each group that shares tokens, has at most ``longest`` tokens, and compares no
+    more pairs together than row by row; and the other rows in order.
     """
     sharing: dict[tuple[int, int], list[int]] = {}
     for i, (row, group) in enumerate(zip(rows, groups, strict=True)):
@@ -285,21 +284,21 @@ def _worth_a_mask(
 def _mask(
     groups: Sequence[tuple[Sequence[np.ndarray], np.ndarray]], longest: int, device: torch.device
 ) -> _Mask:
-    """Return the mask of a block. ``groups``: of each, its rows and its tokens, all indices in the stream."""
-    seen = np.zeros((len(groups), 1, longest, longest), bool)
+    """Return the mask of a block. ``groups``: rows and tokens of each group, as stream indices."""
+    visible = np.zeros((len(groups), 1, longest, longest), bool)
     positions = np.zeros((len(groups), longest), np.int64)
     for i, (rows, tokens) in enumerate(groups):
         for row in rows:
             places = np.searchsorted(tokens, row)
             positions[i, places] = np.arange(len(row))
-            seen[i, 0][np.ix_(places, places)] = np.tri(len(row), dtype=bool)
-        seen[i, 0, len(tokens) :] = True  # filler sees something: a softmax over nothing is not a number
-    bias = torch.zeros(seen.shape).masked_fill(torch.from_numpy(~seen), -torch.inf)
+            visible[i, 0][np.ix_(places, places)] = np.tri(len(row), dtype=bool)
+        visible[i, 0, len(tokens) :] = True  # padding must see something: a softmax over nothing is NaN
+    bias = torch.zeros(visible.shape).masked_fill(torch.from_numpy(~visible), -torch.inf)
     return _Mask(sent(bias, device), sent(torch.from_numpy(positions), device))
 
 
 def choose_kernel(attention: str, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Choose the kernel of `model.attention`. Raises ValueError for one that cannot read a packed stream."""
+    """Choose the kernel of `model.attention`. Raises ValueError for kernels that read no packed stream."""
     half = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if attention == "flash_attention_2":
         if not half:
@@ -324,7 +323,7 @@ def register() -> None:
 
 
 def attention_layers(config: Any) -> int:
-    """Return the layers that compare every token with those before it. ``config``: of a text model."""
+    """Return the number of attention layers. ``config``: of a text model."""
     kinds = getattr(config, "layer_types", None)
     return sum(kind in ATTENTION for kind in kinds) if kinds else int(config.num_hidden_layers)
 
@@ -343,10 +342,10 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Float[Tensor, "1 N H D"], None]:
-    """Attend as transformers asks for it, which dictates the parameters."""
+    """Attend, with the signature that transformers requires."""
     if spans is None or attention_mask is not None or s_aux is not None:
         raise NotCausal(
-            "this model's attention does not receive where packed rows are, or needs more than causal "
+            "this model's attention does not get the boundaries of packed rows, or needs more than causal "
             "attention; set model.packing=false"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -354,7 +353,7 @@ def _attention(
     return spans.attend(q, k, v, scale=scale, window=sliding_window, dropout=dropout)[None], None
 
 
-def _alike(lengths: Sequence[int]) -> list[list[int]]:
+def _group_similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
     """Return the rows of each block, longest first, no row much shorter than the longest of its block."""
     blocks: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda r: -lengths[r]):
@@ -379,8 +378,8 @@ def _causal(
     if window is None or window >= length:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, dropout_p=dropout)
     age = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-    seen = (age >= 0) & (age < window)
-    return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, dropout_p=dropout)
+    visible = (age >= 0) & (age < window)
+    return scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, dropout_p=dropout)
 
 
 def _masked(
@@ -408,21 +407,21 @@ def packing_problem(model: Any) -> str | None:
 
 
 def mixing_layers(config: Any) -> list[str]:
-    """Return the types of layers, sorted, in which tokens reach others by another way than attention to all
-    before them, or to a window. ``config``: transformers' of a decoder.
+    """Return the layer types, sorted, that mix tokens by anything but causal attention, full or sliding.
+    ``config``: transformers' configuration of a decoder.
     """
     return sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
 
 
 def recurrent_layers(config: Any) -> list[str]:
-    """Return the types of layers, sorted, that carry a state from token to token: linear attention, Mamba,
-    convolutions. ``config``: transformers' of a decoder.
+    """Return the layer types, sorted, that carry a state from token to token: linear attention, Mamba,
+    convolutions. ``config``: transformers' configuration of a decoder.
     """
     return [k for k in mixing_layers(config) if k == "linear_attention" or not k.endswith("attention")]
 
 
 class _Reached(Exception):
-    """The attention function has been called as packed rows need it."""
+    """The attention function was called as packed rows need it."""
 
 
 class _Probe:
@@ -433,19 +432,19 @@ class _Probe:
 
 
 def _first_attention(model: Any) -> str | None:
-    """Return why its first attention layer reads no stream; None: it does, or that is not known, for a model
-    that computes with values before it attends. Such a one says so when it attends.
+    """Return why the first attention layer cannot read a stream. None: it can, or the model needs weights
+    before it attends; then a problem raises `NotCausal` when it attends.
     """
     register()
     try:
-        with torch.device("meta"):  # no memory, and whole also where ranks hold parts of the weights
+        with torch.device("meta"):  # no memory, and complete even if ranks shard the weights
             empty = type(model)(deepcopy(model.config)).eval()
             empty.set_attn_implementation(NAME)
             tokens = torch.zeros(1, 2, dtype=torch.long)
-            places = torch.arange(2)[None]
-            empty.get_decoder()(input_ids=tokens, position_ids=places, use_cache=False, spans=_Probe())
-    except (_Reached, RuntimeError):  # RuntimeError: what has no values was asked for them
+            positions = torch.arange(2)[None]
+            empty.get_decoder()(input_ids=tokens, position_ids=positions, use_cache=False, spans=_Probe())
+    except (_Reached, RuntimeError):  # RuntimeError: a meta tensor has no values to read
         return None
     except NotCausal:
-        return "it needs more than causal attention, such as sinks, or does not pass on where rows are"
+        return "it needs more than causal attention, such as sinks, or does not pass on row boundaries"
     return "its attention does not go through transformers' registry"

@@ -7,8 +7,8 @@ transformers fuses and renames on loading. For Mixtral with E experts:
     block_sparse_moe.experts.{0..E-1}.w2.weight             ->    mlp.experts.down_proj [E, H, I]
     block_sparse_moe.gate.weight                            ->    mlp.gate.weight
 
-The engine reads checkpoints, so the weight sync sends the left side. transformers' own reverse conversion
-makes it, one parameter at a time: under ZeRO-3 no rank holds the whole model.
+The engine reads checkpoints, so the weight sync sends the left side. transformers' reverse conversion makes
+it, one parameter at a time: under ZeRO-3 no rank holds the whole model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.model_files import stored_tensors
 
 _EXPERTS = re.compile(r"\bexperts\..*")
-_KNOWN = "Qwen2-MoE, Qwen3-MoE and Mixtral work"
+_SUPPORTED = "Qwen2-MoE, Qwen3-MoE and Mixtral work"
 
 
 def keep_used_conversions(model: Any) -> None:
@@ -50,9 +50,9 @@ class CheckpointFormat:
             name: torch.empty(spec.shape, dtype=spec.torch_dtype, device="meta")
             for name, spec in parameters.items()
         }
-        each = {name: self._reverted({name: tensor}) for name, tensor in meta.items()}
+        each = {name: self._revert({name: tensor}) for name, tensor in meta.items()}
         alone = {key: tensor.shape for tensors in each.values() for key, tensor in tensors.items()}
-        together = {key: tensor.shape for key, tensor in self._reverted(meta).items()}
+        together = {key: tensor.shape for key, tensor in self._revert(meta).items()}
         if alone != together or len(alone) != sum(map(len, each.values())):
             joined = min(set(alone.items()) ^ set(together.items()), default=("?", ()))[0]
             raise ValueError(
@@ -71,9 +71,9 @@ class CheckpointFormat:
         """Return the checkpoint tensors of parameter ``name`` with its whole ``value``: views or copies."""
         if name in self._renamed:
             return {self._renamed[name]: value}
-        return self._reverted({name: value})
+        return self._revert({name: value})
 
-    def _reverted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _revert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
 
         return revert_weight_conversion(self._model, tensors)
@@ -91,7 +91,7 @@ def owners(specs: Mapping[str, Iterable[ParameterSpec]]) -> dict[str, str]:
 
 def check_expert_names(model: Any, model_dir: Path) -> None:
     """Raise ValueError for a ``model`` (transformers, without weights) whose experts have other names in the
-    files of ``model_dir`` than in a weight sync. Files other than safetensors are not looked at.
+    files of ``model_dir`` than in a weight sync. Checks safetensors files only.
     """
     stored = {kind: name for name in stored_tensors(model_dir) if (kind := _kind(name))}
     each = {kind: (name, p) for name, p in model.named_parameters() if (kind := _kind(name))}
@@ -106,11 +106,11 @@ def check_expert_names(model: Any, model_dir: Path) -> None:
                 f"model {model_dir}: its architecture {model.config.model_type} is a mixture of experts "
                 f"whose weights have other names or another format in the checkpoint "
                 f"({min(stored.values())}) than in a weight sync ({unknown[0]}), so that the engine cannot "
-                f"load them; use another checkpoint or model ({_KNOWN})"
+                f"load them; use another checkpoint or model ({_SUPPORTED})"
             )
 
 
 def _kind(name: str) -> str | None:
-    """Return the name without layer and expert: experts.N.w1.weight; None for what is no expert's."""
+    """Return the name without layer and expert: experts.N.w1.weight; None if it is not an expert's."""
     match = _EXPERTS.search(name)
     return re.sub(r"\.\d+\.", ".N.", match[0]) if match else None

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration from ours, with the user's `policy.deepspeed` section merged over it, and the
+"""DeepSpeed's configuration from ours, with the user's `policy.deepspeed` section merged into it, and the
 settings and checks of `policy.offload`.
 """
 
@@ -30,12 +30,12 @@ _OURS = {
     "zero_optimization.offload_param.device": "is set by policy.offload.parameters",
 } | dict.fromkeys(
     ("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor"),
-    "would scale gradients, whose denominators are those of the whole step already",
+    "would scale gradients, which are already divided by the denominators of the whole step",
 )
 
 
 def deepspeed_config(policy: PolicyConfig, *, bfloat16: bool) -> dict[str, Any]:
-    """Return the dictionary for `deepspeed.initialize` of weights in bfloat16, or else in float32. Raises
+    """Return the dictionary for `deepspeed.initialize`, for weights in bfloat16 or else float32. Raises
     ValueError for keys that the trainer sets.
     """
     zero = policy.deepspeed.get("zero_optimization", {})
@@ -79,27 +79,27 @@ def deepspeed_config(policy: PolicyConfig, *, bfloat16: bool) -> dict[str, Any]:
             "ZeRO; use policy.zero_stage=1, which costs nothing more, or model.dtype=float32"
         )
     if bfloat16:
-        base["bf16"] = {"enabled": True, "check_grad_overflow": True}  # NaN gradients move nothing
+        base["bf16"] = {"enabled": True, "check_grad_overflow": True}  # skips NaN gradients
         base["data_types"] = {"grad_accum_dtype": "fp32"}
         if policy.zero_stage == 1:
-            # They are reduced once an update, as they were added up. Others are at every micro-batch.
+            # ZeRO-1 reduces once per update, in the accumulation dtype; other stages at every micro-batch.
             base["communication_data_type"] = "fp32"
-            base["bf16"]["immediate_grad_update"] = True  # else a whole bfloat16 gradient stays, too
+            base["bf16"]["immediate_grad_update"] = True  # else a full bfloat16 gradient stays, too
     return _merge(base, policy.deepspeed)
 
 
 def overlaps_reduction(policy: PolicyConfig) -> bool:
-    """Return whether gradients are reduced during the backward pass: where the user asks for it.
+    """Return whether gradients are reduced during the backward pass: only if the user asks for it.
 
-    DeepSpeed's reports of wrong gradients with it are open (issue 5545: a data race in all stages; 8061: NaN
-    with compiled layers), and nothing here could show that a run is free of them.
+    DeepSpeed has open reports of wrong gradients with it (issue 5545: a data race in all stages; 8061: NaN
+    with compiled layers), and nothing here could rule them out for a run.
     """
     return bool(policy.deepspeed.get("zero_optimization", {}).get("overlap_comm", False))
 
 
 def check_values(policy: PolicyConfig) -> None:
-    """Raises ValueError for a key or value in `policy.deepspeed.zero_optimization` that DeepSpeed refuses.
-    Imports DeepSpeed where there are any.
+    """Raise ValueError for a key or value in `policy.deepspeed.zero_optimization` that DeepSpeed refuses.
+    Imports DeepSpeed only if there are any.
     """
     if not policy.deepspeed.get("zero_optimization"):
         return
@@ -135,10 +135,10 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def size_buffers(settings: dict[str, Any], largest: int) -> None:
-    """Make DeepSpeed's buffers for parameters on NVMe fit ``largest``, the elements of the largest one.
+    """Size DeepSpeed's buffers for parameters on NVMe by ``largest``, the elements of the largest parameter.
 
     Its default of 10^8 is too small for the embedding of a large vocabulary (the swap then fails), and takes
-    gigabytes where all parameters are small.
+    gigabytes if all parameters are small.
     """
     section = settings["zero_optimization"].get("offload_param", {})
     if section.get("device") == "nvme":
@@ -147,7 +147,7 @@ def size_buffers(settings: dict[str, Any], largest: int) -> None:
 
 def create_moments(optimizer: Any) -> None:
     """Give a new ZeRO-3 optimiser on NVMe the moments it would make at its first step. Call it before loading
-    a checkpoint: DeepSpeed reads back only files of state it knows to be on disk, and else starts from none.
+    a checkpoint: DeepSpeed reads back only state that it knows to be on disk, else starts without moments.
     """
     import torch  # a plan reads this module without it
 
@@ -161,13 +161,13 @@ def create_moments(optimizer: Any) -> None:
 
 
 def set_steps(optimizer: Any, steps: int) -> None:
-    """Set Adam's count of steps, on which its bias correction depends and which these files do not hold."""
+    """Set Adam's step count, which its bias correction needs and the NVMe files lack."""
     for state in optimizer.optimizer.state.values():
         state["step"] = steps
 
 
 def check_offload(policy: PolicyConfig) -> None:
-    """Raises ValueError when this machine lacks what offloading needs, before anything is started."""
+    """Raise ValueError if this machine lacks what offloading needs, before anything is started."""
     if policy.offload.optimizer != "none":
         compiler = os.environ.get("CXX", "c++")
         if shutil.which(compiler) is None:

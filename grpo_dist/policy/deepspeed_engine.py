@@ -15,8 +15,8 @@ from grpo_dist.config import PolicyConfig
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.runtime.hardware import device_type
 
-# What measures the norm in a step of each of DeepSpeed's optimizers: a method, or a function of its module.
-# Where it returns a list, these are the norms of parameter groups.
+# What measures the gradient norm in each of DeepSpeed's optimizers: a method, or a function of its module. A
+# returned list has the norms of parameter groups.
 _METHODS = {
     "DeepSpeedZeroOptimizer": "scaled_global_norm",
     "DeepSpeedZeroOptimizer_Stage3": "_get_norm_groups",
@@ -56,9 +56,8 @@ def initialize(module: TokenLogprobs, policy: PolicyConfig, settings: dict[str, 
     )
     engine.train()
     if device_type() == "cuda" and hasattr(engine.optimizer, "_record_gradient_stream"):
-        # Of ZeRO-1 and 2, where the user sets overlap_comm. A gradient above the bucket size is reduced where
-        # it lies, by another stream than the backward pass, which lets go of it at once. DeepSpeed notes this
-        # for the allocator only with offload.
+        # ZeRO-1 and 2 with overlap_comm reduce a gradient above the bucket size in place, on another stream
+        # than the backward pass, which frees it at once. DeepSpeed tells the allocator only with offload.
         engine.optimizer._record_gradient_stream = torch.Tensor.record_stream
     if policy.zero_stage == 0 and dist.get_world_size() == 1:
         # DeepSpeed would copy all gradients into one tensor, reduce it over one rank, and copy them back.
@@ -67,8 +66,8 @@ def initialize(module: TokenLogprobs, policy: PolicyConfig, settings: dict[str, 
 
 
 def measure_memory_by_torch() -> None:
-    """Let DeepSpeed ask torch how much memory of its GPU is free. It asks NVML by the numbers in
-    CUDA_VISIBLE_DEVICES, and fails where GPUs, or parts of them (MIG), have UUIDs there.
+    """Make DeepSpeed ask torch for the free memory of its GPU. It asks NVML by the numbers in
+    CUDA_VISIBLE_DEVICES, and fails if GPUs, or parts of them (MIG), have UUIDs there.
     """
     from deepspeed.accelerator import get_accelerator  # with DeepSpeed, above
 
@@ -107,7 +106,7 @@ class NormGate:
         def gated(*arguments: Any, **others: Any) -> Any:
             measured = measure(*arguments, **others)
             norms = measured if isinstance(measured, list) else [measured]
-            self.norm = _together([float(norm) for norm in norms])
+            self.norm = _total_norm([float(norm) for norm in norms])
             if self.norm <= self.limit:
                 return measured
             refused = [norm * math.nan for norm in norms]
@@ -116,7 +115,7 @@ class NormGate:
         setattr(owner, name, gated)
 
 
-def _together(norms: list[float]) -> float:
-    """Return the norm of all groups; DeepSpeed writes -1 for one that is not finite."""
+def _total_norm(norms: list[float]) -> float:
+    """Return the norm over all groups; DeepSpeed reports -1 for a non-finite norm."""
     finite = all(math.isfinite(norm) and norm >= 0 for norm in norms)
     return math.hypot(*norms) if finite else math.nan

@@ -1,4 +1,4 @@
-"""Kernels that DeepSpeed compiles at first use: once, by one process, and a killed one blocks no other.
+"""Builds DeepSpeed's kernels once, in one process; a killed build blocks no other process.
 
 torch marks a build with a file that its builder removes at the end. A killed builder leaves the file, and
 every later process of that user waits for it forever. Here the mark is a lock that ends with its process.
@@ -27,27 +27,27 @@ from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import processor_digest
 from grpo_dist.runtime.processes import child_command, run_child
 
-_DEADLINE_S = 3600.0  # of one build by another process: a busy machine takes minutes for one file
-_LATER = 5  # niceness
-_REFUSED = "REFUSED: "  # before the message of a build that failed
+_DEADLINE_S = 3600.0  # per build by another process: a busy machine takes minutes for one file
+_NICENESS = 5  # niceness
+_REFUSED = "REFUSED: "  # prefix of the message of a failed build
 _OUTPUT = 4000  # characters of a compiler's output, from its end
 _NAMES = {
     "CPUAdamBuilder": "cpu_adam", "AsyncIOBuilder": "async_io", "QuantizerBuilder": "quantizer",
     "PinMemoryBuilder": "pin_memory", "ShareMemCommBuilder": "deepspeed_shm_comm",
 }  # fmt: skip
-# What is missing where a build says this.
+# Words in the output of a failed build, and the missing dependency.
 _MISSING = {
     "Python.h": "the headers of Python (python3-dev)", "libaio": "libaio-dev", "aio.h": "libaio-dev",
     "ninja": "ninja (pip install ninja)", "CUDA_HOME": "the CUDA toolkit, and set CUDA_HOME",
     "nvcc": "the CUDA toolkit, and set CUDA_HOME",
 }  # fmt: skip
 
-_begun: list[psutil.Popen] = []  # builds in the background; Python warns of one that nobody holds
+_background_builds: list[psutil.Popen] = []  # background builds; Python warns about one without a reference
 
 
 class BuildLock:
-    """Replaces torch's ``FileBaton``: every caller gets the lock in turn. Then ninja builds what is missing:
-    all, part, or nothing.
+    """Replaces torch's ``FileBaton``: callers get the lock one after the other. Then ninja builds what is
+    missing: all, part, or nothing.
     """
 
     def __init__(self, lock_file_path: str, wait_seconds: float = 0.1, warn_after_seconds: int = 0) -> None:
@@ -78,10 +78,10 @@ class BuildLock:
 
 
 def build_in_own_directory() -> None:
-    """Build kernels under the `BuildLock`, in a directory of this project inside ``TORCH_EXTENSIONS_DIR``,
-    else inside torch's own directory for kernels. Call it before DeepSpeed is imported.
+    """Build kernels under the `BuildLock`, in this project's directory inside ``TORCH_EXTENSIONS_DIR``, else
+    inside torch's directory for kernels. Call it before DeepSpeed is imported.
     """
-    # With the ninja of this very environment.
+    # Use this environment's ninja.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     if cpp_extension.FileBaton is BuildLock:
         return
@@ -100,34 +100,34 @@ def kernel_directory() -> Path:
 
 
 def list_kernels(policy: PolicyConfig, device: str) -> list[str]:
-    """Return the builders of DeepSpeed's kernels that the ranks of ``policy`` load. ``device``: of the ranks.
+    """Return the builders of DeepSpeed's kernels that the ranks of ``policy`` load on ``device``.
 
-    Its fused Adam is none of them: the optimiser on GPUs is torch's.
+    DeepSpeed's fused Adam is not among them: the optimiser on GPUs is torch's.
     """
     where = policy.offload
     zero = policy.deepspeed.get("zero_optimization", {})
-    wanted = {
+    needs = {
         "ShareMemCommBuilder": device == "cpu",
         "CPUAdamBuilder": where.optimizer != "none",
         "AsyncIOBuilder": "nvme" in (where.optimizer, where.parameters),
         "QuantizerBuilder": any(value for key, value in zero.items() if key.startswith("zero_quantized_")),
         "PinMemoryBuilder": os.environ.get("DS_PIN_MEMORY_BACKEND") == "native",
     }
-    return [name for name, is_wanted in wanted.items() if is_wanted]
+    return [name for name, is_needed in needs.items() if is_needed]
 
 
 def unbuilt(builders: Sequence[str]) -> list[str]:
-    """Return those of ``builders`` whose kernels this machine does not have yet."""
+    """Return the ``builders`` whose kernels this machine does not have yet."""
     return [name for name in builders if not _mark(name).exists()]
 
 
 def _mark(builder: str) -> Path:
-    """Return the file that says that a kernel has been built to its end and loaded."""
+    """Return the file that marks a kernel as built and loaded."""
     return kernel_directory() / _NAMES[builder] / "built"
 
 
 def _load_built(builder: Any) -> None:
-    """Make DeepSpeed's ``builder`` use the library that is there. Raises ImportError for a damaged one.
+    """Make DeepSpeed's ``builder`` use the existing library. Raises ImportError for a damaged one.
 
     DeepSpeed calls ninja, which rebuilds what another environment built: the headers have other paths.
     """
@@ -151,12 +151,12 @@ def build_kernels(builders: Sequence[str]) -> None:
         if builder is None or (name == "ShareMemCommBuilder" and not builder.is_compatible(verbose=False)):
             continue  # DeepSpeed does without it
         mark = _mark(name)
-        # One with code for GPUs is of the kind of GPU it was built on: ninja compares.
+        # GPU code fits only the GPU type it was built on: ninja compares.
         if mark.exists() and name != "QuantizerBuilder":
             try:
                 _load_built(builder)
                 continue
-            except ImportError:  # damaged: built again
+            except ImportError:  # damaged: rebuild
                 mark.unlink(missing_ok=True)
         try:
             builder.load(verbose=False)
@@ -178,36 +178,36 @@ def _why_not_built(kernel: str, error: Exception) -> str:
 
 
 def begin_kernels(policy: PolicyConfig, device: str) -> None:
-    """Begin to build what this machine lacks for the ranks of ``policy``, at a low priority: two compilers
-    would take half of a core from the thread of a cold start. `build_kernels_here` waits for it, and reports
-    what cannot be built. The process may outlive a refused run by a minute or two: each kernel is compiled
-    once per machine, and the next start finds it.
+    """Start building the missing kernels of ``policy``'s ranks, at a low priority: two compilers would take
+    half a core from the thread of a cold start. `build_kernels_here` waits for the build and reports what
+    cannot be built. The process may outlive a refused run by a minute or two: each kernel is compiled once
+    per machine, and the next start uses it.
     """
     if missing := unbuilt(list_kernels(policy, device)):
-        nothing = subprocess.DEVNULL
+        devnull = subprocess.DEVNULL
         command = child_command("grpo_dist.policy.extensions", *missing)
-        _begun.append(psutil.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing))
-        _begun[-1].nice(_LATER)
+        _background_builds.append(psutil.Popen(command, stdin=devnull, stdout=devnull, stderr=devnull))
+        _background_builds[-1].nice(_NICENESS)
 
 
 async def build_kernels_here(builders: Sequence[str]) -> None:
-    """Build what this machine lacks of ``builders``, in a process of its own, before ranks start: a build may
-    take longer than the start of an actor. Raises UserError as `build_kernels`, TimeoutError after an hour.
+    """Build the missing kernels of ``builders`` in a child process before ranks start: a build may take
+    longer than the start of an actor. Raises UserError as `build_kernels`, TimeoutError after an hour.
     """
     status, _, errors = await run_child("grpo_dist.policy.extensions", *builders, deadline_s=_DEADLINE_S)
     if status:
-        refused = errors.rpartition(_REFUSED)[2]
-        # A process that was ended, as for want of memory, has said nothing.
+        refusal = errors.rpartition(_REFUSED)[2]
+        # A killed process, e.g. out of memory, has written nothing.
         raise UserError(
-            refused.strip()[-2 * _OUTPUT :]
+            refusal.strip()[-2 * _OUTPUT :]
             or f"DeepSpeed's kernels {', '.join(_NAMES[name] for name in builders)} are not built: the "
-            f"process that builds them ended with status {status}; a status of -9 is for want of "
+            f"process that builds them ended with status {status}; a status of -9 usually means out of "
             "memory: free some, and start again"
         )
 
 
 def main() -> None:
-    """Build the kernels of the builders in sys.argv. Writes why one cannot be built to standard error."""
+    """Build the kernels of the builders in sys.argv. Writes the reason of a failure to standard error."""
     build_in_own_directory()
     try:
         build_kernels(sys.argv[1:])

@@ -1,7 +1,7 @@
-"""Full tensors out of a sharded policy: for the rollout engines, and as a model in Hugging Face format.
+"""Full tensors of a sharded policy: for the rollout engines, and as a model in Hugging Face format.
 
-An export lists its files in `.export.json`, which loaders of models do not read. So a later export to the
-same directory knows what it may delete, whatever files the tokenizer and the own code of the model have.
+An export lists its files in `.export.json`, which model loaders do not read. So a later export to the same
+directory knows what it may delete, including any files of the tokenizer and of custom model code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpo_dist.runtime.files import clear, keep_backup, publish, read_json, writ
 
 _ADAPTER = "adapter"
 EXPORT_LIST = ".export.json"
-_SHARD = "5GB"  # of a file: the memory that reads it maps a whole one
+_SHARD = "5GB"  # per file: a reader maps a whole file into memory
 
 
 def write_model(
@@ -39,7 +39,7 @@ def write_model(
 ) -> None:
     """Write ``weights`` of ``model`` (safetensors) with its tokenizer, any ``low_rank`` adapters to
     `adapter`, and the list of all files. The directory appears only when it is complete. It replaces an
-    earlier export; anything else there is kept under another name, see `keep_backup`.
+    earlier export; anything else there is backed up, see `keep_backup`.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     clear(partial)
@@ -53,7 +53,7 @@ def write_model(
     if low_rank:
         _write_low_rank(model, low_rank, partial / _ADAPTER, Path(tokenizer_dir))
     _list_files(partial)
-    if why_no_export(directory):  # also files that came during this export, which takes minutes
+    if why_no_export(directory):  # also for files added during this export, which takes minutes
         keep_backup(directory)
     clear(directory)
     publish(partial, directory)
@@ -62,8 +62,8 @@ def write_model(
 def write_adapter_alone(
     model: Any, low_rank: dict[str, Tensor], directory: Path, tokenizer_dir: str, trust_remote_code: bool
 ) -> None:
-    """Write the ``low_rank`` adapters of ``model`` alone, as peft reads them, with the tokenizer and the list
-    of all files to ``directory``, which is new.
+    """Write only the ``low_rank`` adapters of ``model``, in peft's format, with the tokenizer and the list of
+    all files, to the new ``directory``.
     """
     _write_low_rank(model, low_rank, directory, Path(tokenizer_dir))
     _write_tokenizer(directory, tokenizer_dir, trust_remote_code)
@@ -98,7 +98,7 @@ def _list_files(directory: Path) -> None:
 
 
 def add_file(directory: Path, name: str, text: str) -> None:
-    """Write the file ``name`` into the export in ``directory``, as one of its own."""
+    """Write the file ``name`` into the export in ``directory``, and add it to the export's list."""
     write_text(directory / name, text)
     listed = read_json(directory / EXPORT_LIST)
     files = sorted({*listed["files"], name})
@@ -106,13 +106,13 @@ def add_file(directory: Path, name: str, text: str) -> None:
 
 
 def record_origin(directory: Path, origin: Mapping[str, Any]) -> None:
-    """Write what the export in ``directory`` was made of beside the list of its files."""
+    """Record in the export's list what the export in ``directory`` was made from."""
     listed = read_json(directory / EXPORT_LIST) | {"origin": origin}
     write_text(directory / EXPORT_LIST, json.dumps(listed, indent=1))
 
 
 def is_export_from(directory: Path, origin: Mapping[str, Any]) -> bool:
-    """Return whether ``directory`` holds the export made of ``origin``, with all its files and no others."""
+    """Return whether ``directory`` holds the export made from ``origin``, with all its files and no more."""
     try:
         is_same = read_json(directory / EXPORT_LIST)["origin"] == origin
     except (OSError, ValueError, TypeError, KeyError):
@@ -122,8 +122,8 @@ def is_export_from(directory: Path, origin: Mapping[str, Any]) -> bool:
 
 
 def _name_ends(directory: Path, ids: Collection[int]) -> None:
-    """Add ``ids``, at which samples ended in training, to the ends in generation_config.json: other engines
-    stop at these alone.
+    """Add ``ids``, which ended samples in training, to eos_token_id in generation_config.json: other engines
+    stop only there.
     """
     file = directory / "generation_config.json"
     settings = read_json(file) if file.is_file() else {}
@@ -134,9 +134,9 @@ def _name_ends(directory: Path, ids: Collection[int]) -> None:
 
 
 def why_no_export(directory: Path) -> str:
-    """Return what shows that ``directory``, which a new export would delete, is no earlier one; "": nothing.
+    """Return why ``directory``, which a new export would delete, is not an earlier export; "": it is.
 
-    A directory that is empty or does not exist holds nothing to lose.
+    An empty or missing directory has nothing to lose.
     """
     if directory.is_symlink():
         return "it is a link"
@@ -154,7 +154,7 @@ def why_no_export(directory: Path) -> str:
 
 
 def _listed_files(directory: Path) -> set[Path]:
-    """Return the files that the list of an export names, and that; none where it cannot be read."""
+    """Return the files in an export's list, and the list itself; none if it cannot be read."""
     try:
         listing = read_json(directory / EXPORT_LIST)
         return {directory / name for name in (EXPORT_LIST, *listing["files"])}
@@ -163,10 +163,10 @@ def _listed_files(directory: Path) -> set[Path]:
 
 
 def save_pretrained(model: Any, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Write ``model`` to ``directory`` with ``weights`` (None: its own), and its generation config as it is.
+    """Write ``model`` to ``directory`` with ``weights`` (None: its own) and its unchanged generation config.
 
     transformers loads a generation config such as `{"temperature": 0.6}`, without `do_sample`, with a
-    warning, but refuses to save it. Nothing here samples with it, so that is no reason to lose a model.
+    warning, but refuses to save it. Nothing here samples with it, so it must not fail the save.
     """
     from transformers import GenerationConfig  # slow to import
     from transformers.utils import GENERATION_CONFIG_NAME  # slow to import
@@ -209,22 +209,20 @@ class FullWeights:
     def buckets(
         self, bucket_bytes: int, *, adapters_only: bool = False, as_held: bool = False
     ) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield full tensors, bucket by bucket, each valid until the next is asked for. Collective under
-        ZeRO-3.
+        """Yield full tensors, bucket by bucket, each valid until the next one. Collective under ZeRO-3.
 
-        They are those of a checkpoint, with low-rank adapters merged into copies of them, or the adapters
-        alone.
+        These are a checkpoint's tensors, with low-rank adapters merged into copies, or only the adapters.
 
         Args:
-            bucket_bytes: size of a bucket; a larger tensor gets a bucket of its own.
-            as_held: yield the parameters as transformers' model has them, where its checkpoint names them
-                otherwise or splits fused experts.
+            bucket_bytes: size of a bucket; a larger tensor gets a separate bucket.
+            as_held: yield the parameters as in transformers' model, even if its checkpoint renames them or
+                splits fused experts.
         """
         parameters = dict(self.named_weights(adapters_only))
         low_rank = {} if adapters_only else adapters(self.named_weights(adapters_only=True))
         specs, plain = self._specs(adapters_only, as_held), adapters_only or as_held
         owner, left = owners(specs), dict.fromkeys(specs)
-        pending: dict[str, Tensor] = {}  # of parameters that are gathered, not yet sent
+        pending: dict[str, Tensor] = {}  # gathered, not yet sent
         for bucket in make_buckets([spec for tensors in specs.values() for spec in tensors], bucket_bytes):
             names = [name for name in dict.fromkeys(owner[spec.name] for spec in bucket) if name in left]
             bucket_adapters = {name: low_rank[name] for name in names if name in low_rank}
@@ -241,11 +239,11 @@ class FullWeights:
                     )
                     pending |= {name: value} if plain else self._format.tensors(name, value)
                 yield [(spec.name, pending.pop(spec.name)) for spec in bucket]
-                if gathered and self._zero3:  # its parameter is released here
+                if gathered and self._zero3:  # ZeRO-3 releases the parameters here
                     pending = {name: t.clone() for name, t in pending.items()}
 
     def gathered(self, parameters: list[Tensor]) -> Any:
-        """Return a context in which this rank has the whole of ``parameters``. Collective under ZeRO-3."""
+        """Return a context in which this rank has the full ``parameters``. Collective under ZeRO-3."""
         if not self._zero3:
             return nullcontext()
         import deepspeed  # optional: only ranks need it
@@ -257,7 +255,7 @@ class FullWeights:
     ) -> None:
         """Write the model in Hugging Face format (safetensors) with its tokenizer, from rank 0. Collective.
 
-        Trained low-rank adapters are merged into it, and also written to `adapter` as peft reads them.
+        Trained low-rank adapters are merged into it, and also written to `adapter` in peft's format.
         """
         whole = self._collect_on_first_rank(self.buckets(bucket_bytes, as_held=True))
         low_rank = self._collect_on_first_rank(self.buckets(bucket_bytes, adapters_only=True))

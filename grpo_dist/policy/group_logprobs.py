@@ -1,6 +1,6 @@
-"""Log-probs of sampled groups under a model that stays as it is: a reference, or a policy without adapters.
+"""Log-probs of sampled groups under a frozen model: a reference, or a policy without its adapters.
 
-Each group goes through the model alone: its numbers depend neither on other groups nor on who computes them.
+Each group goes through the model alone: its numbers depend neither on other groups nor on the rank.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ def group_logprobs(
     """Return for each group the log-probs of the rows of its samples, float32 [C], nats; 0 for given tokens.
 
     Args:
-        forward: that of `TokenLogprobs`.
-        top_k: number of likeliest tokens at each position to return, too.
-        together: ``forward`` is a collective, which all ranks call equally often.
+        forward: as `TokenLogprobs.forward`.
+        top_k: number of likeliest tokens to return at each position, too.
+        together: ``forward`` is collective: all ranks call it equally often.
     """
 
     def compute(layout: Layout) -> tuple[Tensor, ...]:
         values, *tops = (t for t in forward(layout, top_k=top_k) if t is not None)
         if not top_k:
             return (values,)
-        # On the host, one micro-batch after the other: together they are K times as much as log-probs.
-        there = replace(layout, places=layout.places.cpu())
-        return values.cpu(), *(there.unpack_rows(t.cpu()) for t in tops)
+        # Move each micro-batch to the host: the top-k values are K times the size of the log-probs.
+        host_layout = replace(layout, places=layout.places.cpu())
+        return values.cpu(), *(host_layout.unpack_rows(t.cpu()) for t in tops)
 
     rows = [_rows(prompt, samples) for prompt, samples in groups]
     plan = [(group, chosen) for group, group_rows in enumerate(rows) for chosen in _plan(group_rows, micro)]
     out: list[list[Any]] = [[None] * len(group_rows) for group_rows in rows]
-    # Before the first pass: under ZeRO-3 passes are collectives, which no other may come between.
+    # Before the first pass: under ZeRO-3 passes are collectives, and no other collective may interleave.
     further = micro.max_over_ranks(len(plan)) - len(plan) if together else 0
     values = [compute(_layout([rows[group][i] for i in chosen], micro)) for group, chosen in plan]
     for (group, chosen), outputs in zip(plan, values, strict=True):
         for i, parts in zip(chosen, zip(*(t.cpu().numpy() for t in outputs), strict=True), strict=True):
             row = rows[group][i]
-            own, *tops = (part[row.start : len(row.tokens)].copy() for part in parts)
-            out[group][i] = TeacherLogprobs(own, *tops)
+            sampled_logprobs, *tops = (part[row.start : len(row.tokens)].copy() for part in parts)
+            out[group][i] = TeacherLogprobs(sampled_logprobs, *tops)
     for _ in range(further):
         compute(_layout([_SampleRow(np.zeros(2, np.int32), 1, 1, None)], micro))
     return out
@@ -68,9 +68,9 @@ def group_logprobs(
 class _SampleRow:
     tokens: np.ndarray  # int32 [P + C]
     start: int  # P
-    shared: int  # tokens that it shares with the other rows of its group
+    shared: int  # tokens shared with the other rows of the group
     sampled: np.ndarray | None  # bool [C]
-    temperature: float | None = None  # of its sample
+    temperature: float | None = None  # the sample's
     kept: KeptTokens | None = None
 
 

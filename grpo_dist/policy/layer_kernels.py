@@ -1,9 +1,9 @@
-"""Norms, rotary positions and gated activations of a model by the Triton kernels of the package liger-kernel,
-on GPUs.
+"""The package liger-kernel's Triton kernels for a model's norms, rotary positions and gated activations, on
+GPUs.
 
 torch computes each of them in several operations, which read and write the activations each time. On an H200
-29,000 tokens of Qwen2.5-0.5B in bfloat16 take 0.31 s forward and backward by torch's operations and 0.25 by
-these kernels, of which 0.13 are matrix products (guides/gpus.md).
+29,000 tokens of Qwen2.5-0.5B in bfloat16 take 0.31 s forward and backward with torch's operations and 0.25 s
+with these kernels, 0.13 s of it matrix products (guides/gpus.md).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from grpo_dist.runtime.hardware import DeviceType, has_layer_kernels
 
-# Types of models whose values and gradients tests compare with those of torch's operations, and the
-# activation that their kernel computes, whatever the model's configuration says.
+# Model types whose values and gradients tests compare with torch's operations, and the activation that the
+# kernel computes, whatever the model's configuration says.
 _ACTIVATIONS = dict.fromkeys(
     (
         "exaone4", "granite", "hunyuan_v1_dense", "llama", "mistral", "olmo2", "olmo3", "qwen2", "qwen3",
@@ -38,7 +38,7 @@ def kernels_problem(kernels: str, model: Any, device: DeviceType, *, has_package
         problem = "computes on GPUs, and the run has none"
     elif not has_package:
         problem = "needs the package liger-kernel, which is not installed (`pip install liger-kernel`)"
-    elif not _is_known(model):
+    elif not _is_supported(model):
         types = ", ".join(sorted(_ACTIVATIONS))
         problem = (
             f"is for transformers' models of type {types} with their usual activation, and this is a "
@@ -50,32 +50,32 @@ def kernels_problem(kernels: str, model: Any, device: DeviceType, *, has_package
 
 
 def use_kernels(model: Any, kernels: str, device: DeviceType) -> bool:
-    """Have ``model`` (transformers) compute with the ``kernels`` that `model.kernels` names; return whether
-    these are the package's. ``auto``: where there is a GPU, the package, and a type of model that is known.
+    """Make ``model`` (transformers) use the ``kernels`` that `model.kernels` names; return whether these are
+    the package's. ``auto``: the package's, given a GPU, the package and a supported model type.
 
     Raises ValueError as `kernels_problem` says.
     """
     if problem := kernels_problem(kernels, model, device, has_package=has_layer_kernels()):
         raise ValueError(problem)
-    if kernels == "torch" or device != "cuda" or not has_layer_kernels() or not _is_known(model):
+    if kernels == "torch" or device != "cuda" or not has_layer_kernels() or not _is_supported(model):
         return False
     replace_operations(model)
     return True
 
 
 def replace_operations(model: Any) -> None:
-    """Replace torch's operations in ``model`` by the package's kernels. The LM head stays as it is:
-    its log-probs are this project's.
+    """Replace torch's operations in ``model`` by the package's kernels. The LM head is unchanged: this
+    project computes its log-probs.
 
-    Other models are untouched, but for rotary positions: those on a GPU of all models of the type in this
-    process are the kernel's.
+    Other models are untouched except for rotary positions: on a GPU, all models of the type in this process
+    use the kernel.
     """
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance  # imports Triton
 
     module = sys.modules[type(model).__module__]
     before = dict(vars(module))
     _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
-    # The package also replaces the classes that later models are made of, which may differ from this one.
+    # Undo the package's replacement of classes, which later models use and which may not suit them.
     for name, original in before.items():
         if getattr(module, name) is not original:
             is_first = name == _ROTARY and not isinstance(original, _Rotary)
@@ -83,7 +83,7 @@ def replace_operations(model: Any) -> None:
 
 
 class _Rotary:
-    """Does what ``by_torch``, transformers' function, does; for tensors on a GPU by the kernel."""
+    """Computes ``by_torch``, transformers' function, by the kernel for tensors on a GPU."""
 
     def __init__(self, by_torch: Callable[..., Any]) -> None:
         from liger_kernel.ops.rope import LigerRopeFunction  # Triton's: the package has others, too
@@ -101,8 +101,8 @@ def has_kernels(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _is_known(model: Any) -> bool:
-    """A model of another class may compute something else under the same type."""
+def _is_supported(model: Any) -> bool:
+    """Return whether the kernels fit ``model``; classes outside transformers may differ under one type."""
     ours = type(model).__module__.startswith("transformers.models.")
     return ours and _ACTIVATIONS.get(model.config.model_type, "") == _activation(model)
 

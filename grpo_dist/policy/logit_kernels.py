@@ -1,9 +1,9 @@
-"""The functions of `logit_rows` on GPUs, for logits in float32, which stay as they are: the forward pass
+"""The functions of `logit_rows` on GPUs, for float32 logits, which they do not overwrite: the forward pass
 reads each logit once, the backward pass reads it once and writes its gradient.
 
 torch's operations read or write a block of logits about fifteen times in each pass. On an H100, with 8,192
-rows of width 896 and 152,000 tokens, that takes 31 and 41 ms and these kernels 6 and 15, products included
-(guides/gpus.md).
+rows of width 896 and 152,000 tokens, that takes 31 and 41 ms and these kernels 6 and 15 ms, matrix products
+included (guides/gpus.md).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def logprobs(
     *,
     with_entropy: bool,
 ) -> tuple[Float[Tensor, " N"], RowSums]:
-    """Return the entropies in any case: they cost nothing. A target that is no token has log-prob NaN."""
+    """Do as `logit_rows.logprobs`, always with entropies: they cost nothing. Invalid targets give NaN."""
     logits, targets = logits.contiguous(), targets.contiguous()
     values = logits.new_empty(len(logits))
     sums = RowSums.empty_like(values)
-    with torch.cuda.device_of(logits):  # Triton launches on the current one
+    with torch.cuda.device_of(logits):  # Triton launches on the current device
         if len(logits):
             _forward[(len(logits),)](
-                logits, targets, _each(temperature, values), values, *sums.tensors,
+                logits, targets, _expand_temperature(temperature, values), values, *sums.tensors,
                 logits.shape[1], BLOCK=_BLOCK, num_warps=_WARPS,
             )  # fmt: skip
     return values, sums
@@ -53,22 +53,22 @@ def gradient(
     transform: LogitTransform = IDENTITY,
 ) -> Float[Tensor, "N V"]:
     logits, targets = logits.contiguous(), targets.contiguous()
-    out, each = torch.empty_like(logits, dtype=dtype), _each(temperature, sums.largest)
+    out, temperatures = torch.empty_like(logits, dtype=dtype), _expand_temperature(temperature, sums.largest)
     upstream = (
-        torch.zeros_like(each) if g is None else (g / each).contiguous()
+        torch.zeros_like(temperatures) if g is None else (g / temperatures).contiguous()
         for g in (grad, grad if total is None else total, entropy_grad)
     )
     with torch.cuda.device_of(logits):
         if len(logits):
             _backward[(len(logits),)](
-                logits, targets, each, *(t.contiguous() for t in sums.tensors), *upstream, out,
+                logits, targets, temperatures, *(t.contiguous() for t in sums.tensors), *upstream, out,
                 transform.slope, transform.cap or 1.0, logits.shape[1],
                 CAPPED=transform.cap is not None, BLOCK=_BLOCK, num_warps=_WARPS,
             )  # fmt: skip
     return out
 
 
-def _each(temperature: float | Tensor, like: Tensor) -> Tensor:
+def _expand_temperature(temperature: float | Tensor, like: Tensor) -> Tensor:
     """Return the temperature of each row, float32 [N]."""
     if isinstance(temperature, Tensor):
         return temperature.to(like).contiguous()
@@ -81,14 +81,14 @@ def _forward(  # type: ignore[no-untyped-def]  # Triton reads annotations as its
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
-    # Of what was read: the largest x, the sum of exp(x - top), and that of (x - top) exp(x - top).
+    # Running values: the largest x, the sum of exp(x - top), and the sum of (x - top) exp(x - top).
     top, total, weighted = -float("inf"), 0.0, 0.0
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(logits + row * vocabulary + columns, mask=columns < vocabulary, other=-float("inf"))
         x /= temperature
         new_top = tl.maximum(top, tl.max(x, 0))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)  # so far all are masked
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)  # all masked so far
         shift = tl.where(top == -float("inf"), 0.0, top - base)
         x -= base
         p = tl.exp(x)

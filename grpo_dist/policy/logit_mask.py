@@ -1,11 +1,11 @@
 """Sampling masks in the trainer's softmax: Keep Sampling Mask (DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
 
-With top_p, top_k or min_p an engine samples token a from the set S that these kept, of the distribution
+With top_p, top_k or min_p an engine samples token a from the kept set S, with the distribution
 
     q(a | S) = exp(z(a) / T) / sum over S of exp(z(j) / T)
 
-The trainer takes the same S, as the engine had it, in every pass over the token: old log-probs, each epoch,
-the reference. Other logits are -inf before the softmax and have gradient 0.
+The trainer uses the engine's S in every pass over the token: old log-probs, each epoch, the reference. Other
+logits are -inf before the softmax and have gradient 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LogitMask:
 
     Attributes:
         kept: the same in host memory.
-        ends: int64 [2, M + 1], how many ids, and how many rows with bits, are before each row and in all.
+        ends: int64 [2, M + 1], numbers of ids, and of rows with bits, before each row and in total.
     """
 
     kept: KeptTokens
@@ -40,9 +40,7 @@ class LogitMask:
 
     @classmethod
     def from_rows(cls, rows: Rows, wanted: Bool[Tensor, "B T"], device: torch.device) -> LogitMask:
-        """Return the masks of the ``wanted`` tokens of ``rows``, in their order; the first token of a row is
-        none of them.
-        """
+        """Return the masks of the ``wanted`` tokens of ``rows``, in order; never of a row's first token."""
         assert rows.kept is not None, "rows without masks need no mask"
         parts = []
         for kept, length, columns in zip(rows.kept, rows.lengths.tolist(), wanted.numpy(), strict=True):

@@ -1,10 +1,10 @@
-"""What is computed from blocks of logits [N, V], by torch's operations; `logit_kernels` has the same
-two functions for GPUs. Two blocks exist at once, the logits among them; with a cap behind the head three.
+"""Log-probs and gradients of blocks of logits [N, V], with torch's operations; `logit_kernels` has the same
+two functions for GPUs. Two blocks exist at once, including the logits; three with a cap after the head.
 
 With p the softmax of a row at its temperature, H its entropy, g, h the incoming gradients of its log-prob and
-its entropy, and s the sum of those of all its log-probs, g and those of further tokens,
-d logits = (g onehot(target) - s p - h p (log p + H)) / temperature, and at a further token that plus its own.
-The gradient of the LM head's outputs is that times the derivative of the `LogitTransform` behind the head.
+its entropy, and s the sum of the gradients of all its log-probs (g and the candidates'),
+d logits = (g onehot(target) - s p - h p (log p + H)) / temperature, plus a candidate's gradient at its token.
+The gradient of the LM head's outputs is d logits times the derivative of the `LogitTransform` after the head.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from grpo_dist.runtime.logit_transform import IDENTITY, LogitTransform
 
 @dataclass(frozen=True, slots=True)
 class RowSums:
-    """What the backward pass needs of each row: ``entropies``, the ``largest`` logit at the temperature, and
-    ``logarithms``, log of the sum of exp(logit - largest). Their sum alone would lose digits of the smaller.
+    """Values per row for the backward pass: ``entropies``, the ``largest`` logit at the temperature, and
+    ``logarithms``, log of the sum of exp(logit - largest). Adding the last two would lose digits.
     """
 
     entropies: Float[Tensor, " N"]
@@ -52,8 +52,8 @@ def logprobs(
     with_entropy: bool,
 ) -> tuple[Float[Tensor, " N"], RowSums]:
     """Return the log-softmax of ``logits / temperature`` at ``targets``, and the sums of the rows; without
-    ``with_entropy`` their entropies may be 0. ``logits`` are overwritten; ``temperature`` is a number, or one
-    for each row.
+    ``with_entropy`` the entropies may be 0. ``logits`` are overwritten; ``temperature`` is one number, or one
+    per row.
     """
     logits = _scaled(logits, temperature)
     largest = logits.amax(dim=1, keepdim=True)
@@ -82,9 +82,9 @@ def gradient(
     ``dtype``. ``logits`` are overwritten.
 
     Args:
-        grad, entropy_grad: of the log-probs and of the entropies; None: 0.
-        total: sum of the gradients of all log-probs of a row; None: ``grad``. What is returned at further
-            tokens lacks their own; the caller replaces it.
+        grad, entropy_grad: gradients of the log-probs and of the entropies; None: 0.
+        total: sum of the gradients of all log-probs of a row; None: ``grad``. The result at candidate tokens
+            lacks the candidates' gradients; the caller replaces it.
     """
     slopes = transform.derivative(logits)
     logits = _scaled(logits, temperature)

@@ -1,10 +1,10 @@
-"""Log-probs of given tokens from hidden states: the one place where logits exist at all.
+"""Log-probs of given tokens from hidden states: the only place where logits exist.
 
 The result is indexed by the token it describes: entry t is log p(tokens[t] | tokens[< t]) and comes from the
 hidden state at t - 1; `layout` does that shift. Logits are made ``chunk_tokens`` rows at a time, in float32,
-and never kept: the backward pass makes them again. `logit_rows` has what is computed from a block of them. At
-most two blocks of [chunk_tokens, V] exist at once, with sampling masks also one of booleans, and some of
-[chunk_tokens, K] where the log-probs of K candidates are wanted, too.
+and never kept: the backward pass recomputes them. `logit_rows` computes on one block of them. At most two
+blocks of [chunk_tokens, V] exist at once, plus a boolean block with sampling masks, and blocks of
+[chunk_tokens, K] for the log-probs of K candidates.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def token_logprobs(
     Args:
         hidden: last hidden states, of any floating type. Logits, sums and the gradient of the weight are
             float32 for half precision too (float64 where ``hidden`` is).
-        temperature: that of the sampling distribution; above 0.
+        temperature: sampling temperature; above 0.
         chunk_tokens: rows of logits [chunk_tokens, V] made at once, at least 1.
-        transform: what the model does to logits behind the LM head.
+        transform: the model's transform of logits after the LM head.
         with_entropy: return the entropy of each distribution too.
-        mask: tokens whose log-prob is wanted; None: all but the first, which nothing predicts. What stands in
-            ``hidden`` or ``tokens`` for others is never looked at.
+        mask: tokens whose log-prob is wanted; None: all but the first, which nothing predicts. Values of
+            ``hidden`` and ``tokens`` for other tokens are ignored.
 
     Returns:
         Log-probs in nats, float32 [B, T], 0 where not wanted and at t = 0; entropies likewise, or None. Both
@@ -79,16 +79,16 @@ def selected_logprobs(
     with_entropy: bool = False,
     mask: LogitMask | None = None,
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None, Float[Tensor, "M K"] | None]:
-    """Do as `token_logprobs`, for hidden states and the tokens they predict; ``temperature`` may be one for
-    each of them. Also return the log-probs of ``candidates`` at each token, int64, with gradients; None
-    without any. With a ``mask`` the softmax and its entropy are those over the tokens that it keeps.
+    """Do as `token_logprobs`, for hidden states and the tokens they predict; ``temperature`` may be per
+    token. Also return the log-probs of ``candidates``, int64, at each token, with gradients; None without
+    any. With a ``mask`` the softmax and its entropy are over the kept tokens only.
     """
-    assert candidates is None or mask is None, "a teacher's likeliest tokens may be none that were kept"
-    values, entropies, of_candidates = _ChunkedLogprobs.apply(
+    assert candidates is None or mask is None, "the mask may drop a teacher's likeliest tokens"
+    values, entropies, candidate_logprobs = _ChunkedLogprobs.apply(
         rows, lm_head_weight, bias, targets, candidates, temperature, chunk_tokens, with_entropy, transform,
         mask,
     )  # fmt: skip
-    return values, entropies if with_entropy else None, of_candidates
+    return values, entropies if with_entropy else None, candidate_logprobs
 
 
 @torch.no_grad()
@@ -104,12 +104,12 @@ def top_logprobs(
     bias: Float[Tensor, " V"] | None = None,
     transform: LogitTransform = IDENTITY,
 ) -> tuple[Float[Tensor, " M"], Int[Tensor, "M K"], Float[Tensor, "M K"]]:
-    """Return the log-probs of ``targets``, and at each place the ``count`` likeliest tokens, int32, the
+    """Return the log-probs of ``targets``, and at each position the ``count`` likeliest tokens, int32,
     likeliest first, and their log-probs. Without gradients.
 
     Args:
-        vocabulary: only tokens below this may be among them; None: all. Log-probs are those of the whole
-            distribution in any case.
+        vocabulary: return only tokens below this as likeliest; None: all. Log-probs are always over the full
+            distribution.
     """
     head = _Head(rows, lm_head_weight, bias, transform)
     values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
@@ -119,7 +119,7 @@ def top_logprobs(
         logits, row_temperature = head.logits(rows[part]), _select(temperature, part)
         raw, ids[part] = logits[:, :vocabulary].topk(count, dim=1)
         values[part], sums = kernel.logprobs(logits, targets[part], row_temperature, with_entropy=False)
-        top[part] = _normalised(raw, row_temperature, sums)
+        top[part] = _normalise(raw, row_temperature, sums)
         del logits, raw  # before the next block is made
     return values, ids, top
 
@@ -148,15 +148,15 @@ def selected_score_norms(
         p -= p.amax(dim=1, keepdim=True)
         p.exp_()
         p /= p.sum(dim=1, keepdim=True)
-        # Of the target 1 - p is the sum of the others, which keeps its digits where p is nearly 1.
+        # 1 - p of the target as the sum of the other probabilities keeps its digits where p is nearly 1.
         p.scatter_(1, targets[part, None], 0.0)
         norms[part] = p.sum(dim=1).square() + torch.linalg.vecdot(p, p)
         del p  # before the next block is made
     return norms
 
 
-def _normalised(logits: Tensor, temperature: float | Tensor, sums: RowSums) -> Tensor:
-    """Return the log-probs [N, K] of ``logits``, some of each row."""
+def _normalise(logits: Tensor, temperature: float | Tensor, sums: RowSums) -> Tensor:
+    """Return log-probs of ``logits`` [N, K], which are some of each row's."""
     return _divide(logits, temperature) - sums.largest[:, None] - sums.logarithms[:, None]
 
 
@@ -165,7 +165,7 @@ def _divide(values: Tensor, temperature: float | Tensor) -> Tensor:
 
 
 def _select(temperature: float | Tensor, part: slice) -> float | Tensor:
-    """Return the temperature of some rows, float32 [n] where each has its own."""
+    """Return the temperature of the rows in ``part``, float32 [n] if there is one per row."""
     return temperature[part].float() if isinstance(temperature, Tensor) else float(temperature)
 
 
@@ -197,7 +197,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         head = _Head(rows, weight, bias, transform)
         values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
-        of_candidates = None if candidates is None else values.new_empty(candidates.shape)
+        candidate_logprobs = None if candidates is None else values.new_empty(candidates.shape)
         sums, kernel = RowSums.empty_like(values), choose_logit_rows(values)
         for part in _parts(len(rows), chunk):
             logits, row_temperature = head.logits(rows[part]), _select(temperature, part)
@@ -207,21 +207,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
             values[part], sums[part] = kernel.logprobs(
                 logits, targets[part], row_temperature, with_entropy=with_entropy
             )
-            if raw is not None and of_candidates is not None:
-                of_candidates[part] = _normalised(raw, row_temperature, sums[part])
+            if raw is not None and candidate_logprobs is not None:
+                candidate_logprobs[part] = _normalise(raw, row_temperature, sums[part])
             del logits  # before the next block is made
-        ctx.save_for_backward(rows, weight, bias, targets, candidates, of_candidates, *sums.tensors)
+        ctx.save_for_backward(rows, weight, bias, targets, candidates, candidate_logprobs, *sums.tensors)
         ctx.temperature, ctx.chunk, ctx.transform, ctx.mask = temperature, chunk, transform, mask
         ctx.set_materialize_grads(False)
-        return values, sums.entropies, of_candidates
+        return values, sums.entropies, candidate_logprobs
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None, candidate_grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, targets, candidates, of_candidates, *kept = ctx.saved_tensors
-        sums = RowSums(*kept)
+        rows, weight, bias, targets, candidates, candidate_logprobs, *row_sums = ctx.saved_tensors
+        sums = RowSums(*row_sums)
         total = None
         if candidate_grad is not None:
             total = candidate_grad.sum(dim=1) if grad is None else candidate_grad.sum(dim=1) + grad
@@ -236,20 +236,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits = head.logits(rows[part])
             slopes = None if total is None else transform.derivative(logits.gather(1, candidates[part]))
             d_outputs = kernel.gradient(
-                logits, targets[part], row_temperature, sums[part], _some(grad, part),
-                _some(entropy_grad, part), head.operand_dtype, _some(total, part), transform,
+                logits, targets[part], row_temperature, sums[part], _slice(grad, part),
+                _slice(entropy_grad, part), head.operand_dtype, _slice(total, part), transform,
             )  # fmt: skip
             del logits
             if total is not None and candidate_grad is not None:
-                exact = candidate_grad[part] - total[part, None] * of_candidates[part].exp()
+                exact = candidate_grad[part] - total[part, None] * candidate_logprobs[part].exp()
                 if grad is not None:
                     exact += torch.where(candidates[part] == targets[part, None], grad[part, None], 0.0)
                 if entropy_grad is not None:
-                    candidate_logprobs = of_candidates[part]
+                    part_logprobs = candidate_logprobs[part]
                     inner = torch.where(
-                        candidate_logprobs > -torch.inf, candidate_logprobs + sums.entropies[part, None], 0.0
+                        part_logprobs > -torch.inf, part_logprobs + sums.entropies[part, None], 0.0
                     )
-                    exact -= entropy_grad[part, None] * candidate_logprobs.exp() * inner
+                    exact -= entropy_grad[part, None] * part_logprobs.exp() * inner
                 exact *= slopes
                 d_outputs.scatter_(1, candidates[part], _divide(exact, row_temperature).to(d_outputs.dtype))
             if ctx.mask is not None:
@@ -270,8 +270,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 class _Head:
-    """The LM head's products in float32 (float64 for float64), whatever type its operands have, and what the
-    model does to them before they are logits.
+    """The LM head's products in float32 (float64 for float64) for any operand dtype, and the model's
+    transform to logits.
 
     bfloat16 logits would carry an error of 2^-9 of their size, hundreds of times the difference between two
     correct engines. On CUDA bfloat16 operands go to the tensor cores as they are, with sums and results in
@@ -288,7 +288,7 @@ class _Head:
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        """The type that products take."""
+        """Dtype of the operands of products."""
         return self._operand
 
     def logits(self, rows: Tensor) -> Tensor:
@@ -314,7 +314,7 @@ class _Head:
             out.addmm_(a, b)
 
 
-def _some(values: Tensor | None, part: slice) -> Tensor | None:
+def _slice(values: Tensor | None, part: slice) -> Tensor | None:
     return None if values is None else values[part]
 
 

@@ -1,23 +1,23 @@
-"""Low-rank adapters (peft) on the policy: what trains, how a checkpoint's weights follow from it, and an
-adapter from which a run starts.
+"""Low-rank adapters (peft) on the policy: trained parameters, merging into a checkpoint's weights, and the
+adapter that a run starts from.
 
-    y = W x + scale B A x        A [rank, in], B [out, rank], scale = alpha / rank; W stays as it was loaded
+    y = W x + scale B A x        A [rank, in], B [out, rank], scale = alpha / rank; W is frozen
 
 peft renames what it wraps: `...q_proj.weight` becomes `...q_proj.base_layer.weight`, with
 `...q_proj.lora_A.default.weight` next to it. Everything outside this module sees the checkpoint's names, and
-for adapters the names of peft's own files, `...q_proj.lora_A.weight`.
+for adapters the names in peft's files, `...q_proj.lora_A.weight`.
 
 peft's dropout is left out on purpose: the engine has none, so its log-probs would differ from the trainer's,
 and a step's gradient would depend on how it is split.
 
-`model.adapter` names an adapter to start from. Without `policy.lora` it is merged into a copy of the model
-that it adapts, and all weights are trained. With `policy.lora` it is trained on: the model's directory then
-has the adapter beside links to the base's files,
+`model.adapter` names an adapter to start from. Without `policy.lora` it is merged into a copy of its base
+model, and all weights are trained. With `policy.lora` its training continues: the model's directory then has
+the adapter beside links to the base's files,
 
     model.safetensors -> .../Qwen3-4B/model.safetensors
     start_adapter/    the adapter, and where its base is
 
-so that engines start from the base, as sync and export count on, and policy and reference from the adapter.
+so that engines start from the base, as sync and export expect, and policy and reference from the adapter.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from grpo_dist.runtime.model_files import (
 )
 
 _ADAPTER = "default"
-_START = "start"  # the values from which training went on, see `start_from`
+_START = "start"  # adapter with the initial values, see `start_from`
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_VERSION = 1  # of the files this module writes; raise it when they change
+_VERSION = 1  # file format; raise it when the files that this module writes change
 _FOLDER, _BASE = "start_adapter", "base.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Settings of peft's LoraConfig under which an adapter is more than scale B A in linear layers.
-_FOREIGN = (
+_UNSUPPORTED = (
     "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern",
     "alpha_pattern", "layer_replication", "trainable_token_indices", "target_parameters",
     "alora_invocation_tokens", "velora_config", "monteclora_config", "kasa_config", "arrow_config",
@@ -88,9 +88,8 @@ def add_adapters(model: Any, settings: LoRAConfig, *, seed: int) -> None:
     named: Any = targets if isinstance(targets, str) else list(targets)
     holder = model
     if holds_fused_experts(model):
-        # For a transformers model peft takes gate_proj, up_proj and down_proj (which all-linear includes) for
-        # the fused experts, and adapts those and the router, too. It reads full names in a plain module as
-        # they stand.
+        # In a transformers model peft maps gate_proj, up_proj and down_proj (part of all-linear) to the fused
+        # experts, and adapts those and the router, too. In a plain module it takes full names literally.
         full = {name for name in _adaptable(model) if isinstance(targets, str) or _matches(name, targets)}
         named, holder = sorted(full), nn.Module()
         holder.add_module("adapted", model)
@@ -110,7 +109,7 @@ def add_adapters(model: Any, settings: LoRAConfig, *, seed: int) -> None:
 
 
 def holds_fused_experts(model: nn.Module) -> bool:
-    """Return whether transformers fuses the experts of a layer in one parameter, which is no linear layer."""
+    """Return whether transformers fuses a layer's experts in one parameter, which is not a linear layer."""
     return any(name.rpartition(".")[0].endswith(".experts") for name, _ in model.named_parameters())
 
 
@@ -129,8 +128,8 @@ def _matches(name: str, targets: Iterable[str]) -> bool:
 
 
 def check_targets(model_dir: Path, settings: LoRAConfig, *, trust_remote_code: bool) -> None:
-    """Raises ValueError when `policy.lora.target_modules` names what the model does not have or what cannot
-    be adapted. Reads no weights.
+    """Raise ValueError if `policy.lora.target_modules` names layers that the model lacks or that cannot be
+    adapted. Reads no weights.
     """
     model = empty_model(model_dir, trust_remote_code=trust_remote_code)
     adaptable = _adaptable(model)
@@ -164,7 +163,7 @@ def empty_model(model_dir: Path | str, *, trust_remote_code: bool) -> Any:
 
 def base_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return (name as in the checkpoint, tensor) of all that a checkpoint has: parameters, each once, without
-    adapters, and buffers, such as the bias by which GLM-4-MoE and DeepSeek choose experts.
+    adapters, and buffers, such as the expert selection bias of GLM-4-MoE and DeepSeek.
     """
     parameters = [(name, p) for name, p in model.named_parameters() if not _is_adapter(name)]
     return [(name.replace(".base_layer.", "."), t) for name, t in (*parameters, *_stored_buffers(model))]
@@ -201,8 +200,8 @@ def adapters(named: Iterable[tuple[str, Tensor]]) -> dict[str, Adapter]:
 
 
 def start_from(model: Any, values: Mapping[str, Adapter]) -> None:
-    """Give the adapters of ``model`` these ``values``, by the weight they change, and keep them beside what
-    is trained, for `untrained`.
+    """Set the adapters of ``model`` to ``values``, by the weight they change, and keep a frozen copy for
+    `untrained`.
     """
     for name, layer in _adapted_layers(model):
         adapter, config = values[f"{name}.weight"], model.peft_config[_ADAPTER]
@@ -221,11 +220,11 @@ def _adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 @contextmanager
 def untrained(model: nn.Module) -> Iterator[None]:
-    """Compute with the weights that training started from inside the block: those of the checkpoint alone, or
-    with the adapters of `start_from`.
+    """Compute with the initial weights inside the block: the checkpoint's alone, or with the adapters of
+    `start_from`.
     """
     layers = [layer for _, layer in _adapted_layers(model)]
-    # peft's own switches change `requires_grad`, too, and DeepSpeed has hooks on what it trains.
+    # peft's methods would also change `requires_grad`, and DeepSpeed has hooks on trained parameters.
     for layer in layers:
         layer._active_adapter = _START
         layer._disable_adapters = _START not in layer.lora_A
@@ -239,8 +238,8 @@ def untrained(model: nn.Module) -> Iterator[None]:
 def merged_weights(
     weights: Iterable[tuple[str, Tensor]], low_rank: Mapping[str, Adapter], scale: float, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a checkpoint's ``weights`` with the adapters merged. ``dtype``: of the model, in which the
-    trainer holds them too. Raises RuntimeError after the last one when the weight of an adapter is missing.
+    """Yield a checkpoint's ``weights`` with the adapters merged. ``dtype``: the model's, as in the trainer.
+    Raises RuntimeError after the last weight if an adapter's weight is missing.
     """
     left = set(low_rank)
     for name, weight in weights:
@@ -260,8 +259,8 @@ def merged_weights(
 def write_adapter(
     model: Any, tensors: Mapping[str, Tensor], directory: Path, *, base_model: str, decoder: str = ""
 ) -> None:
-    """Write the adapter alone, as peft reads it. ``base_model``: the model that it adapts. ``decoder``: what
-    stands for `model.` in the names of that model, which wraps the one that was trained; "": it is that one.
+    """Write only the adapter, in peft's format. ``base_model``: the model that it adapts. ``decoder``:
+    replaces `model.` in names if ``base_model`` wraps the trained model; "": it is the trained model.
     """
     from safetensors.torch import save_file
 
@@ -269,7 +268,7 @@ def write_adapter(
     config.base_model_name_or_path, config.inference_mode = base_model, True
     if decoder:
         tensors = {name.replace("model.", decoder, 1): tensor for name, tensor in tensors.items()}
-        # In full, for a tower may have layers of the same names.
+        # Full names, because a tower may have layers of the same names.
         config.target_modules = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
     config.save_pretrained(directory)
     whole = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
@@ -289,7 +288,7 @@ class StartAdapter:
 
     @property
     def alpha(self) -> float:
-        """What scale times rank is, also where the scale is alpha / sqrt(rank)."""
+        """Scale times rank, even if the scale is alpha / sqrt(rank)."""
         alpha = float(self.settings["lora_alpha"])
         return alpha * sqrt(self.rank) if self.settings.get("use_rslora") else alpha
 
@@ -298,7 +297,7 @@ class StartAdapter:
         return self.alpha / self.rank
 
     def adapters(self) -> dict[str, Adapter]:
-        """Return `lora.adapters` of the values."""
+        """Read the values and return their `lora.adapters`."""
         from safetensors import safe_open
 
         (file,) = {tensor.file for tensor in self.stored.values()}
@@ -307,19 +306,19 @@ class StartAdapter:
 
 
 def apply_start_adapter(base: Path, adapter: Path, where: str, *, continued: bool) -> Path:
-    """Return the directory of the model ``base`` that starts from ``adapter``, cached: with the adapter in
-    it where that is ``continued``, else merged. A tokenizer of the adapter takes the place of the base's.
+    """Return a cached directory of the model ``base`` that starts from ``adapter``: with the adapter in it if
+    it is ``continued``, else merged. The adapter's tokenizer, if any, replaces the base's.
 
     Args:
         where: the key and its value, for messages: ``model.adapter = some/adapter``.
 
     Raises:
-        ValueError: ``adapter`` is no LoRA adapter of ``base``, or one that cannot be used.
+        ValueError: ``adapter`` is not a LoRA adapter of ``base``, or cannot be used.
     """
     start = _read(adapter, where)
     if problem := _misfit(start, stored_tensors(base)):
         raise ValueError(f"{where}: {problem}")
-    decides = {
+    cache_key = {
         "version": _VERSION, "base": str(base), "files": fingerprint(base), "continued": continued,
         "adapter": [fingerprint(adapter / name) for name in (ADAPTER_CONFIG, _ADAPTER_WEIGHTS)],
         "tokenizer": [fingerprint(file) for file in _tokenizer_files(adapter)],
@@ -332,24 +331,24 @@ def apply_start_adapter(base: Path, adapter: Path, where: str, *, continued: boo
         else:
             _write_merged(base, start, directory)
 
-    return cached(f"adapted-{base.name}", decides, write)
+    return cached(f"adapted-{base.name}", cache_key, write)
 
 
 def find_start_adapter(model_dir: Path) -> StartAdapter | None:
-    """Return the adapter from which training in ``model_dir`` starts; None: from the model itself."""
+    """Return the adapter from which training in ``model_dir`` starts; None: it starts from the model."""
     folder = model_dir / _FOLDER
     return _read(folder, str(folder)) if folder.is_dir() else None
 
 
 def find_base_model(model_dir: Path) -> str:
-    """Return the directory of the model itself."""
+    """Return the directory of the base model of ``model_dir``."""
     note = model_dir / _FOLDER / _BASE
     return str(read_json(note)) if note.is_file() else str(model_dir)
 
 
 def check_continued(model_dir: Path, settings: LoRAConfig, *, trust_remote_code: bool) -> None:
-    """Raise ValueError where the adapters of ``settings`` are others than the one that ``model_dir`` starts
-    from. Reads no weights.
+    """Raise ValueError if ``settings`` do not match the adapter that ``model_dir`` starts from. Reads no
+    weights.
     """
     start = find_start_adapter(model_dir)
     if start is None:
@@ -383,7 +382,7 @@ def merge_start(model: nn.Module, start: StartAdapter) -> None:
 
 
 def _read(directory: Path, where: str) -> StartAdapter:
-    """Raises ValueError for what is no LoRA adapter in safetensors."""
+    """Read the adapter in ``directory``. Raises ValueError if it is not a LoRA adapter in safetensors."""
     for name in (ADAPTER_CONFIG, _ADAPTER_WEIGHTS):
         if not (directory / name).is_file():
             raise ValueError(
@@ -400,8 +399,8 @@ def _read(directory: Path, where: str) -> StartAdapter:
 
 
 def _plain(name: str) -> str:
-    """Return the name in `adapter_parameters` of a tensor in peft's files, also of one that adapts a text
-    model inside its wrapper.
+    """Return the name in `adapter_parameters` of a tensor in peft's files, also for a text model inside a
+    wrapper.
     """
     name = name.removeprefix(_PREFIX)
     for inside in ("model.language_model.", "language_model.model."):
@@ -411,11 +410,11 @@ def _plain(name: str) -> str:
 
 
 def _misfit(start: StartAdapter, base: Mapping[str, StoredTensor]) -> str:
-    """Return why ``start`` cannot be used, or is none of the model with tensors ``base``; "": it can."""
+    """Return why ``start`` cannot be used with the model that has the tensors ``base``; "": it can."""
     settings = start.settings
     if (kind := settings.get("peft_type")) != "LORA":
         return f"its peft_type is {kind}; expected LORA"
-    foreign = [key for key in _FOREIGN if settings.get(key)]
+    foreign = [key for key in _UNSUPPORTED if settings.get(key)]
     if settings.get("bias", "none") != "none":
         foreign.append("bias")
     remedy = "merge it with peft (merge_and_unload, save_pretrained) and name the result as `model.path`"
@@ -440,14 +439,14 @@ def _misfit(start: StartAdapter, base: Mapping[str, StoredTensor]) -> str:
 
 
 def _tokenizer_files(adapter: Path) -> list[Path]:
-    """Return the tokenizer's files beside the adapter; []: it has none, or not all."""
+    """Return the tokenizer's files beside the adapter; []: they are missing or incomplete."""
     files = sorted(file for file in adapter.iterdir() if any(map(file.match, _TOKENIZER)))
     whole = {"tokenizer.json", "tokenizer.model", "vocab.json"}
     return files if whole & {file.name for file in files} else []
 
 
 def _link_base(base: Path, adapter: Path, target: Path, *, with_weights: bool) -> None:
-    """Fill ``target`` with what lies in ``base``, with the tokenizer of the adapter if it has one."""
+    """Fill ``target`` with the contents of ``base``, and with the adapter's tokenizer if it has one."""
     tokenizer = _tokenizer_files(adapter)
     for entry in base.iterdir():
         if entry.suffix == ".safetensors" or entry.is_dir():

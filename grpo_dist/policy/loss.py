@@ -1,18 +1,18 @@
-"""The loss of some rows of an update, and the statistics that go with it.
+"""The loss of some rows of an update, and its statistics.
 
     loss = aggregate(correction weight * policy loss) + kl_coef * aggregate(kl)
            - entropy_coef * aggregate(entropy)
            + teacher_coef * mean(divergence from the teacher)
            + demonstration_coef * mean(-log p of demonstrations)
 
-The first line and the entropy are the policy loss, over the tokens of `PolicyStream.mask`; the others are
-means over the tokens of their own streams. All terms are divided by the denominators of the whole update, so
-losses, gradients and statistics of any split of the rows add up. The correction weight belongs to the policy
-loss alone: times the KL term it would bend the penalty.
+The first line and the entropy are the policy loss, over the tokens of `PolicyStream.mask`; the other terms
+are means over the tokens of their streams. All terms are divided by the denominators of the whole update, so
+losses, gradients and statistics of any split of the rows add up. The correction weight applies only to the
+policy loss: on the KL term it would distort the penalty.
 
 A sequence with a trained token whose engine log-prob is NaN has policy loss 0 under every correction, none
-included, and with ratios to the engine's log-probs. `rows.make_batch` gives such a sample an empty mask,
-so that no loss of a run meets one; `rollout/nan_logprobs` counts them.
+included, and with ratios to the engine's log-probs. `rows.make_batch` gives such samples an empty mask, so
+the loss of a run never sees one; `rollout/nan_logprobs` counts them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Objective:
     """What an update minimises.
 
     Attributes:
-        distillation: how the policy learns from a teacher that is no part of the advantages.
+        distillation: settings of a teacher that is not part of the advantages.
         demonstration_coef: weight of the cross-entropy of demonstrations.
-        code_paths: where user-supplied functions are searched besides installed packages.
-        supervised: the mean of -log p over the trained tokens, in place of all other terms.
-        of_sources: `algorithm` for sources with parts of their own, in the order of `PolicyStream.loss_ids`.
+        code_paths: search paths of user-supplied functions besides installed packages.
+        supervised: minimise the mean of -log p over the trained tokens instead of all other terms.
+        of_sources: `algorithm` of sources that override parts of it, in the order of `PolicyStream.loss_ids`.
     """
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -71,17 +71,17 @@ def batch_loss(
     kl_coef: float | None = None,
     entropy_coef: float | None = None,
 ) -> tuple[Float[Tensor, ""], Stats]:
-    """Return the loss of ``batch``'s rows as their share of the whole update's, and its statistics, for
-    `add_stats` and `finish_stats`.
+    """Return the rows' share of the whole update's loss, and its statistics, for `add_stats` and
+    `finish_stats`.
 
     Args:
         logprobs: nats, at the sampling temperature, with gradient.
         batch: without old log-probs, the importance ratio is to ``logprobs`` themselves, hence exactly 1
             with the right gradient. Reference log-probs are needed when kl_coef > 0.
         entropy: nats; for the statistics, and with gradient for the bonus.
-        from_teacher: `divergence_from_teacher`, nats; None: that of a teacher is estimated from ``logprobs``.
-        kl_coef: weight of the KL term in this update; None: the configured one. An objective without a KL
-            term has none in any update.
+        from_teacher: `divergence_from_teacher`, nats; None: estimated by `distillation.estimator`.
+        kl_coef: weight of the KL term in this update; None: the configured one. Ignored by an objective
+            without a KL term.
         entropy_coef: weight of the entropy bonus in this update; None: the configured one.
     """
     if objective.supervised:
@@ -111,7 +111,7 @@ def _policy_objective(
     algorithm, stream, mask = objective.algorithm, batch.policy, batch.policy.mask
     old = logprobs.detach() if stream.old_logprobs is None else stream.old_logprobs
     has_logprobs = ~(mask & stream.rollout_logprobs.isnan()).any(dim=1, keepdim=True)
-    # Where ratios are to the engine's log-probs, the old ones of these rows are NaN too.
+    # With ratios to the engine's log-probs, the old log-probs of these rows are NaN too.
     old = torch.where(has_logprobs, old, logprobs.detach())
     weights = has_logprobs.to(logprobs.dtype).expand_as(logprobs)
     if batch.choice.kept is not None:
@@ -133,8 +133,8 @@ def _policy_objective(
         bonus = entropy_coef * _aggregate(entropy, batch, objective)
         loss = loss - bonus
         stats["loss_entropy"] = -bonus
-    # The trainer's log-probs before it moved, where they are known. With ratios to the engine's own they are
-    # not: the first update of a step, which has not moved yet, is then the one that is reported.
+    # The trainer's log-probs before the step, if known. With ratios to the engine's log-probs they are not
+    # known, and only the first update of a step is reported, before which no weight has moved.
     unmoved = logprobs.detach() if algorithm.correction.bypasses else old
     return loss, stats | {"loss_policy": policy, "tokens": mask.sum(), **_mismatch(unmoved, stream)}
 
@@ -146,14 +146,14 @@ def _policy_term(
     batch: TrainBatch,
     objective: Objective,
 ) -> tuple[Float[Tensor, ""], Stats]:
-    """Return the aggregated policy loss, each token's times its weight and correction, and its statistics."""
+    """Return the aggregated policy loss, weighted and corrected per token, and its statistics."""
     weight_stats: Stats = {}
-    weighted = objective.algorithm.correction
+    settings = objective.algorithm.correction
     engine, mask, choice = batch.policy.rollout_logprobs, batch.policy.mask, batch.choice
-    if isinstance(weighted, WeightedCorrection):
+    if isinstance(settings, WeightedCorrection):
         importance, weight_stats = correction(
-            old, engine, mask, kind=weighted.kind, level=weighted.level,
-            low=weighted.low, high=weighted.high, veto=weighted.veto,
+            old, engine, mask, kind=settings.kind, level=settings.level,
+            low=settings.low, high=settings.high, veto=settings.veto,
         )  # fmt: skip
         weights = weights * importance / choice.mean_weight
     weights, kept_stats = _apply_masks(logprobs.detach(), old, weights, batch.policy, objective.algorithm)
@@ -182,7 +182,7 @@ def _token_losses(
     weights: TokenValues,
     selected: TokenMask | None,
 ) -> LossAndStats:
-    """Return the policy loss of each token by the loss of ``algorithm``, without its weight."""
+    """Return the unweighted policy loss of each token under ``algorithm``."""
     loss, values = algorithm.loss, (inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask)
     if isinstance(loss, UserLoss):
         user_code = UserCode.from_pieces(objective.code_paths, algorithm.user_components)
@@ -201,7 +201,7 @@ def _apply_masks(
     stream: PolicyStream,
     algorithm: AlgorithmConfig,
 ) -> LossAndStats:
-    """Return ``weights``, 0 for the tokens that are rejected or off-policy, and how many those are."""
+    """Return ``weights``, 0 for rejected and off-policy tokens, and the numbers of these tokens."""
     mask, stats, limits = stream.mask, {}, algorithm.correction
     # With ratios to the engine's log-probs, only the current log-probs exist.
     trainer = logprobs if limits.bypasses else old
@@ -226,18 +226,17 @@ def _kl_term(
     batch: TrainBatch,
     objective: Objective,
 ) -> tuple[Float[Tensor, ""], Stats]:
-    """Return the aggregated KL, each row's times its weight, still without its coefficient, and its
-    statistics: its sum, nats, over the trained tokens of rows with a weight, and how many those are.
+    """Return the aggregated KL, weighted per row but without its coefficient, and its statistics: the sum,
+    nats, over the trained tokens of rows with a weight above 0, and the number of these tokens.
 
-    With the bias correction each token's KL is multiplied by its ratio to what sampled it, the engine,
-    gradient included, which makes value and gradient those of KL(policy || reference) for tokens that older
-    weights sampled (DeepSeek-V3.2, arXiv:2512.02556, equation 7). ``has_logprobs``: rows whose sampling
-    log-probs are known; the ratio of the others is 1.
+    The bias correction multiplies each token's KL by its ratio to the engine, gradient included, so that
+    value and gradient match KL(policy || reference) also for stale tokens (DeepSeek-V3.2, arXiv:2512.02556,
+    equation 7). ``has_logprobs``: rows whose sampling log-probs are known; the ratio of other rows is 1.
     """
     how, mask, weights = objective.algorithm.kl, batch.policy.mask, batch.policy.kl_weights
     if weights is not None:
-        # A row of weight 0 may be far from the reference: 0 times a KL that overflows would be NaN, and its
-        # KL is neither what `algorithm.kl.target` steers nor what `health.kl_above` bounds.
+        # A row of weight 0 may be far from the reference: 0 times an overflowing KL would be NaN, and its KL
+        # must count neither for `algorithm.kl.target` nor for `health.kl_above`.
         mask = mask & (weights > 0)[:, None]
     kl = kl_estimate(
         how.estimator.name, objective.user_code,
@@ -295,9 +294,7 @@ def _mean_over(values: TokenValues, mask: TokenMask, num_tokens: float) -> Float
 
 
 def add_stats(a: Stats, b: Stats) -> Stats:
-    """Statistics of two disjoint sets of rows together: maxima where the name ends in ``_max``, sums
-    otherwise.
-    """
+    """Combine statistics of two disjoint sets of rows: maxima if the name ends in ``_max``, else sums."""
     return {name: torch.maximum(a[name], b[name]) if is_maximum(name) else a[name] + b[name] for name in a}
 
 
@@ -305,8 +302,8 @@ def is_maximum(name: str) -> bool:
     return name.endswith("_max")
 
 
-# Metrics and the statistics they come from, those that an update has: as they are, means over the trained
-# tokens, and effective sample sizes of importance weights, from their sum and that of their squares.
+# Metrics and the statistics they come from, if an update has these: unchanged, means over the trained tokens,
+# and effective sample sizes of importance weights, from the sum of weights and the sum of their squares.
 _PLAIN = {
     "loss/policy": "loss_policy", "loss/entropy": "loss_entropy", "loss/kl": "loss_kl",
     "policy/ratio_max": "ratio_max", "mismatch/logprob_diff_max": "mismatch_max",
@@ -327,8 +324,8 @@ _EFFECTIVE = {
 
 
 def finish_stats(stats: Stats) -> dict[str, float]:
-    """Return metrics of the whole update: means over the tokens of a stream where the statistic is a sum over
-    them. A stream without a token has no metrics: a mean of 0 would read as a policy without entropy.
+    """Return metrics of the whole update: a sum over the tokens of a stream becomes a mean. A stream without
+    a token has no metrics: a mean of 0 would read as a policy without entropy.
     """
     s = {name: float(value) for name, value in stats.items()}
     metrics = {"loss/total": s["loss_total"]}
@@ -349,8 +346,8 @@ def finish_stats(stats: Stats) -> dict[str, float]:
 
 
 def _effective_share(weights: float, squares: float, tokens: float) -> float:
-    """Effective sample size of importance weights as a share of the samples: (sum w)^2 / (n sum w^2)."""
-    # Where this is beyond a float a product is inf, and a power raises.
+    """Return the effective sample size as a share of the samples: (sum w)^2 / (n sum w^2)."""
+    # On overflow a product is inf, whereas a power raises.
     return weights * weights / (tokens * squares) if squares else 1.0
 
 
@@ -358,7 +355,7 @@ def _aggregate(token_losses: TokenValues, batch: TrainBatch, objective: Objectiv
     how, stream, sizes = objective.algorithm.aggregation, batch.policy, batch.denominators
     mask = stream.mask
     sequence_tokens = mask.sum(dim=1) if stream.sequence_tokens is None else stream.sequence_tokens
-    # Unknown prompts: each sample has one to itself.
+    # Unknown prompts: no two samples share one.
     num_prompts = sizes.sequences if stream.prompt_tokens is None else sizes.prompts
     prompt_tokens = sequence_tokens if stream.prompt_tokens is None else stream.prompt_tokens
     if isinstance(how, UserAggregation):
@@ -376,7 +373,7 @@ def _aggregate(token_losses: TokenValues, batch: TrainBatch, objective: Objectiv
 
 @torch.no_grad()
 def _mismatch(old: TokenValues, stream: PolicyStream) -> Stats:
-    """Sum differences between the trainer's and the engine's log-probs of the sampled tokens."""
+    """Sum the differences between the trainer's and the engine's log-probs of the sampled tokens."""
     difference = old.double() - stream.rollout_logprobs.double()
     has_logprobs = stream.mask & ~stream.rollout_logprobs.isnan()
     difference = torch.where(has_logprobs, difference, 0.0)
@@ -394,8 +391,8 @@ def _drop_overflow(
 ) -> TokenValues:
     """Return ``advantages``, 0 where the weight is 0 and the loss could overflow: 0 * inf would be NaN.
 
-    Only ratios of tokens with A < 0 are that large, because no bound of the loss applies to them; the one of
-    a sequence only if the whole sequence is dropped.
+    Token ratios overflow only at A < 0, where no bound of the loss applies; a sequence's ratio matters only
+    if the whole sequence is dropped.
     """
     dropped = mask & (weights == 0)
     far = mask & (log_ratio > LOG_LIMIT)

@@ -1,4 +1,4 @@
-"""A rank's rows cut into micro-batches, and each of them laid out for the model."""
+"""Split of a rank's rows into micro-batches, and their layouts for the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from grpo_dist.types import Rows, TeacherStream, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """``token_budget``: tokens of a micro-batch, at most. ``kernel``: attention over packed rows; None: rows
+    """``token_budget``: maximum tokens of a micro-batch. ``kernel``: attention over packed rows; None: rows
     are padded. ``multiple``: a packed stream has a multiple of this number of tokens.
     """
 
@@ -32,8 +32,8 @@ class MicroBatches:
     device: torch.device
 
     def plan(self, batch: TrainBatch) -> list[list[int]]:
-        """Return the rows of each micro-batch, as many of these on every rank: under ZeRO-2 and 3 each one is
-        a collective. Collective.
+        """Return the rows of each micro-batch, with equally many micro-batches on every rank: under ZeRO-2
+        and 3 each is a collective. Collective.
         """
         plan = self.split(batch.lengths.tolist(), shared_prefixes(batch))
         return plan + [[] for _ in range(self.max_over_ranks(len(plan)) - len(plan))]
@@ -51,14 +51,12 @@ class MicroBatches:
         return int(count)
 
     def part(self, batch: TrainBatch, rows: list[int]) -> TrainBatch:
-        """Return these rows, in host memory. Without rows: one row that goes through the model and adds
-        nothing.
-        """
+        """Return these rows, in host memory. Without rows: a blank row, which adds nothing to the loss."""
         return batch.select(rows) if rows else _blank(batch)
 
     def layout(self, rows: Rows, wanted: Bool[Tensor, "B T"], teacher: TeacherStream | None = None) -> Layout:
         """Return the layout, on the device, of ``rows`` in host memory. ``wanted``: tokens whose log-probs
-        are wanted; with ``teacher`` those of its likeliest tokens, too.
+        are wanted, with ``teacher`` also the log-probs of its likeliest tokens there.
         """
         if self.kernel is None:
             how = rows.temperatures, rows.routes, teacher
@@ -70,16 +68,16 @@ class MicroBatches:
         return replace(layout, mask=LogitMask.from_rows(rows, wanted, self.device))
 
     def move_to_device(self, part: TrainBatch) -> TrainBatch:
-        """Return ``part`` on the device, without what only its layout needs."""
+        """Return ``part`` on the device, without fields that only its layout needs."""
         return part.drop_candidates().map_tensors(lambda values: sent(values, self.device))
 
 
 def values_by_row(
     batch: TrainBatch, plan: Sequence[Sequence[int]], values: Sequence[Tensor]
 ) -> dict[int, np.ndarray]:
-    """Return, by row id, float32 [C], the values of each row's trained tokens, in one transfer to the host.
+    """Return the values of each row's trained tokens, float32 [C], by row id, in one transfer to the host.
 
-    ``values``: of each micro-batch of ``plan``, [B, T], on the device; none of them: {}.
+    ``values``: [B, T] for each micro-batch of ``plan``, on the device; empty: {}.
     """
     if not values:
         return {}
@@ -88,14 +86,14 @@ def values_by_row(
     for rows, tensor, part in zip(
         plan, values, flat.split([tensor.numel() for tensor in values]), strict=True
     ):
-        # A micro-batch without rows has one that is no sample.
+        # A micro-batch without rows has one blank row.
         for row, value in zip(rows, part.view(tensor.shape), strict=False):
             by_row[int(batch.row_ids[row])] = value[batch.policy.mask[row, : len(value)]].numpy()
     return by_row
 
 
 def _blank(batch: TrainBatch) -> TrainBatch:
-    """Return one row of two masked tokens, which belongs to no sample."""
+    """Return a blank row: two masked tokens, of no sample."""
     row = batch.map_tensors(lambda v: v.new_zeros((1, 2, *v.shape[2:]) if v.ndim > 1 else (1,)))
     lengths, row_ids = torch.tensor([2]), torch.tensor([-1])
     return replace(row, lengths=lengths, row_ids=row_ids, temperatures=None, routes=None, kept=None)

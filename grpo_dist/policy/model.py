@@ -33,7 +33,7 @@ from grpo_dist.runtime.model_files import weight_files
 
 logger = logging.getLogger("grpo_dist")
 HeadOutputs = tuple[Tensor, Tensor | None, Tensor | None]  # see `TokenLogprobs.forward`
-# Types of models with noise that is code and not a setting.
+# Model types whose noise is in code, not in a setting.
 _SAMPLES = {"phimoe": "its router (PhiMoE's sparse mixer) draws experts at random"}
 
 
@@ -47,9 +47,9 @@ def load_causal_lm(
     packing: bool = False,
     kernels: str = "torch",
 ) -> Any:
-    """Load the transformers model in ``model_dir``; with ``packing`` one that reads packed rows, unless its
-    architecture cannot: see `reads_packed_rows`. Raises ValueError for a checkpoint that lacks weights, or is
-    in a file that the memory does not hold, and as `check_supported` and `use_kernels`.
+    """Load the transformers model in ``model_dir``; with ``packing`` it reads packed rows, unless its
+    architecture cannot: see `reads_packed_rows`. Raises ValueError for a checkpoint that lacks weights or
+    does not fit in memory, and as `check_supported` and `use_kernels`.
     """
     quiet_libraries()
     from transformers import AutoModelForCausalLM
@@ -83,7 +83,7 @@ def load_causal_lm(
 
 @contextmanager
 def _enough_memory(model_dir: Path) -> Iterator[None]:
-    """Name the memory and the largest file where weights cannot be mapped or allocated inside the block."""
+    """Raise ValueError with memory and largest file size if the block cannot map or allocate weights."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -107,7 +107,7 @@ def reads_packed_rows(model: Any) -> bool:
 
 
 def vocabulary_size(model_dir: str | Path, *, trust_remote_code: bool) -> int:
-    """Return how many tokens the LM head of the model in ``model_dir`` has."""
+    """Return the vocabulary size of the LM head of the model in ``model_dir``."""
     from transformers import AutoConfig  # heavy
 
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
@@ -136,26 +136,26 @@ def switch_off_noise(model: nn.Module) -> None:
     """Turn off dropout, skipped layers and noise on a router's input, whatever the model's configuration has:
     the engine has none, so its log-probs would differ from the trainer's.
 
-    Modules that read their configuration as they run get a copy of it without noise; ``model`` keeps its own,
+    Modules that read their configuration at run time get a copy without noise; ``model`` keeps the original,
     which an export writes.
     """
     quiet: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name in _noise_of(module):
+        for name in _list_noise(module):
             setattr(module, name, 0.0)
         config = getattr(module, "config", None)
-        if module is model or not hasattr(config, "__dict__") or not _noise_of(config):
+        if module is model or not hasattr(config, "__dict__") or not _list_noise(config):
             continue
         if id(config) not in quiet:
             quiet[id(config)] = deepcopy(config)
-            for name in _noise_of(config):
+            for name in _list_noise(config):
                 setattr(quiet[id(config)], name, 0.0)
         module.config = quiet[id(config)]
 
 
-def _noise_of(holder: Any) -> list[str]:
+def _list_noise(holder: Any) -> list[str]:
     """Return the attributes that are a rate of dropout or noise above 0: `resid_pdrop`, `jitter_noise`."""
     return [
         name
@@ -175,9 +175,8 @@ def compile_layers(model: Any) -> None:
 def attention_cost(model: Any) -> float:
     """Return the extra cost of a token for each token before it, as a share of its own cost.
 
-    A token takes 2 FLOPs a parameter that it meets (of experts its own alone), and in each layer 2 H D to be
-    compared with a token before it and 2 H D to take up its value, of which causal attention does half on
-    average.
+    A token takes 2 FLOPs per active parameter, and in each layer 2 H D for the score of a token before it and
+    2 H D for its value, of which causal attention does half on average.
     """
     config = model.config.get_text_config()
     heads = heads_of_layers(config)
@@ -194,8 +193,8 @@ def attention_cost(model: Any) -> float:
 class TokenLogprobs(nn.Module):
     """Wraps a transformers causal LM; ``forward`` returns per-token log-probs instead of logits.
 
-    ``temperature``: of layouts without their own. ``chunk_mib``: size of a block of float32 logits, of which
-    at most two exist at once, MiB. ``ranks``: the ranks that share the tokens of a layout; `forward` is then
+    ``temperature``: default for layouts without one. ``chunk_mib``: size of a block of float32 logits, MiB;
+    at most two exist at once. ``ranks``: the ranks that share the tokens of a layout; `forward` is then
     collective over them. ``vocabulary``: as in `top_logprobs`.
     """
 
@@ -222,8 +221,8 @@ class TokenLogprobs(nn.Module):
         ``layout`` wants, 0 for others; with ``with_entropy`` their entropies [B, T]; and the log-probs of the
         layout's ``candidates`` [M, K], in their order.
 
-        ``score_norms``: return `selected_score_norms` in place of the log-probs, and nothing else. ``top_k``:
-        return `top_logprobs` alone: log-probs [B, T], and likeliest tokens and their log-probs [M, K].
+        ``score_norms``: return only `selected_score_norms`, instead of the log-probs. ``top_k``: return only
+        `top_logprobs`: log-probs [B, T], and likeliest tokens and their log-probs [M, K].
         """
         part, rank_indices = (layout, None) if self._ranks is None else self._ranks.own_slice(layout)
 
@@ -234,24 +233,22 @@ class TokenLogprobs(nn.Module):
 
         values, *further = self._selected(part, with_entropy, score_norms, top_k)
         first, second, third = whole(values), *map(whole, further)
-        assert first is not None, "log-probs are always made"
+        assert first is not None, "log-probs are always computed"
         return first, second, third
 
     def _selected(self, layout: Layout, with_entropy: bool, score_norms: bool, top_k: int) -> HeadOutputs:
-        """Do as `forward`, for the wanted tokens alone: [M] and [M, K]."""
-        where = {} if layout.spans is None else {"position_ids": layout.positions, "spans": layout.spans}
+        """Do as `forward`, for the wanted tokens only: [M] and [M, K]."""
+        inputs = {} if layout.spans is None else {"position_ids": layout.positions, "spans": layout.spans}
         if layout.routes is not None:
-            where["routes"] = layout.routes
+            inputs["routes"] = layout.routes
         decoder = self.model.get_decoder()
-        hidden = decoder(input_ids=layout.tokens, use_cache=False, **where).last_hidden_state
+        hidden = decoder(input_ids=layout.tokens, use_cache=False, **inputs).last_hidden_state
         rows = hidden.flatten(0, 1).index_select(0, layout.sources)
         return self.head(rows, layout, with_entropy, score_norms, top_k)
 
 
 class _LMHead(nn.Module):
-    """Owns the LM head's weight as its own parameter: ZeRO-3 gathers the parameters of the module that is
-    called.
-    """
+    """Has the LM head's weight as a direct parameter: ZeRO-3 gathers the parameters of the called module."""
 
     def __init__(
         self,
@@ -293,8 +290,8 @@ class _LMHead(nn.Module):
 def trainable_model(
     model_dir: str, dtype: torch.dtype, model: ModelConfig, policy: PolicyConfig, seed: int
 ) -> Any:
-    """Load the transformers model, with adapters where ``policy`` trains those alone. Raises ValueError for
-    one that it cannot train.
+    """Load the transformers model, with adapters if ``policy`` trains only adapters. Raises ValueError for a
+    model that it cannot train.
     """
     causal_lm = load_causal_lm(
         model_dir,

@@ -2,15 +2,15 @@
 
     rows        7 8 9 4 5 2     one prompt (7 8 9) and two completions
                 7 8 9 6 2
-    padded      7 8 9 4 5 2     one row each; causal attention never sees the padding behind a row
+    padded      7 8 9 4 5 2     one row each; causal attention never sees the padding after a row
                 7 8 9 6 2 .
     packed      7 8 9 4 5 2 6 2     one stream: no padding, and the prompt once
     positions   0 1 2 3 4 5 3 4
     read by       row 0: 0 1 2 3 4 5    row 1: 0 1 2 6 7     stream indices that attention puts together
 
-What a model does to single tokens (embedding, projections, MLP: all but attention) is done once for each
-token of the stream. A prompt's hidden states are the same for all of its samples, and so are those of what
-several prompts begin with; sharing them changes no result, and their gradient is the sum over the samples.
+Token-wise operations (embedding, projections, MLP: all but attention) run once for each token of the stream.
+A prompt's hidden states are the same for all of its samples, and a shared prefix's for all of its prompts;
+sharing them changes no result, and their gradient is the sum over the samples.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Layout:
     spans: Spans | None
     sources: Int[Tensor, " M"]
     targets: Int[Tensor, " M"]
-    places: Int[Tensor, " A"]  # of all, also in the slice of a rank that shares the stream with others
+    places: Int[Tensor, " A"]  # of all wanted tokens, even in one rank's slice of a shared stream
     shape: tuple[int, int]
-    temperature: float | Float[Tensor, " M"] | None = None  # of the wanted tokens; None: the model's own
+    temperature: float | Float[Tensor, " M"] | None = None  # per wanted token; None: the model's
     # int16, the experts of each of ``tokens`` in each layer, -1: the model chooses; None: it always does
     routes: Int[Tensor, "N L K"] | None = None
-    # int64, further tokens whose log-probs are wanted where each target is, and what a teacher gives them;
+    # int64, further tokens whose log-probs are wanted at each target, and the teacher's log-probs of them;
     # None: there are none
     candidates: Int[Tensor, "M K"] | None = None
     candidates_at_teacher: Float[Tensor, "M K"] | None = None
-    mask: LogitMask | None = None  # of the wanted tokens; None: each is one of the whole vocabulary
+    mask: LogitMask | None = None  # sampling masks of the wanted tokens; None: the full vocabulary
 
     def unpack_rows(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "B T ..."]:
         """Return the values of the wanted tokens at their positions in the rows, 0 elsewhere."""
@@ -72,17 +72,17 @@ def padded(
     *,
     device: torch.device | None = None,
 ) -> Layout:
-    """Lay rows out as they are, on ``device``; None: that of ``tokens``.
+    """Lay out padded rows on ``device``; None: the device of ``tokens``.
 
     Args:
         wanted: tokens whose log-probs are wanted; never the first of a row, which nothing predicts.
-        teacher: of the same rows; its likeliest tokens are further candidates.
+        teacher: of the same rows; its likeliest tokens are the candidates.
     """
     size, device = tokens.numel(), device or tokens.device
     indices = torch.arange(size, device=tokens.device).view(tokens.shape)
     shape = np.arange(size).reshape(tokens.shape)
     experts = None if routes is None else lay_out_routes(fetched(routes), shape, size, device)
-    sources = _wanted(tokens, indices, wanted, temperatures, device)
+    sources = _select_wanted(tokens, indices, wanted, temperatures, device)
     candidates = _candidates(teacher, wanted, device)
     return Layout(sent(tokens, device), None, None, *sources, experts, *candidates)
 
@@ -96,8 +96,8 @@ def packed(
     multiple: int = 1,
     device: torch.device = CPU,
 ) -> Layout:
-    """Lay rows of host memory out end to end on ``device``, each behind what it shares with those before it
-    (`shared_prefixes`).
+    """Lay out rows of host memory end to end on ``device``, without the prefix that a row shares with earlier
+    rows (`shared_prefixes`).
 
     Tokens that no row reads fill the stream up to a ``multiple`` of tokens. ``wanted``, ``teacher``: as for
     `padded`.
@@ -120,22 +120,22 @@ def packed(
     )
     tokens, position_ids = (sent(torch.from_numpy(a), device) for a in (stream, positions))
     routes = None if experts is None else lay_out_routes(experts, indices, size, device)
-    sources = _wanted(rows.tokens, torch.from_numpy(indices), wanted, rows.temperatures, device)
+    sources = _select_wanted(rows.tokens, torch.from_numpy(indices), wanted, rows.temperatures, device)
     candidates = _candidates(teacher, wanted, device)
     return Layout(tokens, position_ids, spans, *sources, routes, *candidates)
 
 
-def _wanted(
+def _select_wanted(
     tokens: Tensor,
     indices: Int[Tensor, "B T"],
     mask: Tensor,
     temperatures: Tensor | None,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, int], float | Tensor | None]:
-    """Return what `Layout` has of the tokens in ``mask``, on ``device``: sources, targets, places, shape and
-    temperature. ``indices``: of ``tokens`` in the stream.
+    """Return the `Layout` fields of the tokens in ``mask``, on ``device``: sources, targets, places, shape
+    and temperature. ``indices``: of ``tokens`` in the stream.
 
-    The one place where logits are shifted: the token at t is predicted by the hidden state at t - 1.
+    The only place where logits are shifted: the hidden state at t - 1 predicts the token at t.
     """
     wanted = mask[:, 1:]
     shifted = torch.cat([torch.zeros_like(mask[:, :1]), wanted], dim=1)
@@ -151,7 +151,7 @@ def _wanted(
 def _candidates(
     teacher: TeacherStream | None, wanted: Tensor, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return ids, int64, and log-probs of the teacher's likeliest tokens at the wanted ones, [M, K]."""
+    """Return ids, int64, and log-probs of the teacher's likeliest tokens at the wanted tokens, [M, K]."""
     if teacher is None or teacher.top_ids is None or teacher.top_logprobs is None:
         return None, None
     ids, logprobs = (values[:, 1:][wanted[:, 1:]] for values in (teacher.top_ids, teacher.top_logprobs))
@@ -159,22 +159,22 @@ def _candidates(
 
 
 def _spread_over_tokens(temperatures: Tensor | None, wanted: Bool[Tensor, "B T"]) -> float | Tensor | None:
-    """Return one number where all rows have the same, as almost always: the division is then a scalar's.
+    """Return one number if all rows have the same temperature, for a cheaper division; else one per token.
 
-    Raises ValueError for one that is not positive: on a GPU nothing looks at them again.
+    Raises ValueError for a temperature that is not positive: nothing on a GPU checks it again.
     """
     if temperatures is None:
         return None
-    different = temperatures.unique().tolist()
-    if not different[0] > 0:
-        raise ValueError(f"temperature = {different[0]}: expected temperatures above 0")
-    if len(different) == 1:
-        return float(different[0])
+    distinct = temperatures.unique().tolist()
+    if not distinct[0] > 0:
+        raise ValueError(f"temperature = {distinct[0]}: expected temperatures above 0")
+    if len(distinct) == 1:
+        return float(distinct[0])
     return temperatures.to(wanted.device)[:, None].expand(wanted.shape)[wanted]
 
 
 def _stream_indices(lengths: list[int], prefixes: Prefixes) -> np.ndarray:
-    """Return int64 [B, T]: the stream index of each token of each row; 0 behind a row's end."""
+    """Return int64 [B, T]: the stream index of each token of each row; 0 after a row's end."""
     groups, prompts, begun = prefixes.groups, prefixes.prompts, prefixes.begun
     indices = np.zeros((len(lengths), max(lengths)), np.int64)
     first: dict[tuple[int, int], int] = {}

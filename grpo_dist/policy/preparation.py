@@ -1,5 +1,5 @@
-"""What a rank computes of a batch before its weights move: old log-probs, choices over all tokens of an
-update, which no rank sees alone, and the weight of the entropy bonus.
+"""What a rank computes for a batch before its weights move: old log-probs, token selection over an update's
+tokens on all ranks, and the weight of the entropy bonus.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from grpo_dist.policy.ranks import find_top_threshold, gather_values
 from grpo_dist.types import PolicyStream, TokenChoice, TrainBatch
 
 _ROW = 1 << 20  # more than the tokens of any row: the id of a token is row * this + column
-_BONUS = "entropy_bonus"  # of a checkpoint's counters
+_BONUS = "entropy_bonus"  # key in a checkpoint's counters
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
     """``logprobs``: returns log-probs and entropies [B, T] of a batch under the current weights, collective.
-    ``reports``: False on a rank whose rows another rank has, too.
+    ``reports``: False on a rank whose rows another rank reports.
     """
 
     logprobs: Callable[[TrainBatch], tuple[Tensor, Tensor]]
@@ -37,8 +37,8 @@ class Preparation:
     reports: bool
 
     def prepare_step(self, batch: TrainBatch, algorithm: AlgorithmConfig, *, moves: bool) -> TrainBatch:
-        """Return ``batch`` with the old log-probs and entropies, which must be known before any weight moves.
-        ``moves``: they will have moved by the time it is trained on. Collective.
+        """Return ``batch`` with the old log-probs and entropies, which it needs from before any weight moves.
+        ``moves``: weights move before the batch is trained on. Collective.
         """
         bypassed = algorithm.correction.bypasses
         old, entropies = batch.policy.rollout_logprobs if bypassed else None, None
@@ -54,7 +54,7 @@ class Preparation:
         """Return ``batch`` with its `TokenChoice`, under the current weights. Collective.
 
         Args:
-            number: of the update in the run, for the choice at random.
+            number: of the update in the run, for random selection.
             unmoved: no weight has moved since `prepare_step`, so that every ratio is exactly 1.
         """
         kept, mean_weight, selected = None, 1.0, None
@@ -122,11 +122,11 @@ class Preparation:
         among: Bool[Tensor, "B T"],
         count: int,
     ) -> Bool[Tensor, "B T"]:
-        """Return which tokens ``among`` this rank's have the ``count`` lowest values of all ranks.
-        ``reported``: those of them that this rank reports. Collective.
+        """Return which of this rank's tokens ``among`` have the ``count`` lowest values of all ranks.
+        ``reported``: the subset of them that this rank reports. Collective.
         """
-        all_values, names = (gather_values(t[reported], self.device) for t in (values, ids))
-        return among & up_to(values, ids, lowest(all_values.cpu(), names.cpu(), count))
+        all_values, all_ids = (gather_values(t[reported], self.device) for t in (values, ids))
+        return among & up_to(values, ids, lowest(all_values.cpu(), all_ids.cpu(), count))
 
     def _sum(self, *rank_values: float) -> list[float]:
         """Return the sums over all ranks. Collective."""
@@ -142,7 +142,7 @@ def _is_clipped(
     logprobs: Float[Tensor, "B T"],
     loss: ClipCovLoss,
 ) -> Bool[Tensor, "B T"]:
-    """Return which tokens have no gradient under clip_cov's bounds already. ``old``: None: ratios are 1."""
+    """Return which tokens get no gradient within clip_cov's bounds. ``old`` None: ratios are 1."""
     if old is None:
         return torch.zeros_like(logprobs, dtype=torch.bool)
     ratio = (logprobs - old).clamp(max=LOG_LIMIT).exp()
@@ -152,8 +152,8 @@ def _is_clipped(
 
 class EntropyBonus:
     """Steers the weight of an adaptive bonus: adaptive entropy control, Skywork-OR1 (He et al. 2025,
-    arXiv:2505.22312), section 3.3. The same on every rank: it follows a metric of all ranks. `state` belongs
-    to a checkpoint.
+    arXiv:2505.22312), section 3.3. The same on every rank, because its metric covers all ranks. Checkpoints
+    have its `state`.
 
         target 0.2, delta 0.005     entropy 0.15   0.15    0.25    0.18
         coefficient, from 0.01      0.01   0.015   0.02    0.015   0.02
@@ -171,8 +171,8 @@ class EntropyBonus:
         return 0.0 if is_off else self._coef
 
     def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Take the entropy of an update from its ``metrics``; return the metric of the weight that it had. An
-        update without a token of the policy loss has no entropy, and moves nothing.
+        """Adapt to the entropy in the ``metrics`` of an update; return the weight that it used as a metric.
+        An update without a token of the policy loss has no entropy and changes nothing.
         """
         config = self._config
         if not isinstance(config, AdaptiveEntropyConfig):
@@ -190,6 +190,6 @@ class EntropyBonus:
         return {_BONUS: (self._coef, self._entropy)} if is_steered else {}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Continue from `state`. A checkpoint of a constant bonus has none; the first weight stays."""
+        """Continue from `state`. A checkpoint of a constant bonus has none; the initial weight stays."""
         if isinstance(self._config, AdaptiveEntropyConfig) and _BONUS in counters:
             self._coef, self._entropy = counters[_BONUS]

@@ -1,4 +1,4 @@
-"""What a DeepSpeed rank holds on its device, found in the engine and moved off and back."""
+"""Offload and reload of the tensors that a DeepSpeed rank's engine has on its device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from grpo_dist.runtime.metering import Timer, untimed
 
 
 class RankMemory:
-    """Everything that a rank's DeepSpeed ``engine`` holds on ``device``, in four parts: what sending the
-    weights needs, base weights under adapters, which never change, buffers that gradients go through, and all
-    else.
+    """All tensors of a rank's DeepSpeed ``engine`` on ``device``, in four parts: weights to send, frozen base
+    weights under adapters, communication buffers of gradients, and all else.
     """
 
     def __init__(self, engine: Any, device: torch.device) -> None:
@@ -24,24 +23,24 @@ class RankMemory:
         self._frozen, self._scratch = HostCopies(device, constant=True), HostCopies(device, scratch=True)
 
     def offload(self, *, keep_weights: bool = False, timed: Timer = untimed) -> None:
-        """Move the state to host memory, and give the memory it took, and that of the last update, back to
-        the device. ``keep_weights``: the weights stay, and can be sent. ``timed`` gets its parts, those of
-        `HostCopies.offload` and `release_cache`.
+        """Move the state to host memory, and free its device memory and the memory of the last update.
+        ``keep_weights``: the weights stay, and can be sent. ``timed`` gets the phases of `HostCopies.offload`
+        and `release_cache`.
         """
         parameters = list(self._engine.module.parameters())
         weights = [t for p in parameters for t in _parts(p)]
-        kept = {storage._cdata for storage in storages(weights, self._device)}
+        kept_ids = {storage._cdata for storage in storages(weights, self._device)}
         self._scratch.offload(self._buckets())
-        rest = (t for t in self._state_tensors(parameters) if t.untyped_storage()._cdata not in kept)
+        rest = (t for t in self._state_tensors(parameters) if t.untyped_storage()._cdata not in kept_ids)
         self._rest.offload(rest, timed)
         if not keep_weights:
-            # Under ZeRO-3 this rank's part alone: each gathering puts a small whole parameter elsewhere.
+            # Under ZeRO-3 only this rank's part: each gather allocates small full parameters elsewhere.
             self._frozen.offload((_parts(p)[-1] for p in parameters if not p.requires_grad), timed)
             self._weights.offload(weights, timed)
         release_cache(timed)
 
     def reload(self, *, only_weights: bool = False) -> None:
-        """Undo `offload`; ``only_weights``: of what sending the weights needs."""
+        """Undo `offload`; ``only_weights``: only for the weights to send."""
         for copies in (self._frozen, self._weights):
             copies.reload()
         if not only_weights:
@@ -49,12 +48,12 @@ class RankMemory:
             self._scratch.reload()
 
     def _buckets(self) -> Iterator[Tensor]:
-        """Yield DeepSpeed's buffers of gradients on their way between ranks, empty between two updates."""
+        """Yield DeepSpeed's communication buffers of gradients, empty between two updates."""
         for bucket in getattr(self._engine.optimizer, "ipg_buckets", {}).values():
             yield from tensors_in(bucket.buffer)
 
     def _state_tensors(self, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield gradients and every tensor of the optimizer, and of the one that it wraps."""
+        """Yield gradients and every tensor of the optimizer, and of the optimizer that it wraps."""
         yield from (p.grad for p in parameters if p.grad is not None)
         optimizer = self._engine.optimizer
         for owner in (optimizer, getattr(optimizer, "optimizer", None)):

@@ -18,8 +18,8 @@ from grpo_dist.runtime.rendezvous import Rank, check_members, find_local_address
 
 
 def join(rank: Rank) -> None:
-    """Join the process group as ``rank``. Collective. Raises NotAMember for a process that does not know the
-    group's secret.
+    """Join the process group as ``rank``. Collective. Raises NotAMember for a process without the group's
+    secret.
     """
     # Before deepspeed is imported: it reads them.
     os.environ.update(RANK=str(rank.index), WORLD_SIZE=str(rank.world_size), LOCAL_RANK="0")
@@ -27,9 +27,9 @@ def join(rank: Rank) -> None:
     if device_type() == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     if name := _interface(rank.host, rank.port):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # else gloo asks for the address of the host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # else gloo resolves the host's name
     timeout = timedelta(seconds=rank.timeout_s)
-    # Of groups that are made without one, as all of DeepSpeed's: NCCL's are 10 minutes, others 30.
+    # For groups created without a timeout, as all of DeepSpeed's: else NCCL's get 10 minutes, others 30.
     distributed_c10d.default_pg_nccl_timeout = distributed_c10d.default_pg_timeout = timeout
     dist.init_process_group(
         collective_backend(),
@@ -39,18 +39,18 @@ def join(rank: Rank) -> None:
         timeout=timeout,
     )
     if rank.secret:
-        check_members(_gathered, rank.secret, rank.challenge, rank.index)
+        check_members(_gather, rank.secret, rank.challenge, rank.index)
 
 
-def _gathered(tensor: Tensor) -> list[Tensor]:
+def _gather(tensor: Tensor) -> list[Tensor]:
     tensor = tensor.to(device_type())
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor)  # bounded: the process group has a deadline
-    return gathered
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, tensor)  # bounded: the process group has a deadline
+    return tensors
 
 
 def _interface(host: str, port: int) -> str | None:
-    """Return the network interface by which this machine reaches ``host``; None where that is unclear."""
+    """Return the network interface by which this machine reaches ``host``; None if it is ambiguous."""
     address = find_local_address(host, port)
     interfaces = [
         name for name, addresses in psutil.net_if_addrs().items() if address in [a.address for a in addresses]
@@ -59,7 +59,7 @@ def _interface(host: str, port: int) -> str | None:
 
 
 def reduce_over_ranks(stats: Stats) -> Stats:
-    """Combine the statistics of all ranks, in two collectives however many there are. Collective."""
+    """Combine the statistics of all ranks, in two collectives for any number of them. Collective."""
     names = sorted(stats)
     out: Stats = {}
     for maxima, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
@@ -85,6 +85,6 @@ def gather_values(values: Tensor, device: torch.device) -> Tensor:
 
 
 def find_top_threshold(rank_values: Tensor, share: float, device: torch.device) -> float:
-    """Return the least of the greatest ``share`` of all ranks' values, of at least one value. Collective."""
+    """Return the least value in the top ``share`` of all ranks' values, at least one value. Collective."""
     values = gather_values(rank_values, device).sort(descending=True).values
     return float(values[max(round(share * len(values)), 1) - 1]) if len(values) else 0.0

@@ -1,14 +1,14 @@
-"""Router replay: the trainer's tokens take the experts that they took in the engine (`policy.router_replay`).
+"""Router replay: the trainer uses the experts that the engine chose for each token (`policy.router_replay`).
 
 Engine and trainer round differently. Where two experts are almost tied, they choose different ones, and the
-log-probs of the token and of all behind it differ by far more than rounding. Replaying the engine's choice
+log-probs of the token and of all later tokens differ by far more than rounding. Replaying the engine's choice
 makes both the same function again: Rollout Routing Replay, arXiv:2510.11370.
 
     router logits z [N, E]  ->  p = softmax(z)  ->  top-k, or the replayed experts  ->  weights p[experts]
 
 The weights come from the current logits, so the router is trained as before; only the choice, which has no
-gradient in either case, is the engine's. The routes are an argument of each decoder layer's call: where
-gradient checkpointing computes a layer again, it gets the same ones.
+gradient in either case, is the engine's. The routes are an argument of each decoder layer's call, so that
+gradient checkpointing recomputes a layer with the same routes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def replay_problem(config: Any) -> str | None:
 
 
 def replay_routes(model: Any, model_dir: str) -> None:
-    """Have ``model`` (transformers) take the experts of `Layout.routes` where it is given any.
+    """Make ``model`` (transformers) use the experts of `Layout.routes`, where it gets any.
 
     Raises ValueError for an architecture without experts, or with another kind of router.
     """
@@ -56,7 +56,7 @@ def replay_routes(model: Any, model_dir: str) -> None:
 
 
 class _LayerReplay:
-    """Takes the routes out of the arguments of one decoder layer, for its router."""
+    """Passes the routes in a decoder layer's arguments to its router."""
 
     def __init__(self, layer: int) -> None:
         self._layer = layer
@@ -94,8 +94,8 @@ def lay_out_routes(
     """Return the routes of each token of a stream of ``size`` tokens, int16, -1 where none are known.
 
     Args:
-        routes: [T', L, k] of each row's first tokens; None: of none of them.
-        indices: [B, T], where in the stream each token of each row is.
+        routes: [T', L, k] of each row's first tokens; None: a row without routes.
+        indices: [B, T], stream index of each token of each row.
     """
     present = [route for route in routes if route is not None]
     if not present:
@@ -108,7 +108,7 @@ def lay_out_routes(
 
 
 def check_routes(batch: TrainBatch) -> None:
-    """Raises ValueError for rows of the policy loss without routes."""
+    """Raise ValueError for rows of the policy loss without routes."""
     trained = batch.policy.mask.any(dim=1).tolist()
     routes = batch.routes or [None] * len(trained)
     if missing := sum(route is None for route, is_trained in zip(routes, trained, strict=True) if is_trained):

@@ -2,15 +2,15 @@
 
 save(state)    clone to host memory | return           the files of a rank are written by one thread,
                                      \\ torch.save ...  in order
-load(path)     torch's unpickler of plain values and tensors, and of the few classes named here
+load(path)     torch's unpickler of plain values and tensors, plus the few classes named here
 
-Another number of ranks, or another ZeRO stage, may load a state:
+A state can be loaded with another number of ranks or another ZeRO stage:
 
     files of the saved ranks                       a rank that loads
       flat pieces, by parameter -- memory mapped --> its share of weights, float32 weights, Adam's averages
 
-DeepSpeed reads its own files only with as many ranks at the same stage. Its `utils/zero_to_fp32.py`, which
-reads the weights alone, documents the format.
+DeepSpeed reads its files only with the same number of ranks at the same stage. Its `utils/zero_to_fp32.py`,
+which reads only the weights, documents the format.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from grpo_dist.config import PolicyConfig
 from grpo_dist.policy.deepspeed_config import create_moments, set_steps
 from grpo_dist.runtime.concurrency import Background
 
-_FILES_PENDING = 64  # of one checkpoint; each holds its state in memory anyway
+_FILES_PENDING = 64  # files per checkpoint; each holds its state in memory anyway
 WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
-_TAG = "state"  # of DeepSpeed's checkpoint: one per directory, whose name has the step
+_TAG = "state"  # DeepSpeed's checkpoint tag: one per directory, whose name has the step
 
 
 def state_directory(directory: Path) -> Path:
@@ -43,8 +43,8 @@ def state_directory(directory: Path) -> Path:
 
 
 class PolicyFiles:
-    """The files of one rank; with DeepSpeed's ``CheckpointEngine`` as its other base it replaces DeepSpeed's
-    own. ``blocking``: whether the next `save` returns only when its file is written.
+    """The files of one rank. A subclass that also inherits DeepSpeed's ``CheckpointEngine`` replaces
+    DeepSpeed's. ``blocking``: whether the next `save` returns only when its file is written.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class PolicyFiles:
             self._writer.submit(lambda: _write(state, path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read a file. Raises ValueError where it holds more than values: a pickle that would run code."""
+        """Read a file. Raises ValueError if it holds more than values: a pickle that would run code."""
         return self._read(path, map_location=map_location)
 
     def mapped(self, path: Path) -> Any:
@@ -101,25 +101,25 @@ def _deepspeed_classes() -> list[Any]:
 def _write(state: Any, path: str) -> None:
     try:
         torch.save(state, path)
-    except (OSError, RuntimeError) as error:  # torch's own writer raises the latter for a full disk
+    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError for a full disk
         raise OSError(f"{path}: cannot be written ({str(error).splitlines()[0]})") from error
 
 
 def snapshot(state: Any) -> Any:
     """Copy ``state`` to host memory; tensors that share storage still do in the copy."""
-    return _cloned(state, {})
+    return _clone(state, {})
 
 
-def _cloned(value: Any, seen: dict[Any, Tensor]) -> Any:
+def _clone(value: Any, clones: dict[Any, Tensor]) -> Any:
     if isinstance(value, Tensor):
         identity = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.device)
-        if value.numel() == 0 or identity not in seen:
-            seen[identity] = value.detach().to("cpu", copy=True)
-        return seen[identity]
+        if value.numel() == 0 or identity not in clones:
+            clones[identity] = value.detach().to("cpu", copy=True)
+        return clones[identity]
     if isinstance(value, dict):
-        return type(value)((key, _cloned(inner, seen)) for key, inner in value.items())
+        return type(value)((key, _clone(inner, clones)) for key, inner in value.items())
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(_cloned(inner, seen) for inner in value)
+        return type(value)(_clone(inner, clones) for inner in value)
     return copy.deepcopy(value)
 
 
@@ -169,7 +169,7 @@ class SavedPolicy:
         self.sharding = Sharding.from_settings(self._model["dp_world_size"], self._model["ds_config"])
         self._flat: list[dict[str, list[Tensor]]] = []
         self._pieces: dict[str, list[_Piece]] = {}
-        self.steps = 0.0  # of Adam, on which its bias correction depends
+        self.steps = 0.0  # Adam's step count, for its bias correction
 
     def __str__(self) -> str:
         return str(self._directory)
@@ -182,7 +182,7 @@ class SavedPolicy:
 
     @property
     def client_state(self) -> Mapping[str, Any]:
-        """The counters that the trainer saved with it, of the first rank."""
+        """The counters that the trainer saved with the state, from the first rank."""
         return self._model
 
     def open(self, names: Sequence[str]) -> None:
@@ -203,7 +203,7 @@ class SavedPolicy:
         return self.part(name, what, 0, sum(piece.numel for piece in self._pieces[name]))
 
     def part(self, name: str, what: str, start: int, numel: int) -> Tensor:
-        """Return ``numel`` elements of `whole` from ``start``, or as many as there are. Reads no others."""
+        """Return up to ``numel`` elements of `whole` from ``start``. Reads no others."""
         tensors = [torch.empty(0)]
         for piece in self._pieces[name]:
             overlap = max(0, min(numel, piece.numel - start))
@@ -269,14 +269,14 @@ def _cut(flat: list[Tensor], start: int, numel: int) -> Iterator[Tensor]:
 
 
 def is_in_8_bits(engine: Any) -> bool:
-    """Return whether the optimiser of DeepSpeed's ``engine`` is that of bitsandbytes."""
+    """Return whether the optimiser of DeepSpeed's ``engine`` is bitsandbytes' AdamW8bit."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)  # ZeRO wraps it
     return type(inner).__name__ == "AdamW8bit"
 
 
 def reshard(saved: SavedPolicy, engine: Any, sharding: Sharding) -> None:
     """Load each rank's part of ``saved`` into DeepSpeed's ``engine``, which shards by ``sharding``.
-    Collective under ZeRO-3. Raises ValueError where a state is on disks that only its own rank can read.
+    Collective under ZeRO-3. Raises ValueError for states that cannot be resharded: on NVMe, or in 8 bits.
     """
     if "nvme" in (
         sharding.optimizer,
@@ -320,12 +320,12 @@ def _load_partition(saved: SavedPolicy, engine: Any, trained: Mapping[str, Tenso
         mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:  # in the partitions of other ranks
             continue
-        of_parameter, in_partition = mapping.lp_fragment_address, mapping.hp_fragment_address
+        source, destination = mapping.lp_fragment_address, mapping.hp_fragment_address
         flat = flats[mapping.param_group_index]
         for what in (WEIGHTS, *MOMENTS):
             target = flat if what == WEIGHTS else inner.state[flat][what]
-            share = saved.part(name, what, of_parameter.start, of_parameter.numel)
-            target.narrow(0, in_partition.start, in_partition.numel).copy_(share)
+            share = saved.part(name, what, source.start, source.numel)
+            target.narrow(0, destination.start, destination.numel).copy_(share)
 
 
 def _load_shares(saved: SavedPolicy, engine: Any, trained: Mapping[str, Tensor]) -> None:
@@ -361,7 +361,7 @@ def _make_moments(inner: Any, flats: list[Tensor], steps: float) -> None:
 
 
 def use_policy_files(engine: Any) -> Any:
-    """Let ``engine`` read and write its checkpoints by `PolicyFiles`; return those."""
+    """Make ``engine`` read and write its checkpoints by `PolicyFiles`; return them."""
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
     class Files(PolicyFiles, CheckpointEngine):
@@ -372,7 +372,7 @@ def use_policy_files(engine: Any) -> Any:
 
 
 class SavedState:
-    """What is trained, its optimiser and its counters. All ranks call the same methods in the same order."""
+    """Trained weights, optimiser state and counters. All ranks call the same methods in the same order."""
 
     def __init__(self, engine: Any, policy: PolicyConfig, num_ranks: int) -> None:
         self._engine, self._policy, self._num_ranks = engine, policy, num_ranks
@@ -385,7 +385,7 @@ class SavedState:
         files are written.
         """
         self.files.blocking = blocking
-        frozen = self._policy.lora is not None  # all but the adapters, and that is in the model's directory
+        frozen = self._policy.lora is not None  # base weights, which are in the model's directory
         self._engine.save_checkpoint(
             str(directory), tag=_TAG, client_state=dict(counters), exclude_frozen_parameters=frozen
         )
@@ -397,11 +397,11 @@ class SavedState:
         return bool(self.files.written())
 
     def load(self, directory: Path) -> Mapping[str, Any]:
-        """Load what `save` wrote, also by other ranks or under another ZeRO stage; return its counters.
+        """Load what `save` wrote, also with other ranks or under another ZeRO stage; return its counters.
         Collective.
 
         Raises:
-            ValueError: there is no policy state, or none that can be read.
+            ValueError: there is no policy state, or it cannot be read.
         """
         sharding = Sharding.from_settings(self._num_ranks, self._engine.config)
         saved = SavedPolicy(state_directory(directory), self.files.mapped)
@@ -411,7 +411,7 @@ class SavedState:
         return saved.client_state
 
     def _load_unchanged(self, directory: Path) -> Mapping[str, Any]:
-        """Let DeepSpeed load its own files, bit by bit: as many ranks wrote them at the same ZeRO stage."""
+        """Let DeepSpeed load its files bit by bit: they have the same number of ranks and ZeRO stage."""
         on_disk = self._policy.offload.optimizer == "nvme"
         if on_disk:
             create_moments(self._engine.optimizer)

@@ -1,15 +1,15 @@
 """Long completions over several ranks: DeepSpeed-Ulysses (arXiv:2309.14509) for packed rows.
 
-The ranks of a sequence group are given the same rows. Each takes an equal slice of the stream through
-everything that looks at single tokens; for attention the slices are exchanged for heads, so that each rank
-sees all tokens of its share of the heads, and back:
+The ranks of a sequence group get the same rows. Each runs all token-wise operations on an equal slice of the
+stream; for attention the slices are exchanged for heads, so that each rank sees all tokens of its share of
+the heads, and back:
 
     rank 0   tokens 0 1, heads a b  --.-->  tokens 0 1 2 3, head a  -- attend --.-->  tokens 0 1, heads a b
     rank 1   tokens 2 3, heads a b  --'-->  tokens 0 1 2 3, head b  -- attend --'-->  tokens 2 3, heads a b
 
-At the end every rank of the group gathers the log-probs of all, so that losses of whole sequences see whole
-sequences. Each rank computes the same loss; its gradient flows back into the rank's own slice alone, and the
-sum over all ranks is the gradient.
+At the end every rank of the group gathers all log-probs, because losses over sequences need whole sequences.
+Each rank computes the same loss; its gradient flows back into the rank's own slice only, and the sum over all
+ranks is the gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from grpo_dist.policy.packing import Layout
 class SequenceGroup:
     """This rank among the ``size`` ranks that share its rows."""
 
-    group: Any  # of torch.distributed
+    group: Any  # torch.distributed's process group
     size: int
     index: int
 
@@ -40,7 +40,7 @@ class SequenceGroup:
     def join(cls, size: int, timeout_s: float) -> SequenceGroup:
         """Join this rank's group; ranks 0 .. size - 1 are the first one. Collective over all ranks.
 
-        ``timeout_s``: longest any of its collectives may take.
+        ``timeout_s``: timeout of its collectives.
         """
         rank, world, timeout = dist.get_rank(), dist.get_world_size(), timedelta(seconds=timeout_s)
         members = [list(range(first, first + size)) for first in range(0, world, size)]
@@ -65,7 +65,7 @@ class SequenceGroup:
             temperature=_select_part(layout.temperature, indices),
             routes=None if layout.routes is None else layout.routes[start : start + width],
             candidates=None if layout.candidates is None else layout.candidates[indices],
-            candidates_at_teacher=None,  # the whole layout's are compared
+            candidates_at_teacher=None,  # compared in the whole layout
             mask=None if layout.mask is None else layout.mask.select(indices),
         )
         return part, indices
@@ -81,7 +81,7 @@ def _select_part(temperature: float | Tensor | None, indices: Tensor) -> float |
 
 
 def check_heads(model: Any, size: int) -> None:
-    """Raises ValueError when ``size`` ranks cannot share the rows or the attention heads of ``model``
+    """Raise ValueError if ``size`` ranks cannot share the rows or the attention heads of ``model``
     (transformers).
     """
     if size > 1 and (problem := packing_problem(model)):
@@ -98,8 +98,8 @@ def check_heads(model: Any, size: int) -> None:
 
 
 class _SumOfParts(torch.autograd.Function):
-    """Sums the parts of all ranks, each 0 elsewhere, to the whole on every rank. The loss that follows is the
-    same on all of them and counts once: a rank's part gets its gradient from its own copy.
+    """Sums the parts of all ranks, each 0 elsewhere, to the whole on every rank. The loss is the same on all
+    ranks and counts once: a rank's part gets its gradient from that rank's loss.
     """
 
     @staticmethod
@@ -122,7 +122,7 @@ class _UlyssesSpans:
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, dropout: float
     ) -> Tensor:
         """Attend for this rank's slice of the stream, see `Spans`. Collective over the sequence group."""
-        if k.shape[1] % self.ranks.size:  # fewer key heads than ranks: as many as there are queries
+        if k.shape[1] % self.ranks.size:  # indivisible key heads: repeat them for each query head
             k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         q, k, v = (self._tokens_for_heads(t) for t in (q, k, v))
         out = self.inner.attend(q, k, v, scale=scale, window=window, dropout=dropout)
@@ -139,6 +139,6 @@ class _UlyssesSpans:
         return self._exchange(by_rank).transpose(0, 1).flatten(1, 2)
 
     def _exchange(self, by_rank: Float[Tensor, "R ..."]) -> Float[Tensor, "R ..."]:
-        """Send part i to rank i of the group; return the parts that they sent to this rank."""
+        """Send part i to rank i of the group; return the parts received."""
         by_rank = by_rank.contiguous()
         return all_to_all_single(torch.empty_like(by_rank), by_rank, group=self.ranks.group)

@@ -1,10 +1,10 @@
-"""Snapshots of the policy's weights in files, from which the engines of evaluation load them.
+"""Snapshots of the policy's weights in files, which evaluation engines load.
 
     policy rank 0   gather, pack, checksum | thread: write weights.bin | update ...
     engines                                                            | read, compare the checksum, load
 
-The file has the buckets of a weight sync, one after the other, and their checksum. Later updates cannot
-change it, and an engine that replaces a lost one reads it again.
+The file has the buckets of a weight sync, one after the other, and their checksum. Later updates do not
+change it, and an engine that replaces a lost engine reads it again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WEIGHTS, DESCRIPTION = "weights.bin", "snapshot.json"
 @dataclass(frozen=True)
 class Snapshot:
     """The weights in ``directory``. ``parameters``, ``bucket_bytes`` and ``adapter_scale``: as for a weight
-    sync; ``version``: of the policy that had them.
+    sync; ``version``: of the policy.
     """
 
     directory: str
@@ -43,12 +43,12 @@ class Snapshot:
         return Path(self.directory) / WEIGHTS
 
     def describe(self) -> None:
-        """Write what a reader must know, once the weights are written: it marks the snapshot as whole."""
+        """Write the description after the weights: it marks the snapshot as complete."""
         write_text(Path(self.directory) / DESCRIPTION, json.dumps(asdict(self)))
 
 
 def read_snapshot(directory: Path) -> Snapshot | None:
-    """Return the snapshot in ``directory``; None where it is not whole. Raises ValueError for a damaged
+    """Return the snapshot in ``directory``; None if it is incomplete. Raises ValueError for a damaged
     description.
     """
     path = directory / DESCRIPTION
@@ -64,9 +64,7 @@ def read_snapshot(directory: Path) -> Snapshot | None:
 
 
 class SnapshotWriter:
-    """The sending side of a transport that ends in a file. Host memory of all weights is kept for the next
-    snapshot.
-    """
+    """The sending side of a transport to a file. Keeps host memory for all weights for the next snapshot."""
 
     device = torch.device("cpu")
 
@@ -74,13 +72,13 @@ class SnapshotWriter:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._path: Path | None = None
         self._thread: threading.Thread | None = None
-        self._failed: BaseException | None = None
+        self._error: BaseException | None = None
 
     def begin(self, path: Path) -> None:
-        """Write the next weights to ``path``. Waits for those before, which need the same memory."""
+        """Write the next weights to ``path``. Waits for the previous write, which uses the same memory."""
         if self._thread is not None:
             self._thread.join()  # bounded: by the disk; the caller has a deadline
-        self._path, self._thread, self._failed = path, None, None
+        self._path, self._thread, self._error = path, None, None
 
     def outgoing(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         """Yield memory for each bucket. A thread writes the file once the last one is filled."""
@@ -108,8 +106,8 @@ class SnapshotWriter:
         """
         if self._thread is not None and self._thread.is_alive():
             return False
-        if self._failed is not None:
-            raise self._failed
+        if self._error is not None:
+            raise self._error
         return True
 
     def _write(self, size: int) -> None:
@@ -119,11 +117,11 @@ class SnapshotWriter:
             with self._path.open("wb") as file:
                 file.write(self._memory[:size].numpy().data)
         except BaseException as error:
-            self._failed = error
+            self._error = error
 
 
 class SnapshotReader:
-    """The receiving side: yields what is in ``path``. Raises RuntimeError where bytes are missing."""
+    """The receiving side: yields the contents of ``path``. Raises RuntimeError if bytes are missing."""
 
     device = torch.device("cpu")
 
@@ -149,6 +147,6 @@ class SnapshotReader:
 
 
 def discard(directory: Path) -> None:
-    """Delete a snapshot, its description first, so that no part of it is taken for a whole one."""
+    """Delete a snapshot, its description first, so that a partial snapshot never looks complete."""
     (directory / DESCRIPTION).unlink(missing_ok=True)
     shutil.rmtree(directory, ignore_errors=True)

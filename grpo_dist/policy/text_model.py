@@ -1,5 +1,5 @@
-"""Whether a directory holds a language model that can be trained, and the directory that workers load; of a
-vision-language checkpoint the text model inside, as a model of its own, and the way back.
+"""Checks that a directory holds a trainable language model, and returns the directory that workers load.
+Extracts the text model of a vision-language checkpoint, and restores the checkpoint on export.
 
 A checkpoint such as Gemma 3's wraps a text model:
 
@@ -9,7 +9,7 @@ A checkpoint such as Gemma 3's wraps a text model:
     vision_tower..., projector...        <->       wrapper/model.safetensors
 
 A run trains the text model: engine, reference and adapters see nothing else. An export has its weights under
-the names of the checkpoint, and the bytes of all others as they were.
+the names of the checkpoint, and all other weights byte for byte.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from grpo_dist.runtime.model_files import (
     write_tensors,
 )
 
-_VERSION = 1  # of the files this module writes; raise it when they change
-_WRAPPER = "wrapper"  # folder of the text model's directory: all that is not text, and the names
+_VERSION = 1  # file format; raise it when the files that this module writes change
+_WRAPPER = "wrapper"  # folder in the text model's directory: all other weights, and the names
 _NOTE = "text.json"  # where the checkpoint is, its names, and the module that is the text model's decoder
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
-_TEXT = "model."  # what transformers' text models call their decoder
+_TEXT = "model."  # name of the decoder in transformers' text models
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pth", "*.gguf")
-# Ends of the names of architectures with another head, which would be replaced by a random one.
+# Suffixes of architectures with another head, which loading would replace by a random LM head.
 _HEADS = {
     "ForSequenceClassification": "a classifier, such as a reward model",
     "ForTokenClassification": "a classifier of tokens, such as a process reward model",
@@ -55,16 +55,16 @@ _HEADS = {
 
 
 def text_model(directory: Path, config: Any, where: str) -> Path:
-    """Return the directory of the text model in ``directory``, cached; it needs as much disk.
+    """Extract the text model of ``directory`` into a cached directory, which needs as much disk.
 
     Args:
         config: transformers' configuration of the whole.
         where: the key and its value, for messages: ``model.path = some/model``.
 
     Raises:
-        ValueError: the text model cannot be had on its own.
+        ValueError: the text model cannot be extracted.
     """
-    decides = {"version": _VERSION, "directory": str(directory), "files": fingerprint(directory)}
+    cache_key = {"version": _VERSION, "directory": str(directory), "files": fingerprint(directory)}
 
     def write(folder: Path) -> None:
         try:
@@ -72,19 +72,19 @@ def text_model(directory: Path, config: Any, where: str) -> Path:
         except _Inseparable as error:
             raise ValueError(
                 f"{where}: a {config.model_type} model, and only the text model inside can be trained, which "
-                f"cannot be had on its own: {error}; use the text model's own checkpoint, or a wrapper such "
+                f"cannot be extracted: {error}; use the text model's own checkpoint, or a wrapper such "
                 "as Gemma 3, Mistral 3 or Qwen3.5"
             ) from error
 
-    return cached(f"text-{directory.name}", decides, write)
+    return cached(f"text-{directory.name}", cache_key, write)
 
 
 def _separate(directory: Path, target: Path, config: Any) -> None:
-    """Write the text model in ``directory`` to ``target``, the rest to its folder. Raises _Inseparable."""
+    """Write the text model of ``directory`` to ``target``, the rest to its folder. Raises _Inseparable."""
     text, stored = deepcopy(config.get_text_config()), stored_tensors(directory)
     model_class = _text_class(text)
     prefix, head = _decoder_and_head(stored)
-    # As transformers ties on loading: a head that is stored, and differs, is one of its own.
+    # Tie as transformers does on loading: a stored head that differs is not tied.
     tied = head is None or (config.tie_word_embeddings and stored[head].equals(stored[prefix + _EMBEDDING]))
     text.tie_word_embeddings = tied
     names = {name: _TEXT + name.removeprefix(prefix) for name in stored if name.startswith(prefix)}
@@ -93,32 +93,30 @@ def _separate(directory: Path, target: Path, config: Any) -> None:
     model = _check_whole(model_class, text, set(names.values()))
     text.architectures = [model_class.__name__]
     for key in ("dtype", "bos_token_id", "eos_token_id", "pad_token_id"):
-        if (value := getattr(config, key, None)) is not None:  # the wrapper's, where it has its own
+        if (value := getattr(config, key, None)) is not None:  # the wrapper's value, if any
             setattr(text, key, value)
-    note = {"checkpoint": str(directory), "names": names, "decoder": _module_of(model.model, config)}
+    note = {"checkpoint": str(directory), "names": names, "decoder": _find_decoder(model.model, config)}
     _write_text(directory, target, text, stored, names)
     _write_rest(directory, target / _WRAPPER, stored, note)
 
 
 def read_wrapper_type(model_dir: Path) -> str:
-    """Return the model type of the checkpoint whose text model `text_model` put in ``model_dir``; "": it is
-    none.
-    """
+    """Return the model type of the checkpoint that wraps the text model in ``model_dir``; "": none does."""
     file = model_dir / _WRAPPER / "config.json"
     return str(read_json(file)["model_type"]) if file.is_file() else ""
 
 
 def find_wrapper(model_dir: Path) -> tuple[str, str] | None:
-    """Return the checkpoint that wraps the text model in ``model_dir``, and what stands for `model.` in the
-    names of its modules; None: nothing wraps it, or the names are not known.
+    """Return the checkpoint that wraps the text model in ``model_dir``, and the prefix of its module names
+    for `model.`; None: nothing wraps it, or the names are unknown.
     """
     file = model_dir / _WRAPPER / _NOTE
     note = read_json(file) if file.is_file() else {"decoder": ""}
     return (note["checkpoint"], f"{note['decoder']}.") if note["decoder"] else None
 
 
-def _module_of(decoder: Any, config: Any) -> str:
-    """Return the name of the wrapper's module that is ``decoder``; "": the wrapper cannot be made here."""
+def _find_decoder(decoder: Any, config: Any) -> str:
+    """Return the name of the wrapper's module that is ``decoder``; "": the wrapper cannot be built here."""
     from transformers import AutoModelForImageTextToText
 
     try:
@@ -130,7 +128,7 @@ def _module_of(decoder: Any, config: Any) -> str:
 
 
 class _Inseparable(Exception):
-    """Why a text model cannot be taken out of a checkpoint."""
+    """Why a text model cannot be extracted from a checkpoint."""
 
 
 def _text_class(text: Any) -> Any:
@@ -143,7 +141,7 @@ def _text_class(text: Any) -> Any:
 
 
 def _decoder_and_head(stored: Mapping[str, StoredTensor]) -> tuple[str, str | None]:
-    """Return what names of the decoder begin with, and the name of the head; None: there is none."""
+    """Return the prefix of the decoder's names, and the name of the head; None: there is none."""
     if not stored:
         raise _Inseparable("its weights are not safetensors")
     prefixes = [
@@ -178,7 +176,7 @@ def _check_whole(model_class: Any, text: Any, names: set[str]) -> Any:
 def _write_text(
     source: Path, target: Path, text: Any, stored: Mapping[str, StoredTensor], names: Mapping[str, str]
 ) -> None:
-    """Write the text model: its weights, configuration, and what else lies beside them, as the tokenizer."""
+    """Write the text model: its weights, configuration, and other files beside them, e.g. the tokenizer."""
     for file in source.iterdir():
         if file.is_file() and not any(map(file.match, (*_WEIGHTS, "*processor_config.json"))):
             shutil.copyfile(file, target / file.name)
@@ -198,16 +196,16 @@ def _write_rest(
 
 
 def keep_wrapper(model_dir: Path, trained: Path) -> None:
-    """Give ``trained``, a text model that was trained from ``model_dir`` and is trained on, what an export
-    needs. Does nothing where `text_model` did not make ``model_dir``.
+    """Copy what an export needs from ``model_dir`` to ``trained``, a text model trained from it and to be
+    trained further. Does nothing if `text_model` did not make ``model_dir``.
     """
     if read_wrapper_type(model_dir):
         shutil.copytree(model_dir / _WRAPPER, trained / _WRAPPER)
 
 
 def restore_wrapper(model_dir: Path, export: Path) -> None:
-    """Make ``export``, a text model that was trained from ``model_dir``, the whole checkpoint again. Does
-    nothing where `text_model` did not make ``model_dir``.
+    """Turn ``export``, a text model trained from ``model_dir``, into the whole checkpoint again. Does nothing
+    if `text_model` did not make ``model_dir``.
     """
     wrapper = model_dir / _WRAPPER
     if not read_wrapper_type(model_dir):
@@ -217,7 +215,7 @@ def restore_wrapper(model_dir: Path, export: Path) -> None:
     config, dtype = read_json(wrapper / "config.json"), read_json(export / "config.json").get("dtype")
     for section in (config, config.get("text_config")):
         for key in {"dtype", "torch_dtype"} & set(section or ()):
-            section[key] = dtype  # that of the trained weights
+            section[key] = dtype  # the trained weights' dtype
     trained_files = [*export.glob("*.safetensors"), *export.glob("*.safetensors.index.json")]
     with tempfile.TemporaryDirectory(dir=export) as folder:
         write_tensors(Path(folder), whole)
@@ -238,37 +236,37 @@ def usable_model(
     trust_remote_code: bool = False,
     trains: bool = True,
 ) -> Path:
-    """Return ``directory``, or that of the text model that was taken out of it, which ``say`` tells.
+    """Return ``directory``, or the directory of its extracted text model, which ``say`` reports.
 
     Args:
         where: the key and its value, for messages: ``model.path = some/model``.
-        trains: False for what samples alone, also from quantised weights.
+        trains: False for models that only sample, also with quantised weights.
 
     Raises:
-        ValueError: with one message for what is no model, or none that can be trained.
+        ValueError: ``directory`` holds no model, or a model that cannot be trained.
     """
     check_directory(directory, where, whole=trains)
     settings = read_json(directory / "config.json")
     if not isinstance(settings, dict) or (trust_remote_code and "auto_map" in settings):
-        return directory  # what is no configuration is refused where it is read
+        return directory  # an invalid configuration is refused where it is read
     for name in settings.get("architectures") or ():
         for end, what in _HEADS.items():
             if str(name).endswith(end):
                 raise ValueError(f"{where}: {name} is {what}, and has no LM head; use a causal LM")
-    config = _known_config(directory, settings, where)
+    config = _read_config(directory, settings, where)
     if config is None or config.get_text_config() is config:
         return directory
     text_directory = text_model(directory, config, where)
     say(
-        f"{where}: {read_wrapper_type(text_directory)} wraps a text model, which is trained; the others "
-        f"stay as they are and are in the export (the text model is copied to {text_directory})"
+        f"{where}: {read_wrapper_type(text_directory)} wraps a text model, which is trained; all other "
+        f"weights stay unchanged and are in the export (the text model is copied to {text_directory})"
     )
     return text_directory
 
 
-def _known_config(directory: Path, settings: dict[str, Any], where: str) -> Any:
-    """Return transformers' configuration; None where it names no type. Raises ValueError for a type that is
-    no decoder.
+def _read_config(directory: Path, settings: dict[str, Any], where: str) -> Any:
+    """Return transformers' configuration; None if ``settings`` name no type. Raises ValueError for a type
+    that is not a decoder.
     """
     from transformers import AutoConfig, AutoModelForCausalLM  # slow to import
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES

@@ -48,29 +48,29 @@ from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_bat
 from grpo_dist.runtime.rendezvous import Rank
 from grpo_dist.types import EpochUpdate, TeacherLogprobs, TrainBatch
 
-# ZeRO 1 and 2 add up squares in float32: they skip a longer gradient, which stages 0 and 3 would clip.
+# ZeRO 1 and 2 sum squares in float32: they skip a larger gradient, which stages 0 and 3 would clip.
 _LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
-_BEFORE_ANYTHING_MOVED = ("policy/ratio_mean", "policy/ratio_max", "ref/kl")  # shown of the first update
+_FIRST_UPDATE = ("policy/ratio_mean", "policy/ratio_max", "ref/kl")  # also reported for the first update
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """Numbers of the optimiser updates, the same on every rank."""
+    """Settings of the optimiser updates, the same on every rank."""
 
     objective: Objective
-    temperature: float  # that of the sampling distribution
-    token_budget: int | None  # tokens of a micro-batch; None: what suits the device
+    temperature: float  # sampling temperature
+    token_budget: int | None  # tokens of a micro-batch; None: the device's default
     epochs: int  # passes over the updates of a step
-    total_updates: int  # of the whole run, for the learning rate's schedule
+    total_updates: int  # in the whole run, for the learning-rate schedule
     seed: int
 
 
 class Trainer:
-    """A rank. Collective: making one joins all ranks.
+    """A rank. Construction is collective: it joins all ranks.
 
-    ``weights`` gives out full tensors, ``state`` saves and loads the sharded ones, ``memory`` moves them off
-    the device and back. ``token_logprobs`` is by row id, float32 [C]: log-probs of what the last `update`
-    trained, when it first came to the row; empty where it was not asked to keep them.
+    ``weights`` gives out full tensors, ``state`` saves and loads sharded tensors, ``memory`` moves them off
+    the device and back. ``token_logprobs``: log-probs of the tokens that the last `update` trained, from its
+    first pass over each row, by row id, float32 [C]; empty without ``keep_logprobs``.
     """
 
     def __init__(
@@ -130,19 +130,19 @@ class Trainer:
     ) -> dict[str, float]:
         """Run one optimiser update per batch and epoch, on this rank's rows of each. Collective.
 
-        The second and later updates are off-policy with respect to the first, so their ``old_logprobs`` are
-        those of the weights the step began with, or the engine's if the settings say so. An update whose loss
-        or gradient is not finite, or whose own metrics pass one of ``bounds``, is skipped.
+        The second and later updates are off-policy with respect to the first, so their ``old_logprobs`` come
+        from the weights at the start of the step, or from the engine with `correction: bypass`. An update is
+        skipped if its loss or gradient is not finite, or if its metrics pass one of ``bounds``.
 
         Args:
             kl_coef: weight of the KL term in these updates; None: the configured one.
             keep_logprobs: fill `token_logprobs`.
-            later_epochs: updates of each epoch after the first; (): those of the first again.
+            later_epochs: updates of each epoch after the first; (): repeat the first epoch's.
 
         Returns:
             Metrics of the whole step over all ranks, see `step_metrics`. `health/skipped_updates` counts
-            skipped updates, and `health/refused_<key of the bound>` those that passed a bound.
-            `health/bad_weights` is 1 when weights are not finite afterwards.
+            skipped updates, `health/refused_<key of the bound>` updates that passed a bound.
+            `health/bad_weights` is 1 if weights are not finite afterwards.
         """
         if self._policy.router_replay and not self._objective.supervised:
             for batch in batches:
@@ -151,27 +151,27 @@ class Trainer:
         first = [
             prepare.prepare_step(b, algorithm, moves=i > 0 or self._epochs > 1) for i, b in enumerate(batches)
         ]
-        # Made as they come: each is a copy of its rows.
+        # A generator, because each is a copy of its rows.
         later = (regrouped(first, update_rows) for epoch in later_epochs for update_rows in epoch)
         plan = chain(first, later) if later_epochs else first * self._epochs
         self.token_logprobs = {}
-        known_old = not algorithm.correction.bypasses
-        most = min((b.value for b in bounds if b.metric == GRAD_NORM), default=math.inf)
+        has_old = not algorithm.correction.bypasses
+        norm_limit = min((b.value for b in bounds if b.metric == GRAD_NORM), default=math.inf)
         per_update, trained, refused = [], list[bool](), Counter[str]()
         for index, update in enumerate(plan):
             batch = prepare.prepare_update(
-                update, algorithm, number=self._updates, unmoved=known_old and index == 0
+                update, algorithm, number=self._updates, unmoved=has_old and index == 0
             )
             values = self.accumulate(batch, kl_coef, keep_logprobs=keep_logprobs)
             values |= self._bonus.observe(values)
             too_far = passed(bounds, values)
-            values |= self.step(limit=-math.inf if too_far else most)
+            values |= self.step(limit=-math.inf if too_far else norm_limit)
             per_update.append(values)
             sizes = batch.denominators
             trained.append(sizes.tokens + sizes.demonstrated + sizes.taught > 0)
             refused.update(f"{REFUSED}{bound.key}" for bound in too_far or passed(bounds, values))
-        # Before anything moved: of all samples where the trainer's old log-probs are known.
-        metrics = step_metrics(per_update, trained, unmoved=len(batches) if known_old else 1)
+        # With the trainer's old log-probs, ``mismatch/*`` covers all batches, else only the first.
+        metrics = step_metrics(per_update, trained, unmoved=len(batches) if has_old else 1)
         metrics |= {name: float(count) for name, count in refused.items()}
         return metrics | {BAD_WEIGHTS: float(not self._weights_are_finite())}
 
@@ -184,7 +184,7 @@ class Trainer:
         with forward_only(self.engine):
             plan, outputs = self._forward(batch, with_entropy=True)
         for rows, (values, entropy, _) in zip(plan, outputs, strict=True):
-            assert entropy is not None, "they are asked for"
+            assert entropy is not None, "with_entropy returns entropies"
             if rows:
                 logprobs[rows, : values.shape[1]] = values.cpu()
                 entropies[rows, : values.shape[1]] = entropy.cpu()
@@ -193,8 +193,8 @@ class Trainer:
     def row_logprobs(
         self, batches: Sequence[TrainBatch], *, score_norms: bool = False
     ) -> dict[int, np.ndarray]:
-        """Return, by row id, float32 [C], log-probs of the rows of ``batches`` under the current weights, or
-        with ``score_norms`` their `selected_score_norms`. Collective.
+        """Return log-probs of the rows of ``batches`` under the current weights, or with ``score_norms``
+        their `selected_score_norms`, float32 [C], by row id. Collective.
         """
         by_row: dict[int, np.ndarray] = {}
         with forward_only(self.engine):
@@ -204,13 +204,13 @@ class Trainer:
         return by_row
 
     def _forward(self, batch: TrainBatch, **how: bool) -> tuple[list[list[int]], list[HeadOutputs]]:
-        """Return the rows of each micro-batch, and what the engine computes of it. Collective."""
+        """Return the rows of each micro-batch, and the engine's outputs for them. Collective."""
         plan = self._micro.plan(batch)
         parts = (self._micro.part(batch, rows) for rows in plan)
         return plan, [self.engine(self._micro.layout(part, part.wanted), **how) for part in parts]
 
     def base_logprobs(self, groups: Sequence[SampledGroup], top_k: int = 0) -> list[list[TeacherLogprobs]]:
-        """Return `group_logprobs` of the model that training started from. Collective."""
+        """Return `group_logprobs` of the initial model. Collective."""
         with forward_only(self.engine), untrained(self.engine.module):
             return group_logprobs(self.engine, groups, self._micro, top_k=top_k, together=True)
 
@@ -238,8 +238,8 @@ class Trainer:
                 kl_coef=kl_coef, entropy_coef=self._bonus.weight,
             )  # fmt: skip
             # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so
-            # undo that. A loss that is not finite gets a gradient that is not either: the one test of the
-            # reduced gradient then stops all ranks.
+            # undo that. A non-finite loss gets a non-finite gradient: the one check of the reduced gradient
+            # then stops all ranks.
             finite = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
             self.engine.backward(loss * self.rank.world_size * finite)
             if not self._reports:
@@ -263,8 +263,8 @@ class Trainer:
     def step(self, *, limit: float = math.inf) -> dict[str, float]:
         """Clip the gradients, move the weights and clear the gradients. Collective.
 
-        Where the gradient or the square of its norm is not finite in float32, or its norm above ``limit``,
-        weights, optimiser and schedule stay as they are on all ranks.
+        If the gradient or the square of its norm is not finite in float32, or its norm is above ``limit``,
+        all ranks leave weights, optimiser and schedule unchanged.
         """
         o = self._policy.optimizer
         rate = learning_rate(
@@ -285,13 +285,13 @@ class Trainer:
 
     def _gated_step(self, gate: NormGate, limit: float) -> tuple[float, bool]:
         """Return the gradient's norm, and whether the weights moved."""
-        gate.limit, gate.norm = limit, math.nan  # DeepSpeed skips an infinite gradient without its norm
+        gate.limit, gate.norm = limit, math.nan  # DeepSpeed skips an infinite gradient without a norm
         self.engine.step()
         return gate.norm, self.engine.was_step_applied()
 
     def _step_without_zero(self, limit: float) -> tuple[float, bool]:
         # Every rank holds the whole gradient. DeepSpeed does not report its norm, and would move the weights
-        # whatever it is.
+        # for any norm.
         grads = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(grads))
         applied = norm <= limit
@@ -303,10 +303,10 @@ class Trainer:
 
     @torch.no_grad()
     def _weights_are_finite(self) -> bool:
-        """Return whether the weights of all ranks are finite, as far as they are in memory. Collective."""
+        """Return whether all ranks' weights in memory are finite. Collective."""
         trained = [p for p in self.engine.module.parameters() if p.requires_grad]
         shards = [getattr(p, "ds_tensor", p).detach() for p in trained]  # under ZeRO-3 this rank's part
-        # The norm of squares, a tenth of the largest's time on CPUs. Weights above 1e19 are not finite here.
+        # The 2-norm takes a tenth of the max norm's time on CPUs. Weights above 1e19 overflow it.
         norm = torch.nn.utils.get_total_norm([t for t in shards if t.numel()]).to(self.device)
         bad = norm.isfinite().logical_not().int()
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)  # bounded: the process group has a deadline
@@ -314,7 +314,7 @@ class Trainer:
 
     @property
     def _reports(self) -> bool:
-        """True where this rank's statistics count: ranks that share their rows all have the same."""
+        """True if this rank's statistics count: ranks that share their rows all have the same."""
         return self._sharing is None or self._sharing.index == 0
 
     def save(self, directory: Path, *, blocking: bool = True) -> None:
@@ -341,17 +341,17 @@ class Trainer:
 def step_metrics(
     per_update: Sequence[dict[str, float]], trained: Sequence[bool], *, unmoved: int
 ) -> dict[str, float]:
-    """Return the mean of each metric over the updates that have it, the maximum where that is in the name.
+    """Return the mean of each metric over the updates that have it, the maximum if the name ends in ``_max``.
 
-    An update has no metrics of a stream without a token in it (`loss.finish_stats`): {nll 1, entropy 2} and
-    {nll 5} -> {nll 3, entropy 2}. What every update has, such as the gradient's norm, is averaged over those
-    that trained a token, unless none did. ``mismatch/*`` compares the engine with the trainer before anything
-    moved, and ``first_update/*`` is of the first update.
+    An update has no metrics of a stream without a token (`loss.finish_stats`): {nll 1, entropy 2} and {nll 5}
+    -> {nll 3, entropy 2}. Metrics that every update has, such as the gradient norm, are averaged over the
+    updates that trained a token, unless none did. ``mismatch/*`` compares the engine with the trainer before
+    the step, and ``first_update/*`` is of the first update.
 
     Args:
         per_update: at least one.
         trained: whether each update had a token of any stream.
-        unmoved: how many of them, from the first, have log-probs of the weights before the step.
+        unmoved: number of leading updates with log-probs of the weights before the step.
     """
     first = per_update[0]
     means = [
@@ -359,17 +359,17 @@ def step_metrics(
     ] or per_update
     metrics = {}
     for name in dict.fromkeys(name for values in per_update for name in values):
-        some = means
+        selected = means
         if name.startswith("mismatch/"):
-            some = per_update[:unmoved]
+            selected = per_update[:unmoved]
         elif name.endswith("_max") or name == SKIPPED:
-            some = per_update
-        if numbers := [values[name] for values in some if name in values]:
-            metrics[name] = _reduced(name, numbers)
-    return metrics | {f"first_update/{k}": first[k] for k in _BEFORE_ANYTHING_MOVED if k in first}
+            selected = per_update
+        if numbers := [values[name] for values in selected if name in values]:
+            metrics[name] = _reduce(name, numbers)
+    return metrics | {f"first_update/{k}": first[k] for k in _FIRST_UPDATE if k in first}
 
 
-def _reduced(name: str, values: Sequence[float]) -> float:
+def _reduce(name: str, values: Sequence[float]) -> float:
     if name == SKIPPED:
         return sum(values)
     return max(values) if name.endswith("_max") else sum(values) / len(values)

@@ -39,22 +39,22 @@ class ParameterSpec:
 
     @classmethod
     def from_tensor(cls, name: str, tensor: Tensor, shape: Sequence[int] | None = None) -> ParameterSpec:
-        """``shape`` overrides the tensor's own, which is empty while ZeRO-3 holds it in parts."""
+        """``shape`` overrides the tensor's, which is empty while ZeRO-3 shards it."""
         return cls(
             name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape if shape is None else shape)
         )
 
 
 def make_buckets(specs: Sequence[ParameterSpec], bucket_bytes: int) -> list[list[ParameterSpec]]:
-    """Specs in order, cut so that a bucket holds at most ``bucket_bytes`` or a single larger parameter."""
+    """Split ``specs``, in order, into buckets of at most ``bucket_bytes`` or of one larger parameter."""
     buckets: list[list[ParameterSpec]] = []
-    room = 0
+    free_bytes = 0
     for spec in specs:
-        if not buckets or spec.num_bytes > room:
+        if not buckets or spec.num_bytes > free_bytes:
             buckets.append([])
-            room = bucket_bytes
+            free_bytes = bucket_bytes
         buckets[-1].append(spec)
-        room -= spec.num_bytes
+        free_bytes -= spec.num_bytes
     return buckets
 
 
@@ -78,7 +78,7 @@ def bucket_size(bucket: Sequence[ParameterSpec]) -> int:
 
 
 def unpack(flat: Tensor, bucket: Sequence[ParameterSpec]) -> list[tuple[str, Tensor]]:
-    """Return the named tensors in ``flat`` uint8 [N]. Those that start on a multiple of their element size
+    """Return the named tensors in ``flat`` uint8 [N]. Tensors that start on a multiple of their element size
     are views of it.
     """
     named, offset = [], 0
@@ -100,7 +100,7 @@ class Checksum:
     a swap of two numbers in one row that differ in their sign alone.
     """
 
-    NUM_BYTES = 8  # of `view_bytes`
+    NUM_BYTES = 8  # size of `view_bytes`
 
     def __init__(self) -> None:
         self._value: Tensor | None = None

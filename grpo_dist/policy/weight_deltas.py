@@ -1,4 +1,4 @@
-"""What changed in the weights since they were last sent, bit by bit, and how it is applied.
+"""Bitwise deltas from the last sent weights, and how to apply them.
 
 At learning rates of reinforcement learning most updates are smaller than half a unit in the last place of
 a bfloat16 weight, which then keeps its bits (arXiv 2602.03839). A delta has the changed 16-bit words of a
@@ -9,7 +9,7 @@ bucket:
     delta    words 3f82 bf81, gaps 1 1        1 unchanged word before each
 
 Words are absolute, so applying a delta twice changes nothing. A gap of 255 and more takes several bytes. A
-bucket is sent whole if its delta is more than half its size, or every second group of four words has changed.
+bucket is sent whole if its delta exceeds half its size, or more than half its groups of four words changed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, bucket_size
 from grpo_dist.runtime.metering import Stopwatch
 
 _WORD = 2  # bytes
-_LONGEST = 255  # the byte of a gap that another byte continues
-_ALIGNED = 64  # bytes, of each bucket in `HeldWeights`
+_LONGEST = 255  # byte of a gap that the next byte continues
+_ALIGNED = 64  # bytes, alignment of buckets in `HeldWeights`
 _WHOLE = -1
 _PINNED = 2**32  # bytes pinned at once, at most: torch rounds each such block up to a power of two
 
@@ -44,43 +44,43 @@ class BucketDelta:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What a receiver must know before ``data`` arrives: words in it (-1: a whole bucket), and bytes."""
+        """What a receiver needs before ``data`` arrives: words in it (-1: a whole bucket), and bytes."""
         return (_WHOLE, 0) if self.data is None else (self.changed, len(self.data))
 
 
 def difference(old: Tensor, new: Tensor) -> BucketDelta:
     """Return what turns ``old`` uint8 [8 N] into ``new`` uint8 [8 N], both on one device."""
-    # Most groups of four words are equal: only the others are taken apart.
+    # Most groups of four words are equal: split only the unequal groups.
     old_words, new_words = old.view(torch.int64), new.view(torch.int64)
     group = (old_words != new_words).nonzero().squeeze(1)
     if 2 * len(group) > len(new_words):
         return BucketDelta(int((old.view(torch.int16) != new.view(torch.int16)).count_nonzero()), None)
     words = new_words[group].view(torch.int16)
     differs = (old_words[group].view(torch.int16) != words).nonzero().squeeze(1)
-    at = (group[differs >> 2] << 2) + (differs & 3)
-    gaps = _encoded(at.diff(prepend=at.new_full((1,), -1)) - 1)
-    if 2 * (len(at) * _WORD + len(gaps)) > len(new):
-        return BucketDelta(len(at), None)
-    return BucketDelta(len(at), torch.cat([words[differs].view(torch.uint8), gaps]))
+    positions = (group[differs >> 2] << 2) + (differs & 3)
+    gaps = _encoded(positions.diff(prepend=positions.new_full((1,), -1)) - 1)
+    if 2 * (len(positions) * _WORD + len(gaps)) > len(new):
+        return BucketDelta(len(positions), None)
+    return BucketDelta(len(positions), torch.cat([words[differs].view(torch.uint8), gaps]))
 
 
 def apply(data: Tensor, words: int, flat: Tensor) -> bool:
     """Write the ``words`` of a delta's ``data`` into ``flat`` uint8 [2 W], on the same device.
 
-    Returns False for data that `difference` cannot have made, and ``flat`` is unchanged.
+    Returns False, with ``flat`` unchanged, for data that `difference` cannot have made.
     """
     gaps = data[words * _WORD :]
     ends = gaps < _LONGEST
-    at = (torch.cumsum(gaps.long() + ends, 0) - 1)[ends]
+    positions = (torch.cumsum(gaps.long() + ends, 0) - 1)[ends]
     target = flat.view(torch.int16)
-    if len(at) != words or (words and int(at[-1]) >= len(target)):
+    if len(positions) != words or (words and int(positions[-1]) >= len(target)):
         return False
-    target[at] = _aligned(data[: words * _WORD]).view(torch.int16)
+    target[positions] = _align(data[: words * _WORD]).view(torch.int16)
     return True
 
 
 def _encoded(gaps: Tensor) -> Tensor:
-    """Return ``gaps`` int64 [N] as bytes: each is as many times 255 as it contains, then the rest.
+    """Return ``gaps`` int64 [N] as bytes: for each gap, one 255 per multiple of 255, then the remainder.
 
     [1, 255, 600] -> [1, 255, 0, 255, 255, 90]
     """
@@ -92,15 +92,15 @@ def _encoded(gaps: Tensor) -> Tensor:
     return coded
 
 
-def _aligned(data: Tensor) -> Tensor:
+def _align(data: Tensor) -> Tensor:
     return data.clone() if data.data_ptr() % _WORD else data
 
 
 class HeldWeights:
-    """One copy of all weights in the types in which they are sent, in host memory, bucket by bucket.
+    """One copy of all weights in the dtypes in which they are sent, in host memory, bucket by bucket.
 
     Attributes:
-        token: names the weights; two copies with the same token are equal. None while they are changed.
+        token: names the weights; two copies with the same token are equal. None while they change.
         slots: the memory of each bucket, uint8, in multiples of 64 bytes.
     """
 
@@ -110,8 +110,8 @@ class HeldWeights:
         self.specs, self.bucket_bytes, self.token = tuple(specs), bucket_bytes, None
         self.buckets = make_buckets(specs, bucket_bytes)
         slots = [-(-bucket_size(bucket) // _ALIGNED) * _ALIGNED for bucket in self.buckets]
-        # Zeros behind a bucket's end, up to its slot's.
-        blocks = _joined(slots, _PINNED) if pinned else [slots]
+        # Zeros from a bucket's end to its slot's end.
+        blocks = _join_sizes(slots, _PINNED) if pinned else [slots]
         memory = [torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=pinned) for sizes in blocks]
         self.slots = [s for sizes, block in zip(blocks, memory, strict=True) for s in block.split(sizes)]
 
@@ -139,15 +139,15 @@ class HeldWeights:
         return (self.named(i) for i in range(len(self)))
 
     def checksum(self) -> Checksum:
-        """Return the checksum of the whole copy, as of a whole transfer."""
+        """Return the checksum of the whole copy, as for a full transfer."""
         checksum = Checksum()
         for i in range(len(self)):
             checksum.add(self.flat(i))
         return checksum
 
 
-def _joined(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Return ``sizes`` in order, in lists of a sum of ``most``, or of one that is larger.
+def _join_sizes(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Group ``sizes``, in order, into lists with a sum of at most ``most``, or of one larger size.
 
     [3, 4, 9, 1, 1], 8 -> [[3, 4], [9], [1, 1]]
     """
@@ -165,10 +165,10 @@ class Changes:
     """What turns the weights ``base`` into the weights ``token``.
 
     Attributes:
-        base: token of the weights before; None: there were none, only whole weights can be sent.
-        deltas: of each bucket, in order.
-        checksum: of all bytes of the new weights.
-        seconds: of each stage of finding them, by metric.
+        base: token of the previous weights; None: there were none, only whole weights can be sent.
+        deltas: one per bucket, in order.
+        checksum: checksum of all bytes of the new weights.
+        seconds: duration of each stage of `SentWeights.take`, by metric.
     """
 
     token: str
@@ -180,12 +180,12 @@ class Changes:
 
     @property
     def changed_share(self) -> float:
-        """Share of the 16-bit words of all weights whose bits differ from those last sent; 1 without any."""
+        """Share of all weights' 16-bit words that differ from the last sent weights; 1 without any."""
         return 1.0 if self.base is None else 2 * sum(d.changed for d in self.deltas) / self.num_bytes
 
 
 class SentWeights:
-    """The weights last taken. The copy is in host memory, page-locked where the weights are on a GPU."""
+    """A copy of the last taken weights, in host memory, page-locked if the weights are on a GPU."""
 
     def __init__(self) -> None:
         self.held: HeldWeights | None = None
@@ -199,10 +199,9 @@ class SentWeights:
         device: torch.device,
         token: str,
     ) -> Changes:
-        """Copy ``weights``, the buckets of ``specs`` in order, as ``token``; return what has changed in them.
+        """Copy ``weights``, the buckets of ``specs`` in order, as ``token``; return their changes.
 
-        They are compared on ``device``, bucket by bucket. After an error the copy is no base, because it is
-        not whole.
+        Compares on ``device``, bucket by bucket. After an error the copy is incomplete and cannot be a base.
         """
         copy, watch, checksum = self._copy(specs, bucket_bytes, device), Stopwatch(), Checksum()
         base, copy.token, self.changes = copy.token, None, None
@@ -223,7 +222,7 @@ class SentWeights:
                     slot.copy_(new)
             with watch("sync_checksum"):
                 checksum.add(new[:size])
-            # In host memory: they are kept through the next update, whose memory they would take.
+            # In host memory: deltas live through the next update, which needs the device's memory.
             deltas.append(replace(delta, data=None if delta.data is None else delta.data.cpu()))
         next(buckets, None)  # releases what the last bucket gathered
         copy.token = token
@@ -232,6 +231,6 @@ class SentWeights:
 
     def _copy(self, specs: list[ParameterSpec], bucket_bytes: int, device: torch.device) -> HeldWeights:
         if self.held is None or not self.held.are(specs, bucket_bytes):
-            self.held = None  # freed before another is made
+            self.held = None  # freed before the next copy is allocated
             self.held = HeldWeights(specs, bucket_bytes, pinned=device.type == "cuda")
         return self.held

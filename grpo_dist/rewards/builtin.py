@@ -1,6 +1,6 @@
 """Built-in rewards.
 
-The fields of a reward are its `kwargs` in `rewards.functions`: typed, with ranges, unknown ones rejected.
+The fields of a reward are its `kwargs` in `rewards.functions`: typed, with ranges; other names are rejected.
 Each class wraps a plain function. Lengths are tokens of the policy, never characters.
 """
 
@@ -28,12 +28,12 @@ Note = Callable[[str], None]  # receives the reason why a sample could not be sc
 
 
 class Builtin(Section, ABC):
-    """A reward of the registry. One with external resources overrides `start` and `close`.
+    """A reward of the registry. A reward with external resources overrides `start` and `close`.
 
-    ``is_blind``: its score does not depend on whether the answer is right, so `grpo-dist check` expects no
-    difference between a right and a wrong one. ``knows_right_answers``: the gold, written as an answer, is a
-    right one; False where the data only has tests of an answer, so that none can be tried before a run.
-    ``asks_math_grader``: it depends on the answer by the math grader's verdicts, but is no grade itself.
+    ``is_blind``: its score does not depend on whether the answer is right, so `grpo-dist check` expects equal
+    scores for a right and a wrong answer. ``knows_right_answers``: the gold, written as an answer, is right;
+    False where the data only has tests, so no right answer can be tried before a run. ``asks_math_grader``:
+    it uses the math grader's verdicts, but is no grade itself.
     """
 
     is_blind: ClassVar[bool] = False
@@ -42,8 +42,8 @@ class Builtin(Section, ABC):
 
     @property
     def is_graded(self) -> bool:
-        """Whether a score may be another than 0 and 1: a reward that is only right or wrong is a `Binary`.
-        Estimators such as maxrl refuse a graded one.
+        """Whether scores other than 0 and 1 are possible; if not, the reward is a `Binary`. Estimators like
+        maxrl refuse graded rewards.
         """
         return True
 
@@ -55,25 +55,25 @@ class Builtin(Section, ABC):
 
     @property
     def data_columns(self) -> tuple[str, ...]:
-        """Columns of the data that its settings name."""
+        """Columns of the data that the settings name."""
         return ()
 
     def check_row(self, columns: Mapping[str, Any]) -> None:
-        """Raise ValueError for values of `data_columns` by which no completion could be scored."""
+        """Raise ValueError for values of `data_columns` with which no completion can be scored."""
 
     def start(self, *, workers: int, note: Note) -> None:
         """Acquire resources. Called before the first `score`, once for each of ``workers`` in the run."""
 
     @abstractmethod
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> Sequence[float]:
-        """Score each completion, NaN for one that cannot be scored. Thread-safe. Returns [G]."""
+        """Score each completion; NaN: could not be scored. Thread-safe. Returns [G]."""
 
     def close(self) -> None:
         """Release what `start` acquired."""
 
 
 class Binary(Builtin, ABC):
-    """A reward whose scores are 0 and 1 alone."""
+    """A reward with only the scores 0 and 1."""
 
     @property
     def is_graded(self) -> bool:
@@ -121,8 +121,7 @@ class Parity(Binary):
 
 
 class Random(Binary):
-    """1 with probability ``share``, else 0, for any completion: a control, since any reward may change a
-    policy.
+    """1 with probability ``share``, else 0, for any completion: a negative control.
 
     The SHA-256 of seed, problem, gold and the sample's place in its group decides, so a resumed run draws the
     same rewards.
@@ -173,7 +172,7 @@ class Numeric(Binary):
 
 
 class Repetition(Builtin):
-    """Minus the share of token n-grams that repeat an earlier one, in (-1, 0]."""
+    """Minus the share of repeated token n-grams, in (-1, 0]."""
 
     is_blind: ClassVar[bool] = True
 
@@ -227,7 +226,7 @@ class CosineLength(Builtin):
 
     correct: tuple[float, float] = Field((1.0, 0.5), description="at length 0, at sampling.max_new_tokens")
     wrong: tuple[float, float] = Field((-1.0, 0.0), description="the same for a wrong answer")
-    exceed: float = Field(-1.0, description="for a completion that was cut off")
+    exceed: float = Field(-1.0, description="for a truncated completion")
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         samples = zip(verdicts.correct, group.lengths, group.finish_reasons, strict=True)
@@ -255,8 +254,8 @@ class RelativeLength(Builtin):
 
 
 class EnvironmentSum(Builtin):
-    """Sum of the rewards that the environment gave to turns; not scored where it gave none, or a NaN. An
-    episode without any is worth 0 where `environments.outcome_rewards` has its end.
+    """Sum of the environment's rewards of turns; not scored if there is none, or a NaN. An episode without
+    rewards scores 0 if `environments.outcome_rewards` has its end.
     """
 
     _note: Note | None = PrivateAttr(None)

@@ -1,5 +1,5 @@
-"""Checks of rewards before a run: settings that cannot be used, rewards that do not go together, columns of
-the data that rewards read by name, and gold answers that are none or cannot be parsed.
+"""Checks rewards before a run: unusable settings, rewards that cannot be combined, columns of the data that
+rewards read, and gold answers that are missing or cannot be parsed.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def reward_problems(
 ) -> Iterator[str]:
     """Yield a message for every reward that cannot be used.
 
-    Loads user functions in a process of ``pool``, None: of a pool of its own, and asks each judge one
+    Loads user functions in a process of ``pool`` (None: of a temporary pool), and asks each judge one
     question.
     """
-    custom, seen = list[tuple[str, FunctionConfig]](), list[tuple[str, Mapping[str, Any]]]()
+    custom, checked = list[tuple[str, FunctionConfig]](), list[tuple[str, Mapping[str, Any]]]()
     for source, rewards_of_source in settings.variants.items():
         for spec in rewards_of_source.functions:
-            if (spec.label, spec.kwargs) in seen:
+            if (spec.label, spec.kwargs) in checked:
                 continue
-            seen.append((spec.label, spec.kwargs))
+            checked.append((spec.label, spec.kwargs))
             if spec.function not in REWARDS:
                 custom.append((source, spec))
                 continue
@@ -59,8 +59,8 @@ def reward_problems(
 
 
 def graded_problems(settings: RewardsConfig, advantage: str) -> Iterator[str]:
-    """Yield a message for every built-in reward with other scores than 0 and 1, if the estimator needs those.
-    Of user functions and servers nothing is known.
+    """Yield a message for every built-in reward with scores other than 0 and 1, if the estimator needs those.
+    Scores of user functions and servers are unknown.
     """
     if advantage not in ESTIMATOR_TRAITS or not ESTIMATOR_TRAITS[advantage].only_right_and_wrong:
         return
@@ -75,10 +75,10 @@ def graded_problems(settings: RewardsConfig, advantage: str) -> Iterator[str]:
 
 
 def combination_problems(settings: RewardsConfig) -> Iterator[str]:
-    """Yield a message for every source that tests code, where a length reward asks the math grader.
+    """Yield a message for every length reward that asks the math grader beside a reward that tests code.
 
-    The math grader finds no gold answer in code: it would call every solution wrong, for the length reward as
-    in evaluations. With `math` or `judge` among the rewards, its verdicts are asked for.
+    The math grader finds no gold answer in code, so it would grade every solution as wrong, also in
+    evaluations. With `math` or `judge` among the rewards, its verdicts are intended.
     """
     for source, rewards_of_source in settings.variants.items():
         built_in = [spec for spec in rewards_of_source.functions if spec.function in REWARDS]
@@ -89,9 +89,9 @@ def combination_problems(settings: RewardsConfig) -> Iterator[str]:
         for spec in built_in:
             if REWARDS[spec.function].asks_math_grader:
                 yield (
-                    f"{key} {spec.label} takes right and wrong from the math grader, which calls all code "
-                    f"that `{tests}` runs wrong, also in evaluations; expected a length reward that does "
-                    f"not, e.g. `overlong` with `gate: {tests}`"
+                    f"{key} {spec.label} asks the math grader, which grades all code of `{tests}` as wrong, "
+                    f"also in evaluations; expected a length reward that does not, e.g. `overlong` with "
+                    f"`gate: {tests}`"
                 )
 
 
@@ -116,14 +116,13 @@ def column_problems(
     *,
     pool: GraderPool | None = None,
 ) -> Iterator[str]:
-    """Yield a message for every column that a reward reads and one of ``rows`` lacks, or has in another form.
+    """Yield a message for every column that a reward reads and a row lacks, or has in an unreadable form.
 
     Args:
-        rows: of one source.
-        remedy: how a row gets a column: ``add it to `data.train.0.columns` ``.
-        available: returns all columns that the source has, of which rows may keep some; None: they keep all.
-        pool: where the functions of users are loaded, and only they are looked at; None: only the built-in
-            rewards are.
+        rows: rows of one source.
+        remedy: how to add a column, for messages: ``add it to `data.train.0.columns` ``.
+        available: returns all columns of the source, of which rows may keep some; None: rows keep all.
+        pool: loads users' functions, and only these are checked; None: only built-in rewards are checked.
     """
     source = rows[0].source if rows else ""
     for function in settings.select_source(source).functions if rows else ():
@@ -137,7 +136,7 @@ def column_problems(
             continue
         missing = dict(_missing(function.label, reward.data_columns, rows, remedy, available))
         for column, problem in missing.items():
-            here = _NAMES_OF_PEERS.get(column) if pool else None
+            here = _PEER_NAMES.get(column) if pool else None
             yield problem + (f". What other trainers call `{column}` is `{here}` here" if here else "")
         if isinstance(reward, Builtin) and reward.data_columns and not missing:
             yield from islice(_unreadable_rows(function.label, reward, rows), 1)
@@ -152,22 +151,22 @@ def _unreadable_rows(name: str, reward: Builtin, rows: Sequence[HasColumns]) -> 
 
 
 def asked_columns(settings: RewardsConfig) -> frozenset[str]:
-    """Return the columns that users' functions name as parameters: rows keep them, if they have them.
+    """Return the columns that users' functions name as parameters; rows keep these if they have them.
 
-    Loads the functions. One that cannot be loaded asks for nothing here: `reward_problems` reports it.
+    Loads the functions. A function that cannot be loaded is skipped: `reward_problems` reports it.
     """
     specs = {function.function: function for function in settings.all_functions}
-    asked: set[str] = set()
+    names: set[str] = set()
     if custom := [spec for function, spec in specs.items() if function not in REWARDS]:
         with GraderPool.from_config(settings, 1) as pool:
             for spec in custom:
                 with suppress(ValueError):
-                    asked |= UserFunction(spec, pool).asked_columns
-    return frozenset(asked)
+                    names |= UserFunction(spec, pool).asked_columns
+    return frozenset(names)
 
 
 # Arguments of reward functions of TRL, verl and OpenRLHF.
-_NAMES_OF_PEERS = {
+_PEER_NAMES = {
     "prompt": "problem", "prompts": "problem", "ground_truth": "answer", "solution": "answer",
     "label": "answer", "labels": "answer", "solution_str": "completion", "response": "completion",
     "responses": "completions", "queries": "completions", "completion_ids": "token_ids",
@@ -183,13 +182,13 @@ def _missing(
     available: Callable[[], Iterable[str]] | None,
 ) -> Iterator[tuple[str, str]]:
     """Yield each column that one of ``rows`` lacks, and the message about it."""
-    wanted = [column for column in columns if column != "problem"]
-    with_columns = [(row, named_columns(row.columns)) for row in rows] if wanted else []
-    for column in wanted:
+    data_columns = [column for column in columns if column != "problem"]
+    with_columns = [(row, named_columns(row.columns)) for row in rows] if data_columns else []
+    for column in data_columns:
         lacking = next((row for row, has in with_columns if column not in has), None)
         if lacking is not None:
             has = {"problem", *lacking.columns}
-            with suppress(ValueError):  # of a source that only the run can read
+            with suppress(ValueError):  # the source is readable only in the run
                 has = set(available()) if available else has
             if column in has:
                 what = f"which {lacking.location} has, and the configuration does not pass on"
@@ -205,9 +204,9 @@ def _missing(
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?")  # always parsable; most data sets hold nothing else
 
-_LOOKED_AT = 1000  # enough to detect a wrong column, in seconds even for hard formulas
+_EXAMINED = 1000  # enough to detect a wrong column, in seconds even for hard formulas
 
-_NO_ANSWERS = frozenset(  # what public sets write where a problem has no final answer; letters alone count
+_NO_ANSWERS = frozenset(  # placeholders for missing answers in public data sets; only letters count
     re.findall(
         r"\w+",
         """
@@ -220,11 +219,11 @@ _NO_ANSWERS = frozenset(  # what public sets write where a problem has no final 
     )
 )
 
-_NAMED_ROWS = 3  # rows that a message names of each such answer
+_NAMED_ROWS = 3  # rows that a message names per answer
 
 
 def is_no_answer(gold: str) -> bool:
-    """Return whether a gold says that there is none: ``proof``, ``see solution``, ``N/A``, ``-``."""
+    """Return whether a gold is a placeholder for a missing answer: ``proof``, ``N/A``, ``-``."""
     text = re.sub(r"\\(?:boxed|text[a-z]*|mathrm|mbox)(?![A-Za-z])", "", gold)
     if re.fullmatch(r"[\s\-–—?_.…*{}$]*|\W*n\s*[/.]\s*a\W*", text, re.IGNORECASE):
         return True
@@ -232,7 +231,7 @@ def is_no_answer(gold: str) -> bool:
 
 
 def describe_no_answers(golds: Iterable[tuple[str, str]]) -> str:
-    """Return what golds that are no answers are, how often, and in which rows; "" without any.
+    """Describe golds that are no answers, with their counts and rows; "" without any.
 
     ``golds``: pairs of a row's file and number, and its gold.
 
@@ -254,15 +253,16 @@ def describe_no_answers(golds: Iterable[tuple[str, str]]) -> str:
 def find_unreadable(golds: Sequence[str], settings: RewardsConfig) -> tuple[list[int], int]:
     """Find gold answers that can only be compared as text. Returns their indices, and how many were examined.
 
-    Examines all plain numbers and the first thousand other answers, in grader processes with the deadline of
-    an answer, because some texts hang a parser.
+    Examines all plain numbers and the first thousand other answers, in grader processes with a deadline per
+    answer, because some texts hang a parser.
     """
     formula_golds = {gold for gold in set(golds) if not _NUMBER.fullmatch(gold)}
     formulas = [i for i, gold in enumerate(golds) if gold in formula_golds]
-    asked = formulas[:_LOOKED_AT]
-    looked_at = len(golds) - len(formulas) + len(asked)
-    if not asked:
-        return [], looked_at
-    with GraderPool.from_config(settings, min(available_cpus(), len(asked))) as pool:
-        readable = pool.call("grpo_dist.rewards.math:gold_is_parsable", [{"answer": golds[i]} for i in asked])
-    return [i for i, value in zip(asked, readable, strict=True) if value != 1.0], looked_at
+    sample = formulas[:_EXAMINED]
+    examined = len(golds) - len(formulas) + len(sample)
+    if not sample:
+        return [], examined
+    with GraderPool.from_config(settings, min(available_cpus(), len(sample))) as pool:
+        answers = [{"answer": golds[i]} for i in sample]
+        readable = pool.call("grpo_dist.rewards.math:gold_is_parsable", answers)
+    return [i for i, value in zip(sample, readable, strict=True) if value != 1.0], examined

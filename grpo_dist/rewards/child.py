@@ -2,10 +2,10 @@
 
 Requests arrive as pickles on standard input; replies leave as JSON lines on the original standard output.
 Both are redirected to /dev/null for graded code, so its prints are discarded and its reads are empty. A reply
-repeats the random number of its request, so a line that other code writes to the descriptor is not taken for
-a reply; it ends with the CPU seconds of this process. A forked process inherits neither descriptor.
+repeats the random number of its request, so no line of other code counts as a reply, and ends with the CPU
+seconds of this process. A forked process inherits neither descriptor.
 
-USER_CODE is 0 in a process for the package's graders, which never runs user code, and 1 otherwise.
+USER_CODE is 0 in a process for built-in graders, which never runs user code, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any
 from grpo_dist.errors import raised
 from grpo_dist.runtime.processes import die_with, fork_guarded, limit_address_space, pause_garbage_collection
 
-IMPORTING = "importing"  # said before and after an import that an answer needs
-_CANCELLED_S = 1.0  # seconds that cancelled calls have to end
+IMPORTING = "importing"  # sent before and after an import that an answer needs
+_CANCELLED_S = 1.0  # seconds for cancelled calls to end
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
             from grpo_dist.rewards import math as grader  # not at the top: user code starts fast
 
             grader.importing = partial(_importing, replies, memory_mb)
-            grader.grade("\\boxed{1}", "2")  # warm-up: builds the tables of the package's reader
+            grader.grade("\\boxed{1}", "2")  # warm-up: builds the parser's tables
     limit_address_space(memory_mb)
     _reply(replies, ["ready", os.getpid(), time.process_time()])
     while True:
@@ -66,7 +66,7 @@ def _reply(descriptor: int, value: Any) -> None:
 
 @contextmanager
 def _importing(replies: int, memory_mb: int) -> Iterator[None]:
-    """Tell the pool that an import begins and that it has ended."""
+    """Notify the pool before and after an import."""
     _reply(replies, IMPORTING)
     with _unlimited(memory_mb):
         yield
@@ -75,7 +75,7 @@ def _importing(replies: int, memory_mb: int) -> Iterator[None]:
 
 @contextmanager
 def _unlimited(memory_mb: int) -> Iterator[None]:
-    """Lift the limit for the memory of an import, which may be large and is not charged to the answers."""
+    """Lift the memory limit during an import, whose memory is not charged to the answers."""
     limit_address_space(None)
     try:
         yield
@@ -136,10 +136,9 @@ def _call(
 ) -> list[list[Any]]:
     """Call the user's function with each of ``calls``.
 
-    One that is asynchronous is awaited for all of them at the same time, each for ``limits`` seconds; the
-    pool bounds any other. Returns ["ok", number], ["failed", reason] or ["timeout", reason] of each call;
-    with a size a list of that many numbers. A number is None where the function returned None or NaN, which
-    mean "cannot be scored".
+    Awaits the calls of an asynchronous function concurrently, each for ``limits`` seconds; the pool bounds
+    other functions. Returns ["ok", number], ["failed", reason] or ["timeout", reason] per call; with a size,
+    a list of that many numbers. A number is None where the function returned None or NaN: "cannot be scored".
     """
     function, accepted = load(path)
     filtered = [{k: v for k, v in call.items() if accepted is None or k in accepted} for call in calls]
@@ -181,7 +180,7 @@ async def _await_all(
 
 @cache
 def _runner() -> asyncio.Runner:
-    """Return the event loop of this process: a client that a user's module keeps belongs to one loop."""
+    """Return the event loop of this process: a client stored in a user's module belongs to one loop."""
     return asyncio.Runner()
 
 
@@ -190,9 +189,9 @@ async def _wait(value: Awaitable[Any]) -> Any:
 
 
 def _checked(path: str, values: Any, size: int | None) -> Any:
-    """Return ``values`` as a number, or as ``size`` numbers: of a group, or of the steps of a completion.
+    """Return ``values`` as a number, or as ``size`` numbers: for a group, or for the steps of a completion.
 
-    Raises ValueError where they are none.
+    Raises ValueError for other values.
     """
     if size is None:
         return _number(path, values)
@@ -208,9 +207,7 @@ def _checked(path: str, values: Any, size: int | None) -> Any:
 
 
 def _number(path: str, value: Any) -> float | None:
-    """Return ``value``, a number or a truth value, as a number; None for None and NaN. Raises ValueError for
-    anything else.
-    """
+    """Return a number or boolean as float; None for None and NaN. Raises ValueError for anything else."""
     if value is None:
         return None
     try:

@@ -1,7 +1,7 @@
 """The option that a text without a box states as its answer: "The answer is (B)." -> "B".
 
-Strict: a text that hedges, negates, asks or takes back states nothing. A right answer in words that are not
-known here counts as none, which costs a reward; a wrong one that counted would teach.
+Strict: a text that hedges, negates, asks or takes back states nothing. A missed right answer only costs a
+reward, but an accepted wrong answer would be reinforced.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _REVERSED = re.compile(  # "(B) is the correct answer"
     rf"(?<![\w'’^\\])(?P<open>(?:{_OPEN}){{0,6}})(?P<letter>[A-Z])(?![\w'’^])(?P<close>(?:{_CLOSE}){{0,6}})"
     rf"\s+is,?\s+(?:{_SURELY},?\s+)?the\s+(?:only\s+)?(?:correct|right|best)\s+(?:answer|option|choice)\b"
 )
-_BEFORE = re.compile(  # in the same clause: nothing is claimed, or not as right
+_BEFORE = re.compile(  # in the same clause: no claim, or not a claim of correctness
     r"\b(?:if|whether|unless|except|not|never|nor|wrong|incorrect|false|unlikely|cannot|least|worst)\b|n['’]t\b",
     re.IGNORECASE,
 )
 _ADVERB = r"(?:also|already|clearly|explicitly|now|once|only|further|just)"
-_NOBODY = (  # words for a given answer that is no claim of another person
+_NOBODY = (  # subjects that are not another person
     r"(?:problem|question|text|statement|exercise|task|condition|definition|theorem|passage|hint|it|which|we|as"
     rf"|{_ADVERB})"
 )
@@ -71,7 +71,7 @@ _COMPUTED = re.compile(
 _BETWEEN = r"(?:\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)(?![A-Za-z])|\W)*"
 _ANOTHER_OPTION = re.compile(
     r"\(\s*[A-J]\s*\)|(?<![\w\\])[A-J](?:\)|[.:]\s)|\A\W*[A-J]\W*\Z|\?"
-    # "and" and "not" behind the letter or before another; elsewhere they are words of the option.
+    # "and" and "not" after the letter or before another letter; elsewhere they are words of the option.
     rf"|\A{_BETWEEN}(?:or|and|nor|(?:(?:is|are|was|were|does|do|did)\s+)?not|[a-z]+n['’]t)\b"
     rf"|\b(?:or|and|nor|not)\b{_BETWEEN}(?:(?:maybe|perhaps|possibly|also|even|option|choice)\b{_BETWEEN})*"
     r"[A-J](?![\w'’])"
@@ -79,7 +79,7 @@ _ANOTHER_OPTION = re.compile(
 
 
 def marked_option(answer: str) -> tuple[str, str] | None:
-    """Split an answer that begins with the mark of an option into its letter and what the option says.
+    """Split an answer that begins with the mark of an option into its letter and its text.
 
         \\textbf{(D)}\\ 557   ("D", "557")       \\text{B. 5}   ("B", "5")       \\text{Option B}   ("B", "")
         \\text{(B) It does not change}   ("B", "It does not change")       (C)\\ (3,5)   ("C", "(3,5)")
@@ -106,7 +106,7 @@ def stated_choice(text: str) -> str | None:
         "If x = 2, y = 1, so the answer is (B)."     "B"
         "(B) is the correct answer."                 "B"
 
-    The last sentence of the form decides, also if it states no letter: it may take back an earlier one.
+    The last statement decides, even without a letter: it may take back an earlier one.
     """
     text = unicodedata.normalize("NFKC", text[-_LONGEST:])
     last = _last_statement(text)
@@ -136,15 +136,15 @@ def _last_statement(text: str) -> re.Match[str] | None:
     """Return the last match of `_DECLARED` or `_REVERSED`, whichever ends last."""
     declared = max(_DECLARED.finditer(text), key=re.Match.start, default=None)
     reversed_ = max(_REVERSED.finditer(text), key=re.Match.start, default=None)
-    # The word "answer" at the end of the one may begin the other: "B is the correct answer: 5 cm".
+    # "answer" may end one match and begin the other: "B is the correct answer: 5 cm".
     if declared and reversed_:
         return declared if declared.start() >= reversed_.end() else reversed_
     return declared or reversed_
 
 
 def _ends(rest: str, marked: bool) -> bool:
-    """Return whether the answer is complete before ``rest``. A ``marked`` letter may be followed by what the
-    option says: "(B) 5 cm".
+    """Return whether the answer is complete before ``rest``. The text of the option may follow a ``marked``
+    letter: "(B) 5 cm".
     """
     if not rest.strip() or _REASON.match(rest):
         return True

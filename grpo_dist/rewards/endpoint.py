@@ -1,4 +1,4 @@
-"""A server that scores over HTTP: deadlines, retries, a rate limit and a circuit breaker.
+"""Client of a scoring server over HTTP, with deadlines, retries, a rate limit and a circuit breaker.
 
 threads of rewards --post--> retries --> one attempt --> event loop of the endpoint, one thread
                              |           deadline over name look-up, connection, headers and body
@@ -27,7 +27,7 @@ from grpo_dist.runtime.concurrency import LoopThread
 if TYPE_CHECKING:
     import httpx
 
-_TRANSIENT = frozenset({408, 409, 425, 429})  # statuses worth a retry, like any of 500 and above
+_TRANSIENT = frozenset({408, 409, 425, 429})  # statuses worth a retry, like all from 500 on
 _LONGEST_REASON = 300  # characters
 _LONGEST_REPLY = 1 << 24  # bytes; far above any score or verdict
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
@@ -38,7 +38,7 @@ _CLOSE_S = 10.0
 class NoReply(Exception):
     """The server gave no usable reply after all retries; the message has the reason.
 
-    ``status`` is that of the last HTTP reply; None where there was none.
+    ``status``: status of the last HTTP reply; None without a reply.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -54,13 +54,13 @@ class EndpointSettings(Section):
 
     api_key_env: str | None = Field(None, description="environment variable that holds the key")
     max_retries: Count = Field(3, description="after a connection error, a timeout or a transient status")
-    timeout_s: PositiveFloat = Field(30.0, description="of one attempt, from its start to the last byte")
-    requests_per_minute: PositiveFloat | None = Field(None, description="of the whole run; retries count")
+    timeout_s: PositiveFloat = Field(30.0, description="deadline of an attempt, from start to last byte")
+    requests_per_minute: PositiveFloat | None = Field(None, description="limit of the run, retries included")
     break_after: PositiveInt = Field(
         5, description="failed requests in a row after which none is sent for `break_s`"
     )
-    break_s: PositiveFloat = Field(10.0, description="first pause of a server that is gone; it doubles")
-    headers: dict[str, str] = Field({}, description="of every request")
+    break_s: PositiveFloat = Field(10.0, description="first pause for an unreachable server; it doubles")
+    headers: dict[str, str] = Field({}, description="headers of every request")
 
 
 class RateLimit:
@@ -91,12 +91,12 @@ class RateLimit:
 
 
 class CircuitBreaker:
-    """Stops requests to a server that is gone, so that a step does not wait for every retry of every sample.
+    """Stops requests to an unreachable server, so a step does not wait for every retry of every sample.
 
     closed --``after`` failures in a row--> open --``first_s``--> one trial --success--> closed
                                              ^-----twice as long------failure
 
-    Requests that were sent before it opened may fail after that. They say nothing new and prolong no pause.
+    Requests that were sent before it opened may fail later; such failures do not prolong a pause.
     """
 
     LONGEST_S = 300.0
@@ -114,7 +114,7 @@ class CircuitBreaker:
                 return True
             if self._clock() < self._opens_at:
                 return False
-            self._opens_at = self._clock() + self._pause_s  # the others wait for the outcome of this one
+            self._opens_at = self._clock() + self._pause_s  # other requests wait for this one's outcome
             self._on_trial = True
             return True
 
@@ -159,7 +159,7 @@ class Endpoint:
         self._url, self._settings, self._sleep = base_url.rstrip("/"), settings, sleep
         key, rate = _api_key(settings.api_key_env), settings.requests_per_minute
         headers = settings.headers | ({"Authorization": f"Bearer {key}"} if key else {})
-        # An error message may quote the request, so secrets are masked in what is shown.
+        # An error message may quote the request, so its secrets are masked.
         self._secrets = {"api_key": key, "url": base_url, "headers": headers, "extra": extra_secrets}
         self._limit = RateLimit(rate / workers) if rate else None
         self.breaker = CircuitBreaker(settings.break_after, settings.break_s)
@@ -177,7 +177,7 @@ class Endpoint:
             ) from error
         if not self.breaker.permits():
             raise NoReply(f"not asked: the last {self._settings.break_after} requests or more failed")
-        # An open breaker's trial is one attempt: its only question is whether the server is back.
+        # An open breaker's trial is one attempt, which only tests whether the server is back.
         attempts = 1 if self.breaker.is_open else self._settings.max_retries + 1
         for attempt in range(attempts):
             if self._limit is not None:
@@ -192,7 +192,7 @@ class Endpoint:
                     return self._parsed(content)
                 reason, pause = f"HTTP {status}: {_message(content)}", retry_after
                 if status < 500 and status not in _TRANSIENT:
-                    self.breaker.succeeded()  # it is there
+                    self.breaker.succeeded()  # the server is reachable
                     raise NoReply(self._masked(reason), status)
             if attempt < attempts - 1:
                 self._sleep(min(_LONGEST_PAUSE_S, pause if pause is not None else _pause(attempt)))
@@ -211,12 +211,12 @@ class Endpoint:
         max_tokens: int,
         extra_body: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Return what ``model`` replies, sampled greedily (temperature 0), over the OpenAI chat API.
+        """Return the greedy reply of ``model`` (temperature 0) over the OpenAI chat API.
 
         ``extra_body``: further fields of the request, e.g. vLLM's ``structured_outputs``. Raises NoReply.
         """
-        asked = {"model": model, "messages": messages, "temperature": 0.0, "max_tokens": max_tokens}
-        reply = self.post("/chat/completions", asked | dict(extra_body))
+        body = {"model": model, "messages": messages, "temperature": 0.0, "max_tokens": max_tokens}
+        reply = self.post("/chat/completions", body | dict(extra_body))
         try:
             content = reply["choices"][0]["message"]["content"]
         except (TypeError, LookupError):  # not the expected lists and mappings
@@ -236,10 +236,10 @@ class Endpoint:
         return masked_text(message, self._secrets)[:_LONGEST_REASON]
 
     def _send(self, path: str, body: bytes) -> tuple[int, float | None, bytes]:
-        """Return status, Retry-After in seconds and body. Raises ConnectionError, at the deadline too.
+        """Return status, Retry-After in seconds and body. Raises ConnectionError, also at the deadline.
 
-        On an event loop, where alone a deadline covers a name look-up, headers and body together: a blocking
-        client's timeouts are of single reads, which a slow server never exceeds.
+        Uses an event loop, since only there a deadline covers name look-up, headers and body together: a
+        blocking client's timeouts cover single reads, which a slow server never exceeds.
         """
         timeout_s = self._settings.timeout_s
         future = self._loop.submit(self._attempt(f"{self._url}{path}", body, timeout_s))
@@ -250,10 +250,10 @@ class Endpoint:
             raise ConnectionError(f"the reply has not ended after {timeout_s:g} s") from error
 
     async def _attempt(self, url: str, body: bytes, timeout_s: float) -> tuple[int, float | None, bytes]:
-        import httpx  # a third of a second, and few runs ask a server
+        import httpx  # takes a third of a second, and few runs use a server
 
         if self._client is None:
-            # No limit of connections: the callers' threads are the limit. Deadlines are those of `_send`.
+            # The callers' threads limit the connections, and `_send` has the deadlines.
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
             self._client = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits)
         content = b""
@@ -286,7 +286,7 @@ def _api_key(variable: str | None) -> str | None:
 
 
 def _message(content: bytes) -> str:
-    """Return the message of an error's body, as OpenAI-compatible servers write it, else its beginning."""
+    """Return the error message in the body of an OpenAI-compatible server's reply, else its beginning."""
     text = content[:_LONGEST_REASON].decode(errors="replace")
     try:
         return str(json.loads(content)["error"]["message"])

@@ -1,6 +1,6 @@
 """Compares two formulas by value: exact fractions, else 60 digits, with random numbers for the variables.
 
-What cannot be read whole or evaluated is not compared here (None), and never as a part of itself.
+A formula that cannot be read whole or evaluated is not compared (None), and never in part.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from grpo_dist.rewards.formula import (
 )
 
 _MAX_ELEMENTS = 64  # longest list compared in any order
-_ROUNDED = 1e-4  # largest relative difference of a decimal number that stands for an exact one
-_PLACES, _PLACES_IN_TUPLE = 6, 4  # decimals of such a number, alone and as an end or coordinate
+_ROUNDED = 1e-4  # largest relative difference of a decimal number that rounds an exact number
+_PLACES, _PLACES_IN_TUPLE = 6, 4  # decimals of a rounded number, alone and as an end or coordinate
 
 
 def same(gold: str, answer: str) -> bool | None:
-    """Return whether two formulas are equal; None if one is not read whole, or they are of kinds that are not
-    compared here.
+    """Return whether two formulas are equal; None if one cannot be read whole, or their kinds cannot be
+    compared.
 
         "x_{i}^{2}", "x_i^2"       True        "\\log_2 8", "3"              True
         "f(2)", "f'(2)"            False       "x<1 \\land x>2", "x<1 \\lor x>2"   False
@@ -63,7 +63,7 @@ def _tree(text: str) -> Formula | None:
 
 
 def is_formula(text: str) -> bool:
-    """Return whether a text is read whole."""
+    """Return whether a text can be read whole."""
     return _tree(text) is not None
 
 
@@ -86,7 +86,7 @@ def _nodes(tree: Formula) -> Iterator[Formula]:
 
 
 def _cases_folded(ours: Formula, theirs: Formula) -> tuple[Formula, Formula]:
-    """Rename letters to lower case, if no formula has both cases: ``3R^2`` may be meant by 3r^2."""
+    """Rename letters to lower case, if no formula has both cases: 3r^2 may mean ``3R^2``."""
     letters = [{node.name[0] for node in _nodes(tree) if _is_letter(node)} for tree in (ours, theirs)]
     folded = {
         letter
@@ -172,19 +172,19 @@ _COLLECTIONS = ("list", "set", "tuple", "interval", "matrix", "or", "and")
 
 
 def _drop_domains(node: Formula) -> Formula:
-    """Remove what a list says of the numbers that its variables stand for: ``2n, n \\in \\mathbb{Z}``."""
+    """Remove the domains of variables from a list: ``2n, n \\in \\mathbb{Z}``."""
     if node.kind != "list":
         return node
-    kept = [
+    parts = [
         p
         for p in node.parts
         if not (p.kind == "relation" and p.name == "in" and p.parts[1].kind == "constant")
     ]
-    return node if not kept else kept[0] if len(kept) == 1 else node._replace(parts=tuple(kept))
+    return node if not parts else parts[0] if len(parts) == 1 else node._replace(parts=tuple(parts))
 
 
 def _share_modulus(node: Formula) -> Formula:
-    """Turn ``x \\equiv 1, 4 \\pmod 5`` into two congruences, of one left side and one modulus."""
+    """Turn ``x \\equiv 1, 4 \\pmod 5`` into two congruences with the same left side and modulus."""
     if node.kind != "list" or node.parts[-1].kind != "congruence":
         return node
     modulus = node.parts[-1].parts[-1]
@@ -205,7 +205,7 @@ def _share_modulus(node: Formula) -> Formula:
 
 
 def _spread(node: Formula, other: Formula) -> Formula:
-    """Turn ``(a,b)=(1,2)`` into ``a=1, b=2`` where the other formula is such a list."""
+    """Turn ``(a,b)=(1,2)`` into ``a=1, b=2`` where the other formula is a list of statements."""
     if (
         node.kind != "relation"
         or node.name != "="
@@ -242,7 +242,7 @@ def _is_name(node: Formula) -> bool:
 
 
 def _equals_side(ours: Formula, equation: Formula) -> bool | None:
-    """Compare a value with an equation, which is its right side: a problem may ask for any left side."""
+    """Compare a value with the right side of an equation: a problem may ask for any left side."""
     sides = equation.parts
     numbers = {evaluate(side, {}) for side in sides if _digits(side)}
     if len([number for number in numbers if number.denominator == 1]) > 1:
@@ -255,7 +255,7 @@ def _equals_side(ours: Formula, equation: Formula) -> bool | None:
 
 
 def _same_equation(ours: Formula, theirs: Formula) -> bool | None:
-    """Compare equations of two sides up to a factor: ``2x+4y=6``, ``x+2y=3``; of more, the last two sides."""
+    """Compare two-sided equations up to a factor: ``2x+4y=6``, ``x+2y=3``; longer ones by the last sides."""
     a, b = (
         Formula("relation", node.parts[-2:], "=") if len(node.parts) > 2 else node for node in (ours, theirs)
     )
@@ -299,7 +299,7 @@ def _ascending(chain: Formula) -> Formula:
 
 
 def _proportional(ours: Formula, theirs: Formula, *, signed: bool) -> bool:
-    """Return whether two formulas differ by a constant factor, which is positive if ``signed``."""
+    """Return whether two formulas differ by a constant factor, which must be positive if ``signed``."""
     ratios = []
     for values in _values_of_variables(ours, theirs):
         a, b = evaluate(ours, values), evaluate(theirs, values)
@@ -353,7 +353,7 @@ def _whole(node: Formula) -> int:
 
 
 def _alternatives(node: Formula) -> Formula:
-    """Replace plus-minus by the list of its values: independent in tuples, together in a formula."""
+    """Replace plus-minus by the list of its values: independent signs in tuples, one sign in a formula."""
     if not any(part.kind == "signs" for part in _nodes(node)):
         return node
     if node.kind in ("list", "set", "or", "and"):
@@ -462,12 +462,12 @@ def _order_by_names(node: Formula, other: Formula) -> Formula:
 
 
 def _is_constant(node: Formula) -> bool:
-    """Return whether a part of "and" or "or" is a number or ``x=2``: solutions, of which both make lists."""
+    """Return whether a part of "and" or "or" is a number or ``x=2``: for solutions, both words make lists."""
     return not _variables(node.parts[1] if _is_equation(node) else node)
 
 
 def _matrix_and_tuple(ours: Formula, theirs: Formula) -> bool | None:
-    """Compare a column with a tuple; a matrix is never a number, and a set of several elements no tuple."""
+    """Compare a column with a tuple; a matrix is never a number, a set of several elements never a tuple."""
     kinds = {ours.kind, theirs.kind}
     matrix, other = (ours, theirs) if ours.kind == "matrix" else (theirs, ours)
     if any(_is_compound(part) for part in other.parts):
@@ -544,7 +544,7 @@ def _compare_as_sets(ours: Formula, theirs: Formula) -> bool | None:
         if node.kind == "tuple" and len(node.parts) != 2:
             return None
         if node.kind == other.kind == "relation" and len({*_variables(node), *_variables(other)}) > 1:
-            return None  # their names, and more than one variable, count
+            return None  # sets would ignore the variables' names
     names = [_solved_for(node) for node in (ours, theirs)]
     if None not in names and names[0] != names[1]:
         return False
@@ -665,8 +665,8 @@ def _is_empty(piece: _Interval) -> bool:
 
 def _united(pieces: list[_Interval]) -> list[_Interval]:
     out: list[_Interval] = []
-    kept = (piece for piece in pieces if not _is_empty(piece))
-    for piece in sorted(kept, key=lambda piece: (real(piece.low), not piece.low_closed)):
+    nonempty = (piece for piece in pieces if not _is_empty(piece))
+    for piece in sorted(nonempty, key=lambda piece: (real(piece.low), not piece.low_closed)):
         last = out[-1] if out else None
         touches = last is not None and (
             real(piece.low) < real(last.high)
@@ -726,7 +726,7 @@ def _same_value(ours: Formula, theirs: Formula, *, places: int = _PLACES) -> boo
 
 
 def _both_vanish(trees: Sequence[Formula], numbers: Sequence[Number], values: Values) -> bool:
-    """Return whether tiny numbers are rounding errors of zero: they shrink with more digits."""
+    """Return whether tiny numbers are rounding errors of zero, which shrink with more digits."""
     if any(abs(inexact(number)) > mpf(10) ** -40 for number in numbers):
         return False
     with mp.workdps(2 * DIGITS):
@@ -748,12 +748,12 @@ def _is_decimal(tree: Formula) -> bool:
 
 
 def _places(ours: Formula, theirs: Formula) -> int:
-    """Return to how many decimals an answer may round an end or a coordinate of the gold."""
+    """Return the decimals to which an answer may round an end or a coordinate of the gold."""
     return _PLACES_IN_TUPLE if _is_decimal(theirs) and not _is_decimal(ours) else _PLACES
 
 
 def _values_of_variables(*trees: Formula) -> Iterator[Values]:
-    """Yield sets of values of the variables: positive, negative, mixed. Once if there is no variable."""
+    """Yield values of the variables: positive, negative, mixed; one empty mapping without variables."""
     names = sorted(
         {node.name for tree in trees for node in _nodes(tree) if node.kind == "symbol"} - {"e", "i"}
     )

@@ -89,7 +89,7 @@ def _is_answer(text: str, opening: str, closing: str) -> bool:
 
 _TAIL = 2048  # characters: loops occur at the end, and the beginning may be fine
 _SHORTEST = 256  # bytes: shorter text may repeat itself legitimately ("1, 1, 1, 1")
-# Compressed share of the length. Of 100,000 real texts the few below it are loops; the next has 0.13.
+# Compressed size as a share of the length. Among 100,000 real texts, only loops are below; the next has 0.13.
 _COMPRESSED = 0.1
 _UNREADABLE = 0.1  # share of the characters
 # Control characters, surrogates, private use, unassigned.

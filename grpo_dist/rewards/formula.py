@@ -1,7 +1,7 @@
-"""Reads a formula whole, or not at all: every letter, sign and command of the text is in the tree. Evaluates
-it to an exact fraction, else 60 digits; a function that is not known has values of its own.
+"""Parses a formula whole, or not at all: every letter, sign and command of the text is in the tree. Evaluates
+it to an exact fraction, else 60 digits; an unknown function gets pseudo-random values.
 
-`equality` compares trees. What is no formula here (prose, an integral, a sign without a meaning) is `Unread`.
+`equality` compares trees. Other text (prose, an integral, a sign without a meaning) raises `Unread`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MAX_TOKENS = 4000
 
 
 class Unread(Exception):
-    """The text is no formula that is known here."""
+    """The text is no supported formula."""
 
 
 class Formula(NamedTuple):
-    """A formula: its kind, its parts, and a name or a sign.
+    """A formula: kind, parts, and a name or a sign.
 
     number (``value``), symbol (``name``), call (``name``, arguments), add, multiply, divide, power, negative,
     signs (``+-`` or ``-+``), tuple, interval (``name``: its brackets), set, list, matrix, relation (``name``:
@@ -52,7 +52,7 @@ SAME_FUNCTION = {
     "sh": "sinh", "ch": "cosh", "th": "tanh", "cth": "coth", "sign": "sgn", "ceiling": "ceil", "trace": "tr",
     "rk": "rank", "hcf": "gcd", "gcf": "gcd",
 }  # fmt: skip
-_LOGARITHMS = {"lg": 10, "lb": 2, "ld": 2}  # names with a base of their own
+_LOGARITHMS = {"lg": 10, "lb": 2, "ld": 2}  # names with a fixed base
 _FUNCTION_NAMES = frozenset([*_FUNCTIONS, *SAME_FUNCTION, *_LOGARITHMS])
 _IN_PLAIN_TEXT = sorted(_FUNCTION_NAMES - {"ch", "sh", "th", "lb", "ld", "rk"}, key=len, reverse=True)
 GREEK = frozenset(
@@ -240,7 +240,7 @@ class _Parser:
         raise Unread(self.ahead.text if self.ahead else "ends early")
 
     def elements(self) -> Formula:
-        """Parse a list separated by semicolons, of lists separated by commas; alone, the only element."""
+        """Parse a semicolon-separated list of comma-separated lists; a lone element is returned itself."""
         return self._separated(";", lambda: self._separated(",", lambda: self._statement("or")))
 
     def _separated(self, sign: str, below: Callable[[], Formula]) -> Formula:
@@ -283,8 +283,8 @@ class _Parser:
         return parts[0] if not signs else Formula("relation", tuple(parts), " ".join(signs))
 
     def _follows(self, text: str) -> bool:
-        behind = self._place + 1
-        return behind < len(self._tokens) and self._tokens[behind].text == text
+        next_place = self._place + 1
+        return next_place < len(self._tokens) and self._tokens[next_place].text == text
 
     def _modulus(self) -> Formula | None:
         if self._accept("\\pmod", "\\mod", "\\pod"):
@@ -346,7 +346,7 @@ class _Parser:
         token = self.ahead
         if token is None:
             return False
-        if token.kind == "number":  # "2 3" and ")3" are no products that people write
+        if token.kind == "number":  # nobody writes a product as "2 3" or ")3"
             before = self._tokens[self._place - 1]
             return before.kind == "letter" or before.text in ("}", "\\pi") or before.text.startswith("\\")
         if token.text in ("|", "\\vert", "\\lvert"):
@@ -445,7 +445,7 @@ class _Parser:
         return Formula("call", (index,), f"{base.name}_")
 
     def _drop_base(self, number: Formula) -> Formula:
-        """Read the base of a number, ``52_8``, whose digits alone are compared here: see `wording.unit`."""
+        """Skip the base of a number, ``52_8``: only the digits are compared here, see `wording.unit`."""
         tokens = self._raw_group() if self._sees("{") else [self._next()]
         if not all(token.kind in ("number", "words", "letter") for token in tokens):
             raise Unread("an index")
@@ -463,7 +463,7 @@ class _Parser:
             inside.append(token)
 
     def _applied(self, function: Formula) -> Formula:
-        """Return a function's value where arguments in parentheses follow; ``a(b+c)`` is a product."""
+        """Parse a call if arguments in parentheses follow; ``a(b+c)`` is a product."""
         named = re.match(r"[fghFGHP]('|_|\Z)|.*'", function.name) or self._sees_argument(function.name)
         if self._sees("(") and named:
             self._next()
@@ -473,7 +473,7 @@ class _Parser:
         return function
 
     def _sees_argument(self, name: str) -> bool:
-        """Return whether a capital, p or q is followed by a variable alone: ``W(n)``, ``p(x)``."""
+        """Return whether a capital, p or q is followed by a single variable: ``W(n)``, ``p(x)``."""
         ahead = [token.text for token in self._tokens[self._place : self._place + 3]]
         return (
             bool(re.fullmatch("[A-Zpq]", name))
@@ -483,7 +483,7 @@ class _Parser:
         )
 
     def _argument(self) -> Formula:
-        """Parse the argument of a command: a group in braces, or one token with its own arguments."""
+        """Parse the argument of a command: a group in braces, or one token with its arguments."""
         if self._accept("{"):
             inside = self.elements()
             self._expect("}")
@@ -723,7 +723,7 @@ def real(a: Number) -> Any:
 
 
 def evaluate(node: Formula, values: Values) -> Number:
-    """Return the value of a formula. Raises Unread, and ArithmeticError where it has none."""
+    """Return the value of a formula. Raises Unread, and ArithmeticError where it has no value."""
     kind, parts = node.kind, node.parts
     if kind == "number":
         return node.value
@@ -804,7 +804,7 @@ def _power(base: Number, exponent: Number) -> Number:
         and exponent.denominator < 100
         and _is_negative(base)
     ):
-        root = _power(-base, exponent)  # the real one
+        root = _power(-base, exponent)  # the real root
         return -root if exponent.numerator % 2 else root
     x, y = inexact(base), inexact(exponent)
     if x == 0:
@@ -836,7 +836,7 @@ def _exact_root(number: Fraction, degree: int) -> Fraction | None:
 
 
 def _root(number: Number, degree: Number) -> Number:
-    """Return a root, the real one of a negative number if the degree is odd."""
+    """Return a root; for a negative number and an odd degree, the real root."""
     if not isinstance(degree, Fraction) or degree.denominator != 1 or not 0 < degree < 1000:
         return _power(number, combined(Fraction(1), degree, lambda a, b: a / b))
     return _power(number, 1 / degree)
@@ -885,7 +885,7 @@ def _determinant(rows: list[list[Number]]) -> Number:
 
 
 def _opaque(name: str, numbers: Sequence[Number]) -> Number:
-    """Return a value of a function that is not known: equal for equal arguments, and only for those."""
+    """Return a pseudo-random value of an unknown function, equal only for equal arguments."""
     total = mpf(int.from_bytes(blake2b(name.encode(), digest_size=5).digest(), "big")) / 2**36
     for place, number in enumerate(numbers):
         x = inexact(number)
@@ -895,9 +895,9 @@ def _opaque(name: str, numbers: Sequence[Number]) -> Number:
     return mp.sin(total) + 2
 
 
-def _function(of: Callable[..., Any]) -> Callable[..., Number]:
+def _function(compute: Callable[..., Any]) -> Callable[..., Number]:
     def evaluate(*numbers: Number) -> Number:
-        result = of(*(inexact(number) for number in numbers))
+        result = compute(*(inexact(number) for number in numbers))
         if mp.isnan(result) or (mp.isinf(result) and not any(mp.isinf(inexact(n)) for n in numbers)):
             raise Unread("undefined")
         return result
@@ -905,12 +905,12 @@ def _function(of: Callable[..., Any]) -> Callable[..., Number]:
     return evaluate
 
 
-def _exactly(of: Callable[..., Any], otherwise: str) -> Callable[..., Number]:
-    """Return a function of whole numbers; of others, it is opaque."""
+def _exactly(compute: Callable[..., Any], otherwise: str) -> Callable[..., Number]:
+    """Return a function of whole numbers; other numbers get an opaque value."""
 
     def evaluate(*numbers: Number) -> Number:
         if all(isinstance(number, Fraction) and number.denominator == 1 for number in numbers):
-            return Fraction(of(*(int(number) for number in numbers)))
+            return Fraction(compute(*(int(number) for number in numbers)))
         return _opaque(otherwise, sorted(numbers, key=lambda n: str(inexact(n))))
 
     return evaluate
@@ -957,8 +957,8 @@ def _extreme(pick: Callable[..., Any]) -> Callable[..., Number]:
     return lambda *numbers: pick(numbers, key=real)
 
 
-def _rounded(of: Callable[[Any], Any]) -> Callable[[Number], Number]:
-    return lambda number: Fraction(int(of(number if isinstance(number, Fraction) else real(number))))
+def _rounded(compute: Callable[[Any], Any]) -> Callable[[Number], Number]:
+    return lambda number: Fraction(int(compute(number if isinstance(number, Fraction) else real(number))))
 
 
 _TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "sech", "csch")

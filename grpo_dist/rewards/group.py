@@ -1,4 +1,4 @@
-"""Inputs of a reward: the completions of one problem, their steps, the turns of episodes, the math grader's
+"""Inputs of rewards: the completions of one problem, their steps, the turns of episodes, the math grader's
 verdicts, and the scores of reward models.
 """
 
@@ -21,11 +21,11 @@ from grpo_dist.rewards.thought import normalise_tags, resolve_thought, strip_unc
 from grpo_dist.runtime.files import record_to_dict
 from grpo_dist.types import NO_THOUGHT, Prompt, Rollout, Thought, Turn
 
-Turns = Sequence[Mapping[str, Any]]  # one episode, as `turns_for_rewards` makes it
+Turns = Sequence[Mapping[str, Any]]  # one episode, see `turns_for_rewards`
 
 
 def turns_for_rewards(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Return plain values for the functions of users, which run in processes without this package's types.
+    """Return plain values for users' functions, which run in processes without this package's types.
 
     [{"action": "2*3?", "observation": "6", "reward": None,
       "calls": [{"name": "calculator", "arguments": "2*3", "result": "6", "outcome": "ok", "seconds": 0.1}]}]
@@ -42,14 +42,14 @@ def turns_for_rewards(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 
 
 def sum_of_turns(turns: Turns) -> float:
-    """Sum the rewards of the turns that have one; NaN where none has, or one could not be scored."""
+    """Sum the rewards of turns; NaN if no turn has a reward, or a reward is not finite."""
     rewards = [turn["reward"] for turn in turns if turn["reward"] is not None]
     return math.fsum(rewards) if rewards and all(map(math.isfinite, rewards)) else math.nan
 
 
 def sum_rewarded_turns(turns: Turns, finish_reason: str, rewarded_ends: Collection[str]) -> float:
-    """Return `sum_of_turns`; 0 for an episode without a reward that a budget ended, where
-    `environments.outcome_rewards` has a reward for that outcome, which could not be added to NaN.
+    """Return `sum_of_turns`, but 0 for an episode without rewards if `environments.outcome_rewards` has a
+    reward for its end, which could not be added to NaN.
     """
     if finish_reason in rewarded_ends and turns and all(turn["reward"] is None for turn in turns):
         return 0.0
@@ -61,7 +61,7 @@ def describe_failure(turns: Turns) -> str:
     return (turns[-1]["observation"] if turns else "") or "it failed"
 
 
-# Arguments that every call of a user's function can have; all others are columns of the data, or `kwargs`.
+# Arguments available in every call of a user's function; all others are columns of the data, or `kwargs`.
 OF_CALLS = frozenset(
     (
         "problem", "answer", "source", "completion", "completions", "finish_reason", "group", "token_ids",
@@ -71,8 +71,8 @@ OF_CALLS = frozenset(
 
 
 def named_columns(columns: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``columns`` with nested ones also under their last part, which an argument of a function can
-    have, where nothing else has that name.
+    """Return ``columns``, nested ones also under their last part, which can be an argument name, unless that
+    name is taken.
 
     {"extra_info.index": 3} -> {"extra_info.index": 3, "index": 3}
     """
@@ -94,16 +94,16 @@ class ModelScores:
 class CompletionGroup:
     """The G completions of one problem, with its gold answer and columns."""
 
-    completions: tuple[str, ...]  # [G]; of an episode the last action
-    token_ids: tuple[np.ndarray, ...]  # G arrays int32 [C], the tokens that the policy sampled
+    completions: tuple[str, ...]  # [G]; for an episode, the last action
+    token_ids: tuple[np.ndarray, ...]  # G arrays int32 [C], the sampled tokens
     finish_reasons: tuple[str, ...]  # [G], as in `Rollout`
     gold: str
     columns: Mapping[str, Any]  # `problem` and the further columns of the data
-    max_new_tokens: int  # the longest that they could be
+    max_new_tokens: int  # length limit of the completions
     thought: Thought = NO_THOUGHT  # the tags around a thought, and whether the prompt opens it
     turns: tuple[Turns, ...] = ()  # [G], see `turns_for_rewards`; (): no environment
-    given: tuple[int, ...] = ()  # [G] tokens that the environment put in; (): none
-    source: str = ""  # name of the data set that the problem came from
+    given: tuple[int, ...] = ()  # [G] number of tokens from the environment; (): none
+    source: str = ""  # name of the problem's source
 
     @classmethod
     def from_rollouts(
@@ -117,8 +117,8 @@ class CompletionGroup:
     ) -> CompletionGroup:
         """Collect the completions of ``prompt``.
 
-        ``max_new_tokens``: of samples without their own limit. ``max_length``: of prompt and completion;
-        None: not known. ``settings`` may override the thought found in the prompt.
+        ``max_new_tokens``: limit of samples that have none. ``max_length``: limit of prompt plus completion;
+        None: unknown. ``settings`` may override the thought detected in the prompt.
         """
         longest = next((r.max_new_tokens for r in rollouts if r.max_new_tokens), max_new_tokens)
         return cls(
@@ -136,17 +136,17 @@ class CompletionGroup:
 
     @property
     def outside_thoughts(self) -> list[str]:
-        """Strip a thought that is never closed, since it holds no answer. [G]"""
+        """Completions without an unclosed thought, which contains no answer. [G]"""
         return [strip_unclosed_thought(completion, self.thought) for completion in self.completions]
 
     @property
     def graded_texts(self) -> list[str]:
-        """As `outside_thoughts`, with ``</think>`` as the closing tag: what compares answers reads it. [G]"""
+        """`outside_thoughts` with ``</think>`` as the closing tag, which the graders expect. [G]"""
         return [normalise_tags(text, self.thought) for text in self.outside_thoughts]
 
     @property
     def lengths(self) -> list[int]:
-        """Count the tokens behind the prompt of each sample, sampled (EOS included) and given. [G]"""
+        """Tokens after the prompt of each sample, sampled (EOS included) and given. [G]"""
         given_tokens = self.given or (0,) * len(self.token_ids)
         return [len(ids) + more for ids, more in zip(self.token_ids, given_tokens, strict=True)]
 
@@ -165,12 +165,12 @@ class Verdicts:
 
     @property
     def correct(self) -> list[float]:
-        """1 for correct, 0 for wrong or no answer, NaN for not graded. [G]"""
+        """1 for correct, 0 for wrong or no answer, NaN if not graded. [G]"""
         return [grade.reward for grade in self.grades]
 
     @property
     def failures(self) -> list[str]:
-        """Why each answer has no verdict; "" where it has one, or none was asked for. [G]"""
+        """Why each answer has no verdict; "" if it has a verdict, or no reward used the grades. [G]"""
         if "grades" not in vars(self):
             return [""] * len(self._group.completions)
         return [(g.detail or g.outcome) if math.isnan(g.reward) else "" for g in self.grades]
@@ -186,7 +186,7 @@ class Verdicts:
 # Steps
 
 
-# How the scores of steps, at least one, become that of the completion.
+# Reduces the scores of steps, at least one, to the score of the completion.
 REDUCE: dict[str, Callable[[Float[np.ndarray, " S"]], float]] = {
     "min": lambda scores: float(scores.min()),
     "mean": lambda scores: float(scores.mean()),
@@ -218,7 +218,7 @@ def token_ends(
 ) -> Int32[np.ndarray, " S"]:
     """Return the index of the last token of each step, non-decreasing.
 
-    A step ends with the token that holds its last character, even if that token continues into the next step.
+    A step ends with the token that contains its last character, even if it continues into the next step.
     The last step ends with the last token of the completion, EOS included. Bisection needs about log2(C)
     decodings per step.
 
@@ -238,10 +238,10 @@ def token_ends(
 
 
 def decoded_length(tokenizer: Any, token_ids: Int32[np.ndarray, " C"]) -> Callable[[int], int]:
-    """Return a function: number of characters in the first n of ``token_ids``, decoded like `Rollout.text`.
+    """Return a function that counts the characters of the first n ``token_ids``, decoded as `Rollout.text`.
 
-    A multi-byte character may span tokens. While incomplete it decodes to replacement characters, which are
-    not counted, so it belongs to the last of its tokens.
+    A multi-byte character may span tokens. Incomplete, it decodes to replacement characters, which are not
+    counted, so it belongs to its last token.
     """
     ids = token_ids.tolist()
 

@@ -1,8 +1,8 @@
 """Measures how much of a completion is written in the wanted scripts. Formulas do not count.
 
 A policy must not be able to hide words from the language reward in dollars, angle brackets or URLs. So only
-what belongs to no language is removed: known LaTeX commands and short runs of letters (products of variables)
-from formulas, known tags, and the first few plain ASCII links.
+text without language is removed: known LaTeX commands and short runs of letters (products of variables) from
+formulas, known tags, and the first few plain ASCII links.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _COMMANDS = frozenset(
 
 
 def words_of_prose(text: str) -> str:
-    """Remove the first links, known tags and LaTeX commands from ``text``, which holds no formulas."""
+    """Remove the first links, known tags and LaTeX commands from ``text`` without formulas."""
     links = 0
 
     def link(match: re.Match[str]) -> str:
@@ -104,8 +104,8 @@ def words_of_formula(text: str) -> str:
 def _remove_commands(text: str, between: str = " ") -> str:
     """Replace known commands by ``between``, or by a space for spacing and font commands.
 
-    An unknown command becomes its name, since a policy can put a backslash before any word. ``between`` keeps
-    the texts on both sides from forming a phrase.
+    An unknown command becomes its name, since a policy can put a backslash before any word. ``between``
+    prevents the texts on both sides from forming a phrase.
     """
 
     def named(match: re.Match[str]) -> str:
@@ -145,7 +145,7 @@ def script_share(text: str, scripts: Collection[str]) -> float:
     The language consistency reward of DeepSeek-R1 (arXiv:2501.12948, section 2.3.2): words of the target
     language / all words. A word is a run of letters of one script, or one letter in scripts without spaces.
     Formulas, LaTeX commands, tags, links and single Latin or Greek letters (variables) do not count, but
-    natural language inside them does (`markup`). Words spelled letter by letter, and those of the first two
+    natural language inside them does (`markup`). Words spelled letter by letter, and words in the first two
     links, do not count. A text without words scores 1.
 
         "the answer ответ is $x$", {"latin"}  ->  3 of 4 words = 0.75
@@ -159,10 +159,10 @@ def script_share(text: str, scripts: Collection[str]) -> float:
 def _prose_and_formulas(text: str) -> tuple[str, list[str]]:
     """Split ``text`` into prose, with a space for each formula, and the formulas.
 
-    Neighbouring formulas of one word each are one: ``$the$ $sum$`` -> ``the sum``.
+    Neighbouring one-word formulas are joined: ``$the$ $sum$`` -> ``the sum``.
 
-    A formula is $$ $$, $ $ on one line, \\( \\), \\[ \\] or \\begin{name} \\end{name}. Linear in the length
-    of the text for any input: a thousand openings without an end cost no thousand searches to the end.
+    A formula is $$ $$, $ $ on one line, \\( \\), \\[ \\] or \\begin{name} \\end{name}. Takes linear time in
+    the length of the text, also for thousands of unclosed formulas.
     """
     last = {close: text.rfind(close) for close in ("$$", "\\)", "\\]")}
     last |= {match.group(): match.start() for match in _ENDS.finditer(text)}

@@ -29,7 +29,7 @@ def _braced(name: str) -> str:
     return rf"\s*(?:\{{\s*(?P<{name}>-?(?:{_PLAIN}))\s*\}}|(?P<{name}_bare>\d))"
 
 
-# Not the number of an exponent, an index or a name: x_1, 10^{5}, cm^2, a2.
+# Excludes numbers in exponents, indices and names: x_1, 10^{5}, cm^2, a2.
 _NUMBER = re.compile(
     rf"(?<![\w^.])(?<!\^\{{)(?<!_\{{)(?:(?P<sign>[-+])(?P<apart>{_GAP}(?:(?:\\?\$|[€£]){_GAP})?))?"
     rf"(?:10{_exponent('alone')}"
@@ -47,15 +47,14 @@ _SPACE_AT_END, _SPACE_AT_START = re.compile(rf"{_SPACE}\Z"), re.compile(_SPACE)
 def final_answer(completion: str) -> str:
     """Return the final answer: the last box, else the last tagged answer, else the last non-blank line.
 
-    Of a completion with a closed thought only the text behind it is searched, if there is any. "" for blank
-    text.
+    After a closed thought, only the text after it is searched, if there is any. "" for blank text.
     """
-    tail = final_text(completion)[-_LONGEST:]
-    if contents := boxes(tail):
+    text = final_text(completion)[-_LONGEST:]
+    if contents := boxes(text):
         return contents[-1]
-    if (tagged := tagged_answer(tail)) is not None:
+    if (tagged := tagged_answer(text)) is not None:
         return tagged
-    lines = tail.strip().splitlines()
+    lines = text.strip().splitlines()
     return lines[-1].strip() if lines else ""
 
 
@@ -73,12 +72,12 @@ def exact_match(completion: str, gold: str, *, ignore_case: bool) -> float:
 
 
 def numeric_match(completion: str, gold: str, *, relative: float, absolute: float) -> float:
-    """Return 1.0 if the last number of the final answer equals that of ``gold`` within tolerance, else 0.0.
+    """Return 1.0 if the last number of the final answer equals ``gold``'s within tolerance, else 0.0.
 
     The tolerance is |answer - gold| <= max(relative * |gold|, absolute). NaN if the gold holds no number.
     Thousands separators, fractions (``3/4``, ``\\frac{3}{4}``), mixed numbers (``3 1/2``), powers of ten
     (``1e-3``, ``3 \\times 10^{8}``) and percent signs (``50\\%`` is 50) are parsed. Without a box or tags,
-    the last number of the whole text counts: that behind a closed thought, if there is any.
+    the last number of the text after a closed thought counts, or of all text if there is none.
 
         "that makes 1,234 apples in all", "1234"   1.0
         "\\boxed{\\frac{1}{3}}", "0.3333", relative 1e-3   1.0
@@ -86,11 +85,11 @@ def numeric_match(completion: str, gold: str, *, relative: float, absolute: floa
     expected = last_number(_gold(gold))
     if expected is None:
         return math.nan
-    tail = final_text(completion)[-_LONGEST:]
-    boxed = bool(boxes(tail))
-    number = last_number(final_answer(tail), prose=not boxed and tagged_answer(tail) is None)
+    text = final_text(completion)[-_LONGEST:]
+    boxed = bool(boxes(text))
+    number = last_number(final_answer(text), prose=not boxed and tagged_answer(text) is None)
     if number is None and not boxed:
-        number = last_number(tail, prose=True)
+        number = last_number(text, prose=True)
     if number is None:
         return 0.0
     return float(abs(number - expected) <= max(relative * abs(expected), absolute))
@@ -119,7 +118,7 @@ def last_number(text: str, *, prose: bool = False) -> float | None:
 def _parts(match: re.Match[str]) -> dict[str, str]:
     """Return the parts of a number by name, the same for all its notations: ``3 1/2``, ``3\\frac{1}{2}``.
 
-    Without the number before an improper fraction, which is another number and has the sign.
+    Drops the number before an improper fraction, with its sign: it is a separate number.
     """
     parts = {
         name.partition("_")[0]: text.replace(",", "") for name, text in match.groupdict().items() if text
@@ -143,7 +142,7 @@ def _value(parts: dict[str, str]) -> float:
 
 
 def _is_negative(match: re.Match[str], prose: bool) -> bool:
-    """Return whether the sign before a number is its own: it may also subtract, or begin an item."""
+    """Return whether the sign before a number negates it: it may also subtract, or begin an item."""
     if match["sign"] != "-" or not match["apart"]:
         return match["sign"] == "-"
     before = match.string[: match.start()]

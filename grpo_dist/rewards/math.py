@@ -2,18 +2,18 @@
 
 1. The answer is the last box. (math-verify merges all boxes of a response into one set.) A response without a
    box is parsed whole, or counts as a box if it is a phrase in answer tags; several boxes are parsed together
-   if the gold is a list. Behind a closed thought, the text there is the response if it gives an answer, or
-   says that it has none.
+   if the gold is a list. After a closed thought, only the text after it is the response, if that gives an
+   answer or says that there is none.
 2. Text that is equal after light normalisation is correct, so a gold that no parser understands still counts.
 3. Gold and answer are parsed as ``$...$``; the answer as a box too.
 4. A match of math-verify is rejected when the numbers differ relatively (its rounding is absolute:
    1.6e-19 = 1.7e-19), or when base (it ignores subscripts: 52_8 = 52_9), unit or variable differ.
 
-The grader has no time limit of its own: `pool.GraderPool` enforces deadlines from outside, in processes that
-it can kill. No text of a model is evaluated as Python. math-verify finds answers in text by patterns of
-decreasing priority (boxes, "the final answer is", any formula, any number); here a match outside LaTeX
-(``3*4+1``) goes to its LaTeX parser, too, where math-verify passes it to sympy's parse_expr, which evaluates
-Python. Through the LaTeX grammar, parse_expr only ever receives one number at a time: digits and a point.
+The grader has no time limit: `pool.GraderPool` enforces deadlines from outside, in killable processes. No
+text of a model is evaluated as Python. math-verify finds answers in text by patterns of decreasing priority
+(boxes, "the final answer is", any formula, any number). It passes a match outside LaTeX (``3*4+1``) to
+sympy's parse_expr, which evaluates Python; here its LaTeX parser reads such a match. Through the LaTeX
+grammar, parse_expr only ever receives one number at a time: digits and a point.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ from grpo_dist.rewards.wording import (
 
 Outcome = Literal["correct", "wrong", "no_answer", "timeout", "error"]
 _LONGEST_ANSWER = 1500  # characters; a longer box is wrong, unless the gold is as long
-_LONGEST_PHRASE = 100  # characters up to which a tagged answer is one phrase and counts as a whole
+_LONGEST_PHRASE = 100  # characters of a tagged answer that counts as one phrase
 _LONGEST_RESPONSE = 20_000  # last characters that are searched in a response without a box
 _LONGEST_COMPLETION = 200_000  # last characters that are searched for boxes
 _RELATIVE = 1e-4  # largest relative difference of equal numbers
 _PROSE = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{3,}")
-_FEW_WORDS = 25  # a gold with more of them is a solution that ends in its answer
+_FEW_WORDS = 25  # a gold with more words is a solution that ends in its answer
 _FORMULA = re.compile(r"\$([^$]+)\$")
 _UNIT_BEHIND = re.compile(
     r"(.*\S)\s*\\(?:text|mbox|mathrm)\s*\{[A-Za-z .]+\}(?:\s*\^\s*\{?[23]\}?)?", re.DOTALL
@@ -82,14 +82,14 @@ _DECIMAL_COMMA = re.compile(r"-?\d+,(?!\d{3}$)\d+|-?0,\d+")
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no timeout; the pool has
 
-# Entered around the import of math-verify and sympy, half a second of CPU, when an answer first needs them. A
-# grader process charges neither its time nor its memory to that answer.
+# Wraps the first import of math-verify and sympy, half a second of CPU. A grader process charges neither its
+# time nor its memory to the answer that needs it.
 importing: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """Result for one answer. ``reward`` is 1 or 0; NaN for timeout and error, when nothing is known."""
+    """Result for one answer. ``reward`` is 1 or 0; NaN for timeout and error."""
 
     outcome: Outcome
     reward: float
@@ -107,13 +107,13 @@ def grade(
     """Compare the answer that ``completion`` gives with the gold ``answer`` (text or LaTeX, boxed or not).
 
     With ``accept_arithmetic``, ``\\boxed{3+5}`` is correct for a gold of 8; with ``require_box``, only a box
-    is an answer. Text in an unclosed thought is not an answer. Of several golds, see `alternatives`, any is
-    right.
+    is an answer. Text in an unclosed thought is not an answer. If there are several golds, see
+    `alternatives`, any is right.
 
         grade("so it is \\boxed{8}.", "8")         correct
         grade("so it is \\boxed{7}.", "8")         wrong
         grade("I do not know.", "8")               no_answer: no box, and no other answer
-        grade("\\boxed{8}</think>It is 7.", "8")   wrong: the text behind the thought has an answer
+        grade("\\boxed{8}</think>It is 7.", "8")   wrong: the text after the thought has an answer
 
     Only the pool returns ``timeout`` or ``error``. Raises only MemoryError.
     """
@@ -133,15 +133,15 @@ def grade(
     if require_box:
         return Grade.from_outcome("no_answer")
     tagged = tagged_answer(completion) or ""
-    tail = tagged or completion[-_LONGEST_RESPONSE:]
-    if tail.strip() and len(tail) <= 4 * len(gold) + 40 and _same_text(tail, gold):
+    response = tagged or completion[-_LONGEST_RESPONSE:]
+    if response.strip() and len(response) <= 4 * len(gold) + 40 and _same_text(response, gold):
         return Grade.from_outcome("correct")
-    if _is_option(gold) and (choice := stated_choice(tail)) is not None:
+    if _is_option(gold) and (choice := stated_choice(response)) is not None:
         return Grade.from_outcome("correct" if choice == normalise(gold) else "wrong")
     phrase = _phrase(tagged)
     if phrase and _box_is_right([phrase], gold, accept_arithmetic):
         return Grade.from_outcome("correct")
-    reading = read(tail)
+    reading = read(response)
     if reading is None:
         return Grade.from_outcome("no_answer")
     if phrase:
@@ -152,7 +152,7 @@ def grade(
 
 
 def extract_answer(completion: str, *, require_box: bool = False) -> str | None:
-    """Return the text that `grade` compares with the gold: the last box, else the answer it parses.
+    """Return the text that `grade` compares with the gold: the last box, else the parsed answer.
 
     None without an answer, and with ``require_box`` without a box.
 
@@ -174,7 +174,7 @@ def extract_answer(completion: str, *, require_box: bool = False) -> str | None:
 
 
 def _option_beside_box(completion: str, box: str) -> str | None:
-    """Return the option that is stated behind the last box, else before it, if the box holds no option.
+    """Return the option that is stated after the last box, else before it, if the box holds no option.
 
     ``So \\boxed{12}. The answer is (C).`` -> C     ``Answer: C. No: \\boxed{D}`` -> None
     """
@@ -184,7 +184,7 @@ def _option_beside_box(completion: str, box: str) -> str | None:
 
 
 def _phrase(tagged: str) -> str:
-    """Return a tagged answer that counts as a whole, like a box; "" for long text, sentences and a
+    """Return a tagged answer that counts as one phrase, like a box; "" for long text, sentences and a
     number with its unit."""
     phrase = tagged.strip("*` ")
     is_prose = is_sentence(tidy(phrase)) or is_one_quantity(phrase)
@@ -192,19 +192,19 @@ def _phrase(tagged: str) -> str:
 
 
 def _response(completion: str) -> str:
-    """Return the text behind the last closed thought where it decides, else all but an unclosed thought."""
+    """Return the text after the last closed thought if it decides, else all but an unclosed thought."""
     completion = translate_statements(strip_unclosed_thought(completion)[-_LONGEST_COMPLETION:])
-    behind = text_after_thought(completion)
-    if behind is None:
+    after = text_after_thought(completion)
+    if after is None:
         return completion
-    if boxes(behind) or tagged_answer(behind) or gives_no_answer(behind):
-        return behind
-    tail = behind[-_LONGEST_RESPONSE:]
-    return behind if stated_choice(tail) is not None or read(tail) is not None else completion
+    if boxes(after) or tagged_answer(after) or gives_no_answer(after):
+        return after
+    end = after[-_LONGEST_RESPONSE:]
+    return after if stated_choice(end) is not None or read(end) is not None else completion
 
 
 def gold_text(answer: str) -> str:
-    """Return the answer of a gold that may be boxed or a whole solution: ``... = 4\\n#### 4`` -> ``4``."""
+    """Return the answer in a gold, which may be boxed or a whole solution: ``... = 4\\n#### 4`` -> ``4``."""
     if contents := boxes(answer):
         return ", ".join(contents)
     if "\\boxed{" in answer:  # never closed
@@ -226,14 +226,14 @@ def gold_is_parsable(answer: str) -> bool:
 
 
 def _is_option(gold: str) -> bool:
-    """Return whether ``gold`` is the letter of an option; other letters are rather variables."""
+    """Return whether ``gold`` is the letter of an option; letters after J are more likely variables."""
     return re.fullmatch("[A-J]", normalise(gold)) is not None
 
 
 def _box_is_right(boxes: list[str], gold: str, accept_arithmetic: bool) -> bool:
     option = marked_option(boxes[-1]) if len(boxes[-1]) <= _LONGEST_ANSWER else None
     if option is not None:
-        # Never both: of another option, the letter is wrong although the text may be that of the gold.
+        # Never both: another option's letter is wrong even if its text equals the gold.
         part = option[0] if _is_option(gold) else option[1]
         if part and _plain_box_is_right([part], gold, accept_arithmetic):
             return True
@@ -241,7 +241,7 @@ def _box_is_right(boxes: list[str], gold: str, accept_arithmetic: bool) -> bool:
 
 
 def _plain_box_is_right(boxes: list[str], gold: str, accept_arithmetic: bool) -> bool:
-    """Compare boxes of which the last begins with no mark of an option."""
+    """Compare boxes; the last one does not begin with an option's mark."""
     last = boxes[-1]
     if len(last) > max(_LONGEST_ANSWER, 4 * len(gold)):
         return False
@@ -258,10 +258,10 @@ def _plain_box_is_right(boxes: list[str], gold: str, accept_arithmetic: bool) ->
 
 
 def _same_spellings(gold: str, answer: str) -> bool:
-    """Return whether a spelling of the answer equals one of the gold.
+    """Return whether a spelling of the answer equals a spelling of the gold.
 
-    They are compared by value, and by math-verify where `equality` does not know one of the two and
-    math-verify reads both whole.
+    They are compared by value, or by math-verify where `equality` cannot read one of them and math-verify
+    reads both whole.
     """
     undecided = []
     for ours, theirs in product(_formulas_of(gold), _formulas_of(answer)):
@@ -283,8 +283,8 @@ def _same_spellings(gold: str, answer: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _formulas_of(answer: str) -> tuple[str, ...]:
-    """Return the spellings, a ratio as a quotient, and without a unit: ``\\$3.50``,
-    ``12\\sqrt{13}\\text{ feet}``.
+    """Return the spellings without their units (``\\$3.50``, ``12\\sqrt{13}\\text{ feet}``), ratios as
+    quotients.
     """
     texts = []
     for spelling in spellings(answer):
@@ -297,7 +297,7 @@ def _formulas_of(answer: str) -> tuple[str, ...]:
 
 
 def _is_word_for_number(ours: str, theirs: str) -> bool:
-    """Return whether one is words alone, ``\\text{odd}``, and the other has numbers: they are never equal."""
+    """Return whether one has only words, ``\\text{odd}``, and the other has numbers: they are never equal."""
     return any(
         _WORDS_ALONE.fullmatch(words) and is_formula(formula) and re.search(r"\d", formula)
         for words, formula in ((ours, theirs), (theirs, ours))
@@ -305,7 +305,7 @@ def _is_word_for_number(ours: str, theirs: str) -> bool:
 
 
 def _reading_is_right(reading: Reading, gold: str, accept_arithmetic: bool) -> bool:
-    """Compare an answer that is not in a box."""
+    """Compare an answer outside of a box."""
     if is_negated_before(reading.before) and not is_negated_before(gold):
         return False
     whole = extend_by_context(reading.before, reading.text, reading.after)
@@ -420,7 +420,7 @@ def _is_share(gold: str) -> bool:
 
 _IN_TEXT = re.compile(r"\\(?:text[a-z]*|mbox|mathrm)\s*\{[^{}]*\}")
 _RELATION = r"(?:[<>]|!\s*=|\\(?:n?[lg]eq?(?:slant)?|[lg]t|neq?|not|in)(?![A-Za-z]))"
-_DROPPED = re.compile(  # signs that it skips, and a formula that begins or ends with an operator
+_DROPPED = re.compile(  # signs that math-verify skips, and a formula that begins or ends with an operator
     rf"['’?&]|[^\x00-\x7f]|=/=|\.\.\.|\\[lcd]?dots|\^\s*\{{?\s*(?:\\prime|[-+]\s*(?:\}}|$))|\\\\|^\s*{_RELATION}|[-+*/^_=<>]\s*$"
 )
 _VALUE_IN_TEXT = re.compile(r"\\text[a-z]*\s*\{[^{}A-Za-z=]*[\d?][^{}A-Za-z=]*\}")
@@ -428,7 +428,7 @@ _BARS = re.compile(r"\||\\[lr]?vert(?![a-z])")
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _RUN = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _MATRIX = re.compile(r"\\begin\{[a-z]+\}.*?\\end\{[a-z]+\}", re.DOTALL)
-_READ = frozenset(  # commands of its grammar
+_READ = frozenset(  # commands in the grammar of math-verify
     re.findall(
         r"\w+",
         """
@@ -442,8 +442,8 @@ _READ = frozenset(  # commands of its grammar
         """,
     )
 )
-_LONGEST = 1500  # characters, besides digits, of a formula that is parsed
-_CONTEXT = 40  # characters that are kept on each side of a match
+_LONGEST = 1500  # characters, besides digits, of the longest parsed formula
+_CONTEXT = 40  # characters of context on each side of a match
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,8 +459,8 @@ class Reading:
 def is_known_to_math_verify(text: str) -> bool:
     """Return whether math-verify reads every sign of a formula.
 
-    It drops commands, primes and marks that it does not know: ``\\dim 3`` would be 3. Words in ``\\text{}``
-    are not looked at.
+    math-verify drops unknown commands, primes and marks: ``\\dim 3`` would be 3. Words in ``\\text{}`` are
+    ignored here.
     """
     rest = _IN_TEXT.sub(" ", _MATRIX.sub(" ", text))
     if (
@@ -478,7 +478,7 @@ def read(text: str) -> Reading | None:
 
     Takes the last match of the first pattern with a match that parses; None without one. Raises MemoryError.
     """
-    if not text.isascii():  # digits of other scripts match \d and are names to Python
+    if not text.isascii():  # digits of other scripts match \d, but Python reads them as names
         text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
     for patterns in _patterns():
         matches = [(m, target) for pattern, target in patterns for m in pattern.finditer(text)]
@@ -488,7 +488,7 @@ def read(text: str) -> Reading | None:
             expression, source = _parsed(match, target)
             if expression is not None and not isinstance(expression, str):
                 begin = text.rfind(source, match.start(), match.end())
-                # A text that the parser rewrote (.5 to 0.5) is somewhere in the match.
+                # Text that the parser rewrote (.5 to 0.5) is somewhere in the match.
                 begin, end = (begin, begin + len(source)) if begin >= 0 else match.span()
                 before, after = text[max(0, begin - _CONTEXT) : begin], text[end : end + _CONTEXT]
                 return Reading(expression, source, before, after)

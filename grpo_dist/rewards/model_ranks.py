@@ -1,13 +1,13 @@
-"""A reward model that does not fit one GPU: tensor parallel over processes of one node, a GPU each.
+"""A reward model that does not fit one GPU: tensor parallel over processes of one node, one GPU each.
 
     rank 0, the worker itself         rank 1, 2 ...
       rows of token ids  --- pickle --->  the same rows
       its part of each layer  <-- all-reduce -->  its part of each layer
       scores                              the same scores, dropped
 
-Transformers' plan of the architecture names the weights to split; heads are whole on every rank. A rank
-that ends takes rank 0 with it: that waits for it in a collective, and a supervisor replaces what has ended.
-The ranks meet on loopback, and each proves that it knows the secret that rank 0 sends over the pipes.
+Transformers' plan of the architecture names the weights to split; heads are whole on every rank. If a rank
+ends, rank 0 ends too, since it would wait in a collective; a supervisor replaces ended processes. The ranks
+meet on loopback, and each proves that it knows the secret that rank 0 sends over the pipes.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from grpo_dist.runtime.rendezvous import Rank, check_members, meeting_point
 
 logger = logging.getLogger(__name__)
 
-_COLLECTIVE_S = 1800.0  # deadline of one; ranks read a large model from disk at different speeds
+_COLLECTIVE_S = 1800.0  # deadline of a collective; ranks load a large model at different speeds
 _HOST, _INTERFACE = "127.0.0.1", "lo"
 _RANDOM_BYTES = 32  # length of secret and challenge
 
 
 def load_classifier(settings: RewardModelConfig) -> Classifier:
-    """Return the model on the device of this process, or split over it and those of new processes."""
+    """Return the model on the device of this process, or split over this and new processes' devices."""
     return Classifier(settings) if settings.tensor_parallel_size == 1 else SplitClassifier(settings)
 
 
 class SplitClassifier(Classifier):
-    """A `Classifier` of which this process is rank 0, with the processes of the other ranks.
+    """A split `Classifier`: this process is rank 0 and starts the processes of the other ranks.
 
     Raises:
         ValueError: as `Classifier`.
@@ -72,8 +72,8 @@ class SplitClassifier(Classifier):
             raise
 
     def scores(self, rows: Sequence[ModelInput]) -> list[np.ndarray]:
-        """Score the rows on all ranks together. A rank that fails here has left the others in the middle of a
-        collective, so all end.
+        """Score the rows on all ranks together. A failure leaves the other ranks inside a collective, so all
+        ranks end.
         """
         try:
             for peer in self._peers:
@@ -113,7 +113,7 @@ class _Peer:
             raise RuntimeError(f"{self._name} has ended") from error
 
     def wait_loaded(self) -> None:
-        """Raise RuntimeError with the rank's own error where it could not load its part."""
+        """Raise RuntimeError with the rank's error if it could not load its part."""
         if not self._connection.poll(_COLLECTIVE_S):
             raise RuntimeError(f"{self._name} has not loaded its part within {_COLLECTIVE_S:g} s")
         if problem := self._connection.recv():  # bounded: polled
@@ -144,7 +144,7 @@ def main() -> None:
     try:
         _join(rank)
         model = Classifier(settings)
-    except Exception as error:  # rank 0 most likely fails alike, and reports it
+    except Exception as error:  # rank 0 most likely fails in the same way, and reports it
         traceback.print_exc()
         problem = f"{type(error).__name__}: {error}"
     with suppress(EOFError, OSError):
@@ -156,7 +156,7 @@ def main() -> None:
 
 
 def _new_group(size: int) -> list[Rank]:
-    """Return the ranks of a new group with a secret of its own. Rank 0 holds a socket on loopback."""
+    """Return the ranks of a new group with a new secret. Rank 0 holds a socket on loopback."""
     listening = socket.create_server((_HOST, 0))
     port, secret = listening.getsockname()[1], secrets.token_bytes(_RANDOM_BYTES)
     challenge = secrets.token_bytes(_RANDOM_BYTES)
@@ -168,7 +168,7 @@ def _new_group(size: int) -> list[Rank]:
 
 
 def _join(rank: Rank) -> None:
-    """Enter the process group of the model, with the device of this rank among those that are visible.
+    """Enter the process group of the model, with this rank's device among the visible devices.
 
     Collective. Raises NotAMember for a process that does not know the group's secret.
     """

@@ -1,15 +1,15 @@
-"""Reward models: Hugging Face models that score the completions of a problem. `model_ranks` splits one over
-several devices.
+"""Reward models: Hugging Face models that score the completions of a problem. `model_ranks` splits a model
+over several devices.
 
-    outcome   sequence classifier, one score per completion; input in the model's own chat template
+    outcome   sequence classifier, one score per completion; input in the model's chat template
     process   one score per step, in a published format of `process_inputs`:
               problem  step 1 <mark>  step 2 <mark> ...
                                ^ score 1       ^ score 2
 
-The score of a classifier is the logit of a model with one label, or the probability of the second of two.
-Formats with a head of their own give probabilities, see `StepHead`.
+The score of a classifier is the logit of a model with one label, or the second label's probability of two.
+Formats with a special head give probabilities, see `StepHead`.
 
-Inputs of reward models: token ids of a problem with a completion, and the positions of its scores.
+Inputs of reward models are the token ids of a problem with a completion, and the positions of the scores.
 
 format         input                                                        a step's score is read at
 classifier     problem  step 1 <mark>  step 2 <mark> ...                    the last token of its mark
@@ -17,15 +17,15 @@ qwen           system, problem; answer: step 1<extra_0>step 2<extra_0>      <ext
 math_shepherd  problem Step 1: ... ки (line break) Step 2: ... ки           ки
 rlhflow        user: problem step 1, assistant: +, user: step 2, ...        the token before the +
 skywork        problem (line break) step 1 <line break> step 2 <line break> the line break
-prefixes       a conversation for each step, which ends with that step      its end
+prefixes       a conversation per step, which ends with the step            its end
 
-Process reward models whose scores `transformers` has no class for: a decoder, and a head of its own kind.
+Process reward models without a class in `transformers`: a decoder, and a special head.
 
 qwen                    score: Linear, ReLU, Linear to 2     softmax, the second label   arXiv:2501.07301
 skywork                 v_head.summary: Linear to 1          sigmoid                     Skywork-o1-Open-PRM
 math_shepherd, rlhflow  the LM head's rows of two tokens     softmax, the first token    arXiv:2312.08935
 
-Only the hidden states at the ends of steps reach a head, so no logits of a vocabulary are kept.
+Only the hidden states at the ends of steps reach a head, so no vocabulary logits are computed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from grpo_dist.runtime.model_config import keep_attention_cap, position_limit
 # From Qwen2.5-Math-PRM's model card: the model was trained with it.
 QWEN_SYSTEM_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
 STEP_MARKS = {"qwen": "<extra_0>", "math_shepherd": "ки", "skywork": "\n"}  # where `step_mark` is null
-_GOOD = "+"  # earlier steps in the conversation of `rlhflow`
+_GOOD = "+"  # reply to earlier steps in the conversation of `rlhflow`
 _NUMBERED = re.compile(r"step\s*\d", re.IGNORECASE)
 
 Steps = Sequence[tuple[str, int]]  # as `split_steps` returns them
@@ -80,7 +80,7 @@ class ModelInput:
     """One row of a reward model."""
 
     token_ids: list[int]
-    read_at: list[int]  # positions of the scores of steps; []: a classifier finds the end of the row
+    read_at: list[int]  # positions of the step scores; []: a classifier reads the end of the row
 
 
 def conversation(tokenizer: Any, problem: str, completion: str) -> ModelInput:
@@ -94,9 +94,9 @@ def conversation(tokenizer: Any, problem: str, completion: str) -> ModelInput:
 def process_inputs(
     settings: ProcessModelConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
-    """Return the rows that score ``steps`` of ``completion``, as `settings.kind` has it.
+    """Return the rows that score ``steps`` of ``completion`` in the format of `settings.kind`.
 
-    All rows together have one score for each step, in order: one row with S positions, or S rows with none.
+    All rows together have one score per step, in order: one row with S positions, or S rows without any.
 
     Raises:
         ValueError: the tokenizer does not fit the format.
@@ -109,8 +109,8 @@ def _classifier(
 ) -> list[ModelInput]:
     """Join the steps with marks.
 
-    Steps and marks are tokenised separately, so that a mark has the same tokens after any step, as in
-    training (e.g. by TRL's PRMTrainer).
+    Steps and marks are tokenised separately, so a mark has the same tokens after any step, as in training
+    (e.g. by TRL's PRMTrainer).
     """
     mark = encode(settings.step_separator if settings.step_mark is None else settings.step_mark, tokenizer)
     if getattr(tokenizer, "chat_template", None):
@@ -126,7 +126,7 @@ def _qwen(
     settings: QwenConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
     mark = _mark(settings)
-    # A completion that writes the mark itself would have more scores than steps.
+    # A completion that contains the mark would have more scores than steps.
     problem, *texts = (text.replace(mark, " ") for text in (problem, *(step for step, _ in steps)))
     turns = [
         {"role": "system", "content": QWEN_SYSTEM_PROMPT},
@@ -134,15 +134,15 @@ def _qwen(
         {"role": "assistant", "content": "".join(text + mark for text in texts)},
     ]
     ids = encode(tokenizer.apply_chat_template(turns, tokenize=False), tokenizer)
-    (wanted,) = encode(mark, tokenizer)
-    return [ModelInput(ids, [i for i, token in enumerate(ids) if token == wanted])]
+    (mark_id,) = encode(mark, tokenizer)
+    return [ModelInput(ids, [i for i, token in enumerate(ids) if token == mark_id])]
 
 
 def _math_shepherd(
     settings: MathShepherdConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
-    """Number the steps, as in the model's training data, and read at our marks alone: ки is also a part of
-    Russian words.
+    """Number the steps, as in the model's training data. Read only at our marks: ки may be part of a Russian
+    word.
     """
     text, ends = f"{problem} ", []
     for i, (step, _) in enumerate(steps):
@@ -156,21 +156,19 @@ def _math_shepherd(
 def _rlhflow(
     settings: RLHFlowConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
-    """Render the whole conversation once: a causal model's score of a step does not see what follows, so it
-    is that of the conversation up to the step.
-    """
+    """Render the whole conversation once: a causal model's score of a step does not depend on later steps."""
     turns, ends = [], []
     for i, (step, _) in enumerate(steps):
         turns.append({"role": "user", "content": step if i else f"{problem} {step}"})
-        asked = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         turns.append({"role": "assistant", "content": _GOOD})
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-        if not text.startswith(asked + _GOOD):
+        if not text.startswith(prompt + _GOOD):
             raise ValueError(
                 "its chat template does not continue a generation prompt with the reply, so the place of a "
                 "verdict is unknown; use the model's own tokenizer"
             )
-        ends.append(len(asked))
+        ends.append(len(prompt))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     return [ModelInput(encoded["input_ids"], _find_tokens_before(ends, encoded["offset_mapping"]))]
 
@@ -186,7 +184,7 @@ def _skywork(
 def _prefixes(
     settings: PrefixesConfig, tokenizer: Any, problem: str, completion: str, steps: Steps
 ) -> list[ModelInput]:
-    """The last prefix is the whole completion, so its score is that of `kind: outcome`."""
+    """Return a row per prefix. The last prefix is the whole completion, scored as with `kind: outcome`."""
     prefixes = [completion[:end].rstrip() for _, end in steps[:-1]]
     return [conversation(tokenizer, problem, text) for text in (*prefixes, completion)]
 
@@ -202,7 +200,7 @@ _INPUTS: dict[str, Callable[[Any, Any, str, str, Steps], list[ModelInput]]] = {
 
 
 def check_inputs(settings: ProcessModelConfig, tokenizer: Any) -> None:
-    """Raise ValueError where ``tokenizer`` cannot write the inputs of a process model."""
+    """Raise ValueError where ``tokenizer`` cannot encode the inputs of a process model."""
     if isinstance(settings, QwenConfig):
         mark = _mark(settings)
         if len(encode(mark, tokenizer)) != 1:
@@ -228,9 +226,9 @@ def _joined(head: list[int], steps: Sequence[list[int]], mark: list[int]) -> Mod
 
 
 def _find_tokens_before(ends: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """Return for each of ``ends`` the last token that holds the character before it."""
-    holder = {char: i for i, (begin, end) in enumerate(offsets) for char in range(begin, end)}
-    return [holder[end - 1] for end in ends]
+    """Return for each of ``ends`` the last token that contains the character before it."""
+    token_of = {char: i for i, (begin, end) in enumerate(offsets) for char in range(begin, end)}
+    return [token_of[end - 1] for end in ends]
 
 
 # Heads
@@ -253,7 +251,7 @@ class StepHead(nn.Module):
 
 
 def _load(settings: RewardModelConfig, tokenizer: Any, dtype: torch.dtype) -> tuple[Any, StepHead | None]:
-    """Return the model, or a decoder, whose output has ``last_hidden_state``, and the head of its kind.
+    """Return the model, or a decoder with ``last_hidden_state`` in its output and its head.
 
     Raises:
         ValueError: weights of the model or the head are missing or of another shape.
@@ -261,15 +259,15 @@ def _load(settings: RewardModelConfig, tokenizer: Any, dtype: torch.dtype) -> tu
     import transformers  # heavy: only for runs with reward models
 
     source, split = _source(settings), dict[str, Any]()
-    if settings.tensor_parallel_size > 1:  # this process has a part of the model
+    if settings.tensor_parallel_size > 1:  # this process holds a part of the model
         from transformers.distributed import DistributedConfig  # heavy, as above
 
         split["distributed_config"] = DistributedConfig(tp_size=settings.tensor_parallel_size)
-    # Where the head is made here, never the code that ships with the model: its decoder is the plain one.
-    has_own_head = isinstance(settings, QwenConfig | SkyworkConfig | MathShepherdConfig | RLHFlowConfig)
+    # Models with a head from this module have a standard decoder, so they never need remote code.
+    has_step_head = isinstance(settings, QwenConfig | SkyworkConfig | MathShepherdConfig | RLHFlowConfig)
     model, info = getattr(transformers, f"AutoModel{_ARCHITECTURES[settings.kind]}").from_pretrained(
         source, revision=settings.revision, dtype=dtype, output_loading_info=True,
-        trust_remote_code=settings.trust_remote_code and not has_own_head, **split,
+        trust_remote_code=settings.trust_remote_code and not has_step_head, **split,
     )  # fmt: skip
     if info["missing_keys"]:  # transformers would initialise them at random
         raise ValueError(
@@ -278,13 +276,13 @@ def _load(settings: RewardModelConfig, tokenizer: Any, dtype: torch.dtype) -> tu
             f"{settings.kind}"
         )
     if isinstance(settings, QwenConfig | SkyworkConfig):
-        return model, _own_head(settings, source, model.config.get_text_config().hidden_size)
+        return model, _load_head(settings, source, model.config.get_text_config().hidden_size)
     if not isinstance(settings, MathShepherdConfig | RLHFlowConfig):
         return model, None
     lm_head, ids = model.get_output_embeddings(), verdict_ids(settings, tokenizer)
 
     def rows(values: Tensor) -> nn.Parameter:
-        if hasattr(values, "full_tensor"):  # a split model has a part on each rank
+        if hasattr(values, "full_tensor"):  # each rank holds a part of a split model
             values = values.full_tensor()
         return nn.Parameter(values[ids].detach().float().clone())
 
@@ -298,10 +296,10 @@ def _load(settings: RewardModelConfig, tokenizer: Any, dtype: torch.dtype) -> tu
 def verdict_ids(settings: MathShepherdConfig | RLHFlowConfig, tokenizer: Any) -> list[int]:
     """Return the token ids of the good and the bad verdict.
 
-    Raises ValueError where they are not two known tokens.
+    Raises ValueError where they are not two tokens of the vocabulary.
     """
     texts = settings.verdict_tokens or VERDICTS
-    # The last one: SentencePiece tokenizers may put a token of a leading space before it.
+    # The last token: SentencePiece tokenizers may put a leading space token before it.
     ids = [encode(text, tokenizer)[-1] for text in texts]
     if ids[0] == ids[1] or (tokenizer.unk_token_id in ids and tokenizer.unk_token not in texts):
         raise ValueError(f"its tokenizer does not tell the verdicts {list(texts)} apart; set verdict_tokens")
@@ -327,8 +325,8 @@ def check_split(config: Any, size: int) -> None:
 
 
 def verdict_transform(config: Any) -> LogitTransform:
-    """Return what a model of ``config`` does to the logits of verdicts behind its LM head. Reads no weights.
-    Raises ValueError where that is not known.
+    """Return the transform that a model of ``config`` applies to logits after its LM head. Reads no weights.
+    Raises ValueError for an unknown transform.
     """
     from transformers import AutoModelForCausalLM  # heavy, as above
 
@@ -337,26 +335,26 @@ def verdict_transform(config: Any) -> LogitTransform:
     return LogitTransform.from_model(model)
 
 
-def _own_head(settings: QwenConfig | SkyworkConfig, source: str, hidden: int) -> StepHead:
+def _load_head(settings: QwenConfig | SkyworkConfig, source: str, hidden: int) -> StepHead:
     layers: nn.Module = nn.Linear(hidden, 1)
     if isinstance(settings, QwenConfig):
         layers = nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 2))
     prefix = _PREFIXES[settings.kind]
-    wanted = list(layers.state_dict())
-    tensors = _tensors(settings, source, [prefix + name for name in wanted])
+    names = list(layers.state_dict())
+    tensors = _tensors(settings, source, [prefix + name for name in names])
     try:
-        layers.load_state_dict({name: tensors[prefix + name].float() for name in wanted})
+        layers.load_state_dict({name: tensors[prefix + name].float() for name in names})
     except (KeyError, RuntimeError) as error:
         raise ValueError(
             f"rewards.models {settings.name}: path = {settings.path} has no head of kind {settings.kind} "
-            f"({error}); expected weights {', '.join(prefix + name for name in wanted)} for hidden size "
+            f"({error}); expected weights {', '.join(prefix + name for name in names)} for hidden size "
             f"{hidden}; use another model or kind"
         ) from error
     return StepHead(layers, good=1 if isinstance(settings, QwenConfig) else None)
 
 
 def _tensors(settings: RewardModelConfig, source: str, names: Sequence[str]) -> dict[str, Tensor]:
-    """Read those of ``names`` that the safetensors files of ``source`` have."""
+    """Read the tensors ``names``, if present, from the safetensors files of ``source``."""
     from safetensors import safe_open
     from transformers.utils.hub import cached_file
 
@@ -372,7 +370,7 @@ def _tensors(settings: RewardModelConfig, source: str, names: Sequence[str]) -> 
     by_name: dict[str, Tensor] = {}
     for shard in sorted(shards):
         if (path := file(shard)) is None:
-            continue  # the caller names the weights that are absent
+            continue  # the caller reports missing weights
         with safe_open(path, framework="pt") as tensors:
             by_name |= {name: tensors.get_tensor(name) for name in names if name in tensors.keys()}  # noqa: SIM118
     return by_name
@@ -383,8 +381,8 @@ def _tensors(settings: RewardModelConfig, source: str, names: Sequence[str]) -> 
 
 logger = logging.getLogger(__name__)
 
-# What the names of the architecture and of its class in transformers end with; "": a name of the model's own,
-# whose head is looked for when it is loaded.
+# Ending of the architecture's name and of its class in transformers; "": a custom architecture, whose head is
+# checked on loading.
 _ARCHITECTURES = {
     "outcome": "ForSequenceClassification",
     "classifier": "ForTokenClassification",
@@ -408,7 +406,7 @@ class Classifier:
         self._tokenizer = _load_tokenizer(settings)
         model, head = _load(settings, self._tokenizer, resolve_dtype(settings.dtype, device))
         self._head = head.to(self._device).eval().requires_grad_(False) if head else None
-        # Nothing is generated, so a cache of keys and values of all layers would only take memory.
+        # Nothing is generated, so a KV cache would only take memory.
         model.config.get_text_config().use_cache = model.config.use_cache = False
         keep_attention_cap(model)
         self._model = model.to(self._device).eval().requires_grad_(False)
@@ -416,7 +414,7 @@ class Classifier:
         self._memory, self._warned = HostCopies(self._device, constant=True), False
 
     def sleep(self) -> None:
-        """Move the model to host memory; nothing but `wake_up` may follow."""
+        """Move the model to host memory; only `wake_up` may follow."""
         self._memory.offload([*self._model.parameters(), *(self._head.parameters() if self._head else ())])
         release_cache()
 
@@ -436,7 +434,7 @@ class Classifier:
         Args:
             problem: text of the problem in the data set.
             completions: G texts.
-            token_ids: of each, by ``policy_tokenizer``; used by process models only.
+            token_ids: token ids of each, by ``policy_tokenizer``; used by process models only.
         """
         if not isinstance(self._settings, ProcessModelConfig):
             scores = self.scores([conversation(self._tokenizer, problem, text) for text in completions])
@@ -457,7 +455,7 @@ class Classifier:
     def _step_scores(
         self, settings: ProcessModelConfig, problem: str, completions: Sequence[str], steps: Sequence[Steps]
     ) -> list[Float32[np.ndarray, " _S"]]:
-        """Return the scores of each completion, as many as it has steps, which may be spread over rows."""
+        """Return the step scores of each completion; its rows may be several."""
         rows = [
             process_inputs(settings, self._tokenizer, problem, text, inputs)
             for text, inputs in zip(completions, steps, strict=True)
@@ -467,7 +465,7 @@ class Classifier:
 
     @torch.no_grad()
     def scores(self, rows: Sequence[ModelInput]) -> list[Float32[np.ndarray, " _S"]]:
-        """Score each row: S step positions, or one. NaN for a row that is too long."""
+        """Score each row: S scores for S step positions, else one. NaN for a row that is too long."""
         out = [np.full(max(1, len(row.read_at)), np.nan, np.float32) for row in rows]
         fits = [i for i, row in enumerate(rows) if len(row.token_ids) <= self._longest]
         if len(fits) < len(rows):
@@ -480,7 +478,7 @@ class Classifier:
         return out
 
     def _forward(self, inputs: Sequence[ModelInput]) -> list[Float32[np.ndarray, " _S"]]:
-        """Run the model on right-padded rows. Returns the scores of each: S = 1 without positions."""
+        """Run the model on right-padded rows. Returns the scores of each row: S = 1 without positions."""
         rows = [row_input.token_ids for row_input in inputs]
         padding = _unused_id(rows, self._model.config.get_text_config().vocab_size)
         # A sequence classifier locates the end of a row by the padding id of its configuration. With EOS as
@@ -495,8 +493,8 @@ class Classifier:
         output = self._model(input_ids=tokens.to(self._device), attention_mask=mask.to(self._device))
         values = output.logits if self._head is None else output.last_hidden_state
         if inputs[0].read_at:  # [B, T, labels or H] -> [all steps, labels or H]
-            of_row = [i for i, row_input in enumerate(inputs) for _ in row_input.read_at]
-            values = values[of_row, [at for row_input in inputs for at in row_input.read_at]]
+            row_index = [i for i, row_input in enumerate(inputs) for _ in row_input.read_at]
+            values = values[row_index, [at for row_input in inputs for at in row_input.read_at]]
         scores = _probability(values) if self._head is None else self._head(values)
         scores = torch.where(scores.isfinite(), scores, torch.nan).cpu().numpy()
         ends = np.cumsum([max(1, len(row_input.read_at)) for row_input in inputs])
@@ -547,7 +545,7 @@ def check_model(settings: RewardModelConfig) -> None:
 
 
 def _check_format(settings: RewardModelConfig, config: Any, tokenizer: Any) -> None:
-    """Raise ValueError for a model that is not of `settings.kind`."""
+    """Raise ValueError for a model that does not fit `settings.kind`."""
     check_split(config, settings.tensor_parallel_size)
     if isinstance(settings, ProcessModelConfig):
         check_inputs(settings, tokenizer)
@@ -585,7 +583,7 @@ def _source(settings: RewardModelConfig) -> str:
 def _longest(config: Any, tokenizer: Any) -> int:
     """Return the largest number of tokens of a row."""
     text = config.get_text_config().to_dict()
-    # Scaled positions that follow the longest row are one model's own affair here.
+    # No engine must agree with this model on scaled positions, so the larger limit applies.
     positions = max(position_limit(text) or 0, text.get("max_position_embeddings") or 0)
     return min(positions or tokenizer.model_max_length, tokenizer.model_max_length)
 

@@ -5,10 +5,9 @@ grade() threads      one each     grader processes
           <--------- JSON -------
                                    deadline missed: SIGKILL and a new process; only this pair times out
                                    process died: one retry in a new process, then an error
-                                   a line that is not the reply to this request: as if the process died
+                                   a line that is no reply to this request: treated as a dead process
 
-User code runs in separate processes, started on first use, so that it cannot change results of the package's
-graders.
+User code runs in separate processes, started on first use, so it cannot change results of built-in graders.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ from grpo_dist.runtime.processes import (
 _START_S = 120.0  # limit for a new process to import the parsers, or a user module, on a busy machine
 _TASKS_PER_PROCESS = 2000  # then the process is replaced, because parsers keep caches
 _ATTEMPTS = 2  # a process may die for a reason other than its current answer
-_KILLED_S = 10.0  # limit for a killed process to exit; one that the kernel holds is abandoned
-_BUSY = 6  # times its deadline in wall clock, at most, for a math grader that does not get its CPU
+_KILLED_S = 10.0  # limit for a killed process to exit; a process stuck in the kernel is abandoned
+_BUSY = 6  # wall-clock limit of a math grader without enough CPU, as a multiple of its deadline
 _LONGEST_REPLY = 1 << 20  # bytes; far above any reply of a grader
 _TOGETHER_S = 2.0  # for an event loop to end calls that are past their deadline
 _USER_CODE = ("load", "call")  # kinds whose first argument is a function
@@ -68,8 +67,8 @@ class Died(Failure):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a user function accepts. ``names``: its parameters, ``**anything`` among them by its name.
-    ``required``: those without a default.
+    """What a user function accepts. ``names``: its parameters, including ``**anything`` by its name.
+    ``required``: parameters without a default.
     """
 
     names: frozenset[str]
@@ -80,15 +79,15 @@ class Signature:
 class GraderPool:
     """``num_workers`` grader processes shared by any number of threads. Use as a context manager, or `close`.
 
-    The processes end with the process that made the pool, even if that is killed.
+    The processes end with the process that created the pool, even if that is killed.
 
     Args:
-        timeout_s: deadline of an answer, seconds of wall clock; of CPU for the math grader on a machine that
-            is too busy for it. Starting a process and imports do not count.
+        timeout_s: deadline of an answer, seconds of wall clock; seconds of CPU for the math grader on a busy
+            machine. Starting a process and imports do not count.
         memory_mb: address space a process may add to its size at start, MiB.
         code_paths: directories of custom reward functions, searched before PYTHONPATH and installed packages.
             The working directory is not searched unless it is listed.
-        accept_arithmetic, require_box: as of `math.grade`.
+        accept_arithmetic, require_box: see `math.grade`.
 
     Raises:
         ValueError: a number is not positive, or a directory of ``code_paths`` does not exist.
@@ -123,7 +122,7 @@ class GraderPool:
 
     @classmethod
     def from_config(cls, rewards: RewardsConfig, num_workers: int | None = None) -> GraderPool:
-        """Return the pool of ``rewards``; ``num_workers``, None: `processes_per_worker`. Raises as above."""
+        """Return the pool of ``rewards``; ``num_workers`` None: `processes_per_worker`. Raises as above."""
         return cls(
             rewards.processes_per_worker if num_workers is None else num_workers,
             timeout_s=rewards.timeout_s,
@@ -138,7 +137,7 @@ class GraderPool:
         return list(self._threads.map(self._grade_one, pairs))
 
     def extract(self, completions: Iterable[str]) -> list[str | None]:
-        """Return the answers that `grade` would compare, in order; None for no answer or a timeout."""
+        """Return the answers that `grade` would compare, in order; None without an answer or on timeout."""
         results = self._threads.map(lambda text: self._run("extract", (text, self._require_box)), completions)
         return [None if isinstance(result, Failure) else result for result in results]
 
@@ -150,15 +149,15 @@ class GraderPool:
         *,
         together: bool = False,
     ) -> list[Any]:
-        """Call ``module:function`` with each set of keywords, in order. Returns a float for each call, NaN
-        for None, or a Failure. The function gets only the keywords that it accepts.
+        """Call ``module:function`` with each set of keywords, in order. Returns a float per call, NaN for
+        None, or a Failure. The function gets only the keywords that it accepts.
 
         Args:
-            sizes: how many numbers each call returns; the result then is a list of floats, and the deadline
-                of a call that of its numbers together.
-            together: await an asynchronous function with all keywords at the same time in one process, each
-                within its deadline; where that dies, each call is repeated alone. Otherwise calls are spread
-                over the processes.
+            sizes: how many numbers each call returns; results are then lists of floats, and a call's deadline
+                is the sum of its numbers' deadlines.
+            together: await an asynchronous function with all keywords concurrently in one process, each
+                within its deadline; if the process dies, each call is repeated separately. Otherwise calls
+                are spread over the processes.
         """
         calls = [dict(k) for k in keywords]
         expected = [None] * len(calls) if sizes is None else sizes
@@ -167,7 +166,7 @@ class GraderPool:
         def run(part: slice) -> list[Any]:
             longest = max(limits[part]) + (_TOGETHER_S if together else 0.0)
             result = self._run("call", (function, calls[part], limits[part], expected[part]), longest)
-            if isinstance(result, Died) and len(calls[part]) > 1:  # of one of them
+            if isinstance(result, Died) and len(calls[part]) > 1:  # one of the calls killed it
                 return [run(slice(i, i + 1))[0] for i in range(len(calls))]
             if isinstance(result, Failure):  # the process was shared, so no other call has a result
                 return [result] * len(calls[part])
@@ -176,7 +175,7 @@ class GraderPool:
                     _result(status, value, size)
                     for (status, value), size in zip(result, expected[part], strict=True)
                 ]
-            except (TypeError, ValueError):  # not what a grader process replies
+            except (TypeError, ValueError):  # not a grader's reply
                 return [Failure("error", _FORGED)] * len(calls[part])
 
         parts = [slice(None)] if together else [slice(i, i + 1) for i in range(len(calls))]
@@ -237,7 +236,7 @@ class GraderPool:
 class _Process:
     """One grader process, restarted after a kill, a crash or `_TASKS_PER_PROCESS` calls.
 
-    A process for the package's graders starts at once; one that ``runs_user_code`` starts on first use.
+    A process for built-in graders starts at once; a process that ``runs_user_code`` starts on first use.
     """
 
     def __init__(self, memory_mb: int, environment: dict[str, str], *, runs_user_code: bool) -> None:
@@ -288,7 +287,7 @@ class _Process:
             self._end()
 
     def _end(self) -> None:
-        """Wait until the guardian has killed its descendants and exited; kill them here if it cannot."""
+        """Wait until the guardian has killed its descendants and exited; kill them if it cannot."""
         child, self._child = self._child, None
         assert child is not None
         status = _exit_status(child)
@@ -329,7 +328,7 @@ class _Process:
         self._loaded: set[str] = set()
 
     def _prepare(self) -> None:
-        """Make sure that the process is running and ready for a request."""
+        """Ensure that the process is running and ready for a request."""
         if self._child is None or self._tasks >= _TASKS_PER_PROCESS or self._child.poll() is not None:
             self.kill()
             self._launch()
@@ -346,7 +345,7 @@ class _Process:
     def _ask(self, kind: str, arguments: bytes, seconds: float) -> tuple[str, Any]:
         """Send one request. Returns status and value.
 
-        Raises TimeoutError, EOFError if the process ended, ValueError for a line that is not the reply.
+        Raises TimeoutError, EOFError if the process ended, ValueError for a line that is no reply.
         """
         number = secrets.token_hex(16)
         rest = memoryview(pickle.dumps((number, kind, arguments)))
@@ -367,7 +366,7 @@ class _Process:
         return reply[1], reply[2]
 
     def _used_cpu(self) -> float:
-        """Return CPU seconds of the process since its last reply; infinity where it has ended."""
+        """Return CPU seconds of the process since its last reply; infinity if it has ended."""
         try:
             used = psutil.Process(self._pid).cpu_times()
         except psutil.NoSuchProcess:
@@ -377,8 +376,8 @@ class _Process:
     def _line(self, end: float, cpu_s: float = 0.0) -> Any:
         """Read and parse the next line. Raises TimeoutError, or EOFError if the process ended.
 
-        The math grader only computes: where the machine is too busy for it, it has ``cpu_s`` seconds of CPU,
-        and at most `_BUSY` times as many of wall clock.
+        The math grader only computes: on a busy machine it has ``cpu_s`` seconds of CPU, and at most `_BUSY`
+        times as much wall clock.
         """
         last = end + (_BUSY - 1) * cpu_s
         while b"\n" not in self._buffer:
@@ -403,7 +402,7 @@ class _Process:
 def _result(status: str, value: Any, size: int | None) -> float | list[float] | Failure:
     """Return the number or the ``size`` numbers of a call, NaN for None, or why it failed.
 
-    Raises TypeError or ValueError for what is no reply.
+    Raises TypeError or ValueError for a malformed reply.
     """
     if status != "ok":
         return Failure("timeout" if status == "timeout" else "error", str(value))

@@ -1,8 +1,8 @@
-"""The own scorers of reasoning-gym as a reward, for sources with the path `reasoning_gym:<task>`:
+"""reasoning-gym's scorers as a reward, for sources with the path `reasoning_gym:<task>`:
 
 rewards: {functions: [{function: "grpo_dist.rewards.reasoning_gym:score"}]}
 
-It runs like a function of a user, in the graders' processes with their limits of time and memory.
+It runs like a user's function, in the graders' processes with their time and memory limits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from grpo_dist.environments.reasoning_gym import score_answer
 
 
 def score(completion: str, reasoning_gym: Mapping[str, Any]) -> float:
-    """Return the task's own score of the answer in ``completion``, 0 to 1.
+    """Return the task's score of the answer in ``completion``, 0 to 1.
 
-    ``reasoning_gym``: the column with the package's entry of the problem.
+    ``reasoning_gym``: the column with the package's entry for the problem.
     """
     return score_answer(completion, reasoning_gym)

@@ -1,11 +1,11 @@
-"""Registry of rewards by name, and reward functions of users, ``module:function``: how one is called follows
-from the names in its signature.
+"""Registry of rewards by name, and user-supplied reward functions, ``module:function``, whose parameter names
+determine how they are called.
 
-def f(completion, answer, ...)         once for each completion
-async def f(completion, answer, ...)   once for each completion, those of a group at the same time
-def f(completions, answer, ...)        once for the group, async or not; returns a list of G numbers
-def f(steps, ...), kind: process       once for each completion; a number for each step; if async, those of a
-                                       group at the same time
+def f(completion, answer, ...)         once per completion
+async def f(completion, answer, ...)   once per completion, concurrently for the completions of a group
+def f(completions, answer, ...)        once per group, async or not; returns a list of G numbers
+def f(steps, ...), kind: process       once per completion; returns a number per step; if async, concurrently
+                                       for the completions of a group
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ REWARDS: dict[str, type[Builtin]] = {
 
 
 def user_rewards(settings: RewardsConfig) -> tuple[UserComponent, ...]:
-    """Return the rewards of all sources that are not built in."""
+    """Return the user-supplied rewards of all sources."""
     return tuple(
         UserComponent(REWARD, r.function, REWARD.key, r.kwargs)
         for r in settings.all_functions
@@ -99,10 +99,10 @@ class StepScores:
 
 
 class UserFunction:
-    """A function of a user, ``module:function`` or a name that a package registers, in the pool's processes.
+    """A user's function, ``module:function`` or a name that a package registers, in the pool's processes.
 
     Raises:
-        ValueError: it is unknown, it cannot be loaded, or its signature is not that of its kind.
+        ValueError: the function is unknown, cannot be loaded, or has a signature that does not fit its kind.
     """
 
     def __init__(self, settings: FunctionConfig, pool: GraderPool) -> None:
@@ -120,16 +120,16 @@ class UserFunction:
 
     @property
     def data_columns(self) -> tuple[str, ...]:
-        """Columns of the data without which no call succeeds: parameters that nothing else fills."""
+        """Required columns of the data: parameters without a default that nothing else fills."""
         return tuple(sorted(self._signature.required - OF_CALLS - set(self._kwargs)))
 
     @property
     def asked_columns(self) -> frozenset[str]:
-        """Columns of the data that it gets where a row has them: every parameter that nothing else fills."""
+        """Columns that the function receives if a row has them: all parameters that nothing else fills."""
         return self._signature.names - OF_CALLS - set(self._kwargs)
 
     def score(self, group: CompletionGroup) -> tuple[list[float | Failure], StepScores | None]:
-        """Return a number, or why there is none, for each completion, and the rewards of its steps if any."""
+        """Return a number or a Failure for each completion, and the rewards of its steps if any."""
         if self._steps:
             return self._score_steps(group, self._steps)
         size = len(group.completions)
@@ -159,7 +159,7 @@ class UserFunction:
 
     def _keywords(self, group: CompletionGroup, index: int | None = None) -> dict[str, Any]:
         """Return the keywords of the call for sample ``index``; None: for the whole group. Columns and kwargs
-        come before names that only describe.
+        override descriptive names such as `source`.
         """
 
         def pick(values: Sequence[Any]) -> Any:

@@ -1,5 +1,5 @@
-"""The scorer of a group: every reward, combined with weights and gates. Scorers of sources with rewards of
-their own share the servers that they ask.
+"""Scores a group with every reward, combined with weights and gates. Scorers of sources with separate rewards
+share the servers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Scores:
     """Scores of G completions.
 
     Attributes:
-        parts: of each reward by name, before weights and gates.
-        outcomes: [G] of the math grader, or of a judge in its place; "" if no reward used either.
-        steps: of a function of kind process.
-        failures: [G] why each sample was not scored, a reason of each reward that it lacks; (): all were.
+        parts: scores of each reward by name, before weights and gates.
+        outcomes: [G] outcomes of the math grader, or of a judge instead; "" if no reward used either.
+        steps: step scores of a function of kind process.
+        failures: [G] why each sample was not scored, a reason per missing reward; (): all were scored.
     """
 
     rewards: Float32[np.ndarray, " G"]
@@ -54,8 +54,8 @@ class Scorer:
 
     Args:
         models: reward models, whose scores are passed to `score`.
-        sharing: by name, the scorers of the run that have a reward and share the rate limit of its server.
-        outcome_rewards: `environments.outcome_rewards`, added to the reward of episodes that ended so.
+        sharing: by reward name, the number of scorers in the run that share its server's rate limit.
+        outcome_rewards: `environments.outcome_rewards`, added to the reward of episodes with these ends.
 
     Raises:
         ValueError: a reward cannot be used, or two share a name.
@@ -75,8 +75,8 @@ class Scorer:
         self._terms: list[Term] = [*functions, *models]
         self.failures: dict[str, Counter[str]] = {}
         self._news: list[str] = []
-        self._first: dict[str, str] = {}  # message of each kind
-        self._last: dict[str, str] = {}
+        self._first: dict[str, str] = {}  # first message of each kind of failure
+        self._last: dict[str, str] = {}  # last message of each reward
         names = [term.label for term in self._terms]
         if len(set(names)) != len(names):
             raise ValueError(f"two rewards share a name: {names}; give each `name` once")
@@ -94,11 +94,10 @@ class Scorer:
         """Compute every reward and their combination.
 
         User functions are called as in `registry`, with the names they accept. An exception, a timeout,
-        None, NaN and a value that is not finite as float32 all mean "could not be scored", and so does an
-        environment that failed.
+        None, NaN, a value that is not finite as float32, and a failed environment mean "could not be scored".
 
         Args:
-            modelled: of each reward model.
+            modelled: scores of each reward model, by name.
         """
         verdicts = Verdicts(group, self._pool, self._outcome_rewards)
         values: dict[str, Any] = dict(modelled or {})
@@ -106,8 +105,8 @@ class Scorer:
             values[name] = reward.score(group, verdicts)
         steps, details = None, dict[str, list[str]]()
         for name, function in self._user_functions.items():
-            results, of_steps = function.score(group)
-            steps = steps or of_steps
+            results, step_scores = function.score(group)
+            steps = steps or step_scores
             values[name] = [math.nan if isinstance(result, Failure) else result for result in results]
             details[name] = [result.detail if isinstance(result, Failure) else "" for result in results]
             for detail in filter(None, details[name]):
@@ -116,7 +115,7 @@ class Scorer:
         for name, part in parts.items():
             details.setdefault(name, [""] * len(part))
             for i, value in enumerate(np.asarray(values[name], dtype=np.float64)):
-                if np.isnan(part[i]) and not np.isnan(value):  # NaN and None are intended, and need no note
+                if np.isnan(part[i]) and not np.isnan(value):  # NaN and None are intended and need no note
                     details[name][i] = (
                         f"gave {value:g}, which is not finite as a float32; the sample is not scored"
                     )
@@ -127,7 +126,7 @@ class Scorer:
         failures: list[list[str]] = [[] for _ in rewards]
         for i in np.flatnonzero(np.isnan(rewards)).tolist():
             lacking = [term for term in self._terms if np.isnan(parts[term.label][i])]
-            for term in [term for term in lacking if term.weight] or lacking:  # else it is a gate
+            for term in [term for term in lacking if term.weight] or lacking:  # without weight: gates
                 reason = details[term.label][i] or self._latest(term.label, verdicts, i)
                 failures[i].append(f"reward {term.label}: {reason}")
         scores = Scores(rewards, parts, outcomes, steps, _make_failures(failures))
@@ -144,7 +143,7 @@ class Scorer:
             reward.close()
 
     def _ended(self, group: CompletionGroup, scores: Scores) -> Scores:
-        """Add what the ends of episodes are worth; samples that failed or were given up are not scored."""
+        """Add the rewards of episodes' ends; failed and abandoned samples are not scored."""
         reasons, outcomes = group.finish_reasons, list(scores.outcomes)
         failures: list[Sequence[str]] = list(scores.failures or [()] * len(reasons))
         turns: Sequence[Turns] = group.turns or [()] * len(reasons)
@@ -160,7 +159,7 @@ class Scorer:
         return Scores(rewards, parts, outcomes, scores.steps, _make_failures(failures))
 
     def _latest(self, name: str, verdicts: Verdicts, sample: int) -> str:
-        """Return why the built-in reward or the model ``name`` gave no score, or a user's function None."""
+        """Return why the built-in reward, the model or the user's function ``name`` gave no score."""
         with self._lock:
             if name in self._builtin and name in self._last:
                 return self._last[name]
@@ -171,13 +170,13 @@ class Scorer:
     def _note(self, name: str, detail: str) -> None:
         with self._lock:
             self._last[name] = detail
-            seen = self.failures.setdefault(name, Counter())
+            counts = self.failures.setdefault(name, Counter())
             first = self._first.setdefault(f"{name} {failure_kind(detail)}", detail)
-            new = first not in seen
-            if new and len(seen) >= _WARNINGS_PER_REWARD:
-                first, new = "further messages", False
-            seen[first] += 1
-            if new:
+            is_new = first not in counts
+            if is_new and len(counts) >= _WARNINGS_PER_REWARD:
+                first, is_new = "further messages", False
+            counts[first] += 1
+            if is_new:
                 self._news.append(f"reward {name}: {first}")
 
 
@@ -195,9 +194,9 @@ def to_part(values: Any) -> Float32[np.ndarray, " G"]:
 def combine(parts: Mapping[str, Float[np.ndarray, " G"]], terms: Sequence[Term]) -> Float32[np.ndarray, " G"]:
     """Sum weight * part over ``terms``, each part after its gate.
 
-    A gated part keeps its value where its gate is above the threshold, is 0 where it is not, and NaN where
-    the gate is NaN. The gate of a gate is applied first. The sum is NaN where a term of non-zero weight is
-    NaN, since "not scored" is not 0. A part or sum that is not finite as float32 is NaN (`to_part`).
+    A gated part keeps its value where its gate is above the threshold, is NaN where the gate is NaN, and 0
+    elsewhere. The gate of a gate is applied first. The sum is NaN where a term of non-zero weight is NaN,
+    since "not scored" is not 0. A part or sum that is not finite as float32 is NaN (`to_part`).
 
         math [1, 0, NaN] of weight 1, brevity [-0.5, -0.5, -0.5] of weight 2 with gate math -> [0, 0, NaN]
     """
@@ -228,7 +227,7 @@ def add_outcome_rewards(
     turns: Sequence[Turns],
     added: Mapping[Any, float],
 ) -> Float32[np.ndarray, " G"]:
-    """Return ``rewards`` with what `environments.outcome_rewards` adds to episodes."""
+    """Return ``rewards`` plus the `environments.outcome_rewards` of episodes."""
     more = [
         added.get(why, 0.0) if is_episode else 0.0
         for why, is_episode in zip(finish_reasons, turns, strict=True)
@@ -247,14 +246,14 @@ def scorers_by_source(
 
     Args:
         variants: the rewards of each source.
-        workers: processes or threads of the run that have such scorers, and share what a server allows.
-        outcome_rewards: as of `Scorer`.
+        workers: processes or threads of the run with these scorers, which share a server's rate limit.
+        outcome_rewards: see `Scorer`.
 
     Raises:
         ValueError: as `Scorer`.
     """
-    holders = Counter(function.label for rewards in variants.values() for function in rewards.functions)
-    sharing = {name: workers * count for name, count in holders.items()}
+    scorer_counts = Counter(function.label for rewards in variants.values() for function in rewards.functions)
+    sharing = {name: workers * count for name, count in scorer_counts.items()}
     return {
         source: Scorer(
             rewards.functions, pool, models=rewards.models, sharing=sharing, outcome_rewards=outcome_rewards

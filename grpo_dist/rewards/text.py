@@ -41,7 +41,7 @@ _STRIKES = re.compile(
     r"\\(?:[bx]?cancel|hcancel|(?P<two>cancelto)|sout|xout|st|[hv]?phantom)(?![A-Za-z])"
     r"|\\enclose\s*\{[^{}]*strike[^{}]*\}"
 )
-_STRUCK_CHARACTER = re.compile(r"\w[\u0335-\u0338\u20d2\u20d3\u20e5]")  # after "=" they form another sign
+_STRUCK_CHARACTER = re.compile(r"\w[\u0335-\u0338\u20d2\u20d3\u20e5]")  # after "=" it forms another sign
 _LISTED = re.compile(rf"{TEXT}\s*\{{([\s,;]*(?:or\b|and\b|,|;)[^{{}}]*\d[^{{}}]*)\}}")
 _SEPARATED = re.compile(rf"{TEXT}\s*\{{\s*[,;&]\s*\}}|\\&")
 _CONNECTIVE = re.compile(
@@ -108,7 +108,7 @@ _ARGUMENT = re.compile(r"\s*(?:(?P<opening>\{)|(?P<command>\\(?:[A-Za-z]+|.))|\d
 
 
 def matching_braces(text: str) -> dict[int, int]:
-    """Map the position of each opening brace to that of its closing brace."""
+    """Map the position of each opening brace to the position of its closing brace."""
     pairs, waiting = {}, []
     for match in _BRACES.finditer(text):
         if match.group() == "{":
@@ -119,18 +119,18 @@ def matching_braces(text: str) -> dict[int, int]:
 
 
 def remove_commands(text: str, commands: re.Pattern[str], replacement: str = " ") -> str:
-    """Replace each match of ``commands`` and the arguments behind it.
+    """Replace each match of ``commands`` and its arguments.
 
-    A match takes one argument, or as many as its group ``two`` matches: two. An argument is a pair of braces,
-    however deep, or a token without braces: a number, a character, or a command with its own arguments. A
-    command without an argument stays.
+    A match takes one argument, or two if its group ``two`` matches. An argument is a pair of braces, however
+    deep, or a token without braces: a number, a character, or a command with its arguments. A command without
+    an argument stays.
 
         \\cancel{\\frac{1}{2}} 3 -> 3      \\cancel 5 -> ""      \\cancelto{0}{x} -> ""
     """
     if not commands.search(text):
         return text
     closed = matching_braces(text)
-    kept, done = [], 0
+    parts, done = [], 0
     for match in commands.finditer(text):
         if match.start() < done:
             continue
@@ -138,9 +138,9 @@ def remove_commands(text: str, commands: re.Pattern[str], replacement: str = " "
         for _ in range(2 if match.groupdict().get("two") else 1):
             end = _end_of_argument(text, end, closed) if end is not None else None
         if end is not None:
-            kept += [text[done : match.start()], replacement]
+            parts += [text[done : match.start()], replacement]
             done = end
-    return "".join([*kept, text[done:]])
+    return "".join([*parts, text[done:]])
 
 
 _SYMBOL = r"[A-Za-z]|\\(?:circ|prime|top|pi|infty|alpha|beta|gamma|theta|lambda|mu|phi|omega)(?![A-Za-z])"
@@ -154,7 +154,7 @@ _PART = re.compile(rf"\s*(\d|{_SYMBOL})")
 
 
 def add_braces(text: str) -> str:
-    """Put braces around the arguments of indices, exponents, roots and fractions that have none.
+    """Put braces around bare arguments of indices, exponents, roots and fractions.
 
         x_i^2 -> x_{i}^{2}     \\log_2 8 -> \\log_{2} 8     \\frac1{23} -> \\frac{1}{23}
 
@@ -192,7 +192,7 @@ def strip_outer_braces(text: str) -> str:
 
 
 def _end_of_argument(text: str, begin: int, closed: dict[int, int]) -> int | None:
-    """Return the end of the argument that begins at or behind ``begin``; None without one."""
+    """Return the end of the argument that begins at or after ``begin``; None without an argument."""
     token = _ARGUMENT.match(text, begin)
     if token is None:
         return None
@@ -261,7 +261,7 @@ _VECTOR_OF_LETTER = re.compile(r"(\\(?:vec|mathbf|boldsymbol))\s*(?:\{\s*([A-Za-
 _SIZED_BRACE = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)\s*(?=\\[{}])")
 _QUOTED = re.compile(r"^(['\"])(.*)\1$", re.DOTALL)
 _TWICE_NEGATED = re.compile(r"-\s*\(\s*-([^()+\-=<>,]*)\)(?!\s*[\^!])")
-_STATEMENTS = (  # that an answer follows
+_STATEMENTS = (  # phrases before an answer
     r"答案\s*(?:应该?)?(?:[是为]|等于|[:：])\s*[:：]?", r"答えは?\s*[:：]?", r"(?:정답|답)(?:은|\s*[:：])",
     r"\bla\s+respuesta\s+(?:final\s+)?es\b:?", r"\bla\s+réponse\s+(?:finale\s+)?est\b:?",
     r"\bdie\s+(?:endgültige\s+)?antwort\s+(?:ist|lautet)\b:?", r"\ba\s+resposta\s+(?:final\s+)?é\b:?",
@@ -300,7 +300,7 @@ def boxes(text: str) -> list[str]:
 
 
 def text_after_boxes(text: str) -> str:
-    """Return the text behind the last box; all of it without a box."""
+    """Return the text after the last box; all text without a box."""
     return text[max((end for _, end in _boxes(text)), default=0) :]
 
 
@@ -322,7 +322,7 @@ def _boxes(text: str) -> Iterator[tuple[str, int]]:
 
 
 def alternatives(gold: str) -> list[str]:
-    """Return the golds of which each is right: those of a JSON list of texts, else ``gold`` alone.
+    """Return the golds, each of which is right: the texts of a JSON list, else ``gold`` itself.
 
     '["1/2", "50%"]' -> 1/2, 50%      "[1, 2]" -> [1, 2]
     """
@@ -342,7 +342,7 @@ def tagged_answer(text: str) -> str | None:
 
 
 def translate_statements(text: str) -> str:
-    """Replace what states an answer in other languages: ``答案是：12。`` -> ``The final answer is 12. ``"""
+    """Translate phrases that state an answer: ``答案是：12。`` -> ``The final answer is 12. ``"""
     if not text.isascii():
         text = _STOP.sub(". ", _BEFORE_HAN.sub(" ", _CHOSEN.sub(" The answer is ", text)))
     return _STATED.sub(" The final answer is ", text)
@@ -358,7 +358,7 @@ def _strip_inner_boxes(box: str) -> str:
 
 @lru_cache(maxsize=4096)
 def tidy(answer: str) -> str:
-    """Rewrite notation that math-verify cannot parse in LaTeX that it can."""
+    """Rewrite notation that math-verify cannot parse as LaTeX that it can parse."""
     text = rewrite_words(latex(rewrite_words(answer.strip())) if not answer.isascii() else answer.strip())
     if "\\begin" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
@@ -411,7 +411,7 @@ def normalise(answer: str) -> str:
     text = re.sub(r"(?<=[A-Za-z]{3}),?\s+(?:and|or)\s+(?=[A-Za-z]{3})", ",", text)
     text = text.replace("\\%", "%").replace("\\{", "{").replace("\\}", "}")
     text = _VECTOR_OF_LETTER.sub(lambda match: f"{match[1]}{{{match[2] or match[3]}}}", text)
-    if not _VECTOR.search(text):  # whose products differ
+    if not _VECTOR.search(text):  # vectors have two different products
         text = re.sub(r"\\(?:cdot|times)(?![A-Za-z])", "*", text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # "2 3" is neither 23 nor a product
     text = text if text.endswith("...") else text.rstrip(".")
@@ -443,10 +443,10 @@ def spellings(answer: str) -> list[str]:
     column = re.fullmatch(r"\\begin\{[pb]?matrix\}([^&]*?)(?:\\\\)?\s*\\end\{[pb]?matrix\}", plain, re.DOTALL)
     if column is not None and "\\\\" in column.group(1):
         candidates.append("(" + ",".join(column.group(1).split("\\\\")) + ")")
-    return list(dict.fromkeys(_last_variable_kept(s.strip()) for s in candidates if s.strip()))
+    return list(dict.fromkeys(_protect_last_variable(s.strip()) for s in candidates if s.strip()))
 
 
-def _last_variable_kept(text: str) -> str:
+def _protect_last_variable(text: str) -> str:
     """``3n+2m`` -> ``3n+2{m}``: math-verify drops a final m, g, s, ... as a unit even among variables."""
     match = re.fullmatch(r"(.*[\d}]\s*)([A-Za-z])", text, re.DOTALL)
     if match is None or not re.search(
@@ -473,7 +473,7 @@ def quantity(plain: str) -> tuple[str, str] | None:
 
 
 def labelled_list(answer: str) -> tuple[tuple[str, str], ...]:
-    """Split a list into names ("" for none) and values: ``x=1, y=10`` -> (("X", "1"), ("Y", "10"))."""
+    """Split a list into names ("" if unnamed) and values: ``x=1, y=10`` -> (("X", "1"), ("Y", "10"))."""
     parts = []
     for part in re.split(r",(?![^()\[\]]*[)\]])", tidy(answer)):
         label = LABEL.match(part)
@@ -483,7 +483,7 @@ def labelled_list(answer: str) -> tuple[tuple[str, str], ...]:
 
 
 def same_list(gold: str, answer: str) -> bool:
-    """Return whether two lists agree: by name if all elements have one, else by position."""
+    """Return whether two lists agree: by name if all elements have names, else by position."""
     ours, theirs = labelled_list(gold), labelled_list(answer)
     if any(not value for _, value in ours) or len(ours) != len(theirs):
         return False

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # keeps the configuration out of grader processes
 
 
 def resolve_thought(thought: Thought, settings: RewardsConfig) -> Thought:
-    """Override the tags of ``thought``, which the prompt has, by the settings."""
+    """Override the tags of ``thought``, detected in the prompt, by the settings."""
     opening, closing = settings.thought_tags or (thought.opening, thought.closing)
     return Thought(opening, closing, thought.prompt)
 
@@ -22,7 +22,7 @@ def resolve_thought(thought: Thought, settings: RewardsConfig) -> Thought:
 def infer_thought(completions: Sequence[str], settings: RewardsConfig) -> Thought:
     """Infer the thought of completions whose prompt is unknown.
 
-    The prompt opened it if a completion closes a thought that it has not opened.
+    The prompt opened it if a completion closes a thought that it did not open.
     """
     thought = resolve_thought(Thought(), settings)
     opening, closing = _patterns(thought.opening, thought.closing)
@@ -51,24 +51,24 @@ def strip_unclosed_thought(completion: str, thought: Thought = NO_THOUGHT) -> st
 
 
 def text_after_thought(completion: str) -> str | None:
-    """Return the text behind the last ``</think>``; None without one."""
+    """Return the text after the last ``</think>``; None without one."""
     _, closing = _patterns(NO_THOUGHT.opening, NO_THOUGHT.closing)
     end = max((match.end() for match in closing.finditer(completion)), default=None)
     return None if end is None else completion[end:]
 
 
 def final_text(completion: str) -> str:
-    """Return the text behind the last ``</think>``; all of it without one, or where nothing follows.
+    """Return the text after the last ``</think>``; all text without one, or if nothing follows.
 
     "<think>\\boxed{8}?</think>No, 7."     "No, 7."
     "<think>so \\boxed{8}</think>"         unchanged
     """
-    behind = text_after_thought(completion)
-    return behind if behind is not None and behind.strip() else completion
+    after = text_after_thought(completion)
+    return after if after is not None and after.strip() else completion
 
 
 def normalise_tags(completion: str, thought: Thought) -> str:
-    """Replace the closing tags of ``thought`` by ``</think>``, which the graders of texts know."""
+    """Replace the closing tags of ``thought`` by ``</think>``, which the text graders expect."""
     if thought.closing.lower() == NO_THOUGHT.closing:
         return completion
     return _patterns(thought.opening, thought.closing)[1].sub(NO_THOUGHT.closing, completion)

@@ -1,12 +1,12 @@
-"""A reward for code: tests that come with the data, on the sandbox in which tools of episodes run.
+"""A reward for code: runs tests from the data in the sandbox that also runs the tools of episodes.
 
-a test                            what runs, in a sandbox of its own               it passes
+a test                            what runs, in a separate sandbox                 it passes
 "assert f(2) == 4"                the solution, then the test, in one interpreter  if the test ends
 {"input": "2\\n", "output": "4"}   `python solution.py < input`                     if it prints the output
 
-The test itself runs in the process of the solution, which could tamper with it; output is compared outside.
-A program is a process of its own, because only the end of one joins threads, runs what is registered with
-atexit, and writes what open files hold.
+An assertion runs in the process of the solution, which could tamper with it; output is compared outside. A
+program runs as a separate process, because only the end of a process joins threads, runs atexit handlers and
+flushes open files.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from grpo_dist.runtime.concurrency import LoopThread
 
 _FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _LANGUAGES = ("", "python", "python3", "py")
-_REASON = 200  # last characters of why an input could not be given
+_REASON = 200  # last characters of a failure's output in messages
 _TRIALS = (
     ("def f(x): return 2 * x", "assert f(2) == 4"),
     ("print(2 * int(input()))", {"input": "2", "output": "4"}),
 )
 _START_S, _CLOSE_S = 400.0, 60.0  # the trial of isolation takes up to 300 s on a busy machine
-# The sandbox shows both streams as one, and what a program logs is no output.
+# Drops stderr: the sandbox merges both streams, and a program's logs are no output.
 _PREPARE = """import os, subprocess, sys, tempfile
 directory = tempfile.mkdtemp()
 for name, data in {files!r}.items():
@@ -51,8 +51,7 @@ _RUN = """with open(os.path.join(directory, "input"), "rb") as file:
         status = {mark!r} + str(error)
 sys.exit(status)
 """
-# The names of the data's code are the program's, what that prints is no output of it, and random numbers are
-# the same in each run.
+# Shares the names of the setup code with the solution, drops the setup's output, and seeds random numbers.
 _BEGIN = """def _begin(directory):
     import os, random, sys
     names = globals()
@@ -77,8 +76,8 @@ _begin(__import__("sys").argv[1])
 
 class UnitTests(Builtin):
     """1 if the last Python block of the completion passes all tests, else 0, also without a block; with
-    ``reward: share`` the share of tests that it passes. NaN where the sandbox failed, the row has no
-    tests, or a test expects more output than is kept.
+    ``reward: share`` the share of passed tests. NaN if the sandbox failed, the row has no tests, or a test
+    expects more output than is kept.
     """
 
     knows_right_answers: ClassVar[bool] = False
@@ -87,7 +86,7 @@ class UnitTests(Builtin):
     setup_column: str | None = Field(None, description="column of code that runs before the solution")
     reward: Literal["all", "share"] = Field("all", description="all: 1 or 0; share: of the tests that pass")
     output_kb: PositiveInt = Field(4096, description="output of a program that is compared, KiB")
-    max_concurrency: PositiveInt = Field(4, description="interpreters of one reward worker at once")
+    max_concurrency: PositiveInt = Field(4, description="concurrent interpreters of one reward worker")
     sandbox: SandboxConfig = SandboxConfig()
 
     _code: _CodeLoop = PrivateAttr()
@@ -113,7 +112,7 @@ class UnitTests(Builtin):
         except (ProcessFailure, OSError, RuntimeError, TimeoutError) as error:
             raise ValueError(
                 f"kwargs.sandbox: no code can be run here ({error}); see grpo_dist/environments/sandbox, or "
-                "set kwargs.sandbox.url to that of a service"
+                "set kwargs.sandbox.url to the address of a service"
             ) from error
         finally:
             code.close()
@@ -147,7 +146,7 @@ class UnitTests(Builtin):
     async def _score_of(self, solution: str, tests: Sequence[Any], setup: str) -> float:
         try:
             passed = await _passed_all(solution, tests, self._code, setup=setup, stop=self.reward == "all")
-        except ProcessFailure as failure:  # the machine or the service failed: nothing is known
+        except ProcessFailure as failure:  # the machine or the service failed, so the result is unknown
             self._note(f"the sandbox failed: {failure}")
             return math.nan
         except _SetupFailed as failure:
@@ -157,17 +156,17 @@ class UnitTests(Builtin):
 
 
 def last_block(text: str) -> str | None:
-    """Return the last fenced block of Python, or of no named language; None without one."""
+    """Return the last fenced block of Python or without a language; None without a block."""
     blocks = [block[2] for block in _FENCED.finditer(text) if block[1].lower() in _LANGUAGES]
     return blocks[-1] if blocks else None
 
 
 def read_tests(value: Any, column: str) -> list[str | dict[str, str]]:
-    """Read the tests of a row. Raises ValueError for what is none."""
+    """Read the tests of a row. Raises ValueError for other values."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:  # one test, as HumanEval has it
+        except ValueError:  # one test, as in HumanEval
             value = [value] if value.strip() else None
     tests = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
     for test in tests:
@@ -183,9 +182,7 @@ def read_tests(value: Any, column: str) -> list[str | dict[str, str]]:
 
 
 def _check_lengths(tests: Sequence[Any], limits: SandboxConfig, output_kb: int) -> None:
-    """Raise ValueError for an expected output of which a right program's would be cut, and for an input that
-    is no file within the limits.
-    """
+    """Raise ValueError for an expected output above the output limit, or an input above the file limit."""
     pairs = [test for test in tests if not isinstance(test, str)]
     longest = {
         key: max((len(pair[key].encode(errors="replace")) for pair in pairs), default=0)
@@ -204,13 +201,13 @@ def _check_lengths(tests: Sequence[Any], limits: SandboxConfig, output_kb: int) 
 
 
 class _SetupFailed(Exception):
-    """The code that comes with the data, and runs before the solution, has failed: no fault of that."""
+    """The data's setup code, which runs before the solution, failed; the solution is not to blame."""
 
 
 async def _passed_all(
     solution: str, tests: Sequence[Any], code: _CodeLoop, *, setup: str = "", stop: bool = False
 ) -> list[bool]:
-    """Return whether each test passes, up to the first that does not if ``stop``. Raises ProcessFailure, and
+    """Return whether each test passes; with ``stop`` up to the first failure. Raises ProcessFailure and
     _SetupFailed.
     """
     passed: list[bool] = []
@@ -231,15 +228,15 @@ async def _passes(solution: str, test: str | Mapping[str, str], sandbox: PythonS
         if isinstance(test, str):
             if _begun(await sandbox.run(episode, _sendable(solution))).outcome != "ok":
                 return False
-            # Printed behind the test, so that a solution which exits in it has not passed.
+            # Printed after the test, so a solution that exits during the test does not pass.
             mark = secrets.token_hex(16)
             ran = _begun(await sandbox.run(episode, _sendable(f"{test}\nprint({mark!r})\n")))
             return ran.outcome == "ok" and ran.output.rstrip().endswith(mark)
         files = {"setup.py": setup, "solution.py": solution, "input": test["input"]}
         data = {name: _sendable(text).encode() for name, text in files.items()}
         prepared = await sandbox.run(episode, _PREPARE.format(files=data))
-        if prepared.outcome != "ok":  # the program would find nothing to read: no fault of its own
-            raise _failure("the input cannot be given", f"{prepared.outcome} {prepared.output.strip()}")
+        if prepared.outcome != "ok":  # the program would lack its input, which is not its fault
+            raise _failure("the input cannot be written", f"{prepared.outcome} {prepared.output.strip()}")
         mark = secrets.token_hex(16)
         ran = _begun(await sandbox.run(episode, _RUN.format(begin=_BEGIN, mark=mark)))
         if mark in ran.output:
@@ -250,8 +247,9 @@ async def _passes(solution: str, test: str | Mapping[str, str], sandbox: PythonS
 
 
 def _pieces(setup: str, solution: str) -> tuple[str, str]:
-    """Return what runs first, and what after it: a solution may begin with an import from __future__, and
-    what ``setup`` prints is no output of it. A header and its body are one piece.
+    """Return the code to run first and the code to run second. They are separate, since a solution may begin
+    with an import from __future__, and output of ``setup`` does not count. An indented solution is the body
+    of ``setup``'s header, so both run together.
     """
     lines = [line for line in solution.splitlines() if line.strip()]
     if lines and lines[0][0].isspace():
@@ -272,18 +270,18 @@ def _failure(what: str, reason: str) -> ProcessFailure:
 
 
 def _same_output(ran: CodeResult, expected: str) -> bool:
-    """Compare line by line, but for white space at ends of lines and of the text."""
+    """Compare line by line, ignoring white space at the ends of lines and of the text."""
     ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (ran.output, expected))
     return ours == theirs
 
 
 def _sendable(code: str) -> str:
-    """Replace halves of surrogate pairs, which no file can hold."""
+    """Replace lone surrogates, which UTF-8 files cannot contain."""
     return code.encode(errors="replace").decode()
 
 
 class _CodeLoop:
-    """The sandbox on an event loop of its own thread, for callers that have none."""
+    """The sandbox on an event loop in a separate thread, for synchronous callers."""
 
     def __init__(self, settings: SandboxConfig, concurrency: int, output_kb: int) -> None:
         self.sandbox = PythonSandbox(settings, output_kb=output_kb)

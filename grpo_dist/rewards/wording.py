@@ -1,7 +1,7 @@
-"""Words, marks and signs of an answer that change its value, and that math-verify drops or misreads: to it,
-5 million is 5.
+"""Detects words, marks and signs of an answer that change its value and that math-verify drops or misreads
+(it reads 5 million as 5).
 
-Words around a value, units, number bases, times of day, variable names, and unevaluated arithmetic.
+These are words around a value, units, number bases, times of day, variable names, and unevaluated arithmetic.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from grpo_dist.rewards.text import (
 
 
 def _any_of(*phrases: str) -> str:
-    """Return the pattern of any word of ``phrases``; one with an underscore is of several words."""
+    """Return the pattern of any word of ``phrases``; underscores join the words of a phrase."""
     words = [word.replace("_", r"\s+") for phrase in phrases for word in phrase.split()]
     return f"(?:{'|'.join(words)})"
 
 
-# Words, by what they say of a value next to them.
+# Words, by their effect on a value next to them.
 _NEGATIONS = "not never neither nor"
 _DOUBTS = "maybe perhaps possibly probably"
 _DENIALS = "cannot none wrong incorrect false except unless guess unsure mod modulo below_zero"
@@ -50,7 +50,7 @@ _NUMBER_NAMES = """
 _OPERATIONS = "or and to plus minus times over out_of vs versus"
 _PARTS = "halves thirds fourths fifths sixths sevenths eighths ninths tenths hundredths thousandths"
 _FRACTIONS = "half thirds? quarters? fourths?"
-# Squared and cubed ones are units.
+# Squared or cubed, these are units.
 _AREAS = "unit inch feet foot yard mile met centimet decimet kilomet millimet"
 _HELPING_VERBS = "do does did could can am is was"
 _KNOWING = "know tell say sure certain determined? solved? answer(?:ed)? find found decided? right correct"
@@ -97,16 +97,16 @@ _AFTER_AN_ANSWER = re.compile(
     r"|,\s*\$?-?\d+(?:\.\d+)?\$?\s*(?:$|[.,\n]|or\b|and\b))[^.\n]*",
     re.IGNORECASE,
 )
-# A factor that adjoins a number, and the list that a number without a box ends.
+# A factor that adjoins a number, and a list that ends with a number without a box.
 _FACTOR = re.compile(r"(?:[a-z](?!\.?[A-Za-z])|π|\\pi(?![A-Za-z])|√|\\sqrt(?![A-Za-z]))[^\s.,;$]*")
 _LIST_BEFORE = re.compile(r"(?:^|\b(?:is|are)\b|[:#])[\s$]*([(\[{]?\s*(?:-?\d[\d.]*\s*[,;]\s*)+)$")
 _LIST_END = re.compile(r"\s*([)\]}]?)[\s$*]*(?:[.;]|$)")
-# Words of a sentence around a value. A capital behind a number may be a unit: 18 V.
+# Words of a sentence around a value. A capital after a number may be a unit: 18 V.
 _SENTENCE = re.compile(
     r"[A-Za-z]{3}|[A-Za-z]\s+[A-Za-z]{2}|(?<![A-Za-z])[A-Za-z]{2}\s+\d|\d\s*[A-Z](?![A-Za-z])\W*$"
 )
 _COMMAND = re.compile(rf"{TEXT}\s*\{{[^{{}}]*\}}|\\[A-Za-z]+")
-# A response that gives no answer, or takes one back.
+# A response that gives no answer, or takes an answer back.
 _NO_ANSWER = re.compile(
     rf"\b{_any_of(_HELPING_VERBS)}(?:\s+not|not|n['’]t)\s+(?:\w+\s+)?{_any_of(_KNOWING)}\b|\b{_any_of(_NO_ANSWERS)}\b",
     re.IGNORECASE,
@@ -115,12 +115,12 @@ _NOT_WORDS = rf"{TEXT}\s*\{{|[$)}}]|</"
 
 
 def is_negated_before(before: str) -> bool:
-    """Return whether the words before a value make it not the answer: ``the answer is not``, ``x >``."""
+    """Return whether the words before a value rule it out as answer: ``the answer is not``, ``x >``."""
     return _BEFORE_AN_ANSWER.search(before) is not None
 
 
 def extend_by_context(before: str, text: str, after: str) -> str:
-    """Add to ``text`` what belongs to its value in the text ``before`` and ``after`` it.
+    """Add parts of the value from the text ``before`` and ``after`` it to ``text``.
 
     ``5``, `` million.`` -> 5 million    ``18``, ``x.`` -> 18x    ``is (17, ``, ``18``, ``).`` -> (17, 18)
     """
@@ -155,7 +155,7 @@ def is_sentence(answer: str) -> bool:
 
 
 def gives_no_answer(text: str) -> bool:
-    """Return whether ``text`` says that it has no answer, or that one is wrong: ``I do not know``."""
+    """Return whether ``text`` says that it has no answer, or a wrong answer: ``I do not know``."""
     return _NO_ANSWER.search(text) is not None
 
 
@@ -174,7 +174,7 @@ def changes_value(gold: str, answer: str) -> bool:
 
 
 def _adds(pattern: re.Pattern[str], gold: str, answer: str) -> bool:
-    """Return whether ``pattern`` has a match in ``answer`` that it has not in ``gold``."""
+    """Return whether ``pattern`` has a match in ``answer`` that is not in ``gold``."""
     matches = {match.group() for match in pattern.finditer(answer)}
     return bool(matches) and not matches <= {match.group() for match in pattern.finditer(gold)}
 
@@ -228,17 +228,16 @@ def unit(answer: str) -> str | None:
 def _unit_named(text: str) -> str | None:
     """Return a unit in base units: ``squarefeet`` -> ``145161/1562500 m^2``, ``g/cc``, ``kg/l`` -> the same.
 
-    What costs dollars an hour is a number of dollars.
+    A price per hour counts as a number of dollars.
     """
     parts = _PER.split(_COMPOUNDS.get(text, text))
-    factors = [_factor(part) for part in parts]
-    known_factors = [factor for factor in factors if factor is not None]
-    if len(known_factors) < len(factors) or len(parts) > _LONGEST_UNIT:
+    factors = [parsed for part in parts if (parsed := _factor(part)) is not None]
+    if len(factors) < len(parts) or len(parts) > _LONGEST_UNIT:
         return None
-    if known_factors[0][1] == "dollar":
-        known_factors = known_factors[:1]
+    if factors[0][1] == "dollar":
+        factors = factors[:1]
     size, powers = Fraction(1), Counter[str]()
-    for place, (factor, base, power) in enumerate(known_factors):
+    for place, (factor, base, power) in enumerate(factors):
         size = size / factor if place else size * factor
         powers[base] += -power if place else power
     named = (base if power == 1 else f"{base}^{power}" for base, power in sorted(powers.items()) if power)
@@ -293,10 +292,10 @@ def half_of_day(answer: str) -> str | None:
 
 
 def same_between_colons(gold: str, answer: str) -> bool | None:
-    """Compare times, and ratios of three or more numbers, which math-verify divides: 3:4:5 is 3/4/5 to it.
+    """Compare times, and ratios of three or more numbers: math-verify reads 3:4:5 as 3/4/5.
 
-    None unless both are such numbers with colons, in the same number if ``gold`` is a time. A time has a half
-    of the day or a number with a leading zero; ratios are equal up to a common factor.
+    None unless both are numbers with colons, and ``gold`` is a time or has at least three numbers. A time has
+    a.m. or p.m., or a number with a leading zero; ratios are equal up to a common factor.
 
         8:34\\text{ p.m.}, 8:34   True      5:00, 05:00   True       2:3:5, 4:6:10   True
         8:34\\text{ p.m.}, 16:68  False     19:60, 19/60  None       2:3:5, 2:5:3    False
@@ -323,10 +322,10 @@ _HALF_OF_DAY = re.compile(r"(?P<before>\d)([ap])\.?m\.?(?![a-z])")
 
 
 def rename_capitals(gold: str, answer: str) -> tuple[str, str]:
-    """Rename the capitals of letters that occur in both cases, which are one variable to math-verify.
+    """Rename the capitals of letters that occur in both cases, which math-verify reads as one variable.
 
-    ``R-r`` and ``r-R`` become ``v-r`` and ``r-v``. A letter in one case keeps it: 3R^2 may be meant by 3r^2.
-    Letters of commands and of ``\\text{}`` do not count.
+    ``R-r`` and ``r-R`` become ``v-r`` and ``r-v``. A letter in one case stays: 3r^2 may mean 3R^2. Letters of
+    commands and of ``\\text{}`` do not count.
     """
     present = [set(_NO_VARIABLES.sub(" ", text)) for text in (gold, answer)]
     letters = {letter for text in present for letter in text & set(ascii_uppercase) if letter.lower() in text}
@@ -340,7 +339,7 @@ def rename_capitals(gold: str, answer: str) -> tuple[str, str]:
 
 
 _NO_VARIABLES = re.compile(r"\\(?:text[a-z]*|math[a-z]+|mbox|operatorname\*?)\s*\{[^{}]*\}|\\[A-Za-z]+")
-_SPARE = "vwzux"  # in no unit: a final qr or yr is dropped as one
+_SPARE = "vwzux"  # letters in no unit: math-verify drops a final qr or yr as a unit
 
 
 def worded_numbers(answer: str) -> tuple[str, ...]:
@@ -413,15 +412,15 @@ def is_unsolved(gold: str, answer: str) -> bool:
         579, 123+456    true          145, 29\\cdot 5    true          3, \\frac{6}{2}    false
         5, \\max(3,5)   true          123, \\sqrt{123^2} true         5, \\sqrt{25}     false
     """
-    wanted = tidy(gold)
-    measured = quantity(wanted)
-    wanted = _SPACES.sub("", measured[0] if measured else wanted)
-    if not _PLAIN.fullmatch(wanted):
+    number = tidy(gold)
+    measured = quantity(number)
+    number = _SPACES.sub("", measured[0] if measured else number)
+    if not _PLAIN.fullmatch(number):
         return False
     text = _UNIT_BEHIND.sub("", _NAMED.sub(r"\\\1 ", _BOUND.sub("", latex(answer.strip()))))
     sides = [side.strip().rstrip(".") for side in _SIDES.split(text)]
     sides = [side for side in sides if side]
-    return bool(sides) and not any(_is_solved(side, whole="." not in wanted) for side in sides)
+    return bool(sides) and not any(_is_solved(side, whole="." not in number) for side in sides)
 
 
 def _is_solved(side: str, *, whole: bool) -> bool:

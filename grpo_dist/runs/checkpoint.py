@@ -1,20 +1,20 @@
-"""The checkpoints of a run: what a step directory holds, how it is written, published, found and pruned, and
-whether and where a run resumes from it.
+"""The checkpoints of a run: the content of a step directory, how it is written, published, found and pruned,
+and whether and where a run resumes from it.
 
     checkpoints/step_000020/
         policy/         DeepSpeed's model, optimiser and schedule state, one part per rank
-        reference.safetensors  the reference, where it is refreshed during the run
+        reference.safetensors  the reference, if it is refreshed during the run
         ahead/*.parquet finished groups of batches launched ahead of training (max_staleness > 0), of whole
                         and of unfinished batches
         state.json      step, fingerprints of configuration, data, their origin and columns, KL coefficient,
-                        prompts taken and their order, how launched batches are sampled, hashes of own code,
+                        prompts taken and their order, sampling of launched batches, hashes of user code,
                         tracker run id, state of the health checks, moments of all rewards so far,
-                        evaluations that were not finished
+                        unfinished evaluations
         config.yaml     the configuration of the run
         manifest.json   size and checksum of every other file
 
-A directory is written under a temporary name, flushed, and renamed: one with its final name is complete. The
-manifest shows later damage; it is checked before a checkpoint is loaded.
+A directory is written under a temporary name, flushed, and renamed: a final name means that it is complete.
+The manifest reveals later damage; it is checked before a checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from grpo_dist.workers import Workers
 
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 22
-_LARGEST = 64 * 2**20  # bytes of a manifest, more than any run writes
+_LARGEST = 64 * 2**20  # bytes; no run writes a larger manifest
 _THREADS = 8  # hashing releases the GIL
 CHECKPOINTS = "checkpoints"  # in a run directory
 REFERENCE = "reference.safetensors"
@@ -77,7 +77,7 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 
 def write_manifest(directory: Path) -> None:
-    """Write size and BLAKE2b of every file below ``directory`` to its manifest.json."""
+    """Write the size and BLAKE2b of every file below ``directory`` to its manifest.json."""
     files = sorted(p for p in directory.rglob("*") if p.is_file() and p != directory / MANIFEST)
     with ThreadPoolExecutor(_THREADS) as pool:
         digests = list(pool.map(_digest, files))
@@ -93,7 +93,7 @@ def checkpoint_damage(directory: Path) -> str | None:
     raises and never blocks, whatever the directory holds.
     """
     try:
-        listed = json.loads(_text(directory / MANIFEST))["files"]
+        listed = json.loads(_read_text(directory / MANIFEST))["files"]
         expected = [(name, entry["bytes"], entry["blake2b"]) for name, entry in listed.items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({error})"
@@ -101,15 +101,15 @@ def checkpoint_damage(directory: Path) -> str | None:
         return f"{MANIFEST} does not list {STATE}"
     # Sizes first: they cost nothing, and most damaged files are short.
     for name, size, _ in expected:
-        if problem := _misses(directory, name, size):
+        if problem := _find_mismatch(directory, name, size):
             return f"{json.dumps(name)[1:-1]} {problem}"
     with ThreadPoolExecutor(_THREADS) as pool:
-        checked = pool.map(lambda item: (item[0], _differs(directory / item[0], item[2])), expected)
+        checked = pool.map(lambda item: (item[0], _find_change(directory / item[0], item[2])), expected)
         return next((f"{json.dumps(name)[1:-1]} {why}" for name, why in checked if why), None)
 
 
-def _text(path: Path) -> str:
-    """Read a regular file of limited size. Raises OSError or ValueError for any other."""
+def _read_text(path: Path) -> str:
+    """Read a regular file of limited size. Raises OSError or ValueError for any other file."""
     with _open(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > _LARGEST:
             raise ValueError(f"it has {size} bytes")
@@ -125,20 +125,20 @@ def _open(path: Path) -> IO[bytes]:
     return open(descriptor, "rb")
 
 
-def _misses(directory: Path, name: str, size: Any) -> str | None:
-    """Describe how the file differs from its entry, apart from its contents; None where it does not."""
+def _find_mismatch(directory: Path, name: str, size: Any) -> str | None:
+    """Describe how path, type or size of a file differ from its entry; None if they do not."""
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         return "is listed, but lies outside the directory"
     try:
         status = (directory / name).stat()
-    except (OSError, ValueError):  # the latter for a name that no file can have
+    except (OSError, ValueError):  # ValueError: a name that no file can have
         return "is missing"
     if not stat.S_ISREG(status.st_mode):
         return "is not a regular file"
     return None if status.st_size == size else f"has {status.st_size} bytes instead of {size}"
 
 
-def _differs(path: Path, digest: Any) -> str | None:
+def _find_change(path: Path, digest: Any) -> str | None:
     try:
         return None if _digest(path) == digest else "has changed: its checksum differs"
     except OSError as error:
@@ -155,10 +155,10 @@ def _digest(path: Path) -> str:
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """The driver's part of a checkpoint: state.json. ``step`` steps are done, and batch ``step`` is next."""
+    """The driver's part of a checkpoint, state.json: ``step`` steps are done, and batch ``step`` is next."""
 
     step: int
-    fingerprint: str  # of the configuration keys that a resumed run must keep
+    fingerprint: str  # hash of the configuration keys that a resumed run must keep
     data: str  # digest of the training prompts, in order
     kl_coef: float | None = None
     taken: Mapping[str, list[int]] = field(default_factory=dict)
@@ -168,8 +168,8 @@ class CheckpointState:
     unassessed: bool = False
     rewards: Mapping[str, Any] = field(default_factory=dict)  # moments, for `algorithm.reward_norm` running
     evaluations: Sequence[int] = ()
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # of launched batches, by number
-    schedule: Mapping[str, Any] = field(default_factory=dict)  # what `sampling` was steered to
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # settings of launched batches, by number
+    schedule: Mapping[str, Any] = field(default_factory=dict)  # adapted values of `sampling`
     lengths: Mapping[str, Any] = field(default_factory=dict)  # trained so far, with `batch.order` completion
     code: Mapping[str, str] = field(default_factory=dict)  # see `identity.digest_run_code`
     columns: str | None = None  # digest of the training prompts' columns
@@ -178,7 +178,7 @@ class CheckpointState:
 
 
 class Checkpoints:
-    """The checkpoint directory of one run. It deletes only directories with names of its own kind."""
+    """The checkpoint directory of one run. It deletes only directories with names of checkpoints."""
 
     def __init__(
         self,
@@ -195,19 +195,19 @@ class Checkpoints:
         self._directory, self._config, self._wandb_id = directory, config, wandb_id
         self._fingerprint = fingerprint(identity or config)
         self._data, self._columns = data_digest(prompts), columns_digest(prompts)
-        # Now: files that change later are not what was imported.
+        # Hashed now: files that change later are not the imported ones.
         self._code = digest_run_code(config.user_components, config.rewards, config.data)
         self._writing: asyncio.Task[None] | None = None
         self._saves = count()
 
     async def save(self, step: int, workers: Workers, progress: Progress) -> None:
-        """Save the state after ``step`` steps. It is written while the next steps run, unless
+        """Save the state after ``step`` steps, writing while the next steps run unless
         `checkpoint.background` is off. Raises the error of the previous save, if that failed.
         """
         await self.settle()
-        remove_partial(self._directory)  # left by abandoned saves
+        remove_partial(self._directory)  # from abandoned saves
         final = self._directory / f"step_{step:06d}"
-        # Each save has its own name: an abandoned one may still write into its directory.
+        # Each save has its own name: an abandoned save may still write into its directory.
         partial = self._directory / f"{_PARTIAL}{final.name}_{next(self._saves)}"
         partial.mkdir(parents=True)
         blocking = not self._config.checkpoint.background
@@ -238,13 +238,13 @@ class Checkpoints:
         try:
             async with deadline(self._config.cluster.timeouts.save_s, f"checkpoint: {final} is published"):
                 await run_in_thread(lambda: self._publish(step, partial, final, progress, abandoned))
-        except BaseException:  # also where the save is cancelled: the thread goes on
+        except BaseException:  # also when the save is cancelled: the thread goes on
             abandoned.set()
             raise
 
     def _publish(self, step: int, partial: Path, final: Path, progress: Progress, abandoned: Event) -> None:
-        """Write the driver's part and rename the directory, unless it is ``abandoned`` by then. A thread does
-        it: the loop keeps receiving.
+        """Write the driver's part and rename the directory, unless the save is ``abandoned`` first. Runs in a
+        thread: the loop keeps receiving.
         """
         pipeline = progress.pipeline
         for number, batch in pipeline.ahead.items():
@@ -278,26 +278,26 @@ class Checkpoints:
         write_manifest(partial)
         flush(partial)  # before the checkpoint it replaces is removed
         unharmed = final.exists() and checkpoint_damage(final) is None
-        if abandoned.is_set():  # the run has gone back to the checkpoint before, and makes the steps again
+        if abandoned.is_set():  # the run went back to the checkpoint before, and repeats the steps
             return
         if unharmed:
-            # A checkpoint of the same step, perhaps with fewer finished groups. The exchange leaves no moment
-            # without one. Where the file system cannot exchange names, the earlier one stays.
+            # An earlier checkpoint of the step, perhaps with fewer finished groups. With an exchange, one of
+            # them always exists. If the file system cannot exchange names, the earlier one stays.
             exchange(partial, final)
-            clear(partial)  # a link, where a user has moved the earlier one; what it leads to stays
+            clear(partial)  # removes only the link if a user has moved the earlier one
             return
         clear(final)
         publish(partial, final)
         self._prune(step, best=progress.best[0] if progress.best else None)
 
     def _prune(self, step: int, *, best: int | None) -> None:
-        """Delete all but the newest `checkpoint.keep` checkpoints up to ``step``, and that of step ``best``.
-        Later ones are damaged: the run resumed from before them, and replaces each when it reaches that step.
+        """Delete all but the newest `checkpoint.keep` checkpoints up to ``step``, and step ``best``.
+        Later ones are damaged: the run resumed from before them, and replaces each when it gets there.
         """
         checkpoints = [path for path in list_checkpoints(self._directory) if step_of(path) <= step]
         for old in checkpoints[: -self._config.checkpoint.keep]:
             if step_of(old) != best and not old.is_symlink():  # a link is a user's way to keep it
-                # A reader finds it whole or not at all. What a kill leaves of it goes with the next save.
+                # Readers find it whole or not at all. The next save deletes what a kill leaves of it.
                 doomed = old.with_name(f"{_PARTIAL}deleted_{old.name}")
                 clear(doomed)
                 old.rename(doomed)
@@ -305,9 +305,9 @@ class Checkpoints:
 
 
 def remove_partial(directory: Path) -> None:
-    """Delete what killed and failed saves have left in ``directory``. No save may be running there."""
+    """Delete the remains of killed and failed saves in ``directory``. No save may be running there."""
     for left in directory.glob(f"{_PARTIAL}*"):
-        if left.is_symlink() or left.is_file():  # made by a user, to have saves written elsewhere
+        if left.is_symlink() or left.is_file():  # a user's link, to write saves elsewhere
             left.unlink()
         shutil.rmtree(left, ignore_errors=True)  # an abandoned save may still be writing into it
 
@@ -353,7 +353,7 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
+        """Return how many steps are done."""
         return self.progress.step
 
     def __str__(self) -> str:
@@ -363,8 +363,8 @@ class ResumePoint:
 def load_state(checkpoint: Path, config: Config) -> CheckpointState:
     """Return the driver's state from ``checkpoint``.
 
-    ``config`` is the run's identity. For a stage of a pipeline it names the other stages, where the run's own
-    configuration has their directories, which may move.
+    ``config`` is the run's identity. For a pipeline stage it names other stages where the run's configuration
+    has their directories, which may move.
 
     Raises ValueError when the checkpoint is damaged, or when a run of ``config`` would give other results.
     """
@@ -386,8 +386,8 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
     may_change = changed is not None and HIDDEN not in dump_config(config)
     decisive = None
     if may_change:
-        kept = [c for c in changed or () if c.decides(config) and not _is_same_stage(c)]
-        decisive = [c for c in kept if not c.is_recorded]
+        real = [c for c in changed or () if c.decides(config) and not _is_same_stage(c)]
+        decisive = [c for c in real if not c.is_recorded]
     if state.fingerprint != fingerprint(config) and decisive != []:
         named = f" ({describe(decisive)}: {decisive[0].reason})" if decisive else ""
         raise ValueError(
@@ -409,8 +409,8 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
 
 
 def _apply_new_settings(state: CheckpointState, changed: Sequence[Change], config: Config) -> CheckpointState:
-    """Return ``state`` without values that a recorded change replaces: the KL weight, and the length limit of
-    batches that are launched already.
+    """Return ``state`` without values that a recorded change replaces: the KL weight, and the length limit
+    of launched batches.
     """
     keys = {change.key for change in changed if change.is_recorded}
     if "algorithm.kl.coef" in keys:
@@ -426,15 +426,15 @@ def _apply_new_settings(state: CheckpointState, changed: Sequence[Change], confi
 
 
 def recorded_changes(since: Sequence[Change] | None, step: int) -> Iterator[str]:
-    """Yield a message for each setting that the run has another value of after ``step``."""
+    """Yield a message for each setting with another value after ``step``."""
     for change in since or ():
         if change.is_recorded or change.key.partition(".")[0] in ("evaluation", "health"):
             yield f"after step {step} `{change.key}` = {change.now}, before {change.was}"
 
 
 def _is_same_stage(change: Change) -> bool:
-    """Return whether the identity of a pipeline stage now names the other stage whose directory its run had,
-    `NN_NAME` in the pipeline's: no difference.
+    """Return whether a pipeline stage now names another stage by name, where its run had that stage's
+    directory, `NN_NAME` in the pipeline's: no difference.
     """
     now = str(change.now)
     name = now.removeprefix("stage:").partition("/")[0]
@@ -443,7 +443,7 @@ def _is_same_stage(change: Change) -> bool:
 
 
 def other_layout(since: Sequence[Change] | None) -> str:
-    """Describe the changes of layout, of `changes_since`, for a message; "" without any."""
+    """Describe the layout changes in `changes_since`, for a message; "" without any."""
     changed = [change for change in since or () if change.is_layout]
     return f", with another layout ({describe(changed)}): results differ by rounding only" if changed else ""
 
@@ -458,8 +458,8 @@ def other_code(checkpoint: Path, hashes: Mapping[str, str]) -> str:
 
 
 def _check_sharding(checkpoint: Path, changed: list[Change], policy: PolicyConfig) -> None:
-    """Raise ValueError where the policy's sharding has changed, and its state is or was on NVMe disks, or is
-    in 8 bits.
+    """Raise ValueError if the policy's sharding has changed, and its state is or was on NVMe disks, or is in
+    8 bits.
     """
     other = [change for change in changed if change.is_sharding]
     what = "states on NVMe disks (`policy.offload`)"
@@ -477,7 +477,7 @@ def _check_sharding(checkpoint: Path, changed: list[Change], policy: PolicyConfi
 
 
 def changes_since(checkpoint: Path, config: Config) -> list[Change] | None:
-    """Return the changes from the configuration in ``checkpoint``; None where that is unreadable."""
+    """Return the changes since the configuration in ``checkpoint``; None if that is unreadable."""
     try:
         return changes((checkpoint / "config.yaml").read_text(), config)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -528,7 +528,7 @@ def check_data(
 
 
 def load_progress(checkpoint: Path, state: CheckpointState, prompts: Sequence[Prompt]) -> Progress:
-    """Return the driver's progress: all its state but the weights, with the batches sampled ahead."""
+    """Return the driver's progress: all state but the weights, with the batches sampled ahead."""
     by_uid = ByUid(prompts)
     whole, discarded, unfinished = (
         {int(file.stem.split("_")[1]): read_groups(file, by_uid) for file in checkpoint.glob(f"ahead/{kind}")}
@@ -556,10 +556,10 @@ def order_state(state: CheckpointState) -> OrderState:
 def find_resume_state(
     config: Config, identity: Config, run_dir: Path, say: Callable[[str], None]
 ) -> tuple[Path | None, CheckpointState | None]:
-    """Return the newest undamaged checkpoint of the run in ``run_dir`` and its state; None, None: it begins.
+    """Return the newest undamaged checkpoint of the run in ``run_dir`` and its state; None, None: a new run.
 
-    ``say`` gets a warning for each damaged one. Raises ValueError where the checkpoint is that of another
-    run, the run is complete, or its export would delete what is no earlier one.
+    ``say`` gets a warning for each damaged one. Raises ValueError if the checkpoint belongs to another run,
+    the run is complete, or its export would delete anything but an earlier export.
     """
     resumes = config.checkpoint.resume == "auto"
     newest = newest_whole(run_dir / CHECKPOINTS, say) if resumes else None
@@ -570,8 +570,8 @@ def find_resume_state(
 
 
 def check_unfinished(steps: int, run_dir: Path, step: int) -> None:
-    """Raise UserError where the run in ``run_dir``, with ``step`` steps done by its newest checkpoint (0:
-    there is none), has no more to do, or would begin again in the directory of a complete run.
+    """Raise UserError if the run in ``run_dir``, with ``step`` steps done by its newest checkpoint (0: there
+    is none), has nothing left to do, or would begin again in the directory of a complete run.
     """
     done = finished_steps(run_dir)
     if done is not None and step == 0:
@@ -593,7 +593,7 @@ def check_unfinished(steps: int, run_dir: Path, step: int) -> None:
 
 
 def check_exportable(checkpoint: CheckpointConfig, run_dir: Path) -> None:
-    """Raise UserError where the trained model would take the place of what is no earlier export."""
+    """Raise UserError if the trained model would replace anything but an earlier export."""
     from grpo_dist.policy.full_weights import why_no_export  # imports torch, which a plan does without
 
     directory = run_dir / MODEL

@@ -1,6 +1,6 @@
 """The cold start: supervised training of `model.path: sft` before reinforcement, in one process and in
-float32, so that a first run needs no ranks for it and its weights depend on no cluster. It is next-token loss
-on the response of (prompt, completion) pairs; given tokens, such as the output of a tool, are read and never
+float32, so that a first run needs no ranks for it and its weights depend on no cluster. It trains next-token
+loss on the response of (prompt, completion) pairs; given tokens, such as tool output, are read and never
 trained. `grpo-dist sft` and the sft stage of a pipeline train on the policy's ranks (`loop/supervised.py`).
 """
 
@@ -29,21 +29,21 @@ from grpo_dist.runtime.logit_transform import LogitTransform
 from grpo_dist.runtime.memory import return_freed_memory
 from grpo_dist.runtime.model_files import cached, cached_path, fingerprint
 
-_VERSION = 4  # of the result; raise it when a change here alters the result
+_VERSION = 4  # raise it when a change here alters the result
 _BETAS, _MAX_GRAD_NORM = (0.9, 0.95), 1.0  # the defaults of `policy.optimizer`
-_POOL = 16  # batches that are sorted by length together
+_POOL = 16  # batches sorted by length together
 
 
 def run_sft(
     settings: SFTConfig, model_dir: Path, say: Callable[[str], None], *, day: date | None = None
 ) -> Path:
-    """Return the directory of the model in ``model_dir`` after supervised training on ``settings.data``. It
-    is cached, for each ``day`` that its chat template writes; None: today.
+    """Train the model in ``model_dir`` on ``settings.data``, and return the directory of the result. It is
+    cached, for each ``day`` that its chat template writes; None: today.
 
-    Afterwards the number of threads is restored, and the memory is free for the workers that start next.
+    Restores the number of threads, and frees the memory for the workers that start next.
 
     Raises ValueError for data that cannot be used, naming file and row, and for settings that only training
-    on the policy's ranks has.
+    on the policy's ranks supports.
     """
     if settings.validation_share:
         raise ValueError(
@@ -80,13 +80,13 @@ def run_sft(
 def find_trained(
     settings: SFTConfig, model_dir: Path, tokenizer: Any, *, day: date | None = None
 ) -> Path | None:
-    """Return what `run_sft` would return where that is there already. ``tokenizer``: of the model."""
+    """Return the result of `run_sft` if it is cached, else None. ``tokenizer``: of the model."""
     path = cached_path("sft", identify_result(settings, model_dir, tokenizer, day))
     return path if path.is_dir() else None
 
 
 def identify_result(settings: SFTConfig, model_dir: Path, tokenizer: Any, day: date | None) -> dict[str, Any]:
-    """Return what decides the result; `day` only where the chat template writes it."""
+    """Return what determines the result; `day` only where the chat template writes it."""
     decides = {
         "version": _VERSION,
         "settings": settings.model_dump(mode="json", exclude={"data", "validation_share", "validate_every"}),
@@ -167,8 +167,8 @@ def response_loss(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
 def _batches(rows: DemonstrationTable, settings: SFTConfig) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield ``settings.steps`` batches, epoch after epoch, each epoch shuffled from the seed.
 
-    Within each _POOL batches, rows of similar length share a batch, which saves padding. Sorting by exact
-    length would fill batches of sums with one pattern of carries each, which train badly.
+    Among _POOL batches, rows of similar length share a batch, which saves padding. Sorting by exact length
+    would fill batches of sums with one pattern of carries each, which train badly.
     """
     generator = torch.Generator().manual_seed(settings.seed)
     size, lengths = settings.batch_size, rows.lengths.tolist()
@@ -184,7 +184,7 @@ def _batches(rows: DemonstrationTable, settings: SFTConfig) -> Iterator[tuple[Te
 
 
 def padded(rows: Sequence[Demonstration]) -> tuple[Tensor, Tensor]:
-    """Pad ``rows`` with 0 on the right: int64 [B, T]; and bool [B, T], true on learned tokens."""
+    """Pad ``rows`` with 0 on the right. Returns int64 [B, T], and bool [B, T], true on learned tokens."""
     ends = [len(row.token_ids) + len(row.completion_ids) for row in rows]
     tokens = torch.zeros(len(rows), max(ends), dtype=torch.long)
     mask = torch.zeros(tokens.shape, dtype=torch.bool)

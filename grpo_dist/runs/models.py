@@ -1,4 +1,4 @@
-"""The directories of the models that a run reads: made, trained, local or downloaded."""
+"""Finds the directories of the models that a run reads: generated, trained, local or downloaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.hardware import quiet_libraries
 from grpo_dist.runtime.model_files import cached, describe_gguf, fingerprint, is_checkpoint
 
-_VERSION = 2  # of the models made of checkpoints; raise it when they change
+_VERSION = 2  # raise it when models exported from checkpoints change
 
 
 def resolve_model(
@@ -37,13 +37,13 @@ def resolve_model(
     key: str = "model.path",
     day: date | None = None,
 ) -> Path:
-    """Return the model's directory: made here (`demo:`, `random:`), trained here (`sft`), local, or
+    """Return the model's directory: generated here (`demo:`, `random:`), trained here (`sft`), local, or
     downloaded from the hub; with `model.adapter`.
 
     Args:
-        trains: False for what samples alone, also from quantised weights.
-        trains_adapter: `model.adapter` is trained on; else it is merged.
-        key: of the model, for messages.
+        trains: False if the model only samples, which quantised weights can do, too.
+        trains_adapter: training continues `model.adapter`; else it is merged.
+        key: configuration key of the model, for messages.
         day: what chat templates write as today's date in a cold start; None: today.
     """
     quiet_libraries()
@@ -63,12 +63,12 @@ def resolve_model(
 
 
 def starting_model(config: Config, run_dir: Path, say: Callable[[str], None]) -> Path:
-    """Return the directory of the model with which the run of ``config`` in ``run_dir`` began. Trains none
-    that a checkpoint of the run holds as a whole.
+    """Return the directory of the model with which the run of ``config`` in ``run_dir`` began. Skips the cold
+    start if a checkpoint of the run holds all weights.
     """
     if config.sft is not None and is_supervised_run(run_dir):
         return sft_model(config.sft, config.model.chat_template, say)
-    adapts = config.policy.lora is not None  # to weights that the checkpoint does not hold
+    adapts = config.policy.lora is not None  # the checkpoint lacks the base weights
     return resolve_model(
         config.model, config.sft, config.seed, say,
         train_first=adapts, trains_adapter=adapts, day=config.data.day,
@@ -76,7 +76,7 @@ def starting_model(config: Config, run_dir: Path, say: Callable[[str], None]) ->
 
 
 def sft_model(sft: SFTConfig, chat_template: str | None, say: Callable[[str], None]) -> Path:
-    """Return the directory of `sft.model`, which supervised training starts from. ``chat_template``:
+    """Return the directory of `sft.model`, the start of supervised training. ``chat_template``:
     `model.chat_template`.
     """
     base = _named_model(ModelConfig(path=sft.model), sft.seed, say, trains=True, key="sft.model")
@@ -103,7 +103,7 @@ def set_chat_template(model_dir: Path, template: str | None) -> Path:
 def _named_model(
     model: ModelConfig, seed: int, say: Callable[[str], None], *, trains: bool, key: str
 ) -> Path:
-    """Return the directory that ``model`` names, downloaded or made where it is not there."""
+    """Return the directory that ``model`` names, downloading or generating it if it is missing."""
     path, trusted = model.path, model.trust_remote_code
     where = f"{key} = {path}"
 
@@ -133,9 +133,8 @@ def _named_model(
 
 
 def _checkpoint_model(path: str, say: Callable[[str], None]) -> Path:
-    """Return the cached directory of the model whose weights the checkpoint ``path`` holds, as the run's own
-    export writes it: adapters merged, and also in `adapter`. Raises ValueError where the checkpoint is
-    missing or damaged.
+    """Return the cached directory of the model in the checkpoint ``path``, as the run's export writes it:
+    adapters merged, and also in `adapter`. Raises ValueError if the checkpoint is missing or damaged.
     """
     checkpoint = find_checkpoint(path, say)
     config = load_config(checkpoint / "config.yaml")
@@ -150,8 +149,8 @@ def _checkpoint_model(path: str, say: Callable[[str], None]) -> Path:
 
 
 def download(hub_id: str, revision: str | None, key: str) -> Path:
-    """Return the directory of a hub model, as the configuration's ``key`` names it. Raises ValueError."""
-    from huggingface_hub import snapshot_download  # slow to import, and only for models of the hub
+    """Download a hub model and return its directory. ``key``: its configuration key. Raises ValueError."""
+    from huggingface_hub import snapshot_download  # slow to import
 
     try:
         return Path(
@@ -159,7 +158,7 @@ def download(hub_id: str, revision: str | None, key: str) -> Path:
         )
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        if failure := find_hub_failure():  # asked once: afterwards the library may be offline
+        if failure := find_hub_failure():  # called once: afterwards the library may be offline
             reason = f"{failure}, and the model is not in the cache"
         raise ValueError(
             f"{key} = {hub_id}: no such directory{searched(hub_id)}, and downloading it from the hub failed "

@@ -1,10 +1,10 @@
-"""What a run does on SIGTERM or SIGINT: it finishes and saves its step, if there is time.
+"""SIGTERM and SIGINT: a run finishes and saves its step, if there is time.
 
     within `Interruption.finishing`    step and checkpoint, within `checkpoint.grace_s`: exit code 75
     elsewhere, or after the grace      it ends at once and keeps its checkpoints: exit code 75
     second signal                      it ends at once: exit code 128 + the signal's number
 
-To end at once means to cancel what runs, and to end the actors on the way out.
+To end at once means to cancel the running task, and to end the actors while it unwinds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Interruption:
     def __init__(self, *, grace_s: float, say: Callable[[str], None]) -> None:
         self._grace_s, self._say = grace_s, say
         self._finishes = False
-        self._asked: signal.Signals | None = None
+        self._signal: signal.Signals | None = None
         self._end: RunEnded | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -57,9 +57,9 @@ class Interruption:
             raise self._end from None
 
     def listen(self) -> None:
-        """Install the handlers. Call it again after another library, such as Ray, has installed its own."""
+        """Install the handlers. Call it again after a library, such as Ray, has installed other handlers."""
         for number in _SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._heard, number)
+            asyncio.get_running_loop().add_signal_handler(number, self._handle, number)
 
     def _deafen(self) -> None:
         for number in _SIGNALS:
@@ -67,13 +67,13 @@ class Interruption:
 
     def stop_requested(self) -> bool:
         """Return whether the run is to end after its current step."""
-        return self._asked is not None
+        return self._signal is not None
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Leave it to the body to end after the first signal, for the length of the grace.
+        """Let the body end by itself after the first signal, within the grace period.
 
-        A body that then returns has saved its last step. One that fails ends the run too.
+        If the body then returns, it has saved its last step. If it fails, the run ends, too.
         """
         self._finishes = True
         try:
@@ -92,9 +92,9 @@ class Interruption:
         if self.stop_requested():
             raise Preempted(f"stopped on request; the last step is saved; {RERUN}")
 
-    def _heard(self, number: signal.Signals) -> None:
-        name, first = number.name, self._asked is None
-        self._asked = number
+    def _handle(self, number: signal.Signals) -> None:
+        name, first = number.name, self._signal is None
+        self._signal = number
         if first and self._finishes:
             end = Preempted(
                 f"{name}: step and checkpoint not finished within `checkpoint.grace_s` = "
@@ -114,30 +114,30 @@ class Interruption:
         if self._end is None and self._task is not None:  # the first reason counts
             self._end = end
             self._task.cancel()
-            self._deafen()  # while the actors are being ended, another signal kills the process
+            self._deafen()  # another signal, while the actors are ended, kills the process
 
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM raise Preempted inside the block, where no `Interruption` handles it: work before the
-    first step leaves nothing half-written.
+    """Make SIGTERM raise Preempted inside the block, outside of any `Interruption`: work before the first
+    step leaves nothing half-written.
 
     Only the main thread receives signals; in other threads this does nothing.
     """
 
     early = Preempted(f"SIGTERM: stopped while starting up; {RERUN}")
 
-    def heard(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         raise early
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, heard)
+    before = signal.signal(signal.SIGTERM, handle)
     try:
         yield
     except SystemExit as end:
-        # Raised by Ray's handler, which is installed from Ray's start until `Interruption.listen` is called.
+        # Raised by Ray's handler, which is active from Ray's start until `Interruption.listen`.
         if end.code == signal.SIGTERM:
             raise early from None
         raise

@@ -83,16 +83,16 @@ class RunInputs:
     model_dir: Path
     prompts: Sequence[Prompt]
     eval_sets: list[EvalSet]
-    dropped: list[Dropped] = field(default_factory=list)  # training rows that became no prompts
-    warnings: list[str] = field(default_factory=list)  # about the data; they have been printed
-    teacher_dirs: Mapping[str, Path] = field(default_factory=dict)  # of the teachers' models, by name
-    demonstrations: Sequence[Demonstration] = ()  # of `config.demonstrations`
-    origin: DataOrigin = field(default_factory=DataOrigin)  # of all that is trained on
+    dropped: list[Dropped] = field(default_factory=list)  # training rows without a prompt
+    warnings: list[str] = field(default_factory=list)  # about the data; printed already
+    teacher_dirs: Mapping[str, Path] = field(default_factory=dict)  # models, by teacher name
+    demonstrations: Sequence[Demonstration] = ()  # rows of `config.demonstrations`
+    origin: DataOrigin = field(default_factory=DataOrigin)  # origin of prompts and demonstrations
     tokenizer: Any = None  # the policy's
 
     @property
     def trained(self) -> Prompts:
-        """Return all that is trained on: prompts and demonstrations."""
+        """Return all training data: prompts and demonstrations."""
         return Prompts.join([self.prompts, self.demonstrations])
 
 
@@ -150,8 +150,8 @@ def build_inputs(
 
 
 def check_rendering(config: Config, tokenizer: Any, say: Callable[[str], None]) -> None:
-    """Raise ValueError where nothing ends a sample, and tell where the chat template alone names its end, and
-    which date it writes.
+    """Raise ValueError if nothing ends a sample. Report an end that only the chat template names, and the
+    date that it writes.
     """
     data, ends = config.data, ends_of(config.data, tokenizer)
     ends.check(None if config.has_environments else config.sampling.stop)
@@ -167,8 +167,8 @@ def check_rendering(config: Config, tokenizer: Any, say: Callable[[str], None]) 
 
 
 def check_columns(rewards: RewardsConfig, sources: Iterable[SourceRows], key: str) -> None:
-    """Raise ValueError where rewards lack columns in the rows of ``sources``, or cannot read them. ``key``:
-    of the sources in the configuration.
+    """Raise ValueError if rewards lack columns in the rows of ``sources``, or cannot read them. ``key``:
+    configuration key of the sources.
     """
     problems = (
         problem
@@ -199,7 +199,7 @@ def train_prompts(
 def drop_duplicates(
     data: DataConfig, sources: Sequence[SourceRows], key: str, say: Callable[[str], None]
 ) -> list[SourceRows]:
-    """Say which rows repeat a problem; with `data.deduplicate` return the first row of each alone."""
+    """Report rows that repeat a problem; with `data.deduplicate` return only the first row of each."""
     duplicates = find_duplicates(data, sources)
     for warning in duplicates.warnings(key, deduplicated=data.deduplicate):
         say(warning)
@@ -215,7 +215,7 @@ def prepare_eval(
     prompts: Sequence[Prompt],
     say: Callable[[str], None],
 ) -> list[EvalSet]:
-    """Return the held-out sets. Raises ValueError where one shares problems with ``prompts``, unless
+    """Return the held-out sets. Raises ValueError if one shares problems with ``prompts``, unless
     `data.overlap` allows it.
     """
     data, eval_sets = config.data, []
@@ -248,9 +248,7 @@ def check_scoring(rewards: RewardsConfig, sampling: SamplingConfig) -> None:
 def scoring_problems(
     rewards: RewardsConfig, sampling: SamplingConfig, pool: GraderPool | None = None
 ) -> Iterator[str]:
-    """Yield a message for every reward that cannot be used. ``pool``: loads user functions; None: one of its
-    own.
-    """
+    """Yield a message for every unusable reward. ``pool``: loads user functions; None: a new one."""
     yield from combination_problems(rewards)
     yield from reward_problems(rewards, max_new_tokens=sampling.shortest, pool=pool)
     for model in rewards.models:
@@ -267,8 +265,8 @@ def load_prompts(
     tokenizer: Any,
     say: Callable[[str], None],
 ) -> BuiltPrompts:
-    """Turn the ``rows`` of ``source`` into prompts. Many rows' tokens, and what was said of them, are stored
-    for the next start.
+    """Turn the ``rows`` of ``source`` into prompts. With many rows, their tokens and the remarks on them are
+    stored for the next start.
     """
     data = config.data
     rows = DataRows.from_rows(rows)
@@ -278,9 +276,9 @@ def load_prompts(
     prompt_format = replace(PromptFormat.from_config(data, source), thought_tags=config.rewards.thought_tags)
     is_stored = tasks is None and len(rows) >= STORED_FROM
     key = _prompts_key(config, rows, tokenizer) if is_stored else ""
-    said: list[str] | None = None
+    remarks: list[str] | None = None
     if key and (stored := load(key)) is not None:
-        arrays, (kinds, warnings, said) = stored
+        arrays, (kinds, warnings, remarks) = stored
         thoughts = [Thought(*kind) for kind in kinds]
         encoded = EncodedRows.from_store(arrays, {"thoughts": thoughts}, warnings=warnings)
     else:
@@ -294,18 +292,18 @@ def load_prompts(
         encoded=encoded,
         key=key,
     )
-    if said is None:
-        said = list(_remarks(config, source, rows, built))
+    if remarks is None:
+        remarks = list(_remarks(config, source, rows, built))
         if key:
             arrays, names = encoded.stored()
-            save(key, arrays, [list(map(astuple, names["thoughts"])), encoded.warnings, said])
-    for remark in said:
+            save(key, arrays, [list(map(astuple, names["thoughts"])), encoded.warnings, remarks])
+    for remark in remarks:
         say(remark)
     return built
 
 
 def _prompts_key(config: Config, rows: DataRows, tokenizer: Any) -> str:
-    """Return a name of all that decides the tokens of ``rows`` and what is said of them; "": not known."""
+    """Return a key of what determines the tokens of ``rows`` and the remarks on them; "": unknown."""
     state = tokenizer_state(tokenizer, config.data.day) if rows.key else None
     if state is None:
         return ""
@@ -317,7 +315,7 @@ def _prompts_key(config: Config, rows: DataRows, tokenizer: Any) -> str:
 
 
 def _remarks(config: Config, source: DataSourceConfig, rows: DataRows, built: BuiltPrompts) -> Iterator[str]:
-    """Yield what to tell the user of the rows of a source."""
+    """Yield remarks to the user about the rows of a source."""
     name, dropped = source.label, built.dropped
     table = rows.distinct
     distinct = dict[str, int]()  # answers, with their numbers
@@ -351,10 +349,10 @@ def _remarks(config: Config, source: DataSourceConfig, rows: DataRows, built: Bu
             "writing these words; remove the rows"
         )
     golds = list(each_place(answers.distinct, answers.codes))
-    unreadable, looked_at = find_unreadable(golds, config.rewards)
+    unreadable, checked = find_unreadable(golds, config.rewards)
     if unreadable:
         first = ", ".join(f"{rows.location(i)}: {rows[i].answer[:60]!r}" for i in unreadable[:3])
         yield (
-            f"{name}: {len(unreadable)} of {looked_at} gold answers are not parsable mathematics and are "
+            f"{name}: {len(unreadable)} of {checked} gold answers are not parsable mathematics and are "
             f"matched as text, e.g. {first}"
         )

@@ -1,4 +1,4 @@
-"""Loads and checks the teachers of a run: models, tokenizers, the prompts that they read."""
+"""Loads and checks the teachers of a run: models, tokenizers, and the prompts that they read."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def key_of(teacher: TeacherConfig) -> str:
 def load_teachers(
     config: Config, prompts: Sequence[Prompt], policy: tuple[Path, Any], say: Callable[[str], None]
 ) -> tuple[Sequence[Prompt], dict[str, Path]]:
-    """Return ``prompts`` with what teachers read in their place, and the directories of the teachers' models
-    by name. Raises ValueError with one message for teachers that cannot be used. ``policy``: the directory
-    and the tokenizer of its model.
+    """Return ``prompts`` with the teachers' versions of them, and the directories of the teachers' models by
+    name. Raises ValueError with one message for teachers that cannot be used. ``policy``: the directory and
+    the tokenizer of the policy's model.
     """
     distillation, model = config.distillation, config.model
     refuse(source_problems(distillation, prompts))
@@ -44,7 +44,7 @@ def load_teachers(
     refuse(teacher_problems(distillation.teachers, model, prompts, tokenizers, policy, directories, longest))
     if distillation.top_k:
         models = {"the policy": policy[0]} | {f"teacher {name}": path for name, path in directories.items()}
-        refuse(_too_many_likeliest(distillation.top_k, models, trusted=model.trust_remote_code))
+        refuse(_top_k_problems(distillation.top_k, models, trusted=model.trust_remote_code))
     return prompts, directories
 
 
@@ -62,8 +62,8 @@ def _directory(config: Config, teacher: TeacherConfig, say: Callable[[str], None
 
 
 def source_problems(distillation: DistillationConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Yield a message for every source that a teacher names and the data lacks, and for sources that nothing
-    is learned from.
+    """Yield a message for every source that a teacher names and the data lacks, and for sources from which
+    nothing is learned.
     """
     teachers = distillation.teachers
     sources = sorted(set(sources_of(prompts) if teachers else ()))
@@ -85,17 +85,17 @@ def source_problems(distillation: DistillationConfig, prompts: Sequence[Prompt])
 def add_teacher_prompts(
     distillation: DistillationConfig, data: DataConfig, prompts: Sequence[Prompt], tokenizer: Any
 ) -> Sequence[Prompt]:
-    """Return ``prompts`` with what each teacher with a prompt of its own reads in their place.
+    """Return ``prompts`` with the versions for teachers that have their own `prompt`.
 
-    Raises ValueError where a teacher's prompt names a column that a problem lacks.
+    Raises ValueError if a teacher's prompt names a column that a problem lacks.
     """
     prompted = [(t, t.prompt) for t in distillation.teachers if t.prompt is not None]
     if not prompted:
         return prompts
     formats = PromptFormat.by_source(data)
 
-    def read_by(teacher: TeacherConfig, template: str, prompt: Prompt) -> np.ndarray:
-        text = _filled(template, prompt, key_of(teacher))
+    def encode_for(teacher: TeacherConfig, template: str, prompt: Prompt) -> np.ndarray:
+        text = _fill_template(template, prompt, key_of(teacher))
         rendered = formats[prompt.source]
         return np.asarray(rendered.token_ids(text, tokenizer, prompt.messages), np.int32)
 
@@ -103,14 +103,14 @@ def add_teacher_prompts(
         replace(
             prompt,
             teacher_ids={
-                t.name: read_by(t, text, prompt) for t, text in prompted if t.teaches(prompt.source)
+                t.name: encode_for(t, text, prompt) for t, text in prompted if t.teaches(prompt.source)
             },
         )
         for prompt in prompts
     ]
 
 
-def _filled(template: str, prompt: Prompt, key: str) -> str:
+def _fill_template(template: str, prompt: Prompt, key: str) -> str:
     columns: Mapping[str, Any] = {**prompt.columns, "problem": prompt.text, "answer": prompt.answer}
 
     def value(name: str) -> str:
@@ -137,20 +137,20 @@ def teacher_problems(
     """Yield a message for every teacher that cannot give log-probs of the policy's tokens. Reads no weights.
 
     Args:
-        tokenizers: of the teachers with models of their own, by name, as are ``directories``.
+        tokenizers: of teachers with their own model, by name, as ``directories``.
         policy: as `load_teachers` takes it.
-        longest: completion that is trained on, tokens.
+        longest: longest trained completion, tokens.
     """
     model_dir, tokenizer = policy
     for teacher in teachers:
         settings = teacher.model_section(model) if teacher.has_workers else model
         directory = directories.get(teacher.name, model_dir)
         limit, taught = position_limit(settings, directory), [p for p in prompts if teacher.teaches(p.source)]
-        read = max((len(_read(teacher, prompt)) for prompt in taught), default=0)
-        if limit is not None and read + longest > limit:
+        size = max((len(_read_tokens(teacher, prompt)) for prompt in taught), default=0)
+        if limit is not None and size + longest > limit:
             remedy = "lower data.max_prompt_tokens" if teacher.prompt is None else "shorten its `prompt`"
             yield (
-                f"{key_of(teacher)}: it reads up to {read} tokens of a prompt and {longest} of a completion, "
+                f"{key_of(teacher)}: it reads up to {size} tokens of a prompt and {longest} of a completion, "
                 f"but {directory.name} takes at most {limit} positions (max_position_embeddings and rope "
                 f"scaling in its config.json); {remedy}, or lower sampling.max_new_tokens"
             )
@@ -159,13 +159,13 @@ def teacher_problems(
             yield from _unusable(teacher, model.trust_remote_code, directory, model_dir)
 
 
-def _read(teacher: TeacherConfig, prompt: Prompt) -> np.ndarray:
+def _read_tokens(teacher: TeacherConfig, prompt: Prompt) -> np.ndarray:
     return prompt.teacher_ids.get(teacher.name, prompt.token_ids)
 
 
-def _foreign_tokens(teacher: TeacherConfig, theirs: Any, ours: Any) -> Iterator[str]:
+def _foreign_tokens(teacher: TeacherConfig, tokenizer: Any, policy_tokenizer: Any) -> Iterator[str]:
     """Compare the vocabularies: a token id must be the same text for both."""
-    ids, expected = theirs.get_vocab(), ours.get_vocab()
+    ids, expected = tokenizer.get_vocab(), policy_tokenizer.get_vocab()
     if ids == expected:
         return
     differ = sorted(token for token in ids.keys() | expected.keys() if ids.get(token) != expected.get(token))
@@ -173,7 +173,7 @@ def _foreign_tokens(teacher: TeacherConfig, theirs: Any, ours: Any) -> Iterator[
     yield (
         f"{key_of(teacher)}: `model` = {teacher.model} has another tokenizer than the policy: {len(differ)} "
         f"tokens differ, e.g. {token!r} is {_id(ids, token)} there and {_id(expected, token)} here; its "
-        "log-probs would be those of other text. Use a teacher with the policy's vocabulary"
+        "log-probs would belong to other text. Use a teacher with the policy's vocabulary"
     )
 
 
@@ -181,7 +181,7 @@ def _id(vocabulary: Mapping[str, int], token: str) -> str:
     return f"id {vocabulary[token]}" if token in vocabulary else "missing"
 
 
-def _too_many_likeliest(top_k: int, models: Mapping[str, Path], *, trusted: bool) -> Iterator[str]:
+def _top_k_problems(top_k: int, models: Mapping[str, Path], *, trusted: bool) -> Iterator[str]:
     for name, directory in models.items():
         with readable_model(directory, "configuration"):
             tokens = vocabulary_size(directory, trust_remote_code=trusted)
@@ -193,7 +193,7 @@ def _too_many_likeliest(top_k: int, models: Mapping[str, Path], *, trusted: bool
 
 
 def _unusable(teacher: TeacherConfig, trusted: bool, directory: Path, model_dir: Path) -> Iterator[str]:
-    if trusted:  # a model's own code may need weights to run
+    if trusted:  # a model's remote code may need weights to run
         return
     with readable_model(directory, "architecture"):
         model = empty_model(directory, trust_remote_code=False)

@@ -1,8 +1,8 @@
-"""Return to the newest checkpoint within the same job, after losing state only a checkpoint holds, or on a
-health rollback.
+"""Returns to the newest checkpoint within the same job, after losing state that only a checkpoint holds, or
+on a health rollback.
 
 driver.run --- StateLost or Rollback ---> records of steps after the checkpoint are dropped
-                                          workers: kept where possible, the others started again
+                                          workers: kept if possible, the others started again
            <--- ResumePoint, Workers ---- restored and synced as at any resume
 """
 
@@ -26,7 +26,7 @@ from grpo_dist.workers import Workers
 if TYPE_CHECKING:  # Ray takes seconds to import
     from actors.cluster import Cluster
 
-Up = tuple[ResumePoint, Workers]  # the point to resume from, and workers to do it with
+Up = tuple[ResumePoint, Workers]  # the resume point, and running workers
 Attempt = AbstractAsyncContextManager[Up, bool | None]
 
 
@@ -51,12 +51,12 @@ class Recovery:
         remedy: str,
     ) -> None:
         """``first`` and ``start``: resume point and workers of the first attempt. ``newest`` finds the resume
-        point of later ones. ``remedy``: how another job resumes the run, for the last warning.
+        point of later attempts. ``remedy``: how another job resumes the run, for the last warning.
         """
         self._settings, self._cluster, self._recorder = settings, cluster, recorder
         self._newest, self._model_dir = newest, model_dir
         self._first, self._start, self._remedy = first, start, remedy
-        # The loop's clock: a simulated run has its own.
+        # The loop's clock: simulations replace it.
         self._budget = Budget(settings.restarts, clock=lambda: asyncio.get_running_loop().time())
         self._avoid: set[int] = set()
         self._workers: Workers | None = None
@@ -66,8 +66,8 @@ class Recovery:
     async def attempts(self) -> AsyncIterator[Attempt]:
         """Yield attempts until the block of one ends without a failure that a restart can repair.
 
-        An attempt gives a resume point and workers that are up; their weights are not restored yet. Inside
-        its block, failures of actors become StateLost. Raises the failure for which no restart is left.
+        An attempt yields a resume point and running workers, whose weights are not restored yet. Inside its
+        block, failures of actors become StateLost. Raises the failure for which no restart is left.
         """
         while not self._done:
             up = None
@@ -92,7 +92,7 @@ class Recovery:
             await self._consume_restart(failure)
 
     async def _bring_up(self) -> Up:
-        """Start the workers of the first attempt, or bring those of a failed one up again."""
+        """Start the workers of the first attempt, or restart the workers of a failed attempt."""
         if self._failure is None:
             self._workers = await self._start()
             return self._first, self._workers
@@ -115,7 +115,7 @@ class Recovery:
         await asyncio.sleep(delay_s)
 
     async def _go_back(self, failure: StateLost | Rollback, workers: Workers | None) -> Up:
-        """Find the resume point, and bring the workers up. ``workers``: None where they never came up."""
+        """Find the resume point, and restart the workers. ``workers``: None if they never came up."""
         with stage("newest checkpoint", quiet=True):
             point = await self._newest()
         self._recorder.warn(f"resuming from {point}")

@@ -1,6 +1,5 @@
-"""The directory of a run: a free one, or the one to resume in; who may write into it, and whether its steps
-are done; the date that its chat templates write, and its `environment.json`: versions, machine and command of
-the last launch.
+"""The directory of a run: a free one, or the one to resume; its lock; whether its steps are done; the date
+that its chat templates write; and its `environment.json`: versions, machine and command of the last launch.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from grpo_dist.runtime.files import LOCK, alone, check_room, write_text
 from grpo_dist.runtime.hardware import GIB, device_type
 
 C = TypeVar("C", bound=Config)
-LOCK_PATIENCE_S = 10.0  # a process that was asked to end still holds the lock for a moment
+LOCK_PATIENCE_S = 10.0  # a stopping process still holds the lock for a moment
 MODEL = "model"  # in a run directory, the trained model
-_DONE = "DONE"  # in a run directory once everything of the run is done; holds the number of steps
+_DONE = "DONE"  # marks the directory of a finished run; holds the number of steps
 
 
 def choose_run_dir(checkpoint: CheckpointConfig, name: str, output_dir: str) -> Path:
-    """Return `output_dir/name`. With `checkpoint.resume: never`, where it exists, return the first free of
+    """Return `output_dir/name`; if it exists and `checkpoint.resume` is never, the first free one of
     `name-2`, `name-3` ...
     """
     base = expanded(output_dir) / name
@@ -47,7 +46,7 @@ def choose_run_dir(checkpoint: CheckpointConfig, name: str, output_dir: str) -> 
 
 @contextmanager
 def explain_resume(checkpoint: CheckpointConfig, run_dir: Path) -> Iterator[None]:
-    """Add to the message of a run that ends in the block how it is resumed: see `add_resume_settings`."""
+    """Add how to resume the run to the RunEnded of the block: see `add_resume_settings`."""
     try:
         yield
     except RunEnded as end:
@@ -56,8 +55,8 @@ def explain_resume(checkpoint: CheckpointConfig, run_dir: Path) -> Iterator[None
 
 
 def add_resume_settings(message: str, checkpoint: CheckpointConfig, run_dir: Path) -> str:
-    """Add to a ``message`` that advises the same command what resumes ``run_dir`` with
-    `checkpoint.resume: never`: the command alone begins another run.
+    """Add the settings that resume ``run_dir`` to a ``message`` that advises the same command: with
+    `checkpoint.resume: never` the command alone begins another run.
     """
     if checkpoint.resume == "auto" or "the same command" not in message:
         return message
@@ -87,7 +86,7 @@ def make_free_directory(base: Path) -> Path:
 
 
 def check_writable(run_dir: Path) -> Path:
-    """Return ``run_dir`` or the nearest parent that exists. Raises ValueError where that is not writable.
+    """Return ``run_dir`` or the nearest parent that exists. Raises ValueError if that is not writable.
     Creates nothing.
     """
     nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
@@ -98,11 +97,11 @@ def check_writable(run_dir: Path) -> Path:
 
 @contextmanager
 def exclusive_directory(run_dir: Path, existing: Path) -> Iterator[None]:
-    """Make ``run_dir`` and lock it for the length of the block. Waits a moment for a process that is ending.
+    """Make ``run_dir`` and lock it during the block. Waits a moment for a process that is ending.
 
-    Where the block raises UserError and has left nothing in the directory, it is removed again, with empty
-    parents below ``existing``, the nearest directory that was there before. Raises UserError where another
-    process trains the run.
+    If the block raises UserError and leaves nothing in the directory, remove it again, with empty parents
+    below ``existing``, the nearest directory that existed before. Raises UserError if another process trains
+    the run.
     """
     what = "training this run; wait for it, or choose another `name`"
     with ExitStack() as stack:
@@ -119,13 +118,13 @@ def exclusive_directory(run_dir: Path, existing: Path) -> Iterator[None]:
             if run_dir != existing and [path.name for path in run_dir.iterdir()] == [LOCK]:
                 shutil.rmtree(run_dir)
                 for parent in takewhile(lambda path: path != existing.absolute(), run_dir.absolute().parents):
-                    with suppress(OSError):  # another process has put something into it by now
+                    with suppress(OSError):  # another process has written into it
                         parent.rmdir()
             raise
 
 
 def finished_steps(run_dir: Path) -> int | None:
-    """Return the steps of a run that is complete, with its last evaluation; None before that."""
+    """Return the steps of a finished run, last evaluation included; None for an unfinished run."""
     done = run_dir / _DONE
     if not done.exists():
         return None
@@ -139,12 +138,12 @@ def finished_steps(run_dir: Path) -> int | None:
 
 
 def mark_finished(run_dir: Path, steps: int) -> None:
-    """Record that everything of the run is done."""
+    """Record that the run is finished."""
     write_text(run_dir / _DONE, f"{steps}\n")
 
 
 def set_template_date(config: C, earlier: str | None = None) -> C:
-    """Return ``config`` with `data.template_date`: its own, else that of an ``earlier`` start, else today."""
+    """Return ``config`` with `data.template_date`: as set, else the ``earlier`` start's, else today."""
     if config.data.template_date is not None:
         return config
     data = config.data.model_copy(update={"template_date": earlier or date.today().isoformat()})
@@ -152,7 +151,7 @@ def set_template_date(config: C, earlier: str | None = None) -> C:
 
 
 def read_template_date(run_dir: Path) -> str | None:
-    """Return the date that the run in ``run_dir`` writes; None where it has none, or none is readable."""
+    """Return the recorded template date of the run in ``run_dir``; None if missing or unreadable."""
     recorded = recorded_settings(run_dir).get("data.template_date")
     return str(recorded) if recorded else None
 
@@ -174,7 +173,7 @@ _GIT_S = 5.0
 
 
 def write_environment(run_dir: Path) -> None:
-    """Write the environment of this launch. A resumed run replaces that of the launch before."""
+    """Write the environment of this launch. A resumed run replaces the file of the launch before."""
     now = environment()
     try:
         first = json.loads((run_dir / ENVIRONMENT).read_text())
@@ -203,13 +202,13 @@ def environment() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return the processor's name as Linux gives it, or its architecture."""
+    """Return the processor's name from Linux, or its architecture."""
     named = re.search(r"^model name\s*: *(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return named[1] if named else platform.machine()
 
 
 def installed(package: str) -> str | None:
-    """Return the version of ``package``; None where it is not installed."""
+    """Return the version of ``package``; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -227,9 +226,9 @@ def _gpus() -> list[str]:
 
 def list_gpus() -> list[tuple[str, int]]:
     """Return name and memory, bytes, of each GPU of this machine, by NVML: CUDA would create a context of
-    hundreds of megabytes on each.
+    hundreds of megabytes on each GPU.
     """
-    import pynvml  # installed on machines with GPUs alone
+    import pynvml  # installed only with GPUs
 
     pynvml.nvmlInit()
     try:
@@ -243,8 +242,8 @@ def list_gpus() -> list[tuple[str, int]]:
 
 
 def _commit(directory: Path) -> str | None:
-    """Return the commit of the checkout this is installed from; None outside a checkout. A repository around
-    a virtual environment is none: it does not track these files.
+    """Return the commit of the checkout this is installed from; None outside a checkout. A repository that
+    contains only the virtual environment does not count: it does not track these files.
     """
     if not _git(directory, "ls-files"):
         return None
@@ -252,8 +251,8 @@ def _commit(directory: Path) -> str | None:
 
 
 def _changed(directory: Path) -> list[str]:
-    """List the tracked files that are not as in that commit, from the top of the checkout: they say whether
-    what makes a commit `-dirty` is code, a configuration or a document. [] outside a checkout.
+    """List the tracked files that differ from that commit, relative to the checkout: they tell whether code,
+    a configuration or a document makes a commit `-dirty`. [] outside a checkout.
     """
     if not _git(directory, "ls-files"):
         return []
@@ -261,9 +260,9 @@ def _changed(directory: Path) -> list[str]:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """Return what a git command prints; None for nothing."""
+    """Return the output of a git command; None if it is empty."""
     try:
-        asked = subprocess.run(
+        result = subprocess.run(
             ["git", "-C", str(directory), *arguments],
             capture_output=True,
             text=True,
@@ -272,4 +271,4 @@ def _git(directory: Path, *arguments: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return asked.stdout.strip() or None
+    return result.stdout.strip() or None

@@ -1,7 +1,7 @@
 """The weights of a run's checkpoint as a Hugging Face model: `runs/NAME@latest`, `runs/NAME@20`.
 
-No engine and no rank starts: the state of each rank is read from its files, whatever the ZeRO stage, into the
-model that the run began with.
+Starts no engine and no rank: reads the state of each rank from its files, with any ZeRO stage, into the model
+that the run began with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpo_dist.runs.run_directory import recorded_settings
 from grpo_dist.runtime.files import read_json
 from grpo_dist.runtime.model_files import is_checkpoint, split_reference
 
-if TYPE_CHECKING:  # a plan finds checkpoints without it
+if TYPE_CHECKING:  # a plan does not import it
     import torch
 
 C = TypeVar("C", bound=Config)
@@ -43,8 +43,8 @@ def is_supervised_run(run: Path) -> bool:
 
 
 def pinned(config: C, run_dir: Path | None = None) -> C:
-    """Return ``config`` with the step of each model named RUN@latest: that with which the run in ``run_dir``
-    began, and resumes; else that of the newest checkpoint. Raises ValueError where there is none.
+    """Return ``config`` with a step for each model named RUN@latest: the step with which the run in
+    ``run_dir`` began, and resumes; else the newest checkpoint's. Raises ValueError without a checkpoint.
     """
     latest = {
         key: path
@@ -57,14 +57,12 @@ def pinned(config: C, run_dir: Path | None = None) -> C:
         run, before = path.removesuffix("latest"), str(recorded.get(key) or "")
         is_same = is_checkpoint(before) and before.startswith(run)
         steps[key] = before if is_same else f"{run}{step_of(find_checkpoint(path, lambda _: None))}"
-    # A run prints what the file itself sets of the algorithm, which the copy would not tell from defaults.
+    # A run prints the file's settings of the algorithm, which the copy cannot tell from defaults.
     return changed(config, steps).model_copy(update={"algorithm": config.algorithm}) if steps else config
 
 
 def restore_begun(config: Config, run_dir: Path, say: Callable[[str], None]) -> Config:
-    """Return ``config`` with what the run in ``run_dir`` began with: see `pinned`.
-    Raises ValueError.
-    """
+    """Return ``config`` with the models that the run in ``run_dir`` began with: see `pinned`."""
     begun = pinned(config, run_dir)
     for key, path in flat(begun.model_dump(mode="json")).items():
         if any(fnmatchcase(key, model) for model in _MODELS) and is_checkpoint(str(path)):
@@ -77,9 +75,7 @@ def restore_begun(config: Config, run_dir: Path, say: Callable[[str], None]) -> 
 
 
 def find_checkpoint(path: str, say: Callable[[str], None]) -> Path:
-    """Return the directory of the checkpoint that ``path`` names. Raises ValueError where it is missing or
-    damaged.
-    """
+    """Return the directory of the checkpoint ``path``. Raises ValueError if it is missing or damaged."""
     run, step = split_reference(path)
     checkpoints = list_checkpoints(run / CHECKPOINTS)
     if step == "latest":
@@ -97,8 +93,8 @@ def find_checkpoint(path: str, say: Callable[[str], None]) -> Path:
 
 
 def load_weights(config: Config, base: Path, checkpoint: Path, dtype: torch.dtype | None = None) -> Any:
-    """Return the transformers model, with adapters, of ``checkpoint`` of a run that began with the model in
-    ``base``. On the host, whatever trained it. ``dtype``: of its weights; None: as they were trained.
+    """Return the transformers model, with adapters, in ``checkpoint`` of a run that began with the model in
+    ``base``. It is on the host. ``dtype``: of its weights; None: as trained.
     """
     import torch
 
@@ -108,8 +104,8 @@ def load_weights(config: Config, base: Path, checkpoint: Path, dtype: torch.dtyp
     saved = SavedPolicy(state_directory(checkpoint / "policy"), PolicyFiles().mapped)
     plain = {"attention": "auto", "packing": False, "kernels": "torch", "gradient_checkpointing": False}
     section = config.model.model_copy(update=plain)
-    model = trainable_model(str(base), dtype or saved.dtype, section, _undivided(config), config.seed)
-    # DeepSpeed's names are those of this wrapper.
+    model = trainable_model(str(base), dtype or saved.dtype, section, _single_process(config), config.seed)
+    # DeepSpeed uses the names of this wrapper.
     names = TokenLogprobs(model, temperature=1.0, chunk_mib=1).named_parameters()
     trained = {name: parameter for name, parameter in names if parameter.requires_grad}
     saved.open([*trained])
@@ -125,7 +121,7 @@ def write_loaded(
     """Write what `load_weights` returned: adapters merged, and also in `adapter`; or the adapter alone."""
     from grpo_dist.policy.full_weights import FullWeights, write_adapter_alone, write_model
 
-    weights, trusted = FullWeights(model, _undivided(config)), config.model.trust_remote_code
+    weights, trusted = FullWeights(model, _single_process(config)), config.model.trust_remote_code
     # One process holds all parameters, so each stays valid after its bucket.
     low_rank = dict(chain.from_iterable(weights.buckets(_BUCKET, adapters_only=True)))
     if adapter_alone:
@@ -135,6 +131,6 @@ def write_loaded(
     write_model(model, whole, low_rank, directory, str(base), trusted)
 
 
-def _undivided(config: Config) -> PolicyConfig:
-    """Return the section `policy` of a model in one process, which is not trained."""
+def _single_process(config: Config) -> PolicyConfig:
+    """Return section `policy` for a model in one process, without training."""
     return config.policy.model_copy(update={"router_replay": False, "compile": False, "zero_stage": 0})

@@ -77,7 +77,7 @@ if TYPE_CHECKING:  # Ray takes seconds to import
 
 @dataclass(frozen=True)
 class Run:
-    """What a training session works with from its start to its end."""
+    """The objects of a training session."""
 
     config: Config
     identity: Config  # see `checkpoint.load_state`
@@ -88,7 +88,7 @@ class Run:
 
     @asynccontextmanager
     async def settled(self) -> AsyncIterator[None]:
-        """Do not let an error out of the block while a checkpoint is being written: see `settle`."""
+        """Hold an error of the block until a checkpoint being written is done: see `settle`."""
         try:
             yield
         except Exception:
@@ -96,7 +96,7 @@ class Run:
             raise
 
     async def settle(self) -> None:
-        """Wait for the checkpoint being written. A failed one is dropped with a warning: the one before it
+        """Wait for the checkpoint being written. If it fails, drop it with a warning: the checkpoint before
         stays the newest.
         """
         try:
@@ -105,21 +105,21 @@ class Run:
             self.tracker.warn(f"the checkpoint that was being written failed and is dropped ({error})")
 
     async def newest(self) -> ResumePoint:
-        """Find the point to go back to. A thread reads the files, while the loop watches over the actors.
+        """Find the point to go back to. A thread reads the files, while the loop supervises the actors.
 
-        Raises RunEnded where that takes longer than writing all checkpoints may take: with new workers,
-        reading them again would take as long.
+        Raises RunEnded if that takes longer than writing all checkpoints may take: new workers would not read
+        them faster.
         """
         await self.settle()
         damaged: list[str] = []
-        written = max(1, len(list_checkpoints(self.directory / CHECKPOINTS)))
+        count = max(1, len(list_checkpoints(self.directory / CHECKPOINTS)))
 
         def find() -> ResumePoint:
             checkpoint = newest_whole(self.directory / CHECKPOINTS, damaged.append)
             state = load_state(checkpoint, self.identity) if checkpoint else None
             return load_resume_point(checkpoint, state, self.inputs.trained, self.inputs.origin)
 
-        limit_s = self.config.cluster.timeouts.save_s * written
+        limit_s = self.config.cluster.timeouts.save_s * count
         try:
             async with deadline(limit_s, "recovery: find the newest undamaged checkpoint"):
                 return await run_in_thread(find)
@@ -131,8 +131,8 @@ class Run:
 
 
 def audit(run: Run) -> str:
-    """Return the ledger's totals of a finished run. Raises RunEnded where the run was not trained on the
-    prompts it was to be trained on, or the ledger records them wrongly.
+    """Return the ledger's totals of a finished run. Raises RunEnded if the run was not trained on the right
+    prompts, or the ledger records them wrongly.
     """
     run.tracker.flush()
     totals = ledger.summary(run.directory / LEDGER, dropped=len(run.inputs.dropped))
@@ -151,16 +151,14 @@ def audit(run: Run) -> str:
 
 
 def _find_error(run: Run) -> str | None:
-    """Describe what is wrong with the ledger. Raises ValueError where the checkpoint to compare with is
-    missing.
-    """
+    """Describe what is wrong with the ledger. Raises ValueError if the checkpoint to compare is missing."""
     config, count = run.config, run.config.batch.prompts_per_step
     expected_uids: Callable[[int], set[str]] | None = None
     expected_counts = None
     drops = config.data.drop_solved is not None
     drawn_singly = config.dynamic_sampling.enabled or config.batch.order.name == "completion"
-    of_a_stream = drawn_singly or config.data.weights or drops
-    if config.data.order.name == "length" or (config.data.order.name == "epochs" and of_a_stream):
+    is_stream = drawn_singly or config.data.weights or drops
+    if config.data.order.name == "length" or (config.data.order.name == "epochs" and is_stream):
         expected_counts = _expected_counts(run)
     elif config.data.order.name == "epochs":
         expected_uids = partial(_expected_uids, uids_of(run.inputs.prompts), config.batch, config.seed)
@@ -182,20 +180,20 @@ def _expected_counts(run: Run) -> Counter[str]:
     per_batch = config.batch.prompts_per_step
     prompts, order = run.inputs.prompts, order_state(state)
     stream = PromptStream(prompts, per_batch, seed=config.seed, state=order, weights=config.data.weights)
-    # Some are still in flight where the run was to have more steps when they were launched.
+    # Some are still in flight if `steps` was larger when they were launched.
     return stream.sampled(index for indices in state.taken.values() for index in indices)
 
 
 def _expected_uids(uids: list[str], batch: BatchConfig, seed: int, step: int) -> set[str]:
-    """Return the uids whose turn ``step`` is, counted from 1."""
+    """Return the uids of ``step``, counted from 1."""
     return {uids[i] for i in step_prompts(len(uids), batch.prompts_per_step, seed, step - 1)}
 
 
 def train(config: Config, *, identity: Config | None = None) -> Path:
     """Run ``config`` to its end and return the run directory. ``identity``: see `checkpoint.load_state`. The
-    caller holds `ended_by_sigterm`.
+    caller uses `ended_by_sigterm`.
 
-    Raises UserError for input that cannot be used, and RunEnded where the run ends before its last step.
+    Raises UserError for input that cannot be used, and RunEnded if the run ends before its last step.
     """
     with as_user_errors():
         check_trackers(config.tracking)
@@ -219,7 +217,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
             )
             run = Run(config, identity, inputs, run_dir, tracker, checkpoints)
             run, final = asyncio.run(_session(run, point))
-            # Before the run is marked done: nothing may build on a wrong ledger.
+            # Before the run is marked finished: nothing may build on a wrong ledger.
             with stage("ledger", quiet=True):
                 totals = None if config.is_supervised else audit(run)
             tracker.flush()
@@ -235,7 +233,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
 
 
 def _load_inputs(run_dir: Path, config: Config, identity: Config) -> tuple[RunInputs, ResumePoint]:
-    """Check all input, and find where the run resumes. Raises UserError for what cannot be used."""
+    """Check all input, and find where the run resumes. Raises UserError for unusable input."""
     with stage("actors", "their code is loaded"):
         import actors.cluster  # noqa: F401 (Ray takes seconds to import)
         from actors.connection import address_of, fit
@@ -258,10 +256,10 @@ def _load_inputs(run_dir: Path, config: Config, identity: Config) -> tuple[RunIn
 
 
 def _open_tracker(run_dir: Path, config: Config, inputs: RunInputs, point: ResumePoint) -> Tracker:
-    """Write the files that describe the run, and open its tracker. Raises DiskFull or UserError where the
-    directory takes no files.
+    """Write the files that describe the run, and open its tracker. Raises DiskFull or UserError if the
+    directory cannot be written.
     """
-    remove_partial(run_dir / CHECKPOINTS)  # which may be what fills the disk
+    remove_partial(run_dir / CHECKPOINTS)  # these may fill the disk
     try:
         write_text(run_dir / "config.yaml", dump_config(config))
         write_environment(run_dir)
@@ -279,8 +277,8 @@ def _open_tracker(run_dir: Path, config: Config, inputs: RunInputs, point: Resum
 
 
 async def _session(run: Run, first: ResumePoint) -> tuple[Run, dict[str, float]]:
-    """Train to the end. Returns the run, with the steps it made, and the evaluation of the exported model, {}
-    where there is none.
+    """Train to the end. Returns the run, with its final number of steps, and the evaluation of the exported
+    model, {} if there is none.
     """
     from actors.cluster import (
         Cluster,  # imports Ray
@@ -291,7 +289,7 @@ async def _session(run: Run, first: ResumePoint) -> tuple[Run, dict[str, float]]
     interruption = Interruption(grace_s=config.checkpoint.grace_s, say=print_line)
     actors = (SupervisedCluster if config.is_supervised else Cluster)(config, inputs.teacher_dirs)
     async with interruption, actors as cluster, run.settled():
-        interruption.listen()  # Ray has installed a handler of its own
+        interruption.listen()  # Ray has installed another handler
         recovery = Recovery(
             config.cluster,
             cluster,
@@ -336,7 +334,7 @@ async def _start(run: Run, cluster: Cluster, first: ResumePoint) -> Workers:
 
 
 def _loop(run: Run, workers: Workers) -> Callable[..., Awaitable[int]]:
-    """Return the loop of the run on ``workers``: that of the driver, or of supervised training."""
+    """Return the loop of the run on ``workers``: the driver's, or supervised training."""
     config, inputs = run.config, run.inputs
     if isinstance(inputs, SupervisedInputs):
         return partial(supervised.run, config, workers, inputs.prompts, inputs.held_out)
@@ -346,19 +344,19 @@ def _loop(run: Run, workers: Workers) -> Callable[..., Awaitable[int]]:
 
 
 async def _finish(run: Run, workers: Workers) -> None:
-    """Write the trained model, if it is wanted. What a user has put into its place during the run is kept."""
+    """Write the trained model, if configured. Keep files that a user has put there during the run."""
     if run.config.checkpoint.export:
         directory = run.directory / MODEL
         if reason := why_no_export(directory):
-            kept = keep_backup(directory)
-            run.tracker.warn(f"{directory} was no earlier export of the run ({reason}); it is now {kept}")
+            backup = keep_backup(directory)
+            run.tracker.warn(f"{directory} was no earlier export of the run ({reason}); it is now {backup}")
         with stage("export", f"the trained model is written to {directory}"):
             await workers.policy.export(directory, tokenizer_dir=run.inputs.model_dir)
 
 
 async def _restore(run: Run, point: ResumePoint, workers: Workers) -> None:
-    """Load weights, optimiser and reference of ``point``, send the weights to the engines, and record what
-    the workers use.
+    """Load weights, optimiser and reference of ``point``, send the weights to the engines, and show the
+    workers' usage.
     """
     config = run.config
     if point.checkpoint is not None:
@@ -378,7 +376,7 @@ async def _restore(run: Run, point: ResumePoint, workers: Workers) -> None:
 
 
 async def _evaluate_export(run: Run, cluster: Cluster) -> dict[str, float]:
-    """Evaluate the exported files on a new engine: the reported number is that of the model a user gets."""
+    """Evaluate the exported files on a new engine: the reported number is of the model that a user gets."""
     config, stuck, directory = run.config, cluster.where_stuck, run.directory / MODEL
     limit_s, trusted = config.cluster.timeouts.up_s, config.model.trust_remote_code
     model_dir = usable_model(directory, f"the export {directory}", print_line, trust_remote_code=trusted)
@@ -393,7 +391,7 @@ async def _evaluate_export(run: Run, cluster: Cluster) -> dict[str, float]:
 
 
 def next_commands(run_dir: Path) -> list[str]:
-    """Return lines that name the model of the finished run in ``run_dir`` and what can be done next."""
+    """Return lines with the model of the finished run in ``run_dir`` and the next commands."""
     lines = [f"next: grpo-dist report {run_dir}"]
     if (model := run_dir / MODEL).is_dir():
         lines = [f"model: {model}", *lines, f"      grpo-dist eval {run_dir} [DATA]"]
@@ -403,7 +401,7 @@ def next_commands(run_dir: Path) -> list[str]:
 
 
 def _print_result(run_dir: Path, final: dict[str, float]) -> None:
-    """Print a table of the evaluations before training and of the exported model, where they were made."""
+    """Print a table of the evaluations before training and of the exported model, if there are any."""
     if final:
         first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
         print_before_after(first if first["step"] == 0 else {}, final, str(run_dir))

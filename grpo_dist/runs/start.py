@@ -1,7 +1,7 @@
-"""What `train` and `check` look at before anything starts: one list of checks.
+"""The checks of `train` and `check` before anything starts, in one list.
 
-`load_inputs`, of every run, stops at the first problem; `grpo-dist check` reports all, and adds what only
-estimates a run or looks at this machine (`tools.check`). `load_supervised_inputs` is for supervised training.
+`load_inputs`, of every run, stops at the first problem; `grpo-dist check` reports all, and adds estimates and
+checks of this machine (`tools.check`). `load_supervised_inputs` is for supervised training.
 """
 
 from __future__ import annotations
@@ -45,45 +45,44 @@ _SHOWN = 300  # characters of the first prompt, from its end
 
 
 def check_settings(start: Start) -> str:
-    """Find settings that ranks or engines refuse at their start, whatever the model."""
+    """Find settings that ranks or engines refuse at their start with any model."""
     refuse(setting_problems(start.config, start.device))
     return described(start.config)
 
 
 def check_user_code(start: Start) -> str:
-    """Try the user's own pieces."""
-    pieces = start.config.user_components
-    with stage("own code", "is tried on made inputs", quiet=not pieces):
-        refuse(user_code_problems(pieces, start.config.code_paths))
-    return ", ".join(f"{piece.key}: {piece.name}" for piece in pieces)
+    """Try the user-supplied components."""
+    components = start.config.user_components
+    with stage("own code", "is tried on test inputs", quiet=not components):
+        refuse(user_code_problems(components, start.config.code_paths))
+    return ", ".join(f"{component.key}: {component.name}" for component in components)
 
 
 def check_data(start: Start) -> str:
     """Read every source of `data.train` and `data.eval`. A mistake in a row shows before a download."""
     data, wrong = start.config.data, dict[str, None]()  # an environment that cannot be loaded is one mistake
     problems = environment_problems(data, start.config.environments)
-    asked = asked_columns(start.config.rewards)
+    columns = asked_columns(start.config.rewards)
     read_sets: dict[str, list[SourceRows]] = {"data.train": [], "data.eval": []}
     with stage("data", "problems are read"):
         for (key, read_rows), sources in zip(read_sets.items(), (data.train, data.eval), strict=True):
             sources = data.resolve_prompts(sources)
             for number, source in enumerate(sources):
                 try:
-                    read_rows += read_all([source], key, problems, asked=asked, first=number)
+                    read_rows += read_all([source], key, problems, asked=columns, first=number)
                 except (ValueError, OSError) as error:
                     wrong[str(error)] = None
     refuse(wrong)
     train, held_out = read_sets.values()
     start.rows = (train, held_out)
     counts = [
-        ", ".join(f"{len(rows)} of {source.label}" for source, rows in read_rows)
-        for read_rows in start.rows
+        ", ".join(f"{len(rows)} of {source.label}" for source, rows in read_rows) for read_rows in start.rows
     ]
     return f"rows for training: {counts[0]}; held out: {counts[1] or 'none'}"
 
 
 def check_model(start: Start) -> str:
-    """Find, download or train the model, and name settings that it cannot have."""
+    """Find, download or train the model, and report settings that it does not support."""
     config = start.config
     cold = config.model.path == "sft" and start.train_first
     with stage("cold start" if cold else "model", "supervised, unless cached" if cold else config.model.path):
@@ -93,7 +92,7 @@ def check_model(start: Start) -> str:
             day=config.data.day,
         )  # fmt: skip
     with stage("model files", "are checked"):
-        position_limit(config.model, model_dir)  # without a readable config.json all others skip the model
+        position_limit(config.model, model_dir)  # without a readable config.json other checks skip the model
         start.model_dir = model_dir
         refuse(model_problems(config, start.device, model_dir))
     return str(model_dir)
@@ -148,7 +147,7 @@ def check_prompts(start: Start) -> str:
     return "\n    ".join(lines)
 
 
-# In the order in which they are made: a check reads what those before it have read. "": nothing to report.
+# In order: each check reads the results of the checks before it. "": nothing to report.
 CHECKS: dict[str, Callable[[Start], str]] = {
     "settings": check_settings,
     "own code": check_user_code,
@@ -162,15 +161,15 @@ CHECKS: dict[str, Callable[[Start], str]] = {
 
 
 def resolve_steps(config: Config, say: Callable[[str], None]) -> Config:
-    """Return ``config`` with the steps of its `epochs`, if it has these. Raises ValueError for rows that
-    cannot be read.
+    """Return ``config`` with `steps` computed from `epochs`, if set. Raises ValueError for unreadable
+    rows.
     """
     if config.epochs is None:
         return config
     data, per_step = config.data, config.batch.prompts_per_step
     problems = environment_problems(data, config.environments)
-    asked = asked_columns(config.rewards)  # as `check_data` has it, which then finds the rows stored
-    sources = read_all(data.resolve_prompts(data.train), "data.train", problems, asked=asked)
+    columns = asked_columns(config.rewards)  # as in `check_data`, which then finds the rows cached
+    sources = read_all(data.resolve_prompts(data.train), "data.train", problems, asked=columns)
     rows = sum(len(rows) for _, rows in drop_duplicates(data, sources, "data.train", lambda _: None))
     steps = max(1, int(config.epochs * rows / per_step + 1e-9))
     say(f"`epochs` = {config.epochs:g} of {rows} rows, {per_step} a step: {steps} steps")
@@ -184,30 +183,30 @@ def load_inputs(
     for input that cannot be used.
 
     Args:
-        train_first: False skips a cold start: the model is then the one it would start from.
+        train_first: False skips a cold start, and returns the model that it would start from.
         device: of the run's workers; None: as on this machine.
     """
     start = Start(config, say, train_first, device)
     for check in CHECKS.values():
         with suppress(CheckSkipped):
             check(start)
-    assert start.inputs is not None  # or a check would have failed
+    assert start.inputs is not None  # otherwise a check would have failed
     start.inputs.warnings.extend(start.warnings)
     return start.inputs
 
 
 @dataclass(frozen=True)
 class SupervisedInputs(RunInputs):
-    """``prompts``: the demonstrations. ``held_out``: those of the validation loss."""
+    """``prompts``: the demonstrations. ``held_out``: demonstrations for the validation loss."""
 
     prompts: Sequence[Demonstration]
     held_out: Sequence[Demonstration] = ()
 
 
 def supervised(config: Config, symbolic: Config) -> tuple[SupervisedConfig, SupervisedConfig]:
-    """Return the supervised training of ``config``, and that of ``symbolic``, its identity.
+    """Return the supervised training of ``config``, and of ``symbolic``, its identity.
 
-    With `sft.epochs`, the rows are counted, which gives the number of steps. Raises ValueError for rows that
+    With `sft.epochs`, counts the rows to compute the number of steps. Raises ValueError for rows that
     cannot be used, and ConfigError for settings that contradict each other.
     """
     sft = config.sft

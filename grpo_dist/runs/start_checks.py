@@ -1,7 +1,7 @@
-"""Checks of what policy ranks, reference workers and engines refuse when they start, made before they do.
+"""Checks of what policy ranks, reference workers and engines would refuse, before they start.
 
-The workers decide by the same functions. ``device`` is that of the run's workers, which may be on another
-machine. vLLM is asked in a separate process: importing it takes seconds.
+The workers use the same functions. ``device``: of the run's workers, which may be on another machine. vLLM
+answers in a separate process: importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from grpo_dist.runtime import model_config
 from grpo_dist.runtime.hardware import DeviceType, device_type, has_layer_kernels, resolve_dtype
 from grpo_dist.runtime.model_files import cached, cached_path, fingerprint
 
-_ARCHITECTURE_VERSION = 1  # of what is looked for in a model; raise it when that changes
+_ARCHITECTURE_VERSION = 1  # raise it when the checks of a model change
 _CHECK_S = 600.0  # importing vLLM takes seconds, on a busy machine a minute
 _PLUGINS = "vllm.general_plugins"
 _PLUGIN = ("grpo_dist", "actors.transfer.vllm_plugin:register")
@@ -82,8 +82,8 @@ def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
 
 
 def plugin_problems() -> Iterator[str]:
-    """Yield a message where vLLM would not find this project's weight transfer: a checkout whose installed
-    metadata are older than its code.
+    """Yield a message if vLLM would not find this project's weight transfer: the installed metadata of a
+    checkout are older than its code.
     """
     if _PLUGIN not in {(point.name, point.value) for point in entry_points(group=_PLUGINS)}:
         name, value = _PLUGIN
@@ -95,7 +95,7 @@ def plugin_problems() -> Iterator[str]:
 
 
 def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Iterator[str]:
-    """Yield a message for everything that the workers would refuse of the model. Reads no weights."""
+    """Yield a message for every problem that workers would have with the model. Reads no weights."""
     trusted = config.model.trust_remote_code
     if unreadable := list(_refusal(lambda: position_limit(config.model, model_dir))):
         yield from unreadable
@@ -109,16 +109,16 @@ def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Itera
         lora = config.policy.lora
         yield from _refusal(lambda: check_targets(model_dir, lora, trust_remote_code=trusted))
         yield from _refusal(lambda: check_continued(model_dir, lora, trust_remote_code=trusted))
-    if not trusted:  # the model's own code may need weights to run
-        # Without a GPU here the workers' machine is another one.
+    if not trusted:  # the model's remote code may need weights to run
+        # Without a GPU here, the workers are on another machine.
         has_package = has_layer_kernels() or device_type() == "cpu"
-        yield from _unless_known(config, device, model_dir, has_package)
+        yield from _cached_problems(config, device, model_dir, has_package)
     yield from vllm_problems(config, device, model_dir)
 
 
-def _unless_known(config: Config, device: DeviceType, model_dir: Path, has_package: bool) -> list[str]:
-    """Return `_architecture_problems`; that a model has none is kept, where the cache can be written: making
-    it takes seconds, most of them transformers' imports.
+def _cached_problems(config: Config, device: DeviceType, model_dir: Path, has_package: bool) -> list[str]:
+    """Return `_architecture_problems`. If there are none, cache that, if the cache is writable: building the
+    model takes seconds, most of them transformers' imports.
     """
     decides = {
         "version": _ARCHITECTURE_VERSION,
@@ -129,7 +129,7 @@ def _unless_known(config: Config, device: DeviceType, model_dir: Path, has_packa
         ],
         "transformers": version("transformers"),
     }  # fmt: skip
-    if os.path.isdir(cached_path("fitting-model", decides)):  # False also where it cannot be read
+    if os.path.isdir(cached_path("fitting-model", decides)):  # False also if it cannot be read
         return []
     problems = list(_architecture_problems(config, device, model_dir, has_package))
     if not problems:
@@ -162,8 +162,8 @@ def _architecture_problems(
 
 @contextmanager
 def readable_model(model_dir: Path, what: str) -> Iterator[None]:
-    """Turn every error inside the block into a ValueError: for damaged files, libraries raise whatever error
-    their code runs into.
+    """Turn every error inside the block into a ValueError: for damaged files, libraries raise errors of any
+    type.
     """
     try:
         yield
@@ -178,7 +178,7 @@ def readable_model(model_dir: Path, what: str) -> Iterator[None]:
 
 
 def check_backend(weight_sync: WeightSyncConfig, device: DeviceType) -> None:
-    """Raise ValueError for a weight transport that ``device`` does not have."""
+    """Raise ValueError for a weight transport that ``device`` does not support."""
     if weight_sync.backend in ("nccl", "ipc") and device == "cpu":
         where = "torch sees none here" if device_type() == "cpu" else "the cluster has none"
         raise ValueError(
@@ -196,8 +196,8 @@ def position_limit(settings: ModelConfig, model_dir: Path) -> int | None:
 
 
 def check_length(model: ModelConfig, model_dir: Path, longest: int, *, supervised: bool = False) -> None:
-    """Raise ValueError where a row of ``longest`` tokens is longer than the model takes. ``supervised``: rows
-    are demonstrations, not prompts with their completions.
+    """Raise ValueError if a row of ``longest`` tokens is too long for the model. ``supervised``: rows are
+    demonstrations, not prompts with completions.
     """
     limit = position_limit(model, model_dir)
     if problem := model_config.length_problem(limit, longest, model_dir.name, supervised=supervised):
@@ -224,11 +224,11 @@ def _refusal(check: Callable[[], Any]) -> Iterator[str]:
 
 
 def vllm_problems(config: Config, device: DeviceType, model_dir: Path | None) -> Iterator[str]:
-    """Yield a message for everything that vLLM refuses of `rollout.engine`.
+    """Yield a message for everything in `rollout.engine` that vLLM refuses.
 
-    vLLM checks names and values of arguments. With ``model_dir``, and engines on the same kind of device as
-    this machine has, it checks the whole configuration of the engine. With an empty `rollout.engine` there is
-    nothing to check: all arguments are this project's.
+    vLLM checks names and values of arguments. With ``model_dir``, and engines on the device type of this
+    machine, it checks the whole configuration of the engine. With an empty `rollout.engine` there is nothing
+    to check: all arguments are this project's.
     """
     arguments, refused = config.rollout.engine, engine_problems(config.rollout, config.algorithm, device)
     if not arguments or any(refused):  # the run is refused before an engine gets them
@@ -245,7 +245,7 @@ def vllm_problems(config: Config, device: DeviceType, model_dir: Path | None) ->
 
 
 def call_format_problems(environments: EnvironmentsConfig) -> Iterator[str]:
-    """Yield a message for an `environments.call_format` that is no tool parser of vLLM."""
+    """Yield a message if `environments.call_format` is not a tool parser of vLLM."""
     name = environments.call_format
     if is_known(name):
         return
@@ -260,16 +260,16 @@ def call_format_problems(environments: EnvironmentsConfig) -> Iterator[str]:
         yield f"`environments.call_format` = {name}: vLLM has no such tool parser (code needs none); {hint}"
 
 
-@cache  # a process of its own takes seconds to import vLLM
+@cache  # a separate process takes seconds to import vLLM
 def _tool_parsers() -> tuple[str, ...]:
-    """Return the names of vLLM's tool parsers. Raises ValueError where vLLM does not answer."""
+    """Return the names of vLLM's tool parsers. Raises ValueError if vLLM does not answer."""
     return tuple(_answer("actors.workers.tool_calls", "environments.call_format", None))
 
 
 def _answer(module: str, key: str, question: Any) -> Any:
-    """Run ``module`` with a question, and return its answer. Raises ValueError where there is none."""
+    """Run ``module`` with a question, and return its answer. Raises ValueError if there is none."""
     try:
-        asked = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", module],
             input=json.dumps(question),
             capture_output=True,
@@ -281,9 +281,9 @@ def _answer(module: str, key: str, question: Any) -> Any:
         raise ValueError(
             f"`{key}` could not be checked: vLLM has not answered within {_CHECK_S:g} s; try again"
         ) from error
-    if asked.returncode:
-        last = (asked.stderr.strip().splitlines() or ["no message"])[-1]
+    if result.returncode:
+        last = (result.stderr.strip().splitlines() or ["no message"])[-1]
         raise ValueError(
             f"`{key}` could not be checked, because vLLM cannot be imported ({last}); reinstall it"
         )
-    return json.loads(asked.stdout.splitlines()[-1])
+    return json.loads(result.stdout.splitlines()[-1])

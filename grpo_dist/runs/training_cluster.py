@@ -1,11 +1,11 @@
-"""The verbs of a running cluster, for those who write their own loop: sample, score, update, sync.
+"""The verbs of a running cluster, for a user-written loop: sample, score, update, sync.
 
     caller's thread    sample(prompts) ....... score ... update ... sync     returns when it is done
-    thread of a loop   workers, their supervision, deadlines                 runs from `open` to `close`
+    event loop thread  workers, their supervision, deadlines                 runs from `open` to `close`
 
 `Verbs` has them as coroutines; `TrainingCluster` calls these synchronously, so that they work in a script and
-in a notebook, whose own event loop is busy. Two threads may call at once: one samples the next prompts while
-the other updates.
+in a notebook, whose event loop is busy. Two threads may call at once: one samples the next prompts while the
+other updates.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ _CLOSED = "the cluster was closed during this call; close it once all threads ha
 
 
 class Notes(Recorder):
-    """Prints warnings, and keeps nothing."""
+    """Prints warnings, and records nothing."""
 
     def quarantine(self, step: int, groups: list[Group]) -> str:
-        """Keep nothing: the caller has the batch."""
-        return "the hands of the caller"
+        """Write nothing: the caller has the batch."""
+        return "the caller's memory"
 
     def warn(self, message: str) -> None:
         print_line(message)
 
 
 def _check_division(updates: int, groups: int) -> None:
-    """Raise UserError where the groups cannot be split into the updates of a step."""
+    """Raise UserError if the groups cannot be split into the updates of a step."""
     if groups == 0 or groups % updates:
         raise UserError(
             f"update(): {groups} groups cannot be split into `batch.updates_per_step` = {updates} equal "
@@ -78,27 +78,27 @@ def _check_division(updates: int, groups: int) -> None:
 
 
 def _check_user_advantages(algorithm: AlgorithmConfig, distillation: DistillationConfig) -> None:
-    """Raise UserError where advantages of the caller would replace a KL that is part of the run's own."""
+    """Raise UserError if the caller's advantages would replace advantages with a KL term."""
     if algorithm.kl.in_reward:
         raise UserError(
-            "update(): advantages replace the KL term that `algorithm.kl.in_reward` = true makes part "
-            "of the run's own; set it to false: the KL is then in the loss"
+            "update(): your advantages drop the KL term that `algorithm.kl.in_reward` = true adds to the "
+            "run's advantages; set it to false: the KL is then in the loss"
         )
     if distillation.teachers and distillation.kl_as == "advantage":
         raise UserError(
-            "update(): advantages replace the KL to `distillation.teachers`, which is part of the run's own; "
+            "update(): your advantages drop the KL to `distillation.teachers`, part of the run's advantages; "
             "set `distillation.kl` to sampled or top_k, or remove the teachers"
         )
 
 
 def _check_fit(advantages: list[np.ndarray], groups: Sequence[Group]) -> None:
-    """Raise UserError where ``advantages`` are not finite numbers [G] for each group."""
-    wanted = [(len(group.rollouts),) for group in groups]
+    """Raise UserError if ``advantages`` are not finite numbers [G] for each group."""
+    expected = [(len(group.rollouts),) for group in groups]
     shapes = [values.shape for values in advantages]
-    if shapes != wanted:
+    if shapes != expected:
         raise UserError(
             f"update(): advantages have the shapes {shapes}; expected one array for "
-            f"each group, with a number for each sample: {wanted}"
+            f"each group, with a number for each sample: {expected}"
         )
     if not all(np.isfinite(values).all() for values in advantages):
         raise UserError("update(): advantages have a NaN or infinity; use 0 for what is not to be trained on")
@@ -110,12 +110,12 @@ class SampledGroup:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
-    reference: Any = field(default=None, repr=False, compare=False)  # to the same samples, for other workers
+    reference: Any = field(default=None, repr=False, compare=False)  # handle to the samples, for workers
 
 
 @dataclass(frozen=True, slots=True)
 class RunningUpdate:
-    """An update that nobody has the metrics of yet."""
+    """An update whose metrics no caller has yet."""
 
     groups: tuple[ScoredGroup, ...]
     task: asyncio.Task[dict[str, float]]
@@ -132,8 +132,8 @@ class Verbs:
         self._notes = Notes()
         self._order = build_order(config, inputs.prompts, OrderState())
         self._uids = set(uids_of(inputs.prompts))  # the caller may sample others, too
-        self._batch = 0  # of `batch`: the step, and the one after it while an update runs
-        self._indices: dict[int, list[int]] = {}  # of the order, by batch
+        self._batch = 0  # returned by `batch`: the step, or the next one while an update runs
+        self._indices: dict[int, list[int]] = {}  # order indices by batch
         self._samples_drawn = Counter[str]()  # samples of each prompt since the last update
         self._synced = 0  # version that the engines hold
         self._probed = -1  # version whose probe was started
@@ -158,7 +158,7 @@ class Verbs:
     def _parts(self, workers: Workers) -> None:
         config = self._config
         self._schedule = SamplingSchedule(config.sampling, ScheduleState())
-        self._sampling: dict[int, Sampling] = {}  # of the current step
+        self._sampling: dict[int, Sampling] = {}  # only the current step
         self._draw = GroupDraw.from_config(config)
         self._scorer = GroupScorer(
             workers,
@@ -174,7 +174,7 @@ class Verbs:
         self._kl = KLController(config.algorithm.kl)
 
     async def batch(self) -> list[Prompt] | None:
-        """Return the prompts of the next update to begin; None where `steps` have begun."""
+        """Return the prompts of the next update; None once `steps` updates have begun."""
         number = self._batch
         if number >= self._config.steps:
             return None
@@ -193,7 +193,7 @@ class Verbs:
 
         async def one(prompt: Prompt, first: int) -> SampledGroup:
             prompt_sampling = replace(self._scorer.sampling_for(prompt, sampling), least=least)
-            firsts = [first]  # of each draw: those of another call stay apart
+            firsts = [first]  # sample number at which each draw begins; calls do not overlap
 
             def seeds(number: int) -> list[int]:
                 if number == len(firsts):
@@ -209,11 +209,11 @@ class Verbs:
 
             return await sample_until_enough(fetched, seeds, least=least)
 
-        asked = []
+        work = []
         for prompt in prompts:
-            asked.append(one(prompt, draws[prompt.uid]))
+            work.append(one(prompt, draws[prompt.uid]))
             draws[prompt.uid] += count
-        return await self._within("sampled", asked)
+        return await self._within("sampled", work)
 
     def _sampling_now(self) -> Sampling:
         return self._sampling.setdefault(self.step, self._schedule.of(self.step))
@@ -225,7 +225,7 @@ class Verbs:
             try:
                 rollouts_or_reference = group.rollouts if group.reference is None else group.reference
                 return await self._scorer.score_samples(group.prompt, rollouts_or_reference, self.step)
-            except SamplesLost:  # with the node that held them; here they still are
+            except SamplesLost:  # their node is lost; ``group`` still has them
                 return await self._scorer.score_samples(group.prompt, group.rollouts, self.step)
 
         return await self._within("scored", [one(group) for group in sampled])
@@ -233,28 +233,28 @@ class Verbs:
     async def update(
         self, scored: Sequence[ScoredGroup], advantages: Sequence[np.ndarray] | None
     ) -> dict[str, float]:
-        """Train, to the end also where this call is cancelled: the ranks do not stop halfway.
+        """Train, to the end even if this call is cancelled: the ranks do not stop halfway.
 
-        Raises UserError where a cancelled call has trained on the same groups.
+        Raises UserError if a cancelled call has trained on the same groups.
         """
-        # Copies: the caller may write into its own.
+        # Copies: the caller may overwrite its arrays.
         advantage_arrays = None if advantages is None else [np.array(a, np.float32) for a in advantages]
         before = self._running
         await self._settled()
         if before is not None and tuple(map(id, before.groups)) == tuple(map(id, scored)):
             raise UserError(
-                "update(): another call has trained on these groups meanwhile, and its update counts; sample "
-                "again"
+                "update(): an earlier call has trained on these groups, also if it was interrupted, and its "
+                "update counts; sample again"
             )
         task = asyncio.create_task(self._update(scored, advantage_arrays), name=f"update {self.step + 1}")
         self._running = RunningUpdate(tuple(scored), task)
         return await self._result_of(self._running)
 
     async def _settled(self) -> None:
-        """Wait for an update that runs. Raises its error where its caller was interrupted."""
+        """Wait for a running update. Raises its error if its caller was interrupted."""
         if (running := self._running) is not None:
             await asyncio.wait([running.task])  # bounded: by the deadlines of the policy
-            if self._running is running:  # its caller has not been told
+            if self._running is running:  # its caller has no result yet
                 await self._result_of(running)
 
     async def _result_of(self, running: RunningUpdate) -> dict[str, float]:
@@ -276,7 +276,7 @@ class Verbs:
         try:
             return await self._train(ScoredBatch(list(scored), advantages=advantages))
         finally:
-            self._batch = self.step  # where the update has failed, its prompts are next again
+            self._batch = self.step  # if the update failed, its prompts are next again
 
     async def _train(self, batch: ScoredBatch) -> dict[str, float]:
         step, timer, groups = self.step, Stopwatch(), [s.group for s in batch.scored]
@@ -309,7 +309,7 @@ class Verbs:
         await self._settled()
         metrics = await self._workers.sync.push(version=self.step)
         every = self._config.reference.refresh_every
-        # At the first sync from a multiple on: a caller may make several updates before it syncs.
+        # At the first sync after a multiple: a caller may make several updates between syncs.
         refreshes = every > 0 and self.step // every > self._synced // every
         if self._workers.reference_sync is not None and refreshes:
             await self._workers.reference_sync.refresh()
@@ -348,7 +348,7 @@ class Verbs:
 
 
 def _check_replaceable(directory: Path) -> None:
-    """Raise UserError where a model in place of ``directory`` would delete what is no earlier export."""
+    """Raise UserError if an export to ``directory`` would delete anything but an earlier export."""
     if reason := why_no_export(directory):
         raise UserError(
             f"export(): {directory} is no earlier export ({reason}), and an export replaces what is there; "
@@ -357,7 +357,7 @@ def _check_replaceable(directory: Path) -> None:
 
 
 class TrainingCluster:
-    """The workers of a configuration, in the hands of the caller. Made by `grpo_dist.cluster`.
+    """The workers of a configuration, controlled by the caller. Created by `grpo_dist.cluster`.
 
         with grpo_dist.cluster("my.yaml") as cluster:
             for prompts in cluster.batches():
@@ -371,7 +371,7 @@ class TrainingCluster:
     """
 
     def __init__(self, config: Config) -> None:
-        """Raises UserError for settings that only `train` follows."""
+        """Raise UserError for settings that only `train` supports."""
         only_train = {
             "dynamic_sampling.enabled": config.dynamic_sampling.enabled,
             "batch.order: completion": config.batch.order.name == "completion",
@@ -379,7 +379,7 @@ class TrainingCluster:
             "health.action: rollback": config.health.action.kind == "rollback",
         }
         for key in (key for key, is_set in only_train.items() if is_set):
-            raise UserError(f"`{key}` is followed by train() alone; remove it for a loop of your own")
+            raise UserError(f"`{key}` is supported by train() alone; remove it for your own loop")
         if config.is_supervised:
             raise UserError("a supervised stage samples nothing, so the four verbs have no use; call train()")
         self._config = config
@@ -387,8 +387,8 @@ class TrainingCluster:
         self._work: Verbs | None = None
 
     def open(self) -> TrainingCluster:
-        """Start all workers. Raises UserError for input that cannot be used, before any worker starts, and
-        where they have started already.
+        """Start all workers. Raises UserError for unusable input, before any worker starts, and if they have
+        started already.
         """
         if self._work is not None:
             raise UserError("the cluster is open already; `with` opens it, so call open() or use `with`")
@@ -404,7 +404,7 @@ class TrainingCluster:
         return self
 
     def close(self) -> None:
-        """End all workers. Safe to call twice. A call that another thread has open raises UserError."""
+        """End all workers. Safe to call twice. Calls running in other threads raise UserError."""
         work, self._work = self._work, None
         loop, self._loop = self._loop, None
         if work is not None and loop is not None:
@@ -418,19 +418,19 @@ class TrainingCluster:
 
     @property
     def step(self) -> int:
-        """How many updates have ended."""
+        """Return how many updates have ended."""
         return self._opened.step
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """All prompts of `data.train`."""
+        """Return all prompts of `data.train`."""
         return self._opened.inputs.prompts
 
     def batches(self) -> Iterator[list[Prompt]]:
         """Yield the prompts of each step until `steps` updates have begun, in the order of the run's seed.
 
-        The prompts of a step stay the same until `update` is called. While it runs, another thread gets those
-        of the next step.
+        The prompts of a step stay the same until `update` is called. While it runs, other threads get the
+        prompts of the next step.
         """
         while (prompts := self._call(self._opened.batch())) is not None:
             yield prompts
@@ -447,11 +447,11 @@ class TrainingCluster:
             TimeoutError: `cluster.timeouts.sample_s` has passed.
             WorkerLost: an engine is lost, and no restart is left.
         """
-        _refuse_others("sample", "prompts", prompts, Prompt, "those of `batches` or `prompts`")
+        _refuse_others("sample", "prompts", prompts, Prompt, "from `batches` or `prompts`")
         return self._call(self._opened.sample(prompts, samples))
 
     def score(self, sampled: Sequence[SampledGroup]) -> list[ScoredGroup]:
-        """Compute the rewards of all samples, and their reference log-probs where the loss needs them.
+        """Compute the rewards of all samples, and their reference log-probs if the loss needs them.
 
         Raises as `sample`.
         """
@@ -464,11 +464,11 @@ class TrainingCluster:
         """Train on ``groups``, with the loss of `algorithm`, and return the metrics of the step.
 
         As in `train`, a step that fails the checks of `health` is not trained on: see `health/low_signal`.
-        An update that Ctrl-C interrupts still ends, and counts: `sync` waits for it, and so does `update`,
-        which does not train on the same ``groups`` then.
+        An update that Ctrl-C interrupts still finishes, and counts: `sync` waits for it, and `update`, too,
+        which then refuses to train on the same ``groups``.
 
         Args:
-            advantages: [G] of each group, used as they are; None: those of `algorithm.advantage`.
+            advantages: [G] of each group, used as they are; None: computed by `algorithm.advantage`.
 
         Raises:
             UserError: the samples are older than `max_staleness` updates; the groups are not scored, or do
@@ -482,8 +482,8 @@ class TrainingCluster:
         return self._call(self._opened.update(groups, advantages))
 
     def sync(self) -> dict[str, float]:
-        """Send the policy's weights to the engines, and refresh the reference where `reference.refresh_every`
-        has it due. Returns metrics of the transfer.
+        """Send the policy's weights to the engines, and refresh the reference if `reference.refresh_every`
+        says so. Returns metrics of the transfer.
         """
         return self._call(self._opened.sync())
 
@@ -504,7 +504,7 @@ class TrainingCluster:
         return path
 
     def _load_inputs(self) -> tuple[RunInputs, Cluster]:
-        """Check all input and connect to Ray, in the thread of the caller."""
+        """Check all input and connect to Ray, in the caller's thread."""
         with stage("actors", "their code is loaded"):
             from actors.cluster import Cluster  # Ray takes seconds to import
             from actors.connection import fit
@@ -529,25 +529,25 @@ class TrainingCluster:
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         loop = self._loop
-        if loop is None:  # another thread has closed the cluster since the verb was called
+        if loop is None:  # another thread has closed the cluster since this call began
             work.close()
             raise UserError(_CLOSED)
         return loop.run(work)
 
 
 class _LoopThread:
-    """An event loop in a thread of its own. Other threads may call `run` at once, also while it ends."""
+    """An event loop in a separate thread. Other threads may call `run` concurrently, also while it ends."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grpo-dist cluster", daemon=True)
-        self._calls: set[asyncio.Task[Any]] = set()  # that run; of the loop's thread
+        self._calls: set[asyncio.Task[Any]] = set()  # running calls; only the loop's thread uses it
         self._lock, self._ending = threading.Lock(), False
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of ``work``. An exception here, such as KeyboardInterrupt, cancels it. Raises
-        UserError where the loop ends meanwhile.
+        UserError if the loop ends meanwhile.
         """
         with self._lock:
             if self._ending:
@@ -557,12 +557,12 @@ class _LoopThread:
         try:
             return _result(future)
         except CancelledError as error:
-            raise UserError(_CLOSED) from error  # by `end`: nothing else cancels it
+            raise UserError(_CLOSED) from error  # by `end`: nothing else cancels calls
 
     def end(self, last: Coroutine[Any, Any, None]) -> None:
-        """Cancel the calls that run, do ``last``, and stop the loop."""
+        """Cancel all running calls, run ``last``, and stop the loop."""
         with self._lock:
-            self._ending = True  # so no call begins after those that are cancelled
+            self._ending = True  # so that no call begins after the cancellation
         try:
             _result(asyncio.run_coroutine_threadsafe(self._cancel_then(last), self._loop))
         finally:
@@ -597,7 +597,7 @@ def _result(future: Future[T]) -> T:
 
 
 def _refuse_others(verb: str, name: str, items: Sequence[Any], kind: type, expected: str) -> None:
-    """Raise UserError where ``items`` has something other than ``kind``."""
+    """Raise UserError if ``items`` contains anything but ``kind``."""
     wrong = next((item for item in items if not isinstance(item, kind)), None)
     if wrong is not None:
         hint = "; call score() on them first" if isinstance(wrong, SampledGroup) else ""

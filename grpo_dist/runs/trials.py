@@ -1,6 +1,6 @@
-"""The trials of a start: user-supplied code is called on small made inputs, a right and a wrong answer are
-scored, and each environment answers the first actions of a trial episode, as in the run. How a check reports:
-its result in words, or an exception.
+"""The trials before a start: user-supplied code is called on small test inputs, a right and a wrong answer
+are scored, and each environment answers the first actions of a trial episode, as in the run. A check returns
+its result as text, or raises.
 """
 
 from __future__ import annotations
@@ -77,20 +77,20 @@ from grpo_dist.runtime.hardware import DeviceType, device_type
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.types import Group, Prompt, Rollout, Sampling, Task, Thought
 
-ENVIRONMENT = "environment"  # the reward that the environment gives; two texts have no turns
+ENVIRONMENT = "environment"  # reward by the environment, which needs turns
 _WRONG = "-987654321"
-# Forms of an answer: a reward may ask for any of them. The two texts differ only in the answer.
+# Formats of an answer: a reward may ask for any of them. The two texts differ only in the answer.
 _ANSWERS = ("The answer is \\boxed{{{answer}}}.", "I work it out step by step.\n#### {answer}", "{answer}")
 _THOUGHT_ANSWERS = ("<answer>The answer is \\boxed{{{answer}}}.</answer>", "<answer>{answer}</answer>")
 _REMEDY = (
-    "give a right and a wrong completion of the first problem in `rewards.trial`, and the trial is decisive: "
+    "set `rewards.trial` to a right and a wrong completion of the first problem, and the trial is decisive: "
     "{right: ..., wrong: ...}, with {answer} for the answer"
 )
 _SHOWN = 200  # characters of an observation
-_HARMLESS = ("ok", "malformed")  # made arguments may not fit what a type does not say
+_HARMLESS = ("ok", "malformed")  # test arguments may not fit: types do not say everything
 # Calls that the tools of this package answer with 42.
 _TOOL_INPUTS = {"python": "print(6 * 7)", "calculator": "6 * 7"}
-TRIAL_S = 60.0  # deadline of one piece, with its imports
+TRIAL_S = 60.0  # deadline per component, with its imports
 _ROWS, _TOKENS, _CLOSE = 4, 6, 1e-4
 _INPUTS: dict[Kind, type[Any]] = {
     ADVANTAGE: AdvantageInputs, LOSS: PolicyLossInputs, KL: KLInputs, AGGREGATION: AggregationInputs,
@@ -99,21 +99,21 @@ _INPUTS: dict[Kind, type[Any]] = {
 
 
 class CheckSkipped(Exception):
-    """The check needs what another check could not read, or what is not known before a run."""
+    """The check needs something that another check could not read, or that is unknown before a run."""
 
 
 @dataclass
 class Start:
-    """A run that is about to start, and what the checks so far have read; None: unreadable, or not yet.
+    """A run that is about to start, and the results of earlier checks; None: unreadable, or not read yet.
 
     Attributes:
-        say: gets notes and warnings of the checks.
-        train_first: whether a cold start may train; else the model is the one that it would start from.
-        workers_device: of the run's workers, which may be on another machine; None: as on this one.
+        say: receives notes and warnings of the checks.
+        train_first: whether a cold start may train; else the model is the one that it starts from.
+        workers_device: of the run's workers, which may be on another machine; None: as on this machine.
         rows: of `data.train` and `data.eval`.
-        is_cold_started: the model of the cold start is there already.
+        is_cold_started: the model of the cold start exists already.
         longest_demonstration: of the cold start, tokens.
-        warnings: what `say` got and events must have.
+        warnings: messages of `say` that are also events.
     """
 
     config: Config
@@ -138,9 +138,9 @@ class Start:
 
 @dataclass(frozen=True)
 class RewardTrial:
-    """``texts``, ``totals``: of the right and of the wrong answer; ``parts``: each reward's two scores.
-    ``failures``: why rewards gave no score. ``raised``: one of them did not return None or NaN.
-    ``raised_elsewhere``: failures of other forms of an answer, where one did.
+    """``texts``, ``totals``: of the right and of the wrong answer. ``parts``: each reward's two scores.
+    ``failures``: why rewards gave no score. ``raised``: a reward raised, instead of returning None or NaN.
+    ``raised_elsewhere``: failures in other formats of the answer for which a reward raised.
     """
 
     texts: tuple[str, str]
@@ -152,12 +152,12 @@ class RewardTrial:
 
     @property
     def separates(self) -> bool:
-        """True where the right answer gets more."""
+        """Return whether the right answer scores higher."""
         return self.totals[0] > self.totals[1]
 
     @property
     def inverts(self) -> bool:
-        """True where the wrong answer gets more."""
+        """Return whether the wrong answer scores higher."""
         return self.totals[0] < self.totals[1]
 
     def __str__(self) -> str:
@@ -169,16 +169,16 @@ class RewardTrial:
 
 
 def check_reward(start: Start) -> str:
-    """Score a right and a wrong answer to the first prompt with the graders of the run, and to the first of
-    each source of training and evaluation, where sources have rewards of their own.
+    """Score a right and a wrong answer to the first prompt with the graders of the run, or to the first
+    prompt of each training and evaluation source, if sources have their own rewards.
 
-    Rewards that fail, in every form of an answer, are a problem. So are scores of a right answer that are not
-    above those of a wrong one, if all rewards are built in or `rewards.trial` has the two; else of those
-    answers no more is known than that they are usual, and it is a warning.
+    It is an error if rewards fail in every format of an answer. It is also an error if the right answer does
+    not score higher than the wrong one, if all rewards are built in or `rewards.trial` has the two answers;
+    else the formats are guesses, and it is a warning.
     """
     rewards = start.config.rewards
-    told = stage("reward", "a right and a wrong answer are scored")
-    with told, GraderPool.from_config(rewards, 2) as pool:
+    scoring = stage("reward", "a right and a wrong answer are scored")
+    with scoring, GraderPool.from_config(rewards, 2) as pool:
         try:
             return _check_all(start, pool)
         except CheckSkipped as reason:  # the stage has not failed
@@ -188,8 +188,8 @@ def check_reward(start: Start) -> str:
 
 def _check_all(start: Start, pool: GraderPool) -> str:
     rewards = start.config.rewards
-    for advantage, seen in start.config.rewards_by_estimator:
-        refuse(graded_problems(seen, advantage))
+    for advantage, estimator_rewards in start.config.rewards_by_estimator:
+        refuse(graded_problems(estimator_rewards, advantage))
     refuse(scoring_problems(rewards, start.config.sampling, pool))
     if not rewards.all_functions:
         raise CheckSkipped("`rewards.functions` is empty, and reward models are not asked before a run")
@@ -208,26 +208,26 @@ def _check_all(start: Start, pool: GraderPool) -> str:
         raise CheckSkipped("the data cannot be read, so there is no problem of each source to answer")
     first: dict[str, Prompt] = {}
     for prompts in (start.inputs.prompts, *(eval_set.prompts for eval_set in start.inputs.eval_sets)):
-        for place, source in enumerate(sources_of(prompts)):
+        for index, source in enumerate(sources_of(prompts)):
             if source not in first:
-                first[source] = prompts[place]
-    said, failed, skipped = [], [], []
+                first[source] = prompts[index]
+    results, failed, skipped = [], [], []
     for source, prompt in first.items():
         try:
-            told = _check_source(start, rewards.select_source(source), prompt, pool)
-            said.append(f"source {source}: {told}")
+            result = _check_source(start, rewards.select_source(source), prompt, pool)
+            results.append(f"source {source}: {result}")
         except Refused as error:
             failed.append(f"source {source}: {error}")
         except CheckSkipped as reason:
             skipped.append(f"source {source}: {reason}")
     refuse(failed)
-    if not said:
+    if not results:
         raise CheckSkipped("; ".join(skipped))
-    return "\n    ".join([*said, *(f"not checked: {text}" for text in skipped)])
+    return "\n    ".join([*results, *(f"not checked: {text}" for text in skipped)])
 
 
 def _warn_of_boxes(start: Start) -> None:
-    """Warn of training sources whose rows ask for a box, where math takes other answers by default."""
+    """Warn of training sources whose rows ask for a box, if math accepts other answers by default."""
     rewards = start.config.rewards
     if start.rows is None or "require_box" in rewards.model_fields_set:
         return
@@ -281,23 +281,21 @@ def _check_source(start: Start, rewards: RewardsConfig, prompt: Prompt | None, p
         return f"{text}\n    no reward here looks at whether an answer is right"
     if decisive:
         raise Refused(
-            f"{text}\n    the right one must get more in all: look at the answer {prompt.answer!r} of the "
+            f"{text}\n    the right answer must score higher: look at the answer {prompt.answer!r} of the "
             "data, and at `rewards.functions`, their weights and the form in which they expect an answer"
         )
     why = f"was not scored: {reasons}" if reasons else "got no more than a wrong one"
-    start.warn(
-        f"rewards: a right answer in its usual forms {why}. Where that is not as you want it, {_REMEDY}"
-    )
+    start.warn(f"rewards: a right answer in its usual forms {why}. If you expect otherwise, {_REMEDY}")
     return text
 
 
 def try_rewards(
     rewards: RewardsConfig, sampling: SamplingConfig, prompt: Prompt, pool: GraderPool
 ) -> RewardTrial:
-    """Try each form of an answer until the right answer gets more than the wrong one, or less.
+    """Try each format of an answer until the right answer scores higher than the wrong one, or lower.
 
-    Where neither happens, returns the first form that all rewards score. Reward models and environments are
-    not asked. Raises ValueError for rewards that cannot be used.
+    If neither happens, return the first format that all rewards score. Reward models and environments are not
+    asked. Raises ValueError for rewards that cannot be used.
     """
     # Functions that a reward model or the environment gates are scored without their gate.
     absent = [model.name for model in rewards.models]
@@ -312,7 +310,7 @@ def try_rewards(
     scorer = Scorer(settings.select_source("").functions, pool)
     try:
         for texts in _answers(rewards, prompt):
-            tried.append(_tried(scorer, settings, sampling, prompt, texts))
+            tried.append(_try_answers(scorer, settings, sampling, prompt, texts))
             if tried[-1].separates or tried[-1].inverts:
                 break
     finally:
@@ -323,7 +321,7 @@ def try_rewards(
     return replace(chosen, raised_elsewhere=tuple(dict.fromkeys(others)))
 
 
-def _tried(
+def _try_answers(
     scorer: Scorer, settings: RewardsConfig, sampling: SamplingConfig, prompt: Prompt, texts: tuple[str, str]
 ) -> RewardTrial:
     before = {name: counts.total() for name, counts in scorer.failures.items()}
@@ -341,7 +339,7 @@ def _tried(
 
 
 def _answers(rewards: RewardsConfig, prompt: Prompt) -> list[tuple[str, str]]:
-    """Return pairs of a right and a wrong completion: the user's, or a pair of each usual form."""
+    """Return pairs of a right and a wrong completion: the user's, or one pair per usual format."""
     right = alternatives(prompt.answer)[0]
     if (trial := rewards.trial) is not None:
         return [(trial.right.replace("{answer}", right), trial.wrong.replace("{answer}", right))]
@@ -352,7 +350,7 @@ def _answers(rewards: RewardsConfig, prompt: Prompt) -> list[tuple[str, str]]:
 
 
 def _forms(thought: Thought) -> list[tuple[str, str]]:
-    """Return pairs of a thought, closed where the prompt opens it, and a form of the answer."""
+    """Return pairs of a thought, closed where the prompt opens it, and a format of the answer."""
     opening = "" if thought.prompt == "opens" else f"{thought.opening}\n"
     closed = f"{opening}I work it out step by step.\n{thought.closing}\n"
     before = "" if thought.prompt == "closes" else closed
@@ -362,8 +360,8 @@ def _forms(thought: Thought) -> list[tuple[str, str]]:
 
 
 def is_blind(rewards: RewardsConfig) -> bool:
-    """Return True where no reward function with a weight depends on the answer, so that a wrong one may score
-    as much as a right one.
+    """Return whether no reward function with a weight depends on the answer: a wrong answer may score as high
+    as a right one.
     """
     builtin = [REWARDS.get(reward.function) for reward in rewards.functions if reward.weight]
     return all(function is not None and function.is_blind for function in builtin)
@@ -378,7 +376,7 @@ def _make_rollout(prompt: Prompt, sample: int, text: str) -> Rollout:
 
 
 def _first_prompt(start: Start) -> Prompt | None:
-    """Return the first prompt; the first row with made-up tokens where there is no tokenizer."""
+    """Return the first prompt; without a tokenizer, the first row with a dummy token."""
     if start.inputs is not None:
         return start.inputs.prompts[0]
     if start.rows is None:
@@ -388,8 +386,8 @@ def _first_prompt(start: Start) -> Prompt | None:
 
 
 def check_environments(start: Start) -> str:
-    """Play a trial episode with each environment, in which each tool is called once, and say how the policy's
-    code is confined.
+    """Play a trial episode with each environment that calls each tool once, and report how the policy's code
+    is confined.
     """
     config = start.config
     if not config.has_environments:
@@ -403,7 +401,7 @@ def check_environments(start: Start) -> str:
             EnvironmentProbe(task.environment, task.kwargs, config.environments).describe()
             for task, _ in first
         ]
-        notes, answers = asyncio.run(_played(config.environments, first, described))
+        notes, answers = asyncio.run(_play(config.environments, first, described))
     tokenizer = start.inputs.tokenizer
     form = resolve_format(config.environments.call_format, template_text(tokenizer, config.data))
     called = "in code blocks" if form == CODE else f"as {form} does"
@@ -439,7 +437,7 @@ def _first_of_each(prompts: Iterable[Prompt]) -> list[tuple[Task, Prompt]]:
     return list(first.values())
 
 
-async def _played(
+async def _play(
     settings: EnvironmentsConfig, first: Sequence[tuple[Task, Prompt]], described: Sequence[Description]
 ) -> tuple[list[str], list[list[tuple[Action, Observed]]]]:
     runner = EpisodeRunner(settings)
@@ -449,15 +447,15 @@ async def _played(
         for number, ((task, prompt), environment) in enumerate(zip(first, described, strict=True)):
             problem = Problem(prompt.text, prompt.answer, prompt.columns)
             episode = f"check:{number}"
-            is_agent = task.environment.startswith(AGENT)  # which asks before the first action
-            own_actions = [Action("")] if is_agent else _trial_answers(environment, prompt.answer)
-            played: list[tuple[Action, Observed]] = []
+            is_agent = task.environment.startswith(AGENT)  # an agent asks before the first action
+            actions = [Action("")] if is_agent else _trial_answers(environment, prompt.answer)
+            episode_answers: list[tuple[Action, Observed]] = []
             calls = [_trial_call(tool["function"]) for tool in environment.tools]
-            for turn, action in enumerate([*calls, *([] if environment.stateless else own_actions)]):
-                played.append((action, await runner.act(episode, task, problem, action, turn=turn)))
-                if played[-1][1].done:
+            for turn, action in enumerate([*calls, *([] if environment.stateless else actions)]):
+                episode_answers.append((action, await runner.act(episode, task, problem, action, turn=turn)))
+                if episode_answers[-1][1].done:
                     break
-            answers.append(played)
+            answers.append(episode_answers)
             await runner.end(episode)
         return notes, answers
     finally:
@@ -471,7 +469,7 @@ def _trial_answers(described: Description, answer: str) -> list[Action]:
 
 
 def _trial_call(function: Mapping[str, Any]) -> Action:
-    """Return a call of a tool; of a user's with made arguments of the types that it declares."""
+    """Return a call of a tool; user tools get test arguments of their declared types."""
     if (name := function["name"]) in _TOOL_INPUTS:
         return Action(_TOOL_INPUTS[name], (Call(name, _TOOL_INPUTS[name], raw=True),))
     arguments = json.dumps(_example(function["parameters"], function["parameters"].get("$defs", {})))
@@ -479,7 +477,7 @@ def _trial_call(function: Mapping[str, Any]) -> Action:
 
 
 def _example(schema: Mapping[str, Any], defined: Mapping[str, Any]) -> Any:
-    """Return a small value of the JSON ``schema`` with all that it requires. ``defined``: by name."""
+    """Return a small value of the JSON ``schema`` with all required fields. ``defined``: schemas by name."""
     if "$ref" in schema:
         return _example(defined.get(schema["$ref"].rpartition("/")[2], {}), {})
     for key in ("const", "default"):
@@ -505,7 +503,7 @@ def _example(schema: Mapping[str, Any], defined: Mapping[str, Any]) -> Any:
 
 
 def _signature(schema: Mapping[str, Any]) -> str:
-    """Return a tool with its arguments, those in brackets optional: middle(low, high, [rounding])."""
+    """Return a tool with its arguments, optional ones in brackets: middle(low, high, [rounding])."""
     function = schema["function"]
     needed = function["parameters"].get("required", ())
     names = (name if name in needed else f"[{name}]" for name in function["parameters"]["properties"])
@@ -513,7 +511,7 @@ def _signature(schema: Mapping[str, Any]) -> str:
 
 
 def _not_told(described: Description, prompt: str) -> list[str]:
-    """Return a line where the first prompt does not name a tool: then it may never be called."""
+    """Return a line if the first prompt does not name a tool: the policy may never call it."""
     absent = [f"`{n}`" for tool in described.tools if (n := tool["function"]["name"]) not in prompt]
     if not absent:
         return []
@@ -527,8 +525,8 @@ def _describe(observed: Observed) -> str:
     if observed.calls:
         return ", ".join(f"{call.result.strip()[:_SHOWN]!r} ({call.outcome})" for call in observed.calls)
     text = observed.observation
-    if (asked := observed.request) is not None:
-        text = asked.get("prompt") or json.dumps(asked.get("messages"), ensure_ascii=False)
+    if (request := observed.request) is not None:
+        text = request.get("prompt") or json.dumps(request.get("messages"), ensure_ascii=False)
     parts = [] if not text else [repr(str(text)[:_SHOWN])]
     parts += [] if observed.reward is None else [f"reward {observed.reward:g}"]
     parts += ["the end of the episode"] if observed.done else []
@@ -536,59 +534,59 @@ def _describe(observed: Observed) -> str:
 
 
 def user_code_problems(
-    pieces: Sequence[UserComponent], code_paths: Sequence[str], tokenizer: Any = None
+    components: Sequence[UserComponent], code_paths: Sequence[str], tokenizer: Any = None
 ) -> Iterator[str]:
-    """Yield a message for every piece that cannot be used. Imports and runs user code. `data.tasks` tries
-    environments, `rewards.registry` rewards, and reading them data sources.
+    """Yield a message for every component that cannot be used. Imports and runs user code. Environments are
+    tried by `data.tasks`, rewards by `rewards.registry`, and data sources when they are read.
 
-    ``tokenizer``: of the model, for a rollout function; None: that is not called.
+    ``tokenizer``: of the model, for a rollout function, which is not called without.
     """
-    for piece in pieces:
-        if piece.kind not in _INPUTS:
+    for component in components:
+        if component.kind not in _INPUTS:
             continue
-        error = _failure(partial(_try, piece, code_paths, tokenizer))
+        error = _failure(partial(_try, component, code_paths, tokenizer))
         if isinstance(error, UserCodeFailed):
             error = error.__cause__
         elif isinstance(error, ValueError):
-            yield f"`{piece.key}` = {piece.name}: {error}"
+            yield f"`{component.key}` = {component.name}: {error}"
             continue
-        # Names of the run's rewards, metrics and columns are not those of a made input. Losses see none.
-        is_name = isinstance(error, KeyError) and piece.kind not in (LOSS, KL, AGGREGATION)
+        # A test input lacks names of the run's rewards, metrics and columns. Losses read no names.
+        is_name = isinstance(error, KeyError) and component.kind not in (LOSS, KL, AGGREGATION)
         if error is not None and not is_name:
             reason = masked_text(raised(error))
-            yield f"`{piece.key}` = {piece.name} fails on a small made input ({reason}); correct it"
+            yield f"`{component.key}` = {component.name} fails on a small test input ({reason}); correct it"
 
 
 def _failure(trial: Callable[[], None]) -> BaseException | None:
     """Return what ``trial`` raises; a ValueError where it takes longer than `TRIAL_S`."""
     done = start_thread(trial, "trial of user-supplied code")
     if not futures.wait([done], TRIAL_S).done:
-        return ValueError(f"it did not return within {TRIAL_S:g} s on a small made input; correct it")
+        return ValueError(f"it did not return within {TRIAL_S:g} s on a small test input; correct it")
     return done.exception()
 
 
-def _try(piece: UserComponent, code_paths: Sequence[str], tokenizer: Any) -> None:
-    """Call ``piece`` on a made input. Raises whatever is wrong with it."""
-    kind, name = piece.kind, piece.name
+def _try(component: UserComponent, code_paths: Sequence[str], tokenizer: Any) -> None:
+    """Call ``component`` on a test input. Raises its errors."""
+    kind, name = component.kind, component.name
     function = load(kind, name, code_paths)
     in_list = kind in (METRIC, SINK)
-    arguments = "rollout.function_kwargs" if kind is ROLLOUT else f"{piece.key}{'.N' * in_list}.kwargs"
-    check_signature(function, _INPUTS[kind], piece.kwargs, f"{kind.title} {name}", arguments)
+    arguments = "rollout.function_kwargs" if kind is ROLLOUT else f"{component.key}{'.N' * in_list}.kwargs"
+    check_signature(function, _INPUTS[kind], component.kwargs, f"{kind.title} {name}", arguments)
     if kind in (ADVANTAGE, LOSS, KL, AGGREGATION):
-        _TRIALS[kind](name, UserCode.from_pieces(code_paths, [piece]))
+        _TRIALS[kind](name, UserCode.from_pieces(code_paths, [component]))
     elif kind is METRIC:
-        inputs = MetricInputs(1, _made_groups(), {"reward/mean": 0.5})
-        own_metric(name, code_paths, piece.kwargs, inputs, "trial")
+        inputs = MetricInputs(1, _trial_groups(), {"reward/mean": 0.5})
+        own_metric(name, code_paths, component.kwargs, inputs, "trial")
     elif kind is SINK:
         if absent := [method for method in ("log", "table", "close") if not hasattr(function, method)]:
             raise ValueError(f"sink {name} has no method `{absent[0]}`; expected log, table and close")
     elif kind is ORDER:
-        inputs_of_order = OrderInputs(1, 2, [_made_prompt(i) for i in range(6)], {"p0": (1.0, 4.0)}, 0)
-        first = chosen(name, code_paths, piece.kwargs, inputs_of_order)
-        if chosen(name, code_paths, piece.kwargs, inputs_of_order) != first:
+        order_inputs = OrderInputs(1, 2, [_trial_prompt(i) for i in range(6)], {"p0": (1.0, 4.0)}, 0)
+        first = chosen(name, code_paths, component.kwargs, order_inputs)
+        if chosen(name, code_paths, component.kwargs, order_inputs) != first:
             raise ValueError(f"prompt order {name} gives two answers to the same inputs; draw from `seed`")
     elif kind is ROLLOUT and tokenizer is not None:
-        _try_rollout(UserRollout(name, function, piece.kwargs), tokenizer)
+        _try_rollout(UserRollout(name, function, component.kwargs), tokenizer)
 
 
 def _try_advantage(name: str, code: UserCode) -> None:
@@ -601,7 +599,7 @@ def _try_advantage(name: str, code: UserCode) -> None:
 
 
 def _try_loss(name: str, code: UserCode) -> None:
-    values = _made_values()
+    values = _trial_values()
     logprobs = values[0].requires_grad_()
     inputs = PolicyLossInputs(logprobs, values[1], values[2], torch.sin(values[1] * 9), _mask())
     losses, _ = user_policy_loss(name, code, inputs)
@@ -617,7 +615,7 @@ def _try_loss(name: str, code: UserCode) -> None:
 
 
 def _try_kl(name: str, code: UserCode) -> None:
-    values = _made_values()
+    values = _trial_values()
     logprobs = values[0].requires_grad_()
     kl = kl_estimate(name, code, logprobs, values[1])
     _check_gradient(f"{KL.title} {name}", kl, logprobs)
@@ -629,12 +627,12 @@ def _try_kl(name: str, code: UserCode) -> None:
 
 
 def _try_aggregation(name: str, code: UserCode) -> None:
-    losses, mask = _made_values()[0].requires_grad_(), _mask()
+    losses, mask = _trial_values()[0].requires_grad_(), _mask()
 
     def share(rows: slice) -> torch.Tensor:
-        of_samples, of_prompts = mask.sum(dim=1), mask.sum().expand(len(mask))  # all of one prompt
+        sample_tokens, prompt_tokens = mask.sum(dim=1), mask.sum().expand(len(mask))  # one prompt
         inputs = AggregationInputs(
-            losses[rows], mask[rows], float(mask.sum()), 4.0, 8, of_samples[rows], 1.0, of_prompts[rows]
+            losses[rows], mask[rows], float(mask.sum()), 4.0, 8, sample_tokens[rows], 1.0, prompt_tokens[rows]
         )
         return user_aggregation(name, code, inputs)
 
@@ -643,10 +641,10 @@ def _try_aggregation(name: str, code: UserCode) -> None:
     _check_split(f"{AGGREGATION.title} {name}", whole, share(slice(0, 1)) + share(slice(1, None)))
 
 
-def _check_gradient(what: str, result: torch.Tensor, of: torch.Tensor) -> None:
+def _check_gradient(what: str, result: torch.Tensor, leaf: torch.Tensor) -> None:
     if not result.requires_grad:
         raise ValueError(f"{what} has no gradient; do not detach or convert its inputs")
-    (gradient,) = torch.autograd.grad(result.sum(), of, retain_graph=True)
+    (gradient,) = torch.autograd.grad(result.sum(), leaf, retain_graph=True)
     if not (torch.isfinite(gradient).all() and torch.isfinite(result).all()):
         raise ValueError(f"{what} is not finite, or its gradient is not")
 
@@ -655,7 +653,7 @@ def _check_split(what: str, whole: torch.Tensor, parts: torch.Tensor) -> None:
     if not torch.allclose(whole, parts, rtol=_CLOSE, atol=_CLOSE):
         raise ValueError(
             f"{what} gives other results when the rows are split, so the gradient would depend on the "
-            "number of ranks; compute each row alone, and divide by the numbers that are given"
+            "number of ranks; compute each row alone, and divide by the numbers of the inputs"
         )
 
 
@@ -668,7 +666,7 @@ def _try_rollout(rollout: UserRollout, tokenizer: Any) -> None:
             [ids[-1]] * count, np.full(count, -1.0, np.float32), np.zeros(count, np.int32), "stop"
         )
 
-    asyncio.run(rollout.sample(_made_prompt(0), 0, 1, Sampling(max_new_tokens=64), generate, tokenizer))
+    asyncio.run(rollout.sample(_trial_prompt(0), 0, 1, Sampling(max_new_tokens=64), generate, tokenizer))
 
 
 _TRIALS: dict[Kind, Callable[[str, UserCode], None]] = {
@@ -676,8 +674,8 @@ _TRIALS: dict[Kind, Callable[[str, UserCode], None]] = {
 }  # fmt: skip
 
 
-def _made_values() -> list[torch.Tensor]:
-    """Return three [4, 6] arrays of log-probs, nats, a little apart."""
+def _trial_values() -> list[torch.Tensor]:
+    """Return three [4, 6] tensors of log-probs, nats, slightly different."""
     numbers = torch.arange(_ROWS * _TOKENS, dtype=torch.float32).view(_ROWS, _TOKENS)
     return [-0.5 - torch.sin(numbers + shift).abs() for shift in (0.0, 0.05, 0.1)]
 
@@ -686,11 +684,11 @@ def _mask() -> torch.Tensor:
     return torch.arange(_TOKENS) < torch.tensor([[6], [3], [5], [1]])
 
 
-def _made_prompt(number: int) -> Prompt:
+def _trial_prompt(number: int) -> Prompt:
     return Prompt(f"p{number}", np.array([1, 2, 3], np.int32), "3", "made", "1+2=")
 
 
-def _made_groups() -> list[Group]:
+def _trial_groups() -> list[Group]:
     rewards = np.array([1.0, 0.0], np.float32)
     rollouts = tuple(
         Rollout(
@@ -699,4 +697,4 @@ def _made_groups() -> list[Group]:
         )
         for i in range(2)
     )  # fmt: skip
-    return [Group(_made_prompt(0), rollouts, rewards, {"math": rewards}, ("correct", "wrong"))]
+    return [Group(_trial_prompt(0), rollouts, rewards, {"math": rewards}, ("correct", "wrong"))]

@@ -1,5 +1,3 @@
-"""What any process needs: concurrency, files, hardware, metering. Nothing here knows policy, loop or
-actors.
-"""
+"""Utilities for any process: concurrency, files, hardware, metering. Imports no policy, loop or actors."""
 
-__version__ = "0.1.0"  # here for those that must not import the package's face
+__version__ = "0.1.0"  # here for modules that must not import the package's public API

@@ -1,5 +1,5 @@
-"""Waiting for several coroutines at once, deadlines that name their stage, an event loop and a worker that
-reports its failures on threads of their own, and a budget of restarts.
+"""Gather coroutines, deadlines that name their stage, an event loop on a thread, a background thread that
+reports its failures, and a restart budget.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ logger = logging.getLogger("grpo_dist")
 
 T = TypeVar("T")
 
-_ASK_S = 0.2  # between two checks whether to stop waiting
-_DEADLINE_S = 600.0  # in which a disk must have taken what the thread writes
+_ASK_S = 0.2  # interval of checks whether to stop waiting
+_DEADLINE_S = 600.0  # limit for the disk to accept a thread's writes
 _LONGEST_S = 60.0
-_DOUBLINGS = 64  # at most: two to the power of a thousand restarts would overflow
-_DRAWS = 3  # of a group whose samples fail: once may be bad luck
+_DOUBLINGS = 64  # limit: 2 to the power of a thousand restarts would overflow
+_DRAWS = 3  # attempts for a group whose samples fail: one failure may be bad luck
 
 
 class LoopThread:
-    """An event loop on a thread of its own, for callers that have none."""
+    """An event loop on a separate thread, for callers without one."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -50,8 +50,8 @@ class LoopThread:
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """A group of tasks, which may create further ones; ends when all are done. The first failure cancels the
-    others and is raised itself, not in a group.
+    """Run a group of tasks, which may create more; exit when all are done. The first failure cancels the
+    others and is raised as it is, not in an exception group.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -61,18 +61,18 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Return the results in order. Fails as `task_group` does."""
+    """Return the results in order. Fails like `task_group`."""
     async with task_group() as group:
         tasks = [group.create_task(c) for c in coroutines]
     return [task.result() for task in tasks]  # bounded: they are done
 
 
 def run_in_thread(function: Callable[[], T]) -> Awaitable[T]:
-    """Run ``function`` in a daemon thread, which the end of the program does not wait for."""
+    """Run ``function`` in a daemon thread, which does not delay the program's exit."""
     future: Future[T] = Future()
 
     def run() -> None:
-        future.set_running_or_notify_cancel()  # it can no longer be cancelled, so setting a result succeeds
+        future.set_running_or_notify_cancel()  # can no longer be cancelled, so setting a result succeeds
         try:
             future.set_result(function())
         except BaseException as error:
@@ -86,9 +86,9 @@ def run_in_thread(function: Callable[[], T]) -> Awaitable[T]:
 async def deadline(
     seconds: float, stage: str, *, explain: Callable[[], Awaitable[str]] | None = None
 ) -> AsyncIterator[Callable[[], None]]:
-    """Raise TimeoutError naming ``stage`` when the body takes longer than ``seconds``, or longer than that
-    after its last call of the yielded function. The lines after the first are what ``explain`` then returns.
-    A TimeoutError of the body passes unchanged.
+    """Raise TimeoutError naming ``stage`` if the body takes longer than ``seconds``. The yielded function
+    restarts the deadline. ``explain`` returns further lines for the message. A TimeoutError of the body
+    passes unchanged.
     """
     timeout = asyncio.timeout(seconds)
     try:
@@ -102,8 +102,8 @@ async def deadline(
 
 
 async def wait_unless_stopped(task: asyncio.Task[Any], stop_requested: Callable[[], bool]) -> bool:
-    """Wait for ``task``. Returns false, and leaves it running, as soon as ``stop_requested`` is true. The
-    caller holds the deadline.
+    """Wait for ``task``. Returns False, and leaves it running, as soon as ``stop_requested`` is true. The
+    caller sets the deadline.
     """
     while not task.done():
         await asyncio.wait([task], timeout=_ASK_S)
@@ -124,8 +124,8 @@ async def run_unless_stopped(work: Coroutine[Any, Any, T], stop_requested: Calla
 
 
 async def retry_lost_samples(attempt: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of ``attempt``, which samples. Repeats it where samples are lost before all readers
-    have them: the same seeds give the same samples. The caller holds the deadline.
+    """Return the result of ``attempt``, which samples. Repeats it if samples are lost before all readers have
+    them: the same seeds give the same samples. The caller sets the deadline.
     """
     while True:
         try:
@@ -135,9 +135,9 @@ async def retry_lost_samples(attempt: Callable[[], Awaitable[T]]) -> T:
 
 
 class Background:
-    """A thread with a queue of at most ``pending`` pieces of work; `submit` blocks while the queue is full.
+    """A thread with a queue of at most ``pending`` work items; `submit` blocks while the queue is full.
 
-    The next call of any method raises the first failure unchanged. Work submitted after it is skipped.
+    After a failure, the next call of any method raises it unchanged, and later work is skipped.
     """
 
     def __init__(self, name: str, *, pending: int) -> None:
@@ -154,9 +154,7 @@ class Background:
             raise self._too_late() from None
 
     def flush(self) -> None:
-        """Wait until all submitted work is done. Raises TimeoutError where the disk does not take it in
-        time.
-        """
+        """Wait until all submitted work is done. Raises TimeoutError if the disk is too slow."""
         self._flush(_DEADLINE_S)
 
     def is_idle(self) -> bool:
@@ -165,7 +163,7 @@ class Background:
         return not self._work.unfinished_tasks
 
     def close(self) -> None:
-        """Flush and end the thread. Where the disk takes nothing, the thread is abandoned: it is a daemon."""
+        """Flush and end the thread. If the disk blocks, the thread is abandoned: it is a daemon."""
         end = time.monotonic() + _DEADLINE_S
         try:
             self._work.put(None, timeout=_DEADLINE_S)
@@ -199,21 +197,21 @@ class Background:
             raise self._failure
 
 
-WINDOW_S = 3600.0  # older restarts do not count: what fails once an hour is not broken
+WINDOW_S = 3600.0  # older restarts do not count: one failure per hour is acceptable
 
 
 class Budget:
-    """The restarts of one actor, or of a whole role. With ``settings`` None there are none."""
+    """The restart budget of one actor or of a whole role. ``settings`` None: no restarts."""
 
     def __init__(
         self, settings: RestartsConfig | None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._settings, self._clock = settings, clock
         self._recent: deque[float] = deque()
-        self.used = 0  # in all
+        self.used = 0  # total restarts
 
     def take(self) -> float | None:
-        """Use one restart. Returns the seconds to wait before it, or None when no restart is left."""
+        """Use one restart. Returns the seconds to wait before it, or None if no restart is left."""
         if self._settings is None:
             return None
         now = self._clock()
@@ -227,13 +225,13 @@ class Budget:
         return float(min(self._settings.backoff_s * 2**doubled, _LONGEST_S))
 
     def __str__(self) -> str:
-        """Describe the restart last taken, e.g. "restart 2 of 3"."""
+        """Describe the last restart, e.g. "restart 2 of 3"."""
         allowed = self._settings.max_per_worker if self._settings else 0
         return f"restart {len(self._recent)} of {allowed}"
 
     @property
     def spent(self) -> str:
-        """Say why no restart is left, to be appended to a failure; "" where none was ever allowed."""
+        """Explain why no restart is left, as a suffix of a failure; "" if restarts were never allowed."""
         if self._settings is None or not self._recent:
             return ""
         return (
@@ -244,20 +242,20 @@ class Budget:
 async def sample_until_enough(
     sample: Callable[[Sequence[int]], Awaitable[T]], seeds: Callable[[int], Sequence[int]], *, least: int
 ) -> T:
-    """Return what ``sample`` makes of a prompt's samples with ``seeds(0)``. The caller holds the deadline.
+    """Return the result of ``sample`` with the seeds of draw 0, ``seeds(0)``. The caller sets the deadline.
 
-    Samples that are lost before all readers have them are sampled again with the same seeds. Where engines
-    give fewer than ``least``, those of draw 1 are sampled, then of draw 2. Raises SamplesFailed after that.
+    Samples that are lost before all readers have them are resampled with the same seeds. If engines give
+    fewer than ``least``, tries the seeds of draw 1, then of draw 2. Raises SamplesFailed after that.
     """
     draw = 0
     while True:
         try:
             return await retry_lost_samples(partial(sample, seeds(draw)))
         except SamplesFailed as error:
-            wanted, draw = f"{least}, half of `batch.samples_per_prompt`", draw + 1
+            minimum, draw = f"{least}, half of `batch.samples_per_prompt`", draw + 1
             if draw == _DRAWS:
                 raise SamplesFailed(
-                    f"{find_cause(error)}; the last of {_DRAWS} draws, expected at least {wanted}. See the "
+                    f"{find_cause(error)}; the last of {_DRAWS} draws, expected at least {minimum}. See the "
                     "logs of the engines"
                 ) from error
-            logger.warning("%s, expected at least %s; the group is drawn again", find_cause(error), wanted)
+            logger.warning("%s, expected at least %s; resampling the group", find_cause(error), minimum)

@@ -1,7 +1,7 @@
-"""Files that appear complete or not at all, also after a power cut, backups, and locks on directories; JSON
-files, files with one JSON object a step, and generated parts of documents.
+"""Atomic file writes that survive a power cut, backups, and locks on directories; JSON files, files with one
+JSON object per step, and generated parts of documents.
 
-Contents reach the disk before their name does. A run reads its files back, damaged or not.
+Contents reach the disk before their name does. Readers handle damaged files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import IO, Any
 from grpo_dist.errors import RERUN, RunEnded, UserError
 
 LOCK = ".lock"
-# Errors of network file systems without locks. EBADF: a directory, which cannot be opened for writing.
+# Errors of network file systems without locks. EBADF: a directory cannot be opened for writing.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -36,8 +36,8 @@ class DiskFull(RunEnded):
 
 
 def check_room(directory: Path, error: BaseException) -> None:
-    """Raise DiskFull in place of ``error``, which ended a run in ``directory``, when that disk is full. Not
-    every writer reports it: torch complains about an unexpected position in its file.
+    """Raise DiskFull instead of ``error``, which ended a run in ``directory``, if that disk is full. Not
+    every writer reports this: torch complains about an unexpected position in its file.
     """
     reported = getattr(error, "errno", None) in _FULL
     if reported or shutil.disk_usage(directory).free < _FULL_BYTES:
@@ -47,14 +47,14 @@ def check_room(directory: Path, error: BaseException) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise UserError for a device, FIFO or socket, or a link to one: a file would take its place."""
+    """Raise UserError for a device, FIFO or socket, or a link to one: a file would replace it."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{path}: a device, FIFO or socket, which a file would replace; name another file")
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Flush the finished file or directory ``partial`` and rename it to ``final``. A file replaces one
-    there. Raises as `check_replaceable`.
+    """Flush the finished file or directory ``partial`` and rename it to ``final``; a file replaces an
+    existing one. Raises like `check_replaceable`.
     """
     check_replaceable(final)
     flush(partial)
@@ -63,7 +63,7 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two names atomically. Returns False, with nothing done, where the file system cannot."""
+    """Exchange two names atomically. Returns False, with nothing done, if the file system cannot."""
     flush(one)
     renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     if renameat2(_HERE, bytes(one.absolute()), _HERE, bytes(other.absolute()), _EXCHANGE) == 0:
@@ -75,8 +75,8 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` atomically: a reader finds the old file or the new one, also after a
-    crash. Raises as `check_replaceable`.
+    """Write ``text`` to ``path`` atomically: a reader finds the old file or the new one, even after a crash.
+    Raises like `check_replaceable`.
     """
     check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,8 +87,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def open_new(path: Path) -> IO[str]:
-    """Open a new text file for writing. Whatever is at ``path`` is removed first, never written through: it
-    may be a link to any other file.
+    """Open a new text file for writing. Removes an existing ``path`` first, as it may be a link to another
+    file, which must not be overwritten.
     """
     clear(path)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
@@ -96,7 +96,7 @@ def open_new(path: Path) -> IO[str]:
 
 
 def clear(path: Path) -> None:
-    """Remove the file, directory or link at ``path``, if there is one. The target of a link stays."""
+    """Remove the file, directory or link at ``path``, if any. The target of a link stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -104,9 +104,9 @@ def clear(path: Path) -> None:
 
 
 def keep_backup(path: Path) -> Path:
-    """Rename ``path`` to the first free ``path.old-1``, ``path.old-2`` ..., and return the new path."""
+    """Rename ``path`` to the first free ``path.old-1``, ``path.old-2`` ...; return the new path."""
     number = 1
-    # A link to nothing takes a name, too: a rename would replace it.
+    # A dangling link occupies a name, too: a rename would replace it.
     while os.path.lexists(backup := path.with_name(f"{path.name}.old-{number}")):
         number += 1
     path.rename(backup)
@@ -115,16 +115,16 @@ def keep_backup(path: Path) -> Path:
 
 @contextmanager
 def alone(directory: Path, what: str, *, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock of ``directory`` for the length of the block.
+    """Hold the lock of ``directory`` during the block.
 
-    Raises UserError where another process still holds it after ``patience_s``; ``what`` names what that
-    process does. The kernel releases the locks when the process ends, however it ends.
+    Raises UserError if another process still holds it after ``patience_s``; ``what`` describes that process's
+    work. The kernel releases the locks when the process ends, however it ends.
 
-    Both the directory and the file `.lock` in it are locked. The file can be deleted, and then a lock on it
-    excludes no other process; the directory cannot be locked on some network file systems.
+    Locks both the directory and its file `.lock`: the file can be deleted, and then a lock on it excludes no
+    other process; some network file systems cannot lock the directory.
     """
     end = time.monotonic() + patience_s
-    while not (descriptors := _locks(directory)):
+    while not (descriptors := _acquire_locks(directory)):
         if time.monotonic() >= end:
             raise UserError(f"{directory}: another process is {what}")
         time.sleep(_AGAIN_S)
@@ -134,16 +134,16 @@ def alone(directory: Path, what: str, *, patience_s: float = 0.0) -> Iterator[No
         _close(descriptors)
 
 
-def _locks(directory: Path) -> list[int]:
-    """Return the descriptors that hold both locks; none where another process holds one, or has just replaced
-    what it locked.
+def _acquire_locks(directory: Path) -> list[int]:
+    """Return the descriptors that hold both locks; [] if another process holds one, or has just replaced a
+    locked path.
     """
     directory.mkdir(parents=True, exist_ok=True)
     descriptors: list[int] = []
     try:
-        for path, opened in ((directory, _open_directory), (directory / LOCK, _open_lock)):
-            descriptors.append(opened(path))
-            if not _locked(descriptors[-1]) or not _is_at(path, descriptors[-1]):
+        for path, open_path in ((directory, _open_directory), (directory / LOCK, _open_lock)):
+            descriptors.append(open_path(path))
+            if not _try_lock(descriptors[-1]) or not _is_at(path, descriptors[-1]):
                 break
         else:
             return descriptors
@@ -171,7 +171,7 @@ def _open_directory(directory: Path) -> int:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock file without truncating it: a link put in its place must not empty another file."""
+    """Open the lock file without truncating it: if it is a link, another file must not be emptied."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -184,8 +184,8 @@ def _open_lock(path: Path) -> int:
     return descriptor
 
 
-def _locked(descriptor: int) -> bool:
-    """Try to lock ``descriptor``; true also where the file system has no locks."""
+def _try_lock(descriptor: int) -> bool:
+    """Try to lock ``descriptor``; also True if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -213,22 +213,22 @@ def _flush(path: Path) -> None:
 def read_json(path: Path) -> Any:
     """Return the parsed contents of ``path``.
 
-    Raises OSError for a file that cannot be read or is not a regular file (reading a pipe would never end),
-    and ValueError for text that is not UTF-8 or not JSON, or is nested deeper than the parser's stack.
+    Raises OSError for an unreadable file or one that is not regular (reading a pipe would never end), and
+    ValueError for text that is not UTF-8 or not JSON, or is nested deeper than the parser's stack.
     """
     check_regular(path)
     return parse_json(path.read_bytes())
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError for a pipe or a device, which may have no end. Opening a directory fails by itself."""
+    """Raise OSError for a pipe or a device, which may be endless. Opening a directory fails anyway."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the parsed ``text``. Raises ValueError as `read_json`."""
+    """Return the parsed ``text``. Raises ValueError like `read_json`."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -245,9 +245,9 @@ def replace_nan(value: Any) -> Any:
 
 
 class StepLines:
-    """A file to which each step adds one JSON object as a line.
+    """A file with one line of JSON per step.
 
-    Opening it drops the lines of steps after ``keep_through``: the resumed run writes them again.
+    Opening it drops the lines of steps after ``keep_through``: the resumed run rewrites them.
     """
 
     def __init__(self, path: Path, *, keep_through: int) -> None:
@@ -260,7 +260,7 @@ class StepLines:
 
 
 def kept_lines(path: Path, through: int) -> list[str]:
-    """Return the lines of steps up to ``through``. A last line that a kill has cut short is left out."""
+    """Return the lines of steps up to ``through``, without a last line that a kill truncated."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     lines = text.splitlines(keepends=True)
     return [line for line in lines if _is_step_up_to(line, through)]
@@ -269,38 +269,38 @@ def kept_lines(path: Path, through: int) -> list[str]:
 def _is_step_up_to(line: str, last: int) -> bool:
     try:
         return line.endswith("\n") and parse_json(line)["step"] <= last
-    except (ValueError, KeyError, TypeError):  # cut short by a kill
+    except (ValueError, KeyError, TypeError):  # truncated by a kill
         return False
 
 
 def record_to_dict(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass with slots by name. They are not copied: `dataclasses.asdict` copies
-    them, and takes ten times as long.
+    """Return the fields of a dataclass with slots by name, without copying: `dataclasses.asdict` copies, and
+    takes ten times as long.
     """
     return {name: getattr(record, name) for name in record.__slots__}
 
 
 def replace_part(text: str, name: str, part: str) -> str:
-    """Return ``text`` with ``part`` between the marks of ``name``. Raises ValueError where there are none."""
+    """Return ``text`` with ``part`` between the marks of ``name``. Raises ValueError if there are none."""
     begin, end = f"<!-- begin generated: {name} -->", f"<!-- end generated: {name} -->"
     before, marker, rest = text.partition(begin)
-    _, also_found, after = rest.partition(end)
-    if not (marker and also_found):
+    _, end_marker, after = rest.partition(end)
+    if not (marker and end_marker):
         raise ValueError(f"no marks {begin} ... {end}; put them where the generated part belongs")
     return f"{before}{begin}\n{part.strip()}\n{end}{after}"
 
 
 def refresh(document: Path, name: str, part: str, *, arguments: Sequence[str]) -> int:
-    """Write ``part`` into ``document``; with ``--check`` only compare. Returns the exit code: 1 where the
-    check finds it out of date.
+    """Write ``part`` into ``document``; with ``--check`` only compare. Returns the exit code: 1 if the check
+    finds it out of date.
     """
-    now = document.read_text()
-    wanted = replace_part(now, name, part)
+    current = document.read_text()
+    updated = replace_part(current, name, part)
     if "--check" in arguments:
-        if now != wanted:
+        if current != updated:
             print(
                 f"{document}: the generated part `{name}` is out of date; run `make reference` to update it"
             )
-        return int(now != wanted)
-    document.write_text(wanted)
+        return int(current != updated)
+    document.write_text(updated)
     return 0

@@ -1,5 +1,5 @@
-"""What this machine has and what follows from it: device, dtype, micro-batch, backends, threads. Other
-modules ask here and decide nothing of this themselves.
+"""Detect this machine's hardware, and choose device, dtype, micro-batch, backends and threads. No other
+module makes these choices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GIB = 2**30  # bytes
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 COLD_START_LOGITS = 4096  # tokens whose logits exist at once in a cold start
-_LARGE_GPU = 70 * 10**9  # bytes; those sold as 80 GB have a little less
+_LARGE_GPU = 70 * 10**9  # bytes; GPUs sold as 80 GB have slightly less
 
 
 def device_type() -> DeviceType:
@@ -38,28 +38,28 @@ def device_type() -> DeviceType:
 
 
 def usable_gpus() -> int:
-    """Return how many GPUs this process may compute on; 0 where there are none, where CUDA_VISIBLE_DEVICES
-    hides them, and with a CPU build of torch. No context is created on any.
+    """Return how many GPUs this process may use; 0 if there are none, if CUDA_VISIBLE_DEVICES hides them, or
+    with a CPU build of torch. Creates no CUDA context.
 
-    Raises UserError where the driver lists GPUs and CUDA does not start on them: Ray and the placement would
+    Raises UserError if the driver lists GPUs but CUDA does not start on them: Ray and the placement would
     count them, and every worker would compute on the CPU.
     """
     import torch
 
-    listed = torch.cuda.device_count()  # NVML's, which answers with a driver of any age
+    listed = torch.cuda.device_count()  # from NVML, which works with a driver of any age
     if listed and not _cuda_starts():
         raise UserError(
             f"the driver lists {listed} GPU{'s' if listed > 1 else ''}, and CUDA does not start: "
             f"{_driver_version()}, torch {torch.__version__} built for CUDA {torch.version.cuda}"
             f"{_cuda_error()}; update the driver to one for this CUDA, or install builds of torch and vLLM "
-            "for a CUDA of the driver; to compute on the CPU, set CUDA_VISIBLE_DEVICES to nothing"
+            "for a CUDA of the driver; to compute on the CPU, set CUDA_VISIBLE_DEVICES= (empty)"
         )
     return listed
 
 
 def _cuda_starts() -> bool:
-    """Return whether the CUDA runtime itself finds a GPU. DeepSpeed and vLLM set a variable by which torch
-    asks NVML instead.
+    """Return whether the CUDA runtime finds a GPU. DeepSpeed and vLLM set a variable that makes torch ask
+    NVML instead.
     """
     import torch
 
@@ -72,7 +72,7 @@ def _cuda_starts() -> bool:
 
 
 def _cuda_error() -> str:
-    """Return what CUDA says when it does not start, with ": " before it."""
+    """Return ": " and CUDA's error if it does not start; "" if it starts."""
     import torch
 
     try:
@@ -83,7 +83,7 @@ def _cuda_error() -> str:
 
 
 def _driver_version() -> str:
-    """Return the version of NVIDIA's driver and the newest CUDA that it runs, in words."""
+    """Describe the version of NVIDIA's driver and its newest supported CUDA."""
     try:
         import pynvml
     except ImportError:
@@ -102,24 +102,24 @@ def _driver_version() -> str:
 def resolve_dtype(
     name: Literal["auto", "float32", "bfloat16"], device: DeviceType | None = None
 ) -> torch.dtype:
-    """Return the dtype to compute in. ``auto`` is bfloat16 on a GPU that supports it and float32 elsewhere. A
-    GPU of another machine (``device`` is cuda, and there is none here) is taken to support it.
+    """Return the compute dtype. ``auto``: bfloat16 on a GPU that supports it, else float32. A GPU of another
+    machine (``device`` is cuda, and there is none here) is assumed to support it.
 
-    float32 on CPUs has two reasons: the engine is then bit-reproducible for any batch composition, and
-    bfloat16 kernels crash with an illegal instruction for some head sizes on processors without AMX.
+    float32 on CPUs has two reasons: the engine is bit-reproducible for any batch composition, and bfloat16
+    kernels crash with an illegal instruction for some head sizes on processors without AMX.
     """
     import torch
 
     device = device or device_type()
     if name == "auto":
-        computes = not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
-        return torch.bfloat16 if device == "cuda" and computes else torch.float32
+        is_supported = not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if device == "cuda" and is_supported else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def limit_gpu_memory(share: float, device: torch.device) -> None:
-    """Let this process allocate at most ``share`` of its GPU, so that one that needs more fails alone and not
-    the others on the GPU. No effect on a CPU or for a whole GPU.
+    """Limit this process to ``share`` of its GPU's memory, so that a process that needs more does not fail
+    others on the GPU. No effect on a CPU or for a whole GPU.
     """
     import torch
 
@@ -128,25 +128,23 @@ def limit_gpu_memory(share: float, device: torch.device) -> None:
 
 
 def micro_batch_tokens(chosen: int | None, device: DeviceType) -> int:
-    """Return the tokens of a micro-batch. A CPU gets few: one that fits its caches is faster than a larger
-    one.
-    """
+    """Return the tokens of a micro-batch. Few on a CPU: a micro-batch that fits its caches is faster."""
     return chosen or (16384 if device == "cuda" else 4096)
 
 
 def device_memory() -> int:
-    """Return the memory of this machine's GPU, bytes; 0 where there is none."""
+    """Return the memory of this machine's GPU, bytes; 0 if there is none."""
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory if device_type() == "cuda" else 0
 
 
 def logprob_chunk_mib(device: DeviceType, memory: int | None = None) -> int:
-    """Return the size of a block of logits, MiB, of which two exist at once. ``memory``: of the device,
-    bytes; None: of this machine's.
+    """Return the size of a block of logits, MiB; two exist at once. ``memory``: device memory, bytes; None:
+    this machine's.
 
-    The backward pass reads and writes the gradient of the head's weight, float32 [V, D], once for each block.
-    A GPU with room for large blocks spends less of its time on that.
+    The backward pass reads and writes the gradient of the head's weight, float32 [V, D], once per block. A
+    GPU with room for large blocks spends less time on that.
     """
     if device == "cpu":
         return 32
@@ -166,10 +164,10 @@ def transfer_backend(
     one_host: bool,
     colocated: bool = False,
 ) -> TransferBackend:
-    """Return the transport of weights from the policy, which is on ``device``, to the engines.
+    """Return the weight transport from the policy, which is on ``device``, to the engines.
 
     ``one_host``: policy and engines are on one machine. ``colocated``: each engine is on a GPU of the policy,
-    which NCCL refuses. Raises UserError for a transport that does not reach all engines.
+    which NCCL refuses. Raises UserError for a transport that cannot reach all engines.
     """
     if name == "shared_memory" and not one_host:
         raise UserError(
@@ -178,7 +176,7 @@ def transfer_backend(
         )
     if name == "ipc" and not colocated:
         raise UserError(
-            "weight_sync.backend = ipc needs policy and engines on the same GPUs, and each has its own; use "
+            "weight_sync.backend = ipc needs policy and engines on the same GPUs, but they are separate; use "
             "auto, or set cluster.placement=colocated"
         )
     if name == "nccl" and colocated:
@@ -194,16 +192,16 @@ def transfer_backend(
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Return the environment of a process that may use ``threads`` CPU threads. It must be set before torch
-    is imported, because OpenMP reads it once.
+    """Return the environment variables of a process with ``threads`` CPU threads. Set them before importing
+    torch: OpenMP reads them once.
     """
     count = str(max(1, threads))
     return {
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
-        # Waiting threads spin for some 50 microseconds, then sleep. Longer spinning takes the cores from
-        # other processes: two engines on the same two cores took 8.3 s a batch each with this value and
-        # 12.9 s with 10000; libgomp's default is 300000.
+        # Waiting threads spin for about 50 microseconds, then sleep. Longer spinning blocks other processes:
+        # two engines on the same two cores took 8.3 s per batch each with this value, and 12.9 s with 10000;
+        # libgomp's default is 300000.
         "GOMP_SPINCOUNT": "1000",
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -211,12 +209,12 @@ def thread_environment(threads: int) -> dict[str, str]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Make torch compute in the calling thread alone inside the block. Where several processes share cores
-    that each counts as its own, waiting for further threads costs more than they save.
+    """Make torch compute only in the calling thread inside the block. If several processes share the same
+    cores, waiting for more threads costs more than they save.
     """
     import torch
 
-    # vLLM replaces `torch.set_num_threads` by a function that does nothing.
+    # vLLM replaces `torch.set_num_threads` with a no-op.
     before, change = torch.get_num_threads(), torch._C.set_num_threads
     change(1)
     try:
@@ -227,8 +225,8 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def inductor_settings_kept() -> Iterator[None]:
-    """Keep the number of threads that `torch.compile` compiles with. Importing vLLM sets it to 1 for the
-    whole process and those it starts.
+    """Keep the number of compile threads of `torch.compile`. Importing vLLM sets it to 1 for this process and
+    its children.
     """
     import torch._inductor.config  # noqa: F401  # slow to import; reads the variable once
 
@@ -243,8 +241,8 @@ def inductor_settings_kept() -> Iterator[None]:
 
 
 def quiet_libraries() -> None:
-    """Keep progress bars and device warnings of libraries out of the terminal, and transformers' generation
-    code out of processes that load a tokenizer or a configuration.
+    """Silence progress bars and device warnings of libraries, and keep transformers' generation code out of
+    processes that only load a tokenizer or a configuration.
     """
     if device_type() == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
@@ -255,8 +253,8 @@ def quiet_libraries() -> None:
 
 
 def _skip_generation_code() -> None:
-    """Have transformers' auto classes import its generation code, and with it torch's compiler and sharded
-    tensors (3 CPU seconds), only for the class that uses it: that of a model with remote code.
+    """Make transformers' auto classes import its generation code lazily: only models with remote code use it,
+    and it imports torch's compiler and sharded tensors (3 CPU seconds).
     """
     name = "transformers.models.auto.auto_factory"
     if name in sys.modules:
@@ -275,15 +273,15 @@ def _skip_generation_code() -> None:
 
 
 def has_layer_kernels() -> bool:
-    """Return whether liger-kernel, the kernels of `model.kernels`, is installed here."""
+    """Return whether liger-kernel, for `model.kernels`, is installed here."""
     return find_spec("liger_kernel") is not None
 
 
 def torch_computes_on_gpus() -> bool:
-    """Return whether the installed torch is a build for GPUs, without importing it."""
-    found = find_spec("torch")
-    assert found is not None and found.origin is not None
-    return run_path(str(Path(found.origin).with_name("version.py")))["cuda"] is not None
+    """Return whether the installed torch is a GPU build, without importing it."""
+    spec = find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return run_path(str(Path(spec.origin).with_name("version.py")))["cuda"] is not None
 
 
 def available_cpus() -> int:
@@ -291,8 +289,8 @@ def available_cpus() -> int:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return ``tensor`` on ``device``. From host memory to a GPU this thread does not wait for what the GPU
-    computes: torch keeps the pinned memory until the copy has ended.
+    """Return ``tensor`` on ``device``. A copy from host to GPU is asynchronous: torch keeps the pinned memory
+    until it has finished.
     """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
@@ -301,9 +299,9 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 @cache
 def processor_digest(described: Path = Path("/proc/cpuinfo")) -> str:
-    """Return a name for this processor's model and instructions: 16 hexadecimal digits. Compiled code is kept
-    by it, as a home directory may be that of several machines: another one's instructions would crash.
+    """Return 16 hexadecimal digits that identify this processor's model and instructions. They key compiled
+    code: machines may share a home directory, and another machine's instructions would crash.
     """
-    wanted = ("model name", "flags", "Features", "CPU part")  # the latter two on ARM
-    lines = {line for line in described.read_text().splitlines() if line.startswith(wanted)}
+    fields = ("model name", "flags", "Features", "CPU part")  # the latter two on ARM
+    lines = {line for line in described.read_text().splitlines() if line.startswith(fields)}
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]

@@ -1,15 +1,14 @@
-"""Decides which worker takes the next group, and queues groups while all workers are full.
+"""Assign each group to a worker, and queue groups while all workers are full.
 
-    admit(4 sequences) -> worker 1     of those with capacity, the one with the fewest outstanding tokens
-    admit(4, prefer=2) -> worker 2     if it has no more sequences than that one, and hardly more tokens
+    admit(4 sequences) -> worker 1     the worker with capacity and the fewest outstanding tokens
+    admit(4, prefer=2) -> worker 2     if it has no more sequences than worker 1, and hardly more tokens
     admit(4 sequences) -> waits        first come, first served
     release(1, 4)      -> the first waiting group takes worker 1
-    withdraw(1)        -> worker 1 is lost with its groups, and gets no other until restore(1)
-    close(1)           -> worker 1 finishes its groups, and gets no other until restore(1)
+    withdraw(1)        -> worker 1 is lost with its groups, and gets no more until restore(1)
+    close(1)           -> worker 1 finishes its groups, and gets no more until restore(1)
 
 A release wakes only groups that fit now: with a thousand groups waiting for 64 engines, the driver does not
-visit all of them each time a group is finished. It looks only at its own worker, because nowhere else has
-room appeared.
+visit all of them each time a group finishes. It considers only the released worker, as no other has new room.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Sequences assigned to an engine, as a multiple of what it decodes at once: enough to keep it full, few
-# enough that the rest waits in the pool, where the first free engine can take it.
+# Sequences assigned to an engine, as a multiple of its decoding batch: enough to keep it full, few enough
+# that the rest waits in the pool, where the first free engine can take it.
 QUEUE_DEPTH = 2
 
 
 class Load(NamedTuple):
-    """A number of sequences, and the most prompt and completion tokens they may have."""
+    """A number of sequences, and their maximum prompt and completion tokens."""
 
     sequences: int
     tokens: int
@@ -67,11 +66,10 @@ class LoadBalancer:
         return bool(self._waiting)
 
     async def admit(self, sequences: int, tokens: int, *, prefer: int | None = None) -> int:
-        """Return the worker that takes the group; the load counts as its own until `release`. Raises the
-        error passed to `fail`.
+        """Return the worker for the group; add the load to it until `release`. Raises the error of `fail`.
 
-        ``prefer``: the worker that takes it if its load equals the least: no more sequences, and more tokens
-        by less than those of the group, whose prompts differ in length. A group that waits has no choice.
+        ``prefer``: the worker to use if its load about equals the lowest: no more sequences, and an excess of
+        tokens below the group's tokens, as prompts differ in length. Ignored for a group that waits.
         """
         if self._failure is not None:
             raise self._failure
@@ -85,15 +83,15 @@ class LoadBalancer:
         try:
             return await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # admitted and cancelled in the same moment
+            if turn.done() and not turn.cancelled():  # admitted and cancelled at the same moment
                 self.release(turn.result(), sequences, tokens)  # bounded: it is done
             else:
                 self._serve()  # the next one may fit
             raise
 
     def release(self, index: int, sequences: int, tokens: int) -> None:
-        """Subtract finished load from worker ``index``, and assign the groups that waited longest."""
-        if index in self._withdrawn:  # its load was dropped with it
+        """Subtract finished load from worker ``index``, and assign the longest-waiting groups."""
+        if index in self._withdrawn:  # its load was already dropped
             return
         load = self._loads[index]
         load.sequences -= sequences
@@ -102,12 +100,12 @@ class LoadBalancer:
             self._serve(index)
 
     def withdraw(self, index: int) -> None:
-        """Take worker ``index`` out of service: it is lost with its load."""
+        """Take worker ``index`` out of service and drop its load."""
         self._withdrawn.add(index)
         self._loads[index] = _Slot()
 
     def close(self, index: int) -> None:
-        """Assign worker ``index`` no further groups; it keeps its own."""
+        """Assign no more groups to worker ``index``; it keeps its current ones."""
         self._closed.add(index)
 
     def sequences(self, index: int) -> int:
@@ -129,54 +127,54 @@ class LoadBalancer:
                 turn.set_exception(error)
 
     def _serve(self, only: int | None = None) -> None:
-        """Assign the groups that waited longest. ``only``: the worker that has got room since the first of
-        them was refused; None: any may have room.
+        """Assign the longest-waiting groups. ``only``: the only worker with new room since the first group
+        was refused; None: any worker may have room.
         """
         while self._waiting:
-            wanted, cost, turn = self._waiting[0]
-            if turn.done():  # a cancelled one only leaves the queue, and the next was not refused yet
+            sequences, tokens, turn = self._waiting[0]
+            if turn.done():  # a cancelled group leaves the queue; the next one was not refused yet
                 only = None
             else:
-                taken = self._take(wanted, cost, only)
-                if taken is None:
+                index = self._take(sequences, tokens, only)
+                if index is None:
                     return
-                turn.set_result(taken)
+                turn.set_result(index)
             self._waiting.popleft()
-            if self._waiting and self._waiting[0][0] < wanted:  # may fit where this one did not
+            if self._waiting and self._waiting[0][0] < sequences:  # may fit where this one did not
                 only = None
 
     def _take(self, sequences: int, tokens: int, only: int | None = None) -> int | None:
-        """Assign the group to the worker with the fewest tokens among those with capacity, if any. ``only``:
-        the one to consider.
+        """Assign the group to the worker with capacity and the fewest tokens, if any. ``only``: consider only
+        this worker.
         """
         if only is None:
-            taken = self._least_loaded(sequences)
+            index = self._least_loaded(sequences)
         else:
-            taken = only if self._takes(only, sequences) else None
-        if taken is not None:
-            self._loads[taken].sequences += sequences
-            self._loads[taken].tokens += tokens
-        return taken
+            index = only if self._has_room(only, sequences) else None
+        if index is not None:
+            self._loads[index].sequences += sequences
+            self._loads[index].tokens += tokens
+        return index
 
     def _keep_if_least(self, index: int | None, sequences: int, tokens: int) -> int | None:
-        """Return ``index`` if it has room for the group and its load equals the least, else None."""
+        """Return ``index`` if it has room for the group and its load about equals the lowest, else None."""
         least = self._least_loaded(sequences) if index is not None else None
-        if index is None or least is None or not self._takes(index, sequences):
+        if index is None or least is None or not self._has_room(index, sequences):
             return None
         load, fewest = self._loads[index], self._loads[least]
         equal = load.sequences <= fewest.sequences and load.tokens - fewest.tokens < tokens
         return index if equal else None
 
     def _least_loaded(self, sequences: int) -> int | None:
-        """Return the worker with room for ``sequences`` and the fewest tokens, the first of several."""
+        """Return the worker with room for ``sequences`` and the fewest tokens; the first of equals."""
         least: int | None = None
         fewest = math.inf
         for index, load in enumerate(self._loads):  # each group looks at all workers
-            if load.tokens < fewest and self._takes(index, sequences):
+            if load.tokens < fewest and self._has_room(index, sequences):
                 least, fewest = index, load.tokens
         return least
 
-    def _takes(self, index: int, sequences: int) -> bool:
+    def _has_room(self, index: int, sequences: int) -> bool:
         """Return whether worker ``index`` is in service and has room for ``sequences``."""
         assigned = self._loads[index].sequences
         if assigned and assigned + sequences > self._capacity:

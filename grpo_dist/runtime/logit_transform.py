@@ -1,10 +1,10 @@
-"""What a model does to its logits behind the LM head: soft-capping, scaling, or nothing.
+"""Find a model's logit transform after the LM head: soft-capping, scaling, or none.
 
     Gemma 2, 3n, 4        cap tanh(z / cap)
     Cohere, Granite       slope z
 
-Read from what the model's own ``forward`` does, not from keys of its configuration: families give one key
-opposite meanings (`logits_scaling` divides in Granite and multiplies in HyperCLOVA X).
+Measured by running the model's ``forward``, not read from its configuration: a key may have opposite meanings
+(`logits_scaling` divides in Granite and multiplies in HyperCLOVA X).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Where a transform is compared with the model's. The first tells the slope, the second a cap.
+# Points where a transform is compared with the model's. The first gives the slope, the second a cap.
 _POINTS = (2.0**-30, 2.0**60, -(2.0**60), 0.25, -1.0, 3.0, -8.0, 20.0, 40.0, -200.0, 1000.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """Turns the LM head's output z into the model's logits: ``slope`` z, or with a ``cap``
+    """Transforms the LM head's output z into logits: ``slope`` z, or with a ``cap``
     ``cap`` tanh(``slope`` z / ``cap``). Both are above 0.
     """
 
@@ -36,23 +36,23 @@ class LogitTransform:
         return self.slope == 1.0 and self.cap is None
 
     def apply_(self, outputs: Tensor) -> Tensor:
-        """Turn ``outputs`` of the LM head into logits, in place."""
+        """Transform ``outputs`` of the LM head into logits, in place."""
         if self.cap is not None:
             return outputs.mul_(self.slope / self.cap).tanh_().mul_(self.cap)
         return outputs if self.is_identity else outputs.mul_(self.slope)
 
     def derivative(self, logits: Tensor) -> Tensor | float:
-        """Return the derivative of ``logits`` by the head's outputs that they were made from."""
+        """Return the derivative of ``logits`` with respect to the head's outputs."""
         if self.cap is None:
             return self.slope
         return (logits / self.cap).square_().neg_().add_(1.0).mul_(self.slope)
 
     @classmethod
     def from_model(cls, model: Any) -> LogitTransform:
-        """Find the transform of ``model`` (transformers, with or without weights), which runs with neither
-        decoder nor head: known values take the place of what they return.
+        """Find the transform of ``model`` (transformers, with or without weights). Runs it with stubs for
+        decoder and head, which return known values.
 
-        Raises ValueError where the logits are no such function of hidden states @ weight.
+        Raises ValueError if the logits are not a `LogitTransform` of hidden states @ weight.
         """
         head = model.get_output_embeddings()
         if head is None:
@@ -63,14 +63,14 @@ class LogitTransform:
         vocabulary, size = getattr(weight, "ds_shape", weight.shape)  # ranks of ZeRO-3 hold parts
         outputs = outputs.repeat(math.ceil(vocabulary / len(_POINTS)))[:vocabulary]
         hidden = 2.0 ** (torch.arange(size, dtype=torch.float64, device=device) % 8)
-        logits, scale = _run_behind_decoder(model, head, hidden, outputs)
+        logits, scale = _run_with_stubs(model, head, hidden, outputs)
         if scale != 1.0 and getattr(head, "bias", None) is not None:
             raise ValueError("it scales hidden states before an LM head with a bias")
-        transform = cls._fitted(outputs, logits)
+        transform = cls._fit(outputs, logits)
         return cls(transform.slope * scale, transform.cap)
 
     @classmethod
-    def _fitted(cls, outputs: Tensor, logits: Tensor) -> LogitTransform:
+    def _fit(cls, outputs: Tensor, logits: Tensor) -> LogitTransform:
         if logits.shape != outputs.shape:
             raise ValueError(
                 f"its LM head has {outputs.numel()} outputs, and it returns {logits.numel()} logits"
@@ -83,15 +83,15 @@ class LogitTransform:
         if not is_usable or not torch.allclose(
             transform.apply_(outputs.clone()), logits.double(), rtol=tolerance, atol=tolerance
         ):
-            raise ValueError("what it does to logits behind the LM head is neither scaling nor soft-capping")
+            raise ValueError("its transform after the LM head is neither scaling nor soft-capping")
         return transform
 
 
 IDENTITY = LogitTransform()
 
 
-class _Decoded(dict[str, Any]):
-    """Stands in for what a decoder returns: ``hidden`` and nothing else."""
+class _DecoderOutput(dict[str, Any]):
+    """A decoder's output with only ``hidden``."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__(last_hidden_state=hidden)
@@ -107,43 +107,43 @@ class _Decoded(dict[str, Any]):
         return self.get("last_hidden_state" if key == 0 else key)
 
 
-def _run_behind_decoder(model: Any, head: nn.Module, hidden: Tensor, outputs: Tensor) -> tuple[Tensor, float]:
-    """Return the logits [V] that ``model`` makes of ``outputs`` [V] of its head, and by how much it scales
-    the decoder's ``hidden`` [D] before the head. Raises ValueError where it does anything else to them.
+def _run_with_stubs(model: Any, head: nn.Module, hidden: Tensor, outputs: Tensor) -> tuple[Tensor, float]:
+    """Return the logits [V] that ``model`` computes from ``outputs`` [V] of its head, and its scale of the
+    decoder's ``hidden`` [D] before the head. Raises ValueError if it does anything else to them.
     """
     tokens = torch.ones(1, 1, dtype=torch.long, device=hidden.device)
     problem: Exception | None = None
-    # A wrapper with further towers computes around its decoder, which needs values that it may not have.
+    # A multimodal wrapper also computes around its decoder, on values that a stub may lack.
     for inner in (model.get_decoder(), model.base_model):
         if inner is model:
             continue
-        decoder = _Known(_Decoded(hidden[None, None].clone()))
-        projection = _Known(outputs[None, None].clone())
-        with _replaced(inner, decoder), _replaced(head, projection), torch.no_grad():
+        decoder = _Stub(_DecoderOutput(hidden[None, None].clone()))
+        projection = _Stub(outputs[None, None].clone())
+        with _replace_forward(inner, decoder), _replace_forward(head, projection), torch.no_grad():
             try:
                 logits = model(input_ids=tokens, use_cache=False).logits[0, -1]
-            except Exception as error:  # whatever its code runs into without a decoder
+            except Exception as error:  # any error of its code without a decoder
                 problem = error
                 continue
-        if len(projection.taken) == 1 and (scale := _scale(projection.taken[0], hidden)):
+        if len(projection.inputs) == 1 and (scale := _find_scale(projection.inputs[0], hidden)):
             return logits, scale
         break
     raise ValueError("its logits are not hidden states @ the LM head's weight") from problem
 
 
-class _Known:
-    """A forward pass that returns ``value``, and remembers what it was called with."""
+class _Stub:
+    """A forward pass that returns ``value`` and records its inputs."""
 
     def __init__(self, value: Any) -> None:
-        self.value, self.taken = value, list[Any]()
+        self.value, self.inputs = value, list[Any]()
 
     def __call__(self, *inputs: Any, **_: Any) -> Any:
-        self.taken += inputs
+        self.inputs += inputs
         return self.value
 
 
-def _scale(rows: Tensor, hidden: Tensor) -> float | None:
-    """Return the number that ``hidden`` [D] times is ``rows`` [1, 1, D], above 0; None if there is none."""
+def _find_scale(rows: Tensor, hidden: Tensor) -> float | None:
+    """Return the factor above 0 by which ``rows`` [1, 1, D] is ``hidden`` [D]; None if there is none."""
     if rows.shape != (1, 1, len(hidden)) or rows.is_meta:
         return None
     scales = rows[0, 0].double() / hidden
@@ -151,12 +151,12 @@ def _scale(rows: Tensor, hidden: Tensor) -> float | None:
 
 
 @contextmanager
-def _replaced(module: nn.Module, forward: Any) -> Iterator[None]:
+def _replace_forward(module: nn.Module, forward: Any) -> Iterator[None]:
     before = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
         del module.forward
-        if before is not None:  # replaced before, for this module alone
+        if before is not None:  # this module's forward was already replaced
             module.forward = before

@@ -1,10 +1,10 @@
-"""Memory of tensors that leaves the accelerator for host memory and returns, in place; and freed host memory.
+"""Offload tensors to host memory and reload them, in place; and return freed host memory.
 
     storage   [ a ..... | b .. ]     parameters, partitions and optimiser state are views of storages
     offload   bytes -> host, storage resized to 0     the views stay, without memory
-    reload    storage resized to its length <- bytes  the views are as they were, bit by bit
+    reload    storage resized to its length <- bytes  the views are bitwise as before
 
-Every view stays the same, so it does not matter which of DeepSpeed's optimizers holds them, or how.
+Views stay the same objects, so this works with any DeepSpeed optimizer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _CHUNK = 64 * 2**20
 
 
 class HostCopies:
-    """Copies in host memory of what `offload` took from ``device``; their memory is kept for the next time.
+    """Host copies of tensors that `offload` moved from ``device``; their memory is kept for the next time.
 
-    ``constant``: the tensors never change, so that their bytes are copied once; they live as long as their
-    copies. ``scratch``: their values are not needed, and are zeros afterwards.
+    ``constant``: the tensors never change, so their bytes are copied once; they live as long as their copies.
+    ``scratch``: the values are not needed, and are zeros afterwards.
     """
 
     def __init__(self, device: torch.device, *, constant: bool = False, scratch: bool = False) -> None:
@@ -34,16 +34,16 @@ class HostCopies:
         self._chunks: list[Tensor] = []
         self._end = 0  # bytes in use
         self._begins: dict[int, int | None] = {}  # by storage: its first byte; None: it holds zeros
-        # Those of `_begins`, kept so that no other gets the address of one.
+        # The storages in `_begins`, kept so that no new storage gets the same address.
         self._storages: list[torch.UntypedStorage] = []
         self._away: list[tuple[torch.UntypedStorage, int]] = []
 
     def offload(self, tensors: Iterable[Tensor], timed: Timer = untimed) -> None:
-        """Move the memory of ``tensors``, and of all that share it, to the host. Nothing may use them before
-        `reload`; without effect while the last ones are away.
+        """Move the memory of ``tensors``, and of all tensors that share it, to the host. Nothing may use them
+        before `reload`. No effect while the last ones are offloaded.
 
-        ``timed`` gets the parts `offload_look`, for what holds zeros, `offload_pin`, of host memory that was
-        not there the last time, and `offload_copies`.
+        ``timed`` gets the parts `offload_look` (search for zeros), `offload_pin` (new host memory) and
+        `offload_copies`.
         """
         if self._away:
             return
@@ -53,7 +53,7 @@ class HostCopies:
         try:
             self._copy([storage for storage in on_device if storage._cdata not in self._begins], timed)
         except BaseException:
-            self.forget()  # what has a place on the host by now may not be there
+            self.forget()  # some assigned host ranges may not hold their copies yet
             raise
         self._away = [(storage, storage.nbytes()) for storage in on_device]
         for storage in on_device:
@@ -68,12 +68,12 @@ class HostCopies:
             if self._begins[storage._cdata] is None:
                 memory.zero_()
                 continue
-            for host, place in self._slices(storage):
-                memory[place].copy_(host, non_blocking=True)
+            for host, span in self._slices(storage):
+                memory[span].copy_(host, non_blocking=True)
         self._settle()
 
     def forget(self) -> None:
-        """Copy constant tensors again the next time: they have changed."""
+        """Copy constant tensors again at the next `offload`: they have changed."""
         self._end, self._begins, self._storages = 0, {}, []
 
     def _copy(self, new: list[torch.UntypedStorage], timed: Timer) -> None:
@@ -84,15 +84,15 @@ class HostCopies:
         with timed("offload_copies"):
             for storage in copied:
                 memory = _bytes_of(storage)
-                for host, place in self._slices(storage):
-                    host.copy_(memory[place], non_blocking=True)
+                for host, span in self._slices(storage):
+                    host.copy_(memory[span], non_blocking=True)
             self._settle()
 
     def _assign(self, new: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
-        """Give each of ``new`` its place on the host; return those that are to be copied there."""
+        """Assign each of ``new`` its host memory; return the storages to copy there."""
         if self._constant:
             self._storages += new
-        # Gradients hold zeros once an update is made.
+        # Gradients hold zeros after an update.
         holds = [False] * len(new) if self._scratch else _hold_values(new)
         for storage, holds_values in zip(new, holds, strict=True):
             self._begins[storage._cdata] = self._end if holds_values else None
@@ -105,7 +105,7 @@ class HostCopies:
             self._chunks.append(torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=pinned))
 
     def _slices(self, storage: torch.UntypedStorage) -> Iterator[tuple[Tensor, slice]]:
-        """Yield the parts of host memory that are for ``storage``, and the bytes of it that each is for."""
+        """Yield the parts of host memory for ``storage``, each with its byte range in the storage."""
         begin, size, done = self._begins[storage._cdata], storage.nbytes(), 0
         assert begin is not None, "zeros are not copied"
         while done < size:
@@ -120,20 +120,20 @@ class HostCopies:
 
 
 def storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.UntypedStorage]:
-    """Return the distinct storages of ``tensors`` on ``device`` that have memory of their own."""
+    """Return the distinct resizable storages of ``tensors`` on ``device`` that have memory."""
     by_address = {}
     for tensor in tensors:
         if tensor.device.type != device.type:
             continue
         storage = tensor.untyped_storage()
-        if storage.nbytes() and storage.resizable():  # a file mapped into memory is not
+        if storage.nbytes() and storage.resizable():  # a memory-mapped file is not resizable
             by_address[storage._cdata] = storage
     return list(by_address.values())
 
 
 def release_cache(timed: Timer = untimed) -> None:
-    """Give memory that torch's allocator caches back to the device, for other processes on it. ``timed`` gets
-    the parts `offload_collect`, of garbage, and `offload_free`.
+    """Return torch's cached memory to the device, for other processes on it. ``timed`` gets the parts
+    `offload_collect` (garbage collection) and `offload_free`.
     """
     with timed("offload_collect"):
         gc.collect()
@@ -143,7 +143,7 @@ def release_cache(timed: Timer = untimed) -> None:
 
 
 def _hold_values(candidates: list[torch.UntypedStorage]) -> list[bool]:
-    """Return which of ``candidates`` hold anything but zeros. It waits for the device once."""
+    """Return whether each of ``candidates`` has nonzero bytes. Synchronises with the device once."""
     if not candidates:
         return []
     return [bool(holds) for holds in torch.stack([_bytes_of(s).any() for s in candidates]).tolist()]
@@ -154,10 +154,10 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def return_freed_memory() -> None:
-    """Give memory that this process has freed back to the operating system.
+    """Return freed memory of this process to the operating system.
 
-    glibc keeps what tensors of less than some megabytes occupied: after the supervised training of a model of
-    135 M parameters 4.2 GiB of 4.9. Other C libraries than glibc have no such call and keep what they keep.
+    glibc keeps the memory of freed tensors below some megabytes: 4.2 of 4.9 GiB after supervised training of
+    a model with 135 M parameters. C libraries other than glibc have no such call; it has no effect there.
     """
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):

@@ -1,10 +1,10 @@
-"""What a worker did since the last reading: seconds busy by stage, time spans, counts, and its memory.
+"""Measure a worker's busy seconds by stage, time spans, counts and memory since the last reading.
 
     class Worker(Metered):
         @metered("sample")
         async def sample(self, ...): ...
 
-A stage is busy while at least one call of it runs, however many run at once.
+A stage is busy while at least one of its calls runs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ import psutil
 
 F = TypeVar("F", bound=Callable[..., Any])
 Timer = Callable[[str], AbstractContextManager[None]]  # a `Meter` or `Stopwatch`: times the block by name
-_SPANS_KEPT = 1000  # the newest, of a worker that is not read
+_SPANS_KEPT = 1000  # limit for a worker that is never read; the newest stay
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A time in which a worker was busy.
+    """A time span in which a worker was busy.
 
     Attributes:
-        stage: what it did.
-        begin: seconds of `time.time`, so that workers can be compared.
-        end: the same.
+        stage: the stage that it worked on.
+        begin, end: seconds of `time.time`, so that workers can be compared.
     """
 
     stage: str
@@ -46,7 +45,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one worker did since the last reading. Bytes are peaks since its start, over all its processes."""
+    """One worker's activity since the last reading. Bytes: peaks since its start, over all its processes."""
 
     busy_s: dict[str, float] = field(default_factory=dict)  # stage -> seconds
     spans: tuple[Span, ...] = ()
@@ -85,7 +84,7 @@ class Meter:
             self._counts[name] = self._counts.get(name, 0.0) + amount
 
     def read(self) -> Usage:
-        """Return what was counted since the last call. A stage that is still busy counts up to now."""
+        """Return the usage since the last call. A stage that is still busy counts up to now."""
         peaks = peak_memory(), peak_gpu_memory()
         with self._lock:
             now = time.time()
@@ -158,20 +157,20 @@ def usage_metrics(usage: Mapping[str, Usage]) -> dict[str, float]:
         metrics[f"memory/{role}_gib"] = max(u.peak_bytes for u in role_usage) / 2**30
         if gpu := max(u.peak_gpu_bytes for u in role_usage):
             metrics[f"memory/{role}_gpu_gib"] = gpu / 2**30
-    # Of training alone: the engines of evaluation count their own turns.
+    # Only training: evaluation engines count turns, too.
     counts = [u.counts for name, u in usage.items() if not name.startswith("evaluation-")]
     turns = EpisodeCounts(
-        *(sum(of_actor.get(name, 0.0) for of_actor in counts) for name in EpisodeCounts._fields)
+        *(sum(actor_counts.get(name, 0.0) for actor_counts in counts) for name in EpisodeCounts._fields)
     )
-    for name in EpisodeCounts._fields:  # their ratios say more
+    for name in EpisodeCounts._fields:  # replaced by their ratios
         for role in ("rollout", "evaluation"):
             metrics.pop(f"throughput/{role}_{name}", None)
     return metrics | turns.metrics() | _acceptance(metrics)
 
 
 def _acceptance(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the tokens that an engine's pass gives a sample with a draft: those of the draft that are right,
-    and the one that is drawn after them. {} where the engines of training verified none.
+    """Return the mean tokens per verified draft: accepted tokens plus the one drawn after them. {} if
+    training engines verified no drafts.
     """
     if not (drafts := metrics.get("throughput/rollout_drafts")):
         return {}
@@ -179,8 +178,8 @@ def _acceptance(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 class EpisodeCounts(NamedTuple):
-    """What engines count of episodes. Those of later turns, from the second on, are of the prompt that the
-    engine is given: all that came before the turn.
+    """Engines' counts of episodes. ``later_*``: tokens of the engine's prompt, all text before the turn, in
+    turns from the second on.
     """
 
     turns: float = 0.0
@@ -189,7 +188,7 @@ class EpisodeCounts(NamedTuple):
     later_cached_tokens: float = 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Return the means; {} where there was no turn."""
+        """Return the means; {} if there was no turn."""
         metrics: dict[str, float] = {}
         if self.turns:
             metrics["throughput/rollout_turns"] = self.turns
@@ -200,27 +199,27 @@ class EpisodeCounts(NamedTuple):
 
 
 def peak_memory() -> int:
-    """Return the sum of the peak resident bytes of each process in this tree. Shared pages count in each."""
+    """Return the summed peak resident bytes of all processes in this tree. Shared pages count in each."""
     me = psutil.Process()
     return sum(_high_water(process.pid) for process in (me, *me.children(recursive=True)))
 
 
 def peak_gpu_memory() -> int:
-    """Return the most bytes that torch has held on this process's GPU; 0 without a GPU. Where another process
-    of the worker computes, as in an engine: the bytes now in use on its GPUs, by any process.
+    """Return the peak bytes that torch reserved on this process's GPU; 0 without a GPU. If another process of
+    the worker computes, as in an engine: the bytes now in use on its GPUs, by any process.
     """
-    torch = sys.modules.get("torch")  # reward workers do without it
+    torch = sys.modules.get("torch")  # reward workers do not import it
     if torch is None or not torch.cuda.is_available():
         return 0
-    # An actor whose engine computes in other processes may have started CUDA, to ask what the GPU can do.
+    # An actor whose engine computes in other processes may have started CUDA to query the GPU.
     if torch.cuda.is_initialized() and (peak := int(torch.cuda.max_memory_reserved())):
         return peak
     return device_bytes_in_use(os.environ.get("CUDA_VISIBLE_DEVICES") or "0")
 
 
 def device_bytes_in_use(visible: str) -> int:
-    """Return the bytes in use on the GPUs in ``visible``, named as in CUDA_VISIBLE_DEVICES by number or UUID.
-    NVML is asked: CUDA would create a context of hundreds of megabytes on each device.
+    """Return the bytes in use on the GPUs in ``visible``, by number or UUID as in CUDA_VISIBLE_DEVICES. Uses
+    NVML: CUDA would create a context of hundreds of megabytes on each device.
     """
     import pynvml
 
@@ -247,12 +246,10 @@ def _high_water(pid: int) -> int:
 
 
 class Stopwatch:
-    """Measures the phases of a step: ``with watch("update"): ...``. ``spans`` has the begin and end of
-    each.
-    """
+    """Measures the phases of a step: ``with watch("update"): ...``. ``spans``: the span of each phase."""
 
     def __init__(self, begins: Callable[[str], None] = lambda _: None) -> None:
-        """``begins`` is called with the name of each phase when it begins."""
+        """``begins``: called with a phase's name when it begins."""
         self._begins = begins
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
         self.spans: list[Span] = []

@@ -1,4 +1,4 @@
-"""What a model's configuration says of its forward pass, for all who need the same answer."""
+"""Read properties of the forward pass from a model's configuration."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Keys of the longest sequence, by family; the first of those that a configuration has counts.
+# Keys of the maximum sequence length, by family; the first that is present counts.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 
 
 def position_limit(text_config: Mapping[str, Any]) -> int | None:
-    """Return the most tokens of a sequence for which engine and trainer compute the same positions; None
-    where the configuration does not say.
+    """Return the longest sequence, in tokens, for which engine and trainer compute the same positions; None
+    if the configuration does not say.
 
-        yarn      factor x original positions: model cards keep `max_position_embeddings` as it was
-        linear    factor x `max_position_embeddings`, which Gemma 3 has scaled already
-        llama3    `max_position_embeddings`, scaled already
+        yarn      factor x original positions: model cards keep `max_position_embeddings` unscaled
+        linear    factor x `max_position_embeddings`, which Gemma 3 has already scaled
+        llama3    `max_position_embeddings`, already scaled
         dynamic   `max_position_embeddings`: beyond, frequencies depend on the longest row of a batch
         longrope  the original positions, for the same reason
 
-    A token of Cohere 2 sees one more before it in vLLM 0.32 than in transformers 5.19 where a window ends.
+    Cohere 2 is limited to its sliding window: it is one token longer in vLLM 0.32 than in transformers 5.19.
 
-    ``text_config``: config.json of a text model, or the part of it for one.
+    ``text_config``: config.json of a text model, or its text section.
     """
     most = next((int(text_config[key]) for key in _POSITIONS if text_config.get(key)), None)
     if most is None:
@@ -33,8 +33,8 @@ def position_limit(text_config: Mapping[str, Any]) -> int | None:
 
 
 def length_problem(limit: int | None, longest: int, model: str, *, supervised: bool) -> str | None:
-    """Return why ``model``, with the `position_limit` ``limit``, takes no row of ``longest`` tokens; None if
-    it does. ``supervised``: rows are demonstrations, not prompts with their completions.
+    """Return why ``model``, with `position_limit` ``limit``, accepts no row of ``longest`` tokens; None if it
+    does. ``supervised``: rows are demonstrations, not prompts with completions.
     """
     if limit is None or longest <= limit:
         return None
@@ -64,7 +64,7 @@ def _scaled(rope: Mapping[str, Any], most: int, text_config: Mapping[str, Any]) 
 
 
 def _rope_parameters(text_config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield those of each type of layers that has its own; older files call them `rope_scaling`."""
+    """Yield the rope parameters of each layer type; older files call them `rope_scaling`."""
     rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
     parts = [parameters for parameters in rope.values() if isinstance(parameters, Mapping)]
     yield from parts or [rope]
@@ -72,7 +72,7 @@ def _rope_parameters(text_config: Mapping[str, Any]) -> Iterator[Mapping[str, An
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The attention of one layer: heads of queries, those of keys and values, and the size of each."""
+    """The attention heads of one layer: query heads, key-value heads, and head size."""
 
     queries: int
     keys: int
@@ -80,7 +80,7 @@ class Heads:
 
 
 def heads_of_layers(text_config: Any) -> list[Heads]:
-    """Return the heads of each layer; Gemma 4's differ. ``text_config``: transformers' of a text model."""
+    """Return the heads of each layer; in Gemma 4 layers differ. ``text_config``: of transformers."""
     count = int(text_config.num_hidden_layers)
     layers = getattr(text_config, "per_layer_config", None) or [text_config] * count
     return [_heads(layers[i]) for i in range(count)]
@@ -93,8 +93,8 @@ def _heads(layer: Any) -> Heads:
 
 
 def keep_attention_cap(model: Any) -> None:
-    """Have a transformers ``model`` that caps attention's logits compute attention by transformers' own
-    operations where it would by torch's `scaled_dot_product_attention`, which leaves out the cap.
+    """Make a transformers ``model`` that caps attention logits use eager attention instead of torch's
+    `scaled_dot_product_attention`, which ignores the cap.
     """
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     if capped and model.config._attn_implementation == "sdpa":

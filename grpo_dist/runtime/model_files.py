@@ -1,6 +1,6 @@
-"""What lies in a directory that someone names as a model: whole weights in Hugging Face format, or something
-else, which a message can name; and a disk cache of the models that this project makes, keyed by everything
-that determines them. Reads names, configurations and the headers of safetensors files.
+"""Check that a model directory has whole weights in Hugging Face format, or say what it has instead; and a
+disk cache of models that this project makes, keyed by everything that determines them. Reads only file names,
+configurations and safetensors headers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from grpo_dist.runtime.files import publish, read_json
 
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
-# What transformers loads, in its order.
+# Weight files that transformers loads, in its order.
 _WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _POINTER = b"version https://git-lfs"
 _PART = 16 << 20  # bytes
 _SHARD = 5 * 10**9  # bytes
-_LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
+_LONGEST_HEADER = 100_000_000  # bytes, safetensors' limit
 _REFERENCE = re.compile(r"(?P<run>.+)@(?P<step>latest|\d+)")
 
 
@@ -39,7 +39,7 @@ def is_checkpoint(path: str) -> bool:
 
 
 def split_reference(path: str) -> tuple[Path, str]:
-    """Return the run directory and the step, or "latest", of a ``path`` that names a checkpoint."""
+    """Split a checkpoint ``path`` into the run directory and the step, or "latest"."""
     match = _REFERENCE.fullmatch(path)
     assert match is not None, path
     return expanded(match["run"]), match["step"]
@@ -47,10 +47,10 @@ def split_reference(path: str) -> tuple[Path, str]:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a safetensors file. ``start``, ``end``: of its bytes in ``file``."""
+    """A tensor in a safetensors file. ``start``, ``end``: its byte range in ``file``."""
 
     file: Path
-    dtype: str  # as the format names it: BF16
+    dtype: str  # the format's name: BF16
     shape: tuple[int, ...]
     start: int
     end: int
@@ -67,24 +67,24 @@ class StoredTensor:
 
     def _parts(self) -> Iterator[bytes]:
         """Yield the bytes in order, some MiB at a time."""
-        with self.file.open("rb") as opened:
-            opened.seek(self.start)
-            for at in range(self.start, self.end, _PART):
-                yield opened.read(min(_PART, self.end - at))
+        with self.file.open("rb") as file:
+            file.seek(self.start)
+            for offset in range(self.start, self.end, _PART):
+                yield file.read(min(_PART, self.end - offset))
 
 
 def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
     """Return the tensors of the model in ``model_dir`` by name; {}: its weights are not safetensors.
 
-    Only headers are read: mapping a file that is larger than the machine's memory may fail. Raises ValueError
-    for a file that is missing, cut short or no safetensors file.
+    Reads only headers: mapping a file larger than the machine's memory may fail. Raises ValueError for a file
+    that is missing, truncated or not safetensors.
     """
     return {name: tensor for file in weight_files(model_dir) for name, tensor in read_header(file).items()}
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """Return the safetensors files of the model. Raises ValueError where one that the index names is missing,
-    as after an interrupted download.
+    """Return the model's safetensors files. Raises ValueError if a file in the index is missing, as after an
+    interrupted download.
     """
     index, single = model_dir / INDEX, model_dir / "model.safetensors"
     if not index.is_file():
@@ -102,10 +102,10 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one safetensors file by name. Raises ValueError as `stored_tensors`."""
+    """Return the tensors of one safetensors file by name. Raises ValueError like `stored_tensors`."""
     size = file.stat().st_size
-    with file.open("rb") as opened:
-        first = opened.read(8)
+    with file.open("rb") as stream:
+        first = stream.read(8)
         if _POINTER.startswith(first) and first:
             raise ValueError(f"{file}: a Git LFS pointer in place of weights; run `git lfs pull` there")
         length = int.from_bytes(first, "little")
@@ -113,7 +113,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if len(first) < 8 or not 2 <= length <= min(size - 8, _LONGEST_HEADER):
             raise ValueError(damaged)
         try:
-            entries: dict[str, Any] = json.loads(opened.read(length))
+            entries: dict[str, Any] = json.loads(stream.read(length))
         except ValueError as error:
             raise ValueError(damaged) from error
     entries.pop("__metadata__", None)
@@ -123,16 +123,14 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     first_byte = 8 + length
     return {
         name: StoredTensor(
-            file, entry["dtype"], tuple(entry["shape"]), *(first_byte + at for at in entry["data_offsets"])
+            file, entry["dtype"], tuple(entry["shape"]), *(first_byte + n for n in entry["data_offsets"])
         )
         for name, entry in entries.items()
     }
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Copy ``tensors`` to `directory/model.safetensors`, or to several files with their index, under the
-    names that they have in the mapping.
-    """
+    """Copy ``tensors``, under their keys, to `directory/model.safetensors`, or several files and an index."""
     shards: list[dict[str, StoredTensor]] = [{}]
     room = _SHARD
     for name, tensor in tensors.items():
@@ -148,19 +146,19 @@ def write_tensors(directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
     for file, shard in zip(files, shards, strict=True):
         _write_shard(directory / file, shard)
     if count > 1:
-        places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         total = sum(tensor.end - tensor.start for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2))
 
 
 def _write_shard(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    offset = 0
     for name, tensor in tensors.items():
-        end = at + tensor.end - tensor.start
-        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
+        end = offset + tensor.end - tensor.start
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the format aligns tensors
     with file.open("wb") as out:
@@ -170,11 +168,10 @@ def _write_shard(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
 
 
 def check_directory(directory: Path, where: str, *, whole: bool = True) -> None:
-    """Raise ValueError, with what ``directory`` is and what to do, unless it has a config.json and whole
-    weights.
+    """Raise ValueError, with diagnosis and remedy, unless ``directory`` has a config.json and whole weights.
 
     Args:
-        where: the key and its value, for messages: ``model.path = some/model``.
+        where: key and value for messages: ``model.path = some/model``.
         whole: refuse quantised weights, too.
     """
     key = where.partition(" = ")[0].strip("`")
@@ -195,17 +192,16 @@ def check_directory(directory: Path, where: str, *, whole: bool = True) -> None:
         raise ValueError(f"{where}: its config.json cannot be read ({error}); download it again") from error
     try:
         problem = quantization(directory, config)
-    except ValueError as error:  # of its weight files
+    except ValueError as error:  # from its weight files
         raise ValueError(f"{where}: {error}") from error
     if problem and whole:
         raise ValueError(f"{where}: {problem}")
 
 
 def quantization(directory: Path, config: Any) -> str:
-    """Return what is wrong with a checkpoint whose weights are quantised; "": they are not.
+    """Return the error for a checkpoint with quantised weights; "": they are not quantised.
 
-    Updates of quantised weights would be rounded away, and the engine would compute with other weights than
-    the trainer.
+    Updates of quantised weights would be rounded away, and engine and trainer would have different weights.
     """
     method = ""
     for section in _sections(config):
@@ -214,9 +210,9 @@ def quantization(directory: Path, config: Any) -> str:
             bits = settings.get("bits") or ("4" if settings.get("load_in_4bit") else "")
             name = settings.get("quant_method") or settings.get("format") or "unknown method"
             method = f"{name}, {bits} bits" if bits else str(name)
-    stored = stored_tensors(directory)  # also where the method is known: damage is found here
+    stored = stored_tensors(directory)  # even if the method is known: finds damaged files
     if not method:
-        # Matrices: buffers, such as positions, are whole numbers in many checkpoints.
+        # Only matrices: buffers, such as positions, are integers in many checkpoints.
         packed = (
             (name, tensor)
             for name, tensor in stored.items()
@@ -241,7 +237,7 @@ def _sections(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def _what_else(directory: Path, key: str) -> str:
-    """Return what a directory without a whole model is, and what to do; "": nothing that is known."""
+    """Diagnose a directory without a whole model, with a remedy; "": unknown contents."""
     here = sorted(os.listdir(directory))
     for describe in (_adapter, _run_files, _models_below, _sharded):
         if problem := describe(directory, here, key):
@@ -263,7 +259,7 @@ def _what_else(directory: Path, key: str) -> str:
 
 
 def _adapter(directory: Path, here: list[str], key: str) -> str:
-    """Describe a directory with adapters of peft."""
+    """Describe a directory with peft adapters."""
     if ADAPTER_CONFIG not in here:
         return ""
     try:
@@ -276,8 +272,8 @@ def _adapter(directory: Path, here: list[str], key: str) -> str:
     return f"{what}; merge it (peft: merge_and_unload, save_pretrained) and name the result"
 
 
-# Files of a trainer's shards or states, by a regular expression of their names; what they are, and how they
-# become a model. `{dir}`: the directory that holds them.
+# A trainer's shards or states: regular expression of the file names, description, and how to make a model of
+# them. `{dir}`: their directory.
 _SHARDS = (
     (
         r"model_world_size_\d+_rank_\d+\.pt",
@@ -293,7 +289,7 @@ _SHARDS = (
     (
         r"latest_checkpointed_iteration\.txt|mp_rank_\d+.*|model_optim_rng\.pt|dist_ckpt",
         "a Megatron checkpoint",
-        "Megatron's or its trainer's own converter to Hugging Face format (Megatron Bridge: "
+        "Megatron's or the trainer's converter to Hugging Face format (Megatron Bridge: "
         "AutoBridge.export_ckpt; verl: python -m verl.model_merger merge --backend megatron)",
     ),
     (
@@ -303,7 +299,7 @@ _SHARDS = (
         "that it was trained from to OUT",
     ),
 )
-# Weights that transformers does not load.
+# Weights that transformers cannot load.
 _FILES = (
     (r"(?i).*\.gguf", "it holds GGUF files; expected {gguf}"),
     (r"model_index\.json", "it is a diffusion pipeline, not a language model"),
@@ -312,16 +308,16 @@ _FILES = (
         "it holds weights in the format of the model's own authors (consolidated.*, params.json); use the "
         "checkpoint in Hugging Face format, which the same hub page or its -hf twin has",
     ),
-    (r"tf_model\.h5", "it holds weights for TensorFlow alone ({name}); expected safetensors"),
-    (r"flax_model\.msgpack", "it holds weights for Flax alone ({name}); expected safetensors"),
-    (r"weights\.npz", "it holds weights for MLX alone ({name}); expected safetensors"),
-    (r".*\.onnx", "it holds weights for ONNX alone ({name}); expected safetensors"),
+    (r"tf_model\.h5", "it holds weights only for TensorFlow ({name}); expected safetensors"),
+    (r"flax_model\.msgpack", "it holds weights only for Flax ({name}); expected safetensors"),
+    (r"weights\.npz", "it holds weights only for MLX ({name}); expected safetensors"),
+    (r".*\.onnx", "it holds weights only for ONNX ({name}); expected safetensors"),
 )
 _BELOW = re.compile(r"actor|policy|model|(global_)?step_?\d+|iter_\d+|checkpoint-\d+")  # folders of shards
 
 
 def _sharded(directory: Path, here: list[str], key: str) -> str:
-    """Describe a checkpoint of another trainer, also one level below, as in global_step_100/actor."""
+    """Describe a checkpoint of another trainer, here or one level below, as in global_step_100/actor."""
     below = [directory / name for name in here if _BELOW.fullmatch(name) and (directory / name).is_dir()]
     for level in (directory, *below):
         names = sorted(os.listdir(level))
@@ -332,7 +328,7 @@ def _sharded(directory: Path, here: list[str], key: str) -> str:
 
 
 def describe_gguf(file: Path) -> str:
-    """Say what is expected in place of the GGUF ``file``, whose weights are quantised for llama.cpp."""
+    """Describe what to use instead of the GGUF ``file``, whose weights are quantised for llama.cpp."""
     return (
         "the checkpoint in Hugging Face format that it was made from; where there is none, convert it once "
         f"(transformers: from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}) of model and "
@@ -341,7 +337,7 @@ def describe_gguf(file: Path) -> str:
 
 
 def _run_files(directory: Path, here: list[str], key: str) -> str:
-    """Describe the directory of a run of this project, one of its checkpoints, or the folder of them."""
+    """Describe a run directory of this project, one of its checkpoints, or its checkpoints folder."""
     runs = [run for run in (directory, *directory.absolute().parents[:2]) if (run / "checkpoints").is_dir()]
     if not runs or not (directory == runs[0] or {"manifest.json", "checkpoints"} & {*here, directory.name}):
         return ""
@@ -355,7 +351,7 @@ def _run_files(directory: Path, here: list[str], key: str) -> str:
 
 
 def _models_below(directory: Path, here: list[str], key: str) -> str:
-    """Name the models and adapters in folders of the directory, as trainers write them at each checkpoint."""
+    """Name the models and adapters in subfolders, as trainers write them at each checkpoint."""
 
     def latest(names: list[str]) -> Path:
         return directory / max(names, key=lambda name: [int(n) for n in re.findall(r"\d+", name)] or [-1])
@@ -375,19 +371,19 @@ def _models_below(directory: Path, here: list[str], key: str) -> str:
 
 
 def cache_dir() -> Path:
-    """Return ``GRPO_DIST_CACHE``, or ~/.cache/grpo-dist where that is not set."""
+    """Return ``GRPO_DIST_CACHE``, or ~/.cache/grpo-dist if it is not set."""
     return Path(os.environ.get("GRPO_DIST_CACHE") or Path.home() / ".cache" / "grpo-dist")
 
 
 def cached_path(label: str, decides: dict[str, Any]) -> Path:
-    """Return the directory that `cached` fills, which may not be there yet."""
+    """Return the directory that `cached` fills; it may not exist yet."""
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
     return cache_dir() / f"{label}-{digest}"
 
 
 def cached(label: str, decides: dict[str, Any], make: Callable[[Path], None]) -> Path:
-    """Return the directory that ``make`` filled for this ``decides``, calling it only the first time. The
-    directory is complete or absent, whenever the process dies.
+    """Return the directory that ``make`` fills for ``decides``; call it only the first time. The directory is
+    complete or absent, whenever the process dies.
     """
     final = cached_path(label, decides)
     if final.is_dir():
@@ -399,7 +395,7 @@ def cached(label: str, decides: dict[str, Any], make: Callable[[Path], None]) ->
         try:
             publish(partial, final)
         except OSError:
-            if not final.is_dir():  # another process has made the same one meanwhile
+            if not final.is_dir():  # else another process has made the same one
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -407,7 +403,7 @@ def cached(label: str, decides: dict[str, Any], make: Callable[[Path], None]) ->
 
 
 def check_on_node(model_dir: str | Path) -> None:
-    """Raise ValueError where this node does not have ``model_dir``, which the driver has on its own."""
+    """Raise ValueError if this node lacks ``model_dir``, which the driver's node has."""
     if Path(model_dir).is_dir():
         return
     caches = ("HF_HOME", "GRPO_DIST_CACHE")
@@ -420,7 +416,7 @@ def check_on_node(model_dir: str | Path) -> None:
 
 
 def fingerprint(path: Path) -> str:
-    """Hash a file by its contents, a directory by the names, sizes and times of its files."""
+    """Hash a file by its contents, or a directory by the names, sizes and times of its files."""
     if path.is_file():
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

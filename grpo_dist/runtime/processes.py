@@ -1,11 +1,11 @@
-"""Child processes: their command and what they may import, a limit on their memory, their imports of large
-libraries, and the end of a process together with every process that its code has started.
+"""Child processes: their command and import path, memory limit, imports of large libraries, and killing a
+process together with every process that its code has started.
 
     pool --lifeline, SIGTERM--> guardian --> grader --> what user code starts
                                     ^                        |  setsid, double fork
                                     +---- becomes its child -+
 
-The guardian is a child subreaper: a process whose parent ends becomes its child, even in its own session. It
+The guardian is a child subreaper: a process whose parent ends becomes its child, even in another session. It
 waits until the grader exits, SIGTERM arrives or the pool's process ends; then it kills all of them.
 """
 
@@ -27,13 +27,12 @@ from pathlib import Path
 from grpo_dist.errors import expanded
 from grpo_dist.runtime.stage_log import stage
 
-SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
-_KILL_S = 5.0  # limit for finding new descendants and for waiting for their end
+SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
+_KILL_S = 5.0  # limit for finding new descendants, and for waiting until they end
 _WAKE_MS = 60_000
 _ROOT = Path(__file__).resolve().parents[2]
-# The child imports the grpo_dist of this process, whatever its code paths contain. The directory it comes
-# from, which may be the working directory, is removed from the path again; -P excludes the working directory
-# itself.
+# The child imports the same grpo_dist as this process, whatever its code paths contain. That directory, which
+# may be the working directory, is then removed from the path; -P excludes the working directory.
 _CHILD = (
     "import sys; sys.path.insert(0, sys.argv.pop()); import {module} as child; del sys.path[0]; child.main()"
 )
@@ -50,11 +49,11 @@ def fork_guarded(lifeline: int) -> None:
     become_subreaper()
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    stop_signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stop_signals.append(number))
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken)
-    # A stopped guardian (SIGSTOP) continues when the pool's process ends, and kills all below it. This is set
+    # A stopped guardian (SIGSTOP) continues when the pool's process ends, and kills its descendants. Set
     # before the fork, because the guardian may be stopped as soon as the grader answers.
     process_option(SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
     guardian = os.getpid()
@@ -70,14 +69,14 @@ def fork_guarded(lifeline: int) -> None:
         if os.getppid() != guardian:
             os._exit(1)
         return
-    nothing = os.open(os.devnull, os.O_RDWR)
+    devnull = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):  # only the grader uses its pipes
-        os.dup2(nothing, descriptor)
-    _exit_as(_wait(grader, lifeline, wake, asked))
+        os.dup2(devnull, descriptor)
+    _exit_with(_wait(grader, lifeline, wake, stop_signals))
 
 
 def kill_descendants(root: int, *, proc: str = "/proc") -> None:
-    """Send SIGKILL to all descendants of ``root``. They are stopped first, so that none can fork."""
+    """Send SIGKILL to all descendants of ``root``. Stops them first, so that none can fork."""
     stopped: set[int] = set()
     end = time.monotonic() + _KILL_S
     while time.monotonic() < end and (new := descendants(root, proc=proc) - stopped):
@@ -87,22 +86,22 @@ def kill_descendants(root: int, *, proc: str = "/proc") -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Send SIGKILL to all processes with ``mark``, as ``NAME=value``, in their initial environment."""
-    wanted, marked = mark.encode(), set()
+    """Send SIGKILL to all processes with ``mark`` (``NAME=value``) in their initial environment."""
+    entry, marked = mark.encode(), set()
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            if wanted in environment.read_bytes().split(b"\0"):
+            if entry in environment.read_bytes().split(b"\0"):
                 marked.add(int(environment.parent.name))
     _signal(marked - {os.getpid()}, signal.SIGKILL)
 
 
-def _wait(grader: int, lifeline: int, wake: int, asked: list[int]) -> int:
-    """Wait for the end and kill all descendants. Returns the grader's wait status, 0 after SIGTERM."""
+def _wait(grader: int, lifeline: int, wake: int, stop_signals: list[int]) -> int:
+    """Wait for the end, then kill all descendants. Returns the grader's wait status, or 0 after SIGTERM."""
     poller = select.poll()
     poller.register(lifeline, 0)  # only its hang-up
     poller.register(wake, select.POLLIN)
     status: int | None = None
-    while status is None and not asked:
+    while status is None and not stop_signals:
         ready = poller.poll(_WAKE_MS)
         if any(descriptor == lifeline for descriptor, _ in ready):
             break
@@ -118,20 +117,20 @@ def _wait(grader: int, lifeline: int, wake: int, asked: list[int]) -> int:
 
 
 def become_subreaper() -> None:
-    """Adopt descendants whose parent ends, also those in their own session."""
+    """Adopt descendants whose parent ends, even in another session."""
     process_option(_SET_CHILD_SUBREAPER, 1)
 
 
 def reap() -> dict[int, int]:
-    """Reap children that have ended. Returns their wait statuses by process id."""
+    """Reap ended children. Returns their wait statuses by process id."""
     statuses = {}
     with suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            statuses[ended[0]] = ended[1]
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            statuses[child[0]] = child[1]
     return statuses
 
 
-def _exit_as(status: int) -> None:
+def _exit_with(status: int) -> None:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -142,7 +141,7 @@ def _exit_as(status: int) -> None:
 
 
 def descendants(root: int, *, proc: str = "/proc") -> set[int]:
-    """Return the ids of all processes below ``root``, as the file system mounted at ``proc`` has them."""
+    """Return the ids of all descendants of ``root``, from the file system mounted at ``proc``."""
     try:
         return _listed_descendants(root, proc)
     except FileNotFoundError:  # a kernel without these lists, or ``root`` has ended
@@ -162,7 +161,7 @@ def descendants(root: int, *, proc: str = "/proc") -> set[int]:
 
 
 def _listed_descendants(root: int, proc: str) -> set[int]:
-    """Like `descendants`, by the kernel's lists of children; the cost does not grow with the machine."""
+    """Return `descendants` from the kernel's lists of children; the cost does not grow with the machine."""
     pids: set[int] = set()
     below = _children(root, proc)
     while below:
@@ -196,11 +195,11 @@ def process_option(option: int, value: int) -> None:
 
 
 def die_with(lifeline: int) -> None:
-    """Have the kernel send SIGKILL to this process group when the other end of the pipe ``lifeline`` closes,
-    as it does when the process that holds it ends.
+    """Make the kernel send SIGKILL to this process group when the other end of the pipe ``lifeline`` closes,
+    as when its process ends.
 
-    It also ends a process that is busy in C and never returns to Python, as in 9**9**9. (The death signal of
-    prctl is sent when the parent *thread* ends.)
+    This also ends a process that is busy in C and never returns to Python, as in 9**9**9. (prctl's death
+    signal is sent when the parent *thread* ends.)
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
@@ -208,15 +207,14 @@ def die_with(lifeline: int) -> None:
 
 
 def used_address_space() -> int:
-    """Return the size of this process's address space, bytes."""
+    """Return this process's address space, bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def limit_address_space(megabytes: int | None, used: int | None = None) -> None:
-    """Limit the address space to ``used``, by default its present size, plus ``megabytes``.
-
-    None for ``megabytes`` restores the system's limit.
+    """Limit the address space to ``used``, by default its current size, plus ``megabytes``; None for
+    ``megabytes`` restores the system's limit.
     """
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = hard
@@ -229,7 +227,6 @@ def limit_address_space(megabytes: int | None, used: int | None = None) -> None:
 
 def child_command(module: str, *arguments: object, python: str | None = None) -> list[str]:
     """Return the command that calls ``main()`` of a module of this package, with ``arguments`` in sys.argv.
-
     ``python``: the interpreter; None: this one.
     """
     code = _CHILD.format(module=module)
@@ -237,7 +234,7 @@ def child_command(module: str, *arguments: object, python: str | None = None) ->
 
 
 async def run_child(module: str, *arguments: object, deadline_s: float) -> tuple[int, bytes, str]:
-    """Run ``main()`` of a module in a process of its own, see `child_command`; kill it when cancelled.
+    """Run ``main()`` of a module in a child process, see `child_command`; kill it when cancelled.
 
     Returns its exit status, standard output and standard error. Raises TimeoutError at the deadline.
     """
@@ -260,8 +257,8 @@ async def run_child(module: str, *arguments: object, deadline_s: float) -> tuple
 
 
 def code_directories(key: str, paths: Sequence[str], what: str) -> list[str]:
-    """Return the directories that the configuration names under ``key``. Raises ValueError for one that does
-    not exist. ``what``: is in them.
+    """Return the directories that the configuration names under ``key``. Raises ValueError for a missing one.
+    ``what``: describes their modules.
     """
     directories = [expanded(path).resolve() for path in paths]
     for path, directory in zip(paths, directories, strict=True):
@@ -274,7 +271,7 @@ def code_directories(key: str, paths: Sequence[str], what: str) -> list[str]:
 
 
 def python_path(directories: Sequence[str]) -> str:
-    """Return PYTHONPATH with ``directories`` in front of what this process has."""
+    """Return this process's PYTHONPATH with ``directories`` prepended."""
     # An empty entry, as in "a::b" or "a:", would mean the working directory.
     inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     return os.pathsep.join([*directories, *inherited])
@@ -282,16 +279,16 @@ def python_path(directories: Sequence[str]) -> str:
 
 @contextmanager
 def libraries_loaded() -> Iterator[None]:
-    """Log the imports of the block as a stage, `libraries`. They take seconds, on a busy machine many."""
+    """Log the imports of the block as the stage `libraries`. They take seconds, more on a busy machine."""
     with stage("libraries", "are loaded"), pause_garbage_collection():
         yield
 
 
 @contextmanager
 def pause_garbage_collection(*, freeze: bool = True) -> Iterator[None]:
-    """Disable the garbage collector while a process that has just started imports libraries, and keep what
-    there is then out of later collections: torch and vLLM make a million objects, nearly all of which stay.
-    ``freeze`` False: a command that is about to end keeps nothing, or libraries would report it as leaked.
+    """Disable the garbage collector while a new process imports libraries, then exclude the existing objects
+    from later collections: torch and vLLM make a million objects, nearly all permanent. ``freeze`` False: for
+    a command that is about to end; libraries would report frozen objects as leaked.
     """
     if not gc.isenabled():
         yield
@@ -306,8 +303,8 @@ def pause_garbage_collection(*, freeze: bool = True) -> Iterator[None]:
 
 
 def freeze_loaded() -> None:
-    """Keep all that is there now out of later collections: this worker has loaded what it lives with. A full
-    collection visits every object of torch, transformers and DeepSpeed, half a million, for 0.3 to 0.6 s.
+    """Exclude all current objects from later garbage collections, once a worker has loaded everything. A full
+    collection visits half a million objects of torch, transformers and DeepSpeed, in 0.3 to 0.6 s.
     """
-    gc.collect()  # what is garbage now would never be freed
+    gc.collect()  # frozen garbage would never be freed
     gc.freeze()

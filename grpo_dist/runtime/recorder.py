@@ -1,4 +1,4 @@
-"""What the loop reports of a run: `observe.Tracker` in production, fakes in tests."""
+"""The interface by which the loop reports a run: `observe.Tracker` in production, fakes in tests."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ LedgerEntry = Mapping[str, Sequence[str]]
 
 
 class Recorder:
-    """Every part of the loop writes to one of these. This one keeps nothing."""
+    """The loop's reporting interface. This base class records nothing."""
 
-    directory = Path()  # of the run
+    directory = Path()  # the run directory
 
     def phase(self, name: str) -> None:
-        """The loop enters the phase ``name``; `end` when it has ended and its last checkpoint is written."""
+        """Note that the loop enters phase ``name``; `end`: its last checkpoint is written."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Add ``metrics`` to those of ``step``."""
+        """Add ``metrics`` to the metrics of ``step``."""
 
     def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
-        """Write a table of samples, with per-token ``values`` where training computed them."""
+        """Write a table of samples, with per-token ``values`` if training computed them."""
 
     def spans(self, step: int, loop_spans: Sequence[Span], workers: Mapping[str, Usage]) -> None:
         """Write when the loop (``loop_spans``) and each worker were busy during ``step``."""
@@ -37,7 +37,7 @@ class Recorder:
         """Write the outcome of every prompt of ``step``."""
 
     def quarantine(self, step: int, groups: list[Group]) -> str:
-        """Keep the batch of a step that went wrong; return its path."""
+        """Save the batch of a failed step; return its path."""
         return "nowhere"
 
     def warn(self, message: str) -> None:
@@ -47,7 +47,7 @@ class Recorder:
         """Write an event that needs no action."""
 
     def flush(self) -> None:
-        """Put everything on disk, before a checkpoint that counts on it."""
+        """Write everything to disk, before a checkpoint that relies on it."""
 
     def back_to(self, step: int) -> None:
-        """Drop what was written of later steps: the run repeats them."""
+        """Drop records of later steps: the run repeats them."""

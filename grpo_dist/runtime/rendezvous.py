@@ -1,6 +1,4 @@
-"""The store where the processes of a torch process group meet, and the check that all of them belong to
-it.
-"""
+"""Connect to a torch process group's store, and check that all of its processes are members."""
 
 from __future__ import annotations
 
@@ -21,11 +19,11 @@ class NotAMember(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """This process among the ranks of a process group, and the address where they meet.
+    """This process's rank in a process group, and the address of its store.
 
-    ``timeout_s``: longest any collective may take. ``secret``: of the group; empty: ranks need not prove that
-    they know one. ``challenge``: the input of that proof, the same for all ranks. ``listening``: rank 0's
-    descriptor of a socket at ``port``; None: rank 0 opens one.
+    ``timeout_s``: maximum time of a collective. ``secret``: the group's secret; empty: ranks need no proof.
+    ``challenge``: the input of the proof, the same for all ranks. ``listening``: rank 0's socket descriptor
+    at ``port``; None: rank 0 opens one.
     """
 
     index: int
@@ -39,7 +37,7 @@ class Rank:
 
 
 def meeting_point(rank: Rank) -> dist.TCPStore:
-    """Connect to the store of the group. Rank 0 serves it at its own address alone; torch's own store would
+    """Connect to the group's store. Rank 0 serves it only at ``rank.host``; by default, torch's store would
     listen at every address of the machine.
     """
     serves = rank.index == 0
@@ -59,7 +57,7 @@ def meeting_point(rank: Rank) -> dist.TCPStore:
 
 
 def find_local_address(host: str, port: int) -> str:
-    """Return the address this machine uses to reach ``host``. Sends no packet."""
+    """Return the address that this machine uses to reach ``host``. Sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
@@ -70,16 +68,16 @@ def check_members(
 ) -> None:
     """Raise NotAMember unless every process of a group knows ``secret``.
 
-    A collective: all ranks call it with the same new ``challenge``. ``gather`` takes this rank's uint8 [32]
-    and returns those of all ranks. The store, gloo and NCCL authenticate no peer, so this check runs over
-    them before anything else is sent.
+    Collective: all ranks call it with the same new ``challenge``. ``gather`` takes this rank's uint8 [32] and
+    returns the tensors of all ranks. The store, gloo and NCCL do not authenticate peers, so this check runs
+    over them before anything else is sent.
     """
-    own_proof = torch.frombuffer(bytearray(_proof(secret, challenge, rank)), dtype=torch.uint8)
-    for other, proof in enumerate(gather(own_proof)):
+    rank_proof = torch.frombuffer(bytearray(_proof(secret, challenge, rank)), dtype=torch.uint8)
+    for other, proof in enumerate(gather(rank_proof)):
         if not hmac.compare_digest(bytes(proof.tolist()), _proof(secret, challenge, other)):
             raise NotAMember(
                 f"rank {other} of a process group does not know the secret of the group: another program "
-                "of this network has joined in its place; nothing was sent to it"
+                "on this network has joined instead; nothing was sent to it"
             )
 
 

@@ -10,14 +10,12 @@ def request_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
     """Return the seed of one sampling request, 0 <= seed < 2^63. ``step`` is -1 for evaluations and -2 for
     rejection sampling.
 
-    A request's seed follows from these four values alone, whichever engine serves it in whichever batch. That
-    makes a run repeatable.
-    """
+    The seed depends only on these four values, not on engine or batch, which makes a run repeatable."""
     return request_seeds(run_seed, step, uid, [sample])[0]
 
 
 def request_seeds(run_seed: int, step: int, uid: str, samples: Iterable[int]) -> list[int]:
-    """Return the `request_seed` of each of ``samples``; what they share is hashed once."""
+    """Return the `request_seed` of each of ``samples``; hashes their common part once."""
     shared = hashlib.blake2b(f"{run_seed}\x1f{step}\x1f{uid}\x1f".encode(), digest_size=8)
     seeds = []
     for sample in samples:
@@ -30,8 +28,7 @@ def request_seeds(run_seed: int, step: int, uid: str, samples: Iterable[int]) ->
 def turn_seed(seed: int, number: int) -> int:
     """Return the seed of request ``number`` of the episode with request seed ``seed``, 0 <= seed < 2^63.
 
-    Request 0 has the episode's own seed, so that a first turn is the completion that the same seed gives
-    without an environment.
+    Request 0 gets the episode's seed: its first turn equals the completion with this seed and no environment.
     """
     if number == 0:
         return seed

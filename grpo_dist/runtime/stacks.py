@@ -1,12 +1,11 @@
-"""Stack dumps of another process without its cooperation: it may be stopped, or in C code that holds the
-interpreter.
+"""Dump another process's stacks without its cooperation: it may be stopped, or in C code that holds the GIL.
 
     inspecting process           listening process
       /proc: is it stopped?
       a signal ----------------> handler in C: stacks of all threads --> memory of this process
       the stacks <-------------- read there through /proc
 
-A process installs the handler once, which costs nothing afterwards.
+A process installs the handler once, at no further cost.
 """
 
 from __future__ import annotations
@@ -38,38 +37,36 @@ import psutil
 from grpo_dist.runtime.concurrency import gather
 
 _SIGNAL = signal.SIGRTMIN + 8  # unused elsewhere: schedulers and libraries use SIGUSR1 and SIGUSR2
-_REACT_S = 3.0  # a process runs its signal handlers within microseconds, unless the kernel holds it
-_TURN_S = 2.0  # to wait for another process that inspects at the same time
-_WHOLE_S = 3.5  # for a whole dump of a process that gets little CPU time; 5.5 s in all
+_REACT_S = 3.0  # a process runs signal handlers within microseconds, unless it is blocked in the kernel
+_TURN_S = 2.0  # maximum wait for another process that inspects at the same time
+_WHOLE_S = 3.5  # maximum time of a whole dump, for a process with little CPU time; 5.5 s in total
 _POLL_S = 0.02
-_FRAMES, _STACKS = 25, 8  # shown: innermost frames of a stack, stacks of a process
+_FRAMES, _STACKS = 25, 8  # limits: innermost frames per stack, stacks per process
 
 
 def listen() -> None:
-    """Let other processes dump the stacks of this one. Calling it again changes nothing."""
+    """Let other processes dump this process's stacks. Idempotent."""
     _listen(os.getpid())
 
 
 @cache
 def _listen(process: int) -> None:
-    # Memory and not a file, so that nothing can be left behind; it is there as long as the process.
+    # Memory instead of a file, so that nothing can be left behind; it lives as long as the process.
     faulthandler.register(_SIGNAL, file=os.memfd_create(_memory_name(process)), all_threads=True)
 
 
 def _memory_name(process: int) -> str:
-    """With its number: a forked process has its parent's handler and memory until it listens itself."""
+    """Return a name with the process id: a forked process shares its parent's memory until it listens."""
     return f"grpo-dist-stacks-{process}"
 
 
 async def look(processes: Sequence[int]) -> dict[int, str]:
-    """Where each of these processes of this machine is, and those that it started, if they `listen`."""
+    """Describe the stacks of these local processes, and of their children that `listen`."""
     return dict(zip(processes, await gather(_describe_children(p) for p in processes), strict=True))
 
 
 def pending_calls() -> str:
-    """Where the other tasks of the running event loop wait: the stack of its thread shows only that it
-    does.
-    """
+    """Describe where the event loop's other tasks wait: its thread's stack shows only that it waits."""
     current = asyncio.current_task()
     stacks = Counter(_text(_coroutine_frames(t.get_coro())) for t in asyncio.all_tasks() if t is not current)
     return "\n".join(f"{n} call(s) wait in\n{stack}" for stack, n in stacks.most_common(_STACKS) if stack)
@@ -97,32 +94,30 @@ async def _look(process: int) -> str:
     if memory is None or not int(status["SigCgt"], 16) >> (_SIGNAL - 1) & 1:
         return f"starting: its process still loads the code of a worker (state {status['State']})"
     with memory.open("rb") as file:
-        if not await _locked(file):
+        if not await _try_lock(file):
             return f"another process has held the lock on its stacks for {_TURN_S:g} s"
         dump = await _dump(process, file)
     if not dump:
         state, kernel = _status(process)["State"], Path(f"/proc/{process}/wchan").read_text()
         return f"no reaction to a signal in {_REACT_S:g} s (state {state}, in the kernel at {kernel})"
-    # Each stack once: several threads may share it.
+    # Show each stack once: several threads may share it.
     stacks = list(dict.fromkeys(text for thread in _threads(dump) if (text := _text(thread))))
     return "in\n" + "\nand in\n".join(stacks[:_STACKS]) if stacks else "in no call, it waits for work"
 
 
 def _status(process: int) -> dict[str, str]:
-    """Return the status fields of ``process``. Raises FileNotFoundError or ProcessLookupError where it is
-    gone.
-    """
-    return _status_of(Path(f"/proc/{process}"))
+    """Return the status fields of ``process``. Raises FileNotFoundError or ProcessLookupError if it ended."""
+    return _read_status(Path(f"/proc/{process}"))
 
 
-def _status_of(task: Path) -> dict[str, str]:
-    """Return the status fields of a process or thread in /proc."""
+def _read_status(task: Path) -> dict[str, str]:
+    """Read the status fields of a process or thread in /proc."""
     lines = (task / "status").read_text().splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _memory(process: int) -> Path | None:
-    """Return the memory file to which the process writes its stacks; None where it does not listen."""
+    """Return the memory file to which the process writes its stacks; None if it does not listen."""
     for file in Path(f"/proc/{process}/fd").iterdir():
         try:
             target = os.readlink(file)
@@ -133,9 +128,9 @@ def _memory(process: int) -> Path | None:
     return None
 
 
-async def _locked(file: IO[bytes]) -> bool:
-    """Try for a while to lock ``file`` until it is closed. Processes inspect one after the other: two signals
-    may arrive as one, and a dump started for another process is incomplete.
+async def _try_lock(file: IO[bytes]) -> bool:
+    """Try for `_TURN_S` to lock ``file``, until it is closed. The lock serialises inspecting processes: two
+    signals may arrive as one, and a dump that another process started is incomplete.
     """
     end = time.monotonic() + _TURN_S
     while time.monotonic() < end:
@@ -148,9 +143,7 @@ async def _locked(file: IO[bytes]) -> bool:
 
 
 async def _dump(process: int, file: IO[bytes]) -> str:
-    """Return what the handler of ``process`` writes to its memory ``file``; "" where it does not start in
-    time.
-    """
+    """Return the handler's output in the memory ``file`` of ``process``; "" if it does not start in time."""
     others, before = _find_handler_threads(process), os.fstat(file.fileno()).st_size
     size, begin = before, time.monotonic()
     os.kill(process, _SIGNAL)
@@ -164,8 +157,8 @@ async def _dump(process: int, file: IO[bytes]) -> str:
 
 
 def _ended(process: int, others: set[str]) -> bool:
-    """Return whether the handler has finished. A pause in its output does not show that: a process without
-    CPU time stops in the middle of its dump.
+    """Return whether the handler has finished. A pause in its output is no proof: a process without CPU time
+    pauses in the middle of its dump.
     """
     pending = int(_status(process)["ShdPnd"], 16) >> (_SIGNAL - 1) & 1
     return not pending and _find_handler_threads(process) <= others
@@ -176,7 +169,7 @@ def _find_handler_threads(process: int) -> set[str]:
     threads = set()
     for thread in Path(f"/proc/{process}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
-            if int(_status_of(thread)["SigBlk"], 16) >> (_SIGNAL - 1) & 1:
+            if int(_read_status(thread)["SigBlk"], 16) >> (_SIGNAL - 1) & 1:
                 threads.add(thread.name)
     return threads
 
@@ -187,7 +180,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 @cache
 def _plumbing() -> tuple[str, ...]:
-    """Return the files where threads wait for work, and those through which calls enter an actor."""
+    """Return the files where threads wait for work, and through which calls enter an actor."""
     folders = [*_folders("ray"), *asyncio.__path__, *concurrent.futures.__path__]
     files = [os.path.join(folder, "_monitor.py") for folder in _folders("tqdm")]
     files += [str(threading.__file__), str(selectors.__file__)]
@@ -195,7 +188,7 @@ def _plumbing() -> tuple[str, ...]:
 
 
 def _folders(package: str) -> list[str]:
-    """Return the folders of ``package`` without importing it; none where it is not installed."""
+    """Return the folders of ``package`` without importing it; [] if it is not installed."""
     spec = find_spec(package)
     return list(spec.submodule_search_locations or []) if spec else []
 
@@ -219,8 +212,8 @@ def _coroutine_frames(coroutine: Any) -> list[FrameSummary]:
 
 
 def _text(stack: list[FrameSummary]) -> str:
-    """Format ``stack`` as Python does, without the frames that lead into the actor and those of imports; ""
-    where nothing else is left.
+    """Format ``stack`` as Python does, without frames that lead into the actor and frames of imports; "" if
+    nothing is left.
     """
     frames = list(dropwhile(lambda frame: frame.filename.startswith(_plumbing()), stack))
     frames = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")]

@@ -1,4 +1,4 @@
-"""A log of what a run does between steps: its start, evaluations, its last export.
+"""Log what a run does between steps: its start, evaluations, its last export.
 
     20:14:03     6.1 s  engines: load the model, compile, and answer a first request
     20:14:18    21.1 s  waiting: engines 15.0 s (rollout-0); policy ranks 15.0 s (policy-0)
@@ -6,9 +6,9 @@
     20:14:30    33.0 s  ready in 33.0 s: libraries 2.5 s, Ray 3.1 s, policy ranks 19.2 s, engines 26.2 s
 
 Every stage has a line when it begins and one when it ends, with the time of day and the seconds since the
-command started. While stages are open, a line at least every 20 s names them and what each waits for; a
-training step after the first, whose line comes from its metrics, is named every two minutes. A live view
-replaces the lines for stages that begin or are open.
+command started. While stages are open, a line at least every 20 s names them and what each waits for. Later
+training steps, whose lines come from their metrics, are named every two minutes. A live view replaces the
+lines of stages that begin or are open.
 
 One process has one terminal, so it has one log. Without a log, `stage` does nothing.
 """
@@ -25,17 +25,15 @@ from dataclasses import dataclass
 from types import TracebackType
 
 _NAMED = 3  # items that `join_names` lists
-_WORTH_S = 0.5  # of a stage that the line about the whole start names
+_WORTH_S = 0.5  # minimum time of a stage in the `ready` line
 _EVERY_S = 15.0  # below the promised 20 s: a busy machine wakes threads late
-_STEP = "step"  # any but the first
+_STEP = "step"  # any step but the first
 _STEP_EVERY_S = 120.0
 
 
 @dataclass
 class Stage:
-    """An open stage. ``waits_for`` describes what it waits for now. ``quiet``: it has lines only if it is
-    long.
-    """
+    """An open stage. ``waits_for``: describes what it waits for now. ``quiet``: logged only if it is long."""
 
     name: str
     begin: float
@@ -46,21 +44,21 @@ class Stage:
 
     @property
     def is_step(self) -> bool:
-        """True for one of many alike, whose end is logged elsewhere."""
+        """True for a training step after the first, whose end is logged elsewhere."""
         return self.name == _STEP
 
     def lasts(self, now: float) -> str:
         waits = self.note
-        with suppress(Exception):  # it reads what another thread changes
+        with suppress(Exception):  # it reads data that another thread changes
             waits = self.waits_for() or self.note
         return f"{self.name} {seconds_text(now - self.begin)}" + (f" ({waits})" if waits else "")
 
 
 class StageLog:
-    """The log of a process, safe to use from several threads.
+    """The log of a process. Thread-safe.
 
-    ``say`` prints a line. It is called without the log's lock: a live view prints under a lock of its own,
-    and asks for the open stages while holding that.
+    ``say``: prints a line. Called without the log's lock: a live view prints under another lock, and reads
+    the open stages while holding it.
     """
 
     def __init__(
@@ -73,10 +71,10 @@ class StageLog:
         self._say, self._every_s, self._clock = say, every_s, clock
         self._start = self._last = clock()
         self._open: list[Stage] = []
-        self._ended_stages: list[tuple[Stage, float]] = []  # with the seconds of each, since the last `ready`
+        self._ended_stages: list[tuple[Stage, float]] = []  # since the last `ready`, with seconds
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self.has_view = False  # a live view shows the stages that are open
+        self.has_view = False  # whether a live view shows the open stages
 
     def begin(self, name: str, what: str, waits_for: Callable[[], str], quiet: bool) -> Stage:
         stage = Stage(name, self._clock(), waits_for, quiet)
@@ -100,7 +98,7 @@ class StageLog:
             self._print(f"{stage.name}: {how} {seconds_text(seconds)}")
 
     def ready(self) -> None:
-        """Log how long the start took, and those of its stages so far that are worth a number."""
+        """Log how long the start took, and the time of its longer stages."""
         now = self._clock()
         with self._lock:
             ended, self._ended_stages = self._ended_stages, []
@@ -108,13 +106,13 @@ class StageLog:
         self._print(f"ready in {seconds_text(now - self._start)}: {', '.join(parts)}".removesuffix(": "))
 
     def note(self, text: str) -> None:
-        """Set how far the newest stage is."""
+        """Set the progress note of the newest stage."""
         with self._lock:
             for stage in self._open[-1:]:
                 stage.note = text
 
     def say(self, text: str) -> None:
-        """Log a line of its own."""
+        """Log a separate line."""
         self._print(text)
 
     def open_stages(self) -> list[str]:
@@ -124,7 +122,7 @@ class StageLog:
             return [stage.lasts(now) for stage in self._open if not stage.is_step]
 
     def beat(self) -> None:
-        """Log the open stages, where nothing was logged for a while."""
+        """Log the open stages if nothing was logged for a while."""
         with self._lock:
             now = self._clock()
             if not self._open or self.has_view:
@@ -158,7 +156,7 @@ _current: StageLog | None = None
 
 @contextmanager
 def stages_logged(say: Callable[[str], None] | None = None, *, enabled: bool = True) -> Iterator[None]:
-    """Log the stages of the block, if ``enabled``. Inside another such block it changes nothing."""
+    """Log the stages of the block, if ``enabled``. No effect when nested."""
     global _current
     if not enabled or _current is not None:
         yield
@@ -176,25 +174,23 @@ def stages_logged(say: Callable[[str], None] | None = None, *, enabled: bool = T
 def stage(
     name: str, what: str = "", waits_for: Callable[[], str] = str, *, quiet: bool = False
 ) -> Iterator[None]:
-    """Log a stage for the length of the block. ``what``: text of its first line. See `Stage`. ``quiet``: it
-    has lines only when it takes long.
-    """
+    """Log the block as a stage. ``what``: text of its first line. ``waits_for``, ``quiet``: see `Stage`."""
     log = _current
     if log is None:
         yield
         return
-    opened = log.begin(name, what, waits_for, quiet)
+    current_stage = log.begin(name, what, waits_for, quiet)
     try:
         yield
     except BaseException:
-        log.end(opened, failed=True)
+        log.end(current_stage, failed=True)
         raise
-    log.end(opened)
+    log.end(current_stage)
 
 
 class LoopStages:
     """Turns the phases of a training loop into stages: steps, evaluations, checkpoints. Only the first step
-    has lines of its own: the console has one for each step when it is done.
+    is logged here: the console prints a line for each finished step.
     """
 
     def __init__(self) -> None:
@@ -204,7 +200,7 @@ class LoopStages:
         self._name = ""
 
     def phase(self, name: str) -> None:
-        """Record the phase that the loop begins."""
+        """Record that the loop begins phase ``name``."""
         self._phase = name
         if name == "evaluate":
             self._begin("evaluation", "held-out problems are sampled and scored", quiet=self._stepped)
@@ -222,7 +218,7 @@ class LoopStages:
     def logged(self, *, step: bool) -> None:
         """Record that metrics of a step or of an evaluation were logged."""
         self._stepped = self._stepped or step
-        if step or self._name != _STEP:  # an evaluation that ran meanwhile ends no step
+        if step or self._name != _STEP:  # an evaluation in the background ends no step
             self.end()
 
     def end(self, *, failed: bool = False) -> None:
@@ -247,13 +243,13 @@ def open_stages() -> list[str]:
 
 
 def note(text: str) -> None:
-    """Set how far the newest stage is, in words."""
+    """Set the progress note of the newest stage."""
     if _current is not None:
         _current.note(text)
 
 
 def say(text: str) -> None:
-    """Log a line of its own, what a stage has found out."""
+    """Log a separate line, such as a finding of a stage."""
     if _current is not None:
         _current.say(_masked(text))
 
@@ -265,7 +261,7 @@ def _masked(text: str) -> str:
 
 
 def log_ready() -> None:
-    """Log that all is up, and what each stage of the start took."""
+    """Log that the start is complete, and the time of its stages."""
     if _current is not None:
         _current.ready()
 
@@ -277,20 +273,20 @@ def shown_by_view(is_shown: bool) -> None:
 
 
 def print_line(text: str) -> None:
-    """Print a line in one piece, from any thread. Prints nothing where nobody reads stdout any longer."""
+    """Print a line in one piece, from any thread. Prints nothing if nobody reads stdout any more."""
     with suppress(OSError, AttributeError):  # a pipe without a reader; None, where stdout is closed
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
 
 
 def join_names(items: Sequence[str]) -> str:
-    """Join three items and the number of others: rollout-0, rollout-1, rollout-2 and 5 more"""
+    """Join three items and the number of others: rollout-0, rollout-1, rollout-2 and 5 more."""
     more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
     return ", ".join(items[:_NAMED]) + more
 
 
 def clock_text(seconds: float) -> str:
-    """2.1 s, 3:04, 1:02:03"""
+    """Format a duration: 2.1 s, 3:04, 1:02:03."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)
@@ -299,13 +295,13 @@ def clock_text(seconds: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """2.1 s, 3:04 min, 1:02:03 h"""
+    """Format a duration with its unit: 2.1 s, 3:04 min, 1:02:03 h."""
     unit = "" if seconds < 60 else " min" if seconds < 3600 else " h"
     return clock_text(seconds) + unit
 
 
 class unread_output_dropped:
-    """A block in which the command may find that nobody reads what it prints. The block then ends early."""
+    """A block that ends early, without an error, if nobody reads the command's output any more."""
 
     def __enter__(self) -> None:
         pass
@@ -318,8 +314,8 @@ class unread_output_dropped:
 
 
 def drop_unread_output() -> bool:
-    """Write what stdout and stderr hold, and return whether nobody reads one of them any longer. Its text is
-    dropped then: the interpreter would fail on it when it ends, with an exit code of its own.
+    """Flush stdout and stderr, and return whether nobody reads one of them any more. Its text is then
+    dropped: otherwise the interpreter would fail at exit, with another exit code.
     """
     unread = False
     for stream in (sys.stdout, sys.stderr):
@@ -328,7 +324,7 @@ def drop_unread_output() -> bool:
                 stream.flush()
         except OSError:
             unread = True
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, stream.fileno())
+            os.close(devnull)
     return unread

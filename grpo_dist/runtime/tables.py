@@ -1,4 +1,4 @@
-"""Tables and lines on the terminal, the same for every command."""
+"""Print tables and lines on the terminal, in one style for all commands."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-_FILE_WIDTH = 200  # columns of output that is no terminal
+_FILE_WIDTH = 200  # columns if the output is not a terminal
 _ANY_WIDTH = 10_000
 
 Wrap = Literal["words", "text", "never"]
 
 
 class Terminal(Console):
-    """A console that raises BrokenPipeError where nobody reads its output any longer. rich would end the
-    process.
-    """
+    """A console that raises BrokenPipeError if nobody reads its output; rich would end the process."""
 
     def on_broken_pipe(self) -> None:
-        raise  # what `_check_buffer` of rich has caught
+        raise  # the error that rich's `_check_buffer` has caught
 
 
 def wide_console() -> Console:
-    """Return a console that is wide enough for long rows where the output is no terminal."""
+    """Return a console that is wide enough for long rows if the output is not a terminal."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _FILE_WIDTH
@@ -40,10 +38,10 @@ def make_table(
     wrap: Wrap = "words",
     bold: bool = False,
 ) -> Table:
-    """Build a table from its headings and ``rows`` of cells, all of them rich markup.
+    """Build a table from headings and ``rows`` of cells, all in rich markup.
 
-    ``left``: the left-aligned columns, by default the first. ``wrap``: "words": cells wrap between words;
-    "text": left-aligned cells wrap at any character, others never; "never": no cell wraps.
+    ``left``: left-aligned columns, by default the first. ``wrap``: "words": cells wrap between words; "text":
+    left-aligned cells wrap at any character, others never; "never": no cell wraps.
     """
     table = Table(title=title, title_justify="left", title_style="bold" if bold else None)
     for i, heading in enumerate(columns):
@@ -60,7 +58,7 @@ def make_table(
 
 
 def print_rows(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print ``rows`` as a table; on a narrow terminal one cell per line, so that none is cut off."""
+    """Print ``rows`` as a table; on a narrow terminal, one cell per line, so that none is truncated."""
     table = make_table(title, columns, rows, wrap="never")
     if console.measure(table, options=console.options.update(width=_ANY_WIDTH)).maximum > console.width:
         table = make_table(title, (columns[0], "", ""), left=(columns[0], ""))
@@ -72,6 +70,6 @@ def print_rows(console: Console, title: str, columns: Sequence[str], rows: Seque
 
 
 def print_lines(console: Console, lines: Iterable[str], style: str | None = None) -> None:
-    """Print plain text without markup; long lines are left to the terminal."""
+    """Print plain text without markup; the terminal wraps long lines."""
     for line in lines:
         console.print(line, style=style, markup=False, soft_wrap=True)

@@ -1,1 +1,1 @@
-"""Commands other than training: check, plan, bench, evaluate, report, recipe, scoring, submit."""
+"""Commands besides training: check, plan, bench, evaluate, report, recipe, scoring, submit."""

@@ -1,4 +1,4 @@
-"""Parts of the command lines that several tools share. Imports nothing heavy."""
+"""Command-line parts shared by several tools. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def add_command(commands: Any, name: str, text: str, run: Callable[..., None], **defaults: Any) -> Any:
-    """Add the subcommand ``name``, described by ``text``, which calls ``run``; return its parser."""
+    """Add the subcommand ``name`` with the description ``text``, which calls ``run``; return its parser."""
     parser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(command=run, **defaults)
     return parser
@@ -25,9 +25,9 @@ def add_inputs(
     metavars: tuple[str | None, str] = (None, "key=value"),
     words: bool = False,
 ) -> None:
-    """Add the positional arguments of a command, with their help: ``config``, and the ``overrides`` of its
-    keys. ``nargs``: "?" for a ``config`` that may be missing. ``metavars``: of both. ``words``: ``overrides``
-    need not be settings.
+    """Add a command's positional arguments, with their help: ``config``, and ``overrides`` of its keys.
+    ``nargs``: "?" for an optional ``config``. ``metavars``: for both. ``words``: ``overrides`` need not be
+    settings.
     """
     parser.set_defaults(takes="words" if words else "settings")
     parser.add_argument("config", nargs=nargs, metavar=metavars[0], help=config)
@@ -35,10 +35,10 @@ def add_inputs(
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line. argparse leaves words that follow an option: they join the command's own here.
+    """Parse a command line. Appends words after an option, which argparse leaves over, to the command's
+    words.
 
-    Ends the process with the parser's message for an unknown option, and for a word that the command does not
-    take.
+    Exits with the parser's message for an unknown option, or a word that the command does not take.
     """
     args, rest = parser.parse_known_args(arguments)
     takes = vars(args).pop("takes", "")
@@ -61,7 +61,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 
 def _describe_settings(rest: Sequence[str]) -> str:
-    """Return how the unknown options in ``rest`` are written as settings; "" if there is none."""
+    """Return the unknown options in ``rest`` written as settings; "" if there are none."""
     from grpo_dist.config.messages import keys_called  # these import pydantic
     from grpo_dist.config.peers import hint
     from grpo_dist.config.secrets import masked_setting
@@ -80,12 +80,12 @@ def _describe_settings(rest: Sequence[str]) -> str:
 
 
 def file_path(text: str) -> Path:
-    """Parse the path of an option. The shell expands `--output ~/x`, and leaves `--output=~/x` as it is."""
+    """Parse an option's path. Expands `~`, because the shell does not expand `--output=~/x`."""
     return Path(os.path.expanduser(text))
 
 
 def split_overrides(texts: list[str]) -> tuple[list[str], list[str]]:
-    """Split positional arguments into the others and the overrides (key=value)."""
+    """Split positional arguments into non-overrides and overrides (key=value)."""
     from grpo_dist.config.files import is_override  # loads OmegaConf, which --help does not need
 
     overrides = [text for text in texts if is_override(text)]

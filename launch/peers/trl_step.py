@@ -1,11 +1,11 @@
-"""Time of one optimiser step of TRL's GRPOTrainer on the work of `make_inputs.py`, in TRL's own environment.
+"""Times an optimiser step of TRL's GRPOTrainer on the work of `make_inputs.py`, in TRL's environment.
 
     python launch/peers/trl_step.py inputs/fixed --warmup 2 --steps 6 --json trl_fixed.json
 
-Generation is that of transformers, inside the trainer. Every completion gets its length from ``work.json``:
-a logits processor forbids the end before it and forces it there, so that the batch runs until its longest row
-has ended, as it would with a trained model. None of the settings that README.md lists was clearly faster than
-those in `_settings`; ``--set name=value`` tries another.
+transformers generates inside the trainer. ``work.json`` sets every completion's length: a logits processor
+forbids EOS before it and forces EOS there, so the batch runs until its longest row has ended, as with a
+trained model. No other setting listed in README.md was clearly faster than `_settings`; ``--set name=value``
+tries one.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("inputs", type=Path, help="directory that make_inputs.py wrote")
+    parser.add_argument("inputs", type=Path, help="directory written by make_inputs.py")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the clock starts")
     parser.add_argument("--steps", type=int, default=6, help="timed steps")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--beta", type=float, default=0.0, help="of the KL term; above 0 a reference is run")
+    parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient; above 0 a reference is run")
     parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--set", type=_setting, action="append", default=[], metavar="NAME=JSON",
                         help="another GRPOConfig setting")  # fmt: skip
@@ -122,7 +122,7 @@ def _trainer(
     forced = ForcedLengths(model, work.lengths, tokenizer.eos_token_id)
 
     def parity(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """0, 1, 0, 1 ...: every group has a signal. Refuses to time other work than was asked for."""
+        """Return 0, 1, 0, 1 ...: no group has zero variance. Raises RuntimeError for wrong lengths."""
         if [len(ids) for ids in completion_ids] != forced.lengths.tolist():
             raise RuntimeError("TRL's completions do not have the lengths that work.json gives them")
         return [float(i % 2) for i in range(len(completion_ids))]
@@ -130,7 +130,7 @@ def _trainer(
     token_ids = [ids for step in work.prompts for ids in step]
     prompts = [tokenizer.decode(ids) for ids in token_ids]
     if tokenizer(prompts)["input_ids"] != token_ids:
-        raise RuntimeError("the tokenizer does not give the prompts' own token ids back")
+        raise RuntimeError("the tokenizer does not reproduce the prompts' token ids")
     trainer = GRPOTrainer(
         model,
         parity,
@@ -152,7 +152,7 @@ class ForcedLengths:
     def __init__(self, model: Any, lengths: Sequence[Sequence[int]], eos: int) -> None:
         self._batches, self._eos, self._generate = iter(lengths), eos, model.generate
         self._batching = model.continuous_batching_context_manager
-        self.lengths = torch.empty(0)  # other ways to generate leave it so
+        self.lengths = torch.empty(0)  # stays empty with other generation methods
         model.generate, model.generate_batch = self._begin, self._begin_batch
 
     def _begin(self, input_ids: Tensor, **inputs: Any) -> Tensor:
@@ -161,7 +161,7 @@ class ForcedLengths:
         return self._generate(input_ids=input_ids, logits_processor=[self], **inputs)
 
     def _begin_batch(self, inputs: list[list[int]], **settings: Any) -> dict[str, Any]:
-        """Generate by continuous batching: each request may have its own length, and no token ends it."""
+        """Generate by continuous batching: each request has its own length, and no EOS ends it."""
         self.lengths, finished = torch.tensor(next(self._batches)), dict[str, Any]()
         del settings["progress_bar"]
         with self._batching(**settings, block=True, timeout=5) as manager:
@@ -185,8 +185,8 @@ class ForcedLengths:
 
 
 class Clock(TrainerCallback):
-    """Seconds of each step from the end of the one before, and of the watched methods in it; and how many
-    cores other processes used meanwhile, since a time taken during their work means little.
+    """Measures seconds per step, from the end of the previous one, and of the watched methods in it. Also
+    measures cores used by other processes, because timings on a busy machine mean little.
     """
 
     def __init__(self) -> None:
@@ -229,14 +229,14 @@ class Clock(TrainerCallback):
 
 
 def _cpu_seconds_of_others() -> float:
-    """CPU time of all processes but this one since the machine started."""
+    """Return the CPU time of all other processes since boot."""
     user, nice, system, _, _, irq, softirq, steal = Path("/proc/stat").read_text().split()[1:9]
     busy = sum(map(int, (user, nice, system, irq, softirq, steal)))
     return busy / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def _record(clock: Clock, work: Work, args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    """Medians of the timed steps' parts. ``score``: reference log-probs, decoding, reward, advantages."""
+    """Return medians of step parts. ``score``: reference log-probs, decoding, reward, advantages."""
     timed = clock.steps[args.warmup :]
     tokens = [sum(lengths) for lengths in work.lengths[args.warmup :]]
     return {

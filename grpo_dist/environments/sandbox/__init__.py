@@ -1,1 +1,1 @@
-"""Processes for code of environments and of the policy, and what such code can reach."""
+"""Processes for environment code and policy code, and their confinement."""

@@ -1,5 +1,5 @@
-"""Runs pieces of Python that share their variables, as a notebook does. Standard library alone: the text of
-this file also travels to a sandbox service.
+"""Runs Python cells that share variables, like a notebook. Uses the standard library only, because this
+file's text is also sent to a sandbox service.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import types
 from typing import TextIO
 
 OK, ERROR, MEMORY = "ok", "error", "memory"
-_NAME = "<call"  # names the code in tracebacks, with a number
+_NAME = "<call"  # prefix of the code's name in tracebacks
 
 
 class Cells:
-    """One interpreter. Its output goes to descriptors 1 and 2, which are the same."""
+    """One interpreter. Its output goes to descriptors 1 and 2, which are the same file."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -28,7 +28,7 @@ class Cells:
         module.__dict__["__builtins__"] = builtins
         sys.modules["__main__"] = module
         self._globals = module.__dict__
-        random.seed(0)  # the same code gives the same numbers, in each episode and in each run
+        random.seed(0)  # the same code gives the same numbers in every episode and run
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(0)
 
@@ -38,7 +38,7 @@ class Cells:
         name = f"{_NAME} {self._count}>"
         lines = code.splitlines(keepends=True)
         linecache.cache[name] = (len(code), None, lines, name)
-        # One buffer for both, or what they print would not stay in order.
+        # One buffer for both keeps their output in order.
         sys.stdout = sys.stderr = stream = _stream()
         outcome = OK
         try:
@@ -49,10 +49,10 @@ class Cells:
                 outcome = OK
             else:
                 self._explain(error, stream)
-        for written in (sys.stdout, stream):
+        for output in (sys.stdout, stream):
             try:
-                written.flush()
-            except Exception:  # the code closed it, or put something else in its place
+                output.flush()
+            except Exception:  # the code closed or replaced it
                 continue
         return outcome
 
@@ -73,7 +73,7 @@ class Cells:
             report = traceback.TracebackException.from_exception(error, compact=True)
             _trim(report)
             text = "".join(report.format())
-        except BaseException:  # a class of the code's own, or no memory left
+        except BaseException:  # the code's exception class failed, or no memory is left
             text = f"{type(error).__name__}\n"
         try:
             stream.write(text)
@@ -82,7 +82,7 @@ class Cells:
 
 
 def _trim(report: traceback.TracebackException, depth: int = 20) -> None:
-    """Drop the frames before the code's own: those of this file, and of the parser."""
+    """Drop the frames of this file and the parser, before the code's frames."""
     frames = list(report.stack)
     while frames and not frames[0].filename.startswith(_NAME):
         del frames[0]
@@ -101,16 +101,14 @@ def _stream() -> TextIO:
 
 
 def replay(earlier: list[str], code: str) -> None:
-    """Run ``code`` after ``earlier``, whose output is discarded, and exit: with 0 if it was ok, 1 after an
-    error, 3 out of memory.
-    """
+    """Run ``code`` after ``earlier``, whose output is discarded; exit with 0, 1 (error) or 3 (memory)."""
     cells = Cells()
-    seen, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    stdout, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
     for cell in earlier:
         cells.run(cell)
-    os.dup2(seen, 1)
-    os.dup2(seen, 2)
+    os.dup2(stdout, 1)
+    os.dup2(stdout, 2)
     outcome = cells.run(code)
     os._exit({OK: 0, ERROR: 1, MEMORY: 3}.get(outcome, 1))

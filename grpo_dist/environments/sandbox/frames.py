@@ -1,10 +1,10 @@
-"""The messages between the three processes of an episode.
+"""Messages between the three processes of an episode.
 
-owner (asyncio)  -- Request -->  keeper  -- token, payload -->  worker, which runs the program
+owner (asyncio)  -- Request -->  keeper  -- token, payload -->  worker running the program
                  <-- Answer ---          <-- token, reply ----
 
-Lengths come first, so no message is searched for its end. The keeper never parses what the worker wrote; the
-owner reads it as untrusted JSON.
+Messages are length-prefixed. The keeper never parses the worker's output; the owner parses it as untrusted
+JSON.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ import struct
 TOKEN_BYTES = 16
 OUTCOMES = ("ok", "timeout", "memory", "died", "error")
 
-# number of the request, seconds that it may take, CPU seconds that all may take, bytes of the payload
+# request number, its time limit in seconds, CPU seconds for all requests, payload bytes
 REQUEST = struct.Struct("!16sddQ")
-# number of the request, index of OUTCOMES, wall clock and CPU seconds, bytes of the body and of the output
+# request number, index into OUTCOMES, wall-clock seconds, CPU seconds, body bytes, output bytes
 ANSWER = struct.Struct("!16sBddQQ")
-# token of the request, bytes that follow: the payload, or the reply
+# request token, bytes of the payload or reply that follows
 INNER = struct.Struct("!16sQ")
 
 
 def pack_answer(
     number: bytes, outcome: str, body: bytes, output: bytes, seconds: float, cpu_s: float
 ) -> bytes:
-    """Return what a keeper sends for request ``number``.
+    """Return a keeper's answer to request ``number``.
 
     Args:
         outcome: one of `OUTCOMES`.
-        body: JSON of the worker's reply where ``outcome`` is "ok", else a reason.
-        output: what was written to descriptors 1 and 2, cut.
-        seconds: wall clock of the request.
-        cpu_s: CPU seconds of all processes, once they have been ended; 0 before.
+        body: JSON of the worker's reply if ``outcome`` is "ok", else a reason.
+        output: stdout and stderr, cut.
+        seconds: wall-clock time of the request.
+        cpu_s: CPU seconds of all processes after their end; 0 before.
     """
     sizes = len(body), len(output)
     return ANSWER.pack(number, OUTCOMES.index(outcome), seconds, cpu_s, *sizes) + body + output
 
 
 async def receive_soon(channel: socket.socket, size: int) -> bytes:
-    """Like `read`, of a socket that does not block."""
+    """Like `read`, for a non-blocking socket."""
     loop, buffer = asyncio.get_running_loop(), bytearray()
     while len(buffer) < size:
         piece = await loop.sock_recv(channel, min(size - len(buffer), 1 << 20))
@@ -70,7 +70,7 @@ def write(descriptor: int, message: bytes) -> None:
 
 
 class KeptOutput:
-    """The first and last bytes of what is written, at most ``size`` bytes together."""
+    """The first and last bytes of an output, at most ``size`` bytes together."""
 
     def __init__(self, size: int) -> None:
         self._first_size, self._last_size = size - size // 2, size // 2
@@ -81,14 +81,14 @@ class KeptOutput:
         room = self._first_size - len(self._first)
         self._first += piece[:room]
         self._last += piece[room:] if room > 0 else piece
-        if len(self._last) > 4 * self._last_size + (1 << 16):  # not at each piece, which may be one byte
+        if len(self._last) > 4 * self._last_size + (1 << 16):  # not for each piece, which may be one byte
             self._cut()
 
     def bytes(self) -> bytes:
-        """Return what is kept, with a mark where something is missing."""
+        """Return the kept bytes, with a mark where output was cut."""
         self._cut()
-        missing = self._total - len(self._first) - len(self._last)
-        mark = f"\n[... {missing} bytes of output cut ...]\n".encode() if missing else b""
+        num_cut = self._total - len(self._first) - len(self._last)
+        mark = f"\n[... {num_cut} bytes of output cut ...]\n".encode() if num_cut else b""
         return bytes(self._first) + mark + bytes(self._last)
 
     def _cut(self) -> None:

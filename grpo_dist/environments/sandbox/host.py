@@ -1,12 +1,12 @@
-"""Processes for a program, one per episode, for any number of coroutines.
+"""Runs a program in one process per episode, for any number of coroutines.
 
 ask(episode, ...)     owner's event loop     zygote                  one keeper and one worker per episode
-    first of an episode ----- start ------>  fork a keeper ------->  fork a worker
+    first request ----------- start ------>  fork a keeper ------->  fork a worker
     each  ------------------- request ---------------------------->  program.handle(kind, payload)
-          <------------------ answer ------------------------------  reply, or why there is none
+          <------------------ answer ------------------------------  reply, or the reason for none
 end(episode)  --------------- end -------->  kill all its processes, delete its files
 
-All processes end with the owner's, even if that is killed: the zygote and each keeper hold a socket of it.
+All processes end with the owner, even if it is killed: the zygote and each keeper hold one of its sockets.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class ProcessFailure(Exception):
 
     Attributes:
         outcome: timeout | memory | died | error.
-        lost: whether the process is gone, and with it what the episode had in it.
-        output: what was printed before, cut to ``Limits.output_kb``.
-        infrastructure: whether the machine or a service failed, and not the code of the request.
-        cpu_s: CPU seconds of the processes that are gone, where they were measured.
-        began: False where the process was gone with its zygote before the request, which no code caused.
+        lost: whether the process is gone, with the episode's state.
+        output: output before the failure, cut to ``Limits.output_kb``.
+        infrastructure: whether the machine or a service failed, not the request's code.
+        cpu_s: CPU seconds of the lost processes, if measured.
+        began: False if the process was lost with its zygote before the request, so no code caused it.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ def lost_zygote(what: str) -> ProcessFailure:
 
 @dataclass(slots=True)
 class LiveEpisode:
-    """An episode with a process. ``lock``: one request at a time; ``ended`` is set once nothing is left."""
+    """An episode with a process. ``lock``: one request at a time. ``ended``: its processes are gone."""
 
     number: int
     channel: socket.socket
     started: asyncio.Future[None]
     ended: asyncio.Future[None]
-    failed: ProcessFailure | None = None  # it was not started, or its zygote is lost
+    failed: ProcessFailure | None = None  # the start failed, or the zygote is lost
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has got its process, and no request is running."""
+        """Whether its process has started and no request is running."""
         return self.started.done() and not self.started.cancelled() and not self.lock.locked()
 
     def conclude(self, failed: ProcessFailure | None) -> None:
@@ -87,32 +87,32 @@ class LiveEpisode:
                 future.set_result(None)
 
 
-# The environment variables of code that the policy writes, in addition to what Python needs.
+# Environment variables of the policy's code, besides those that Python needs.
 _HARMLESS = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
 
 
 def environment_of(code_paths: Sequence[str], *, trusted: bool) -> dict[str, str]:
-    """Return the environment of the processes. Raises ValueError for a directory that does not exist."""
+    """Return the processes' environment variables. Raises ValueError for a missing directory."""
     directories = code_directories("code_paths", code_paths, "environments")
     variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if trusted:
         return os.environ | variables | {"PYTHONPATH": python_path(directories)}
     variables |= {name: os.environ[name] for name in _HARMLESS if name in os.environ}
-    variables |= {"PYTHONHASHSEED": "0"}  # same code, same output: also the order of a set
+    variables |= {"PYTHONHASHSEED": "0"}  # makes set order reproducible
     return variables | {"PYTHONPATH": os.pathsep.join(directories)}
 
 
-_START_S = 300.0  # limit for the zygote to import the program, and for a fork, on a busy machine
-_GRACE_S = 30.0  # behind a deadline that the keeper keeps itself; then the keeper is lost, too
-_END_S = 30.0  # limit for killed processes to end; one that the kernel holds is abandoned
+_START_S = 300.0  # limit for the zygote's import and for a fork, on a busy machine
+_GRACE_S = 30.0  # added to the keeper's deadline; after it the keeper counts as lost, too
+_END_S = 30.0  # limit for killed processes to end; after it they are abandoned
 _MESSAGE = 1 << 16
-_MARK = "GRPO_DIST_SANDBOX"  # environment variable that all processes of a host inherit
+_MARK = "GRPO_DIST_SANDBOX"  # environment variable inherited by all processes of a host
 _ZYGOTE = "grpo_dist.environments.sandbox.zygote"
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The result of a request, and what was printed, cut to ``Limits.output_kb``."""
+    """The result of a request, with its output cut to ``Limits.output_kb``."""
 
     value: Any
     output: str
@@ -120,13 +120,12 @@ class Reply:
 
 
 class ProcessHost:
-    """A process per episode, forked on its first request from one that has imported the program.
+    """A process per episode, forked at its first request from a zygote that has imported the program.
 
     Args:
-        program: "module:Class". In the process of an episode Class(**arguments) is made, then
-            ``.handle(kind, payload)`` is called per request; it may be asynchronous. Payloads and results are
-            JSON.
-        isolation: what the processes are confined by; None: code is trusted, and inherits the environment.
+        program: "module:Class". An episode's process creates Class(**arguments), then calls
+            ``.handle(kind, payload)`` per request; it may be asynchronous. Payloads and results are JSON.
+        isolation: confinement of the processes; None: code is trusted and inherits the environment.
         code_paths: directories searched before PYTHONPATH and installed packages.
         python: interpreter of the processes; None: this one.
     """
@@ -152,7 +151,7 @@ class ProcessHost:
         self._environment = environment_of(code_paths, trusted=isolation is None)
         self._live: dict[str, LiveEpisode] = {}
         self._by_number: dict[int, LiveEpisode] = {}
-        self._lost: set[str] = set()  # episodes whose zygote ended between two requests
+        self._lost: set[str] = set()  # episodes whose zygote ended between requests
         self._count, self._cpu_s = 0, math.inf if limits.cpu_s is None else limits.cpu_s
         self._child: subprocess.Popen[bytes] | None = None
         self._starting = asyncio.Lock()
@@ -162,20 +161,20 @@ class ProcessHost:
         """Start the zygote and import the program. Raises ProcessFailure "error" if that fails."""
         if self._start is None or (self._start.done() and self._child is None):
             self._start = asyncio.create_task(self._start_once())
-        await asyncio.shield(self._start)  # other callers wait for it, too: no one cancels it
+        await asyncio.shield(self._start)  # shared with other callers, so never cancelled
 
     async def ask(self, episode: str, kind: str, payload: Any, *, timeout_s: float) -> Any:
-        """Return ``handle(kind, payload)`` of the episode's process, which is forked for the first request.
+        """Return ``handle(kind, payload)`` from the episode's process, forked at the first request.
 
-        Raises ProcessFailure, also where the process was lost since the last request. Where it is ``lost``,
-        the next request begins with a new process.
+        Raises ProcessFailure, also if the process was lost since the last request. If ``lost``, the next
+        request starts a new process.
         """
         return (await self.call(episode, kind, payload, timeout_s=timeout_s)).value
 
     async def call(
         self, episode: str, kind: str, payload: Any, *, timeout_s: float, cpu_s: float | None = None
     ) -> Reply:
-        """Like `ask`; returns also what was printed. ``cpu_s``: limit of all requests; None: of `Limits`."""
+        """Like `ask`, with the output. ``cpu_s``: limit over all requests; None: from `Limits`."""
         cpu_s = self._cpu_s if cpu_s is None else cpu_s
         if episode in self._lost:
             self._lost.remove(episode)
@@ -198,7 +197,7 @@ class ProcessHost:
             except (OSError, EOFError):
                 await self._drop(episode, live)
                 raise live.failed or ProcessFailure("died", "the process had ended") from None
-            except BaseException:  # cancelled: the reply to this request must not meet the next one
+            except BaseException:  # cancelled: the next request must not get this request's reply
                 self._forget(episode, live)
                 raise
             finally:
@@ -212,7 +211,7 @@ class ProcessHost:
         return Reply(self._value(body, output), output, seconds)
 
     async def end(self, episode: str) -> None:
-        """End the episode's processes and delete its files. An unknown episode has none."""
+        """End the episode's processes and delete its files. Ignores unknown episodes."""
         self._lost.discard(episode)
         if (live := self._live.get(episode)) is not None:
             await self._drop(episode, live)
@@ -221,24 +220,24 @@ class ProcessHost:
         """End all episodes and the zygote. Safe to call twice."""
         if self._start is not None and not self._start.done():
             if self._child is not None:
-                self._child.kill()  # no wait for an import
-            await asyncio.wait([self._start])  # bounded: the start has a limit of its own
+                self._child.kill()  # does not wait for an import
+            await asyncio.wait([self._start])  # bounded: by the start's timeout
         async with self._starting:
             if self._child is not None:
                 await self._lose_zygote()
             self._lost.clear()
 
     def is_live(self, episode: str) -> bool:
-        """Return whether the episode has a process, which may have died."""
+        """Return whether the episode has a process, possibly a dead one."""
         return episode in self._live or episode in self._lost
 
     @staticmethod
     def _value(body: bytes, output: str) -> Any:
-        """Read a worker's reply, which may be anything."""
+        """Parse a worker's untrusted reply."""
         try:
             status, value = json.loads(body)
         except (ValueError, TypeError, RecursionError):
-            raise ProcessFailure("error", "a reply that is none", lost=False, output=output) from None
+            raise ProcessFailure("error", "an unreadable reply", lost=False, output=output) from None
         if status == "ok":
             return value
         outcome = "memory" if status == "memory" else "error"
@@ -254,9 +253,9 @@ class ProcessHost:
         return OUTCOMES[index], body, output.decode(errors="replace"), seconds, used_s
 
     async def begin(self, episode: str) -> LiveEpisode:
-        """Fork the process of an episode that has none, as its first request does. Raises ProcessFailure."""
+        """Fork the episode's process if it has none. Raises ProcessFailure."""
         await self.start()
-        if (other := self._live.get(episode)) is not None:  # by another request meanwhile
+        if (other := self._live.get(episode)) is not None:  # another request was faster
             return other
         mine, keeper_end = socket.socketpair()
         mine.setblocking(False)
@@ -277,7 +276,7 @@ class ProcessHost:
         return live
 
     async def _start_episode(self, live: LiveEpisode, child_end: socket.socket) -> None:
-        """Ask the zygote for a keeper that holds ``child_end``; start another zygote if it is gone."""
+        """Request a keeper for ``child_end``; start a new zygote if the old one is gone."""
         zygote = self._child
         try:
             await self._ask_zygote(live, child_end)
@@ -287,7 +286,7 @@ class ProcessHost:
             await self._ask_zygote(live, child_end)
 
     async def _ask_zygote(self, live: LiveEpisode, child_end: socket.socket) -> None:
-        """Ask the zygote for a keeper, and replace a zygote that does not answer. Raises ProcessFailure."""
+        """Request a keeper, and replace a zygote that does not answer. Raises ProcessFailure."""
         zygote = self._child
         try:
             async with asyncio.timeout(_START_S):
@@ -310,20 +309,20 @@ class ProcessHost:
                 await asyncio.sleep(0.002)
 
     def _forget(self, episode: str, live: LiveEpisode) -> None:
-        """Begin the end of the episode's processes: its keeper ends with this end of its socket."""
+        """Close the episode's socket, at which its keeper exits and ends its processes."""
         with contextlib.suppress(OSError):
             live.channel.shutdown(socket.SHUT_RDWR)
-        if not live.lock.locked():  # else a request is waiting for it, and closes it
+        if not live.lock.locked():  # else the waiting request closes it
             live.channel.close()
         if self._live.get(episode) is live:
             del self._live[episode]
 
     async def _drop(self, episode: str, live: LiveEpisode) -> None:
-        """End the episode's processes and wait until nothing is left of them."""
+        """End the episode's processes and wait until all are gone."""
         self._forget(episode, live)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_S):
-                with contextlib.suppress(OSError):  # the zygote has ended, and this episode with it
+                with contextlib.suppress(OSError):  # the zygote has ended, with this episode
                     await self._tell({"do": "end", "episode": live.number})
                 await asyncio.shield(live.ended)
 
@@ -344,7 +343,7 @@ class ProcessHost:
                 stdout=subprocess.DEVNULL,
                 env=self._environment | {_MARK: self._mark},
                 pass_fds=(zygote_end.fileno(),),
-                start_new_session=True,  # only the owner handles an interrupt at the terminal
+                start_new_session=True,  # only the owner handles Ctrl-C
             )
         finally:
             zygote_end.close()
@@ -365,7 +364,7 @@ class ProcessHost:
         loop.add_reader(mine, self._hear)
 
     def _hear(self) -> None:
-        """Read the messages of the zygote."""
+        """Handle messages from the zygote."""
         try:
             message = self._control.recv(_MESSAGE)  # bounded: does not block
         except BlockingIOError:
@@ -390,8 +389,8 @@ class ProcessHost:
     async def _replace_zygote(
         self, lost: subprocess.Popen[bytes] | None, kept: LiveEpisode | None = None, *, hangs: bool = False
     ) -> None:
-        """Forget a zygote that has ended or hangs. Its episodes are lost, except one that it never heard of;
-        the next request starts another.
+        """Drop a zygote that has ended or hangs. Its episodes are lost, except ``kept``, which it never
+        started. The next request starts a new zygote.
         """
         async with self._starting:
             if self._child is lost and lost is not None:
@@ -400,14 +399,14 @@ class ProcessHost:
                 await self._lose_zygote(kept)
 
     async def _lose_zygote(self, kept: LiveEpisode | None = None) -> None:
-        """End the zygote, which ends everything below it, and what it left if it was killed."""
+        """End the zygote with its child processes, and leftovers if it was killed."""
         child, self._child = self._child, None
         assert child is not None
         asyncio.get_running_loop().remove_reader(self._control)
         self._control.close()
         for episode, live in list(self._live.items()):
             if live is not kept:
-                if live.is_idle:  # no request of it fails now
+                if live.is_idle:  # no running request reports the loss
                     self._lost.add(episode)
                 self._forget(episode, live)
         try:

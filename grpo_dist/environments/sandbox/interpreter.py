@@ -1,6 +1,6 @@
-"""The program of the Python tool: an interpreter that keeps its variables from call to call.
+"""The Python tool's program: an interpreter that keeps variables between calls.
 
-The zygote imports this module, so packages imported here cost each episode nothing.
+The zygote imports this module, so its imports cost episodes nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_dist.environments.sandbox.cells import Cells
 
-# What such code imports most, of packages that may or may not be installed.
+# Packages that policy code imports most; they may not be installed.
 _USUAL = ("collections", "decimal", "fractions", "itertools", "json", "math", "re", "statistics")
 _INSTALLED = ("numpy", "numpy.random", "sympy")
 
@@ -22,7 +22,7 @@ for _name in _INSTALLED:
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
 
-if "sympy" in sys.modules:  # which imports and caches much on first use
+if "sympy" in sys.modules:  # imports and caches much at first use
     _x = sys.modules["sympy"].Symbol("x")
     sys.modules["sympy"].integrate(_x**2, _x), sys.modules["sympy"].solve(_x**2 - 2, _x)
 

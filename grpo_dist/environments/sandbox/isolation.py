@@ -1,12 +1,12 @@
-"""Confinement of the processes of an episode, in layers that do not depend on each other.
+"""Confinement of an episode's processes, in independent layers.
 
-    namespaces   own processes, own network without any interface, own root with a directory of its own
-    user         as root: a user id of its own, which owns nothing outside
-    Landlock     files outside can be read where Python needs them, and never written; no signals outside
-    seccomp      system calls that a calculation does not need are refused, sockets among them
-    limits       of memory, CPU time, processes, files
+    namespaces   separate processes, network without interfaces, and root with a writable directory
+    user         as root: a separate user id that owns nothing outside
+    Landlock     outside files are readable if Python needs them, never writable; no signals outside
+    seccomp      refuses system calls that calculations do not need, including sockets
+    limits       memory, CPU time, processes, files
 
-Which of them a machine allows is found by `trial.find_isolation`, never assumed.
+`trial.find_isolation` tests which layers a machine allows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from grpo_dist.environments.sandbox import kernel
 
-MOST_FILES = 8192  # files and directories of an episode
+MOST_FILES = 8192  # maximum files and directories per episode
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -34,13 +34,13 @@ class Limits:
     """Limits of an episode; None: the system's.
 
     Attributes:
-        memory_mb: MiB that a process may add to its size at start, and all of an episode together.
-        cpu_s: CPU seconds of all processes of an episode together.
-        processes: processes and threads of an episode.
-        files_mb: size of the largest file, MiB; of all together where the episode's directory is its own file
+        memory_mb: MiB that a process may add to its initial size; also the limit of all processes together.
+        cpu_s: CPU seconds of all processes together.
+        processes: processes and threads.
+        files_mb: maximum size of a file, MiB; of all files if the episode's directory is a separate file
             system.
-        output_kb: KiB of what a request prints that is kept; 0: prints are discarded.
-        reply_kb: size of the largest reply, KiB.
+        output_kb: KiB of output kept per request; 0: output is discarded.
+        reply_kb: maximum size of a reply, KiB.
     """
 
     memory_mb: int
@@ -53,29 +53,28 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TreeUsage:
-    """CPU seconds, and bytes that belong to no file."""
+    """CPU seconds, and bytes of anonymous and shared memory."""
 
     cpu_s: float = 0.0
     memory: int = 0
 
     @classmethod
     def measure(cls, pids: set[int], *, exact: bool) -> TreeUsage:
-        """Measure these processes together. The working directory is the /proc that knows them.
+        """Measure these processes together. The working directory must be their /proc.
 
         Args:
-            exact: count each page once, though processes share it. That reads every mapping; otherwise the
-                sum may be too high.
+            exact: count shared pages once, by reading every mapping; otherwise the sum may be too high.
         """
         cpu_s, memory = 0.0, 0
         for pid in pids:
-            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
+            with contextlib.suppress(OSError, ValueError, IndexError):  # the process has ended
                 cpu_s += _cpu_s(pid)
                 memory += _memory_of(pid, exact=exact)
         return cls(cpu_s, memory)
 
 
 def files_exceed(directory: str, megabytes: int) -> bool:
-    """Return whether the files below ``directory`` need more, or are more than `MOST_FILES`."""
+    """Return whether the files in ``directory`` exceed ``megabytes`` MiB or `MOST_FILES` in number."""
     size, count, waiting = 0, 0, [directory]
     while waiting:
         with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
@@ -92,23 +91,23 @@ def files_exceed(directory: str, megabytes: int) -> bool:
 
 
 def _cpu_s(pid: int) -> float:
-    """Return CPU seconds of the process and of its children that it has waited for."""
+    """Return CPU seconds of the process and the children it has waited for."""
     with open(f"{pid}/stat", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / _TICK
 
 
 def _memory_of(pid: int, *, exact: bool) -> int:
-    wanted = ("Pss_Anon:", "Pss_Shmem:") if exact else ("RssAnon:", "RssShmem:")
+    fields = ("Pss_Anon:", "Pss_Shmem:") if exact else ("RssAnon:", "RssShmem:")
     with open(f"{pid}/{'smaps_rollup' if exact else 'status'}") as file:
         lines = [line.split() for line in file]
-    return sum(int(line[1]) * 1024 for line in lines if line and line[0] in wanted)
+    return sum(int(line[1]) * 1024 for line in lines if line and line[0] in fields)
 
 
-# A root directory with what Python needs, to read, and a directory of the episode's own; nothing else
+# A root with Python's files, read-only, and the episode's directory; nothing else
 
 
-HOME = "/tmp"  # the episode's directory in its own root; the same in all runs
+HOME = "/tmp"  # the episode's directory in its root; the same in all runs
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin", "/sbin", "/etc/alternatives")
 _FILES = ("/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -117,9 +116,9 @@ _LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/se
 
 
 def readable_paths() -> list[str]:
-    """Return the directories and files that Python and its packages are in, and the system's libraries.
+    """Return the paths of Python, its packages, and the system's libraries.
 
-    Checkouts that an editable installation or PYTHONPATH refers to are not among them.
+    Excludes checkouts of editable installations and PYTHONPATH.
     """
     directories = [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
     user_site = site.getusersitepackages() if site.ENABLE_USER_SITE else ""
@@ -130,7 +129,7 @@ def readable_paths() -> list[str]:
 
 
 def build_root(directory: str, user: int, files_mb: int | None, *, own_proc: bool) -> None:
-    """Make a new root on ``directory`` and enter it. Needs a mount namespace of its own. Raises OSError."""
+    """Build a new root on ``directory`` and enter it. Needs a separate mount namespace. Raises OSError."""
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", directory, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
     for path in _outermost(readable_paths()):
@@ -167,9 +166,9 @@ def build_root(directory: str, user: int, files_mb: int | None, *, own_proc: boo
 
 
 def remove_tree(path: str) -> None:
-    """Delete a directory with everything in it, at any depth and with any modes. Follows no links.
+    """Delete a directory tree of any depth and modes, without following links.
 
-    Directories below are moved to the top one by one, so no path becomes long. No process may still use it.
+    Moves subdirectories to the top one by one, so paths stay short. No process may still use the tree.
     """
     with contextlib.suppress(FileNotFoundError):
         while entries := list(os.scandir(path)):
@@ -189,16 +188,16 @@ def remove_tree(path: str) -> None:
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
-    """Drop paths inside others. ``["/usr", "/usr/local"] -> ["/usr"]``"""
-    kept: list[str] = []
+    """Drop paths inside other paths. ``["/usr", "/usr/local"] -> ["/usr"]``"""
+    outermost: list[str] = []
     for path in sorted(paths):
-        if not any(path.startswith(f"{other}/") and not os.path.islink(other) for other in kept):
-            kept.append(path)
-    return kept
+        if not any(path.startswith(f"{other}/") and not os.path.islink(other) for other in outermost):
+            outermost.append(path)
+    return outermost
 
 
 def _make(target: str, *, like: str) -> None:
-    """Make an empty directory or file to mount on."""
+    """Create an empty directory or file as a mount point."""
     _make_parents(target)
     if os.path.isdir(like):
         os.makedirs(target, 0o755, exist_ok=True)
@@ -227,11 +226,11 @@ _STACK = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSlot:
-    """What one episode has to itself on the host.
+    """An episode's resources on the host.
 
     Attributes:
-        number: one that no other live episode has.
-        path: of its directory.
+        number: unique among live episodes.
+        path: the episode's directory.
     """
 
     number: int
@@ -240,17 +239,17 @@ class EpisodeSlot:
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """The layers that are used.
+    """The layers in use.
 
     Attributes:
-        spaces: namespaces of an episode's own, of `SPACES`.
-        user_space: whether a user namespace is needed to make them: without privilege.
-        own_proc: whether the own root has a /proc of the own processes; otherwise it has none.
-        first_user: user id of slot 0, and so on; None: the user that runs this, who is not root.
-        landlock: its ABI; 0: not used.
-        seccomp: whether calls are filtered.
-        reads_all: as root with a user id of its own, where Python's files are closed to others: keep the
-            right to read all files, which Landlock then limits.
+        spaces: namespaces per episode, from `SPACES`.
+        user_space: whether unprivileged creation of the namespaces needs a user namespace.
+        own_proc: whether the new root has a /proc of the episode's processes; otherwise it has none.
+        first_user: user id of slot 0; later slots count up. None: the current non-root user.
+        landlock: Landlock ABI; 0: not used.
+        seccomp: whether system calls are filtered.
+        reads_all: whether to keep the right to read all files, limited by Landlock. Needed as root with
+            separate user ids if only root can read Python's files.
     """
 
     spaces: tuple[str, ...] = ()
@@ -263,32 +262,32 @@ class Isolation:
 
     @property
     def contains_processes(self) -> bool:
-        """Whether the end of an episode's first process ends all of them."""
+        """Whether an episode's processes all end with the first one."""
         return "pid" in self.spaces
 
     def user(self, slot: EpisodeSlot) -> int:
         return os.getuid() if self.first_user is None else self.first_user + slot.number
 
     def home(self, slot: EpisodeSlot) -> str:
-        """Return the episode's directory, as its processes see it."""
+        """Return the episode's directory as seen by its processes."""
         return HOME if "mount" in self.spaces else slot.path
 
     def watched(self, slot: EpisodeSlot) -> str:
-        """Return the directory whose size no file system of its own limits; "": none."""
+        """Return the directory whose size must be measured; "" if its file system limits it."""
         return "" if "mount" in self.spaces else slot.path
 
     def prepare(self, slot: EpisodeSlot) -> None:
-        """Make the directory of an episode; in the zygote."""
+        """Create the episode's directory. Called in the zygote."""
         os.mkdir(slot.path, 0o700)
         if self.first_user is not None:
             os.chown(slot.path, self.user(slot), self.user(slot))
 
     def remove(self, slot: EpisodeSlot) -> None:
-        """Delete it with everything in it; in the zygote."""
+        """Delete the episode's directory tree. Called in the zygote."""
         remove_tree(slot.path)
 
     def enter(self, slot: EpisodeSlot) -> None:
-        """Enter new namespaces; in the parent of the keeper, which is then the first process there."""
+        """Enter new namespaces. Called in the keeper's parent, so that the keeper is their first process."""
         flags = sum(_FLAGS[name] for name in self.spaces)
         if not flags:
             return
@@ -298,7 +297,7 @@ class Isolation:
         user = self.user(slot)
         if self.first_user is not None:
             _become(user)
-        kernel.process_option(kernel.PR_SET_DUMPABLE, 1)  # or the maps below would belong to root
+        kernel.process_option(kernel.PR_SET_DUMPABLE, 1)  # else root would own the maps below
         group = os.getgid()
         kernel.unshare(kernel.CLONE_NEWUSER | flags)
         for name, line in (
@@ -310,7 +309,7 @@ class Isolation:
                 file.write(line)
 
     def settle(self, slot: EpisodeSlot, limits: Limits) -> None:
-        """Prepare the namespaces; in the keeper. Its working directory is the host's /proc from then on."""
+        """Prepare the namespaces and change to the host's /proc. Called in the keeper."""
         os.chdir("/proc")
         os.umask(0o022)
         if "uts" in self.spaces:
@@ -320,16 +319,16 @@ class Isolation:
         kernel.process_option(kernel.PR_SET_DUMPABLE, 0)  # no other process can read its memory
 
     def confine(self, slot: EpisodeSlot, limits: Limits, used: int) -> None:
-        """Give up everything that is not needed, for good; in the worker, before it runs foreign code.
+        """Drop all unneeded rights irrevocably. Called in the worker before it runs foreign code.
 
         Args:
-            used: address space of the process before it does anything, bytes.
+            used: initial address space of the process, bytes.
         """
         home = self.home(slot)
         self._set_surroundings(home)
         if self.first_user is not None and not self.user_space:
             _become(self.user(slot), keep=self.reads_all)
-            if self.reads_all:  # before Landlock, which opens the directories that it allows
+            if self.reads_all:  # before Landlock, which opens the allowed directories
                 kernel.set_capabilities(1 << kernel.CAP_DAC_READ_SEARCH)
         os.chdir(home)
         kernel.process_option(kernel.PR_SET_DUMPABLE, 1)
@@ -349,7 +348,7 @@ class Isolation:
             ).install()
 
     def describe(self) -> list[str]:
-        """Return one sentence for each thing that is protected: by what, or that it is not."""
+        """Return a sentence per protected resource: its protection, or that it has none."""
         return [
             f"sandbox: processes: {self._processes()}",
             f"sandbox: network: {self._network()}",
@@ -382,7 +381,7 @@ class Isolation:
         return "WARNING: code can reach the network"
 
     def _files(self) -> str:
-        users = "user ids of their own" if self.first_user is not None else ""
+        users = "separate user ids" if self.first_user is not None else ""
         if "mount" in self.spaces:
             return "own root, writes only in the episode's directory" + (", Landlock" * bool(self.landlock))
         if self.landlock:
@@ -393,7 +392,7 @@ class Isolation:
         return "WARNING: code can read and write what this user can"
 
     def _others(self) -> int:
-        """Return how many processes and threads the kernel counts together with an episode's."""
+        """Return how many other processes and threads the kernel counts with an episode's."""
         if self.first_user is not None or self.user_space:
             return int(self.user_space)  # the keeper
         return _threads_of_user()
@@ -407,7 +406,7 @@ class Isolation:
 
 
 def _become(user: int, *, keep: bool = False) -> None:
-    """Become this user and the group of the same number, without capabilities unless ``keep``."""
+    """Switch to this user and the group with the same number; drop capabilities unless ``keep``."""
     if keep:
         kernel.process_option(kernel.PR_SET_KEEPCAPS, 1)
     os.setgroups([])
@@ -416,12 +415,12 @@ def _become(user: int, *, keep: bool = False) -> None:
 
 
 def _limit(limits: Limits, used: int, *, others: int) -> None:
-    """Set the limits of a process, which it cannot raise again.
+    """Set the limits of the process irrevocably.
 
     Args:
-        others: processes and threads that are counted, but are not the episode's.
+        others: counted processes and threads that are not the episode's.
     """
-    wanted: dict[int, int] = {
+    limit_values: dict[int, int] = {
         resource.RLIMIT_AS: used + limits.memory_mb * 2**20,
         resource.RLIMIT_NOFILE: _OPEN_FILES,
         resource.RLIMIT_CORE: 0,
@@ -432,20 +431,20 @@ def _limit(limits: Limits, used: int, *, others: int) -> None:
         resource.RLIMIT_STACK: _STACK,
     }
     if limits.files_mb is not None:
-        wanted[resource.RLIMIT_FSIZE] = limits.files_mb * 2**20
+        limit_values[resource.RLIMIT_FSIZE] = limits.files_mb * 2**20
     if limits.processes is not None:
-        wanted[resource.RLIMIT_NPROC] = limits.processes + others
-    for name, value in wanted.items():
+        limit_values[resource.RLIMIT_NPROC] = limits.processes + others
+    for name, value in limit_values.items():
         hard = resource.getrlimit(name)[1]
         most = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (most, most))
     if limits.cpu_s is not None:
         soft = math.ceil(limits.cpu_s)
-        resource.setrlimit(resource.RLIMIT_CPU, (soft, soft + 1))  # at the first a signal, then SIGKILL
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, soft + 1))  # soft limit: a signal; hard limit: SIGKILL
 
 
 def _threads_of_user() -> int:
-    """Return how many processes and threads of this user there are on the machine."""
+    """Return the number of this user's processes and threads on the machine."""
     user, count = str(os.getuid()), 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/status", errors="replace") as file:

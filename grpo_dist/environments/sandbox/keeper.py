@@ -1,11 +1,12 @@
-"""The parent of an episode's process: passes requests on, keeps deadlines and limits, and ends all of them.
+"""The parent of an episode's process: forwards requests, enforces deadlines and limits, and ends all
+processes.
 
 owner --socket--> keeper --pipes--> worker --> what its code starts
   zygote --lifeline--^                             |  setsid, double fork
                      ^-- becomes its child --------+
 
-No code of an environment or of the policy runs in here. With a PID namespace of its own the keeper is the
-first process in it: whatever ends the keeper ends all the others.
+No environment or policy code runs here. In a PID namespace the keeper is the first process, so all others end
+with it.
 """
 
 from __future__ import annotations
@@ -24,33 +25,31 @@ from grpo_dist.environments.sandbox.frames import INNER, REQUEST, TOKEN_BYTES, K
 from grpo_dist.environments.sandbox.isolation import MOST_FILES, Limits, TreeUsage, files_exceed
 from grpo_dist.runtime.processes import become_subreaper, descendants, kill_descendants, reap
 
-_WATCH_S = 0.25  # between measurements of what a request uses; shorter requests are not measured
+_WATCH_S = 0.25  # interval between usage measurements; shorter requests are not measured
 _KILLED_S = 5.0  # limit for killed processes to end
-_DRAINED = (
-    1 << 20
-)  # bytes of output still read once a reply is there: a process left behind may continue to print
+_DRAINED = 1 << 20  # bytes of output read after the reply, because leftover processes may keep printing
 _PIECE = 1 << 16
 
 
 def _pid_in_proc() -> int:
-    """Return the id of this process as its working directory, the host's /proc, has it."""
+    """Return this process's id in the host's /proc, its working directory."""
     return int(os.readlink("self"))
 
 
 def _milliseconds(seconds: float) -> float:
-    """Return the limit of a poll, which takes a negative one for none."""
+    """Return a poll timeout; negative would mean no limit."""
     return 1000 * max(0.0, seconds) + 1
 
 
 class Keeper:
-    """Keeps one worker.
+    """Supervises one worker.
 
     Args:
-        start: called in the worker's process: confines it, and returns what makes the program's object.
-        channel: to the owner. Its end is the episode's end.
+        start: confines the worker's process and returns the program's factory; called in the worker.
+        channel: socket to the owner; the episode ends when it closes.
         lifeline: read end of a pipe that only the zygote can write to.
         contained: whether a PID namespace holds all processes of the episode.
-        watched: directory whose files are measured, too; "": their file system has a size of its own.
+        watched: directory whose files are measured, too; "": their file system has a fixed size.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Keeper:
         self._status: int | None = None  # wait status of the worker
 
     def run(self) -> NoReturn:
-        """Serve the owner until the episode is over or its worker is lost."""
+        """Serve the owner until the episode ends or its worker is lost."""
         become_subreaper()
         wake, woken = os.pipe()
         os.set_blocking(woken, False)
@@ -98,7 +97,7 @@ class Keeper:
         os._exit(0)
 
     def _fork(self, woken: int) -> None:
-        asked, self._requests = os.pipe()
+        requests, self._requests = os.pipe()
         self._replies, replies = os.pipe()
         self._output, output = os.pipe() if self._limits.output_kb else (-1, os.open(os.devnull, os.O_WRONLY))
         self._worker = os.fork()
@@ -110,10 +109,10 @@ class Keeper:
                 for descriptor in (*keeper_ends, self._channel.fileno()):
                     if descriptor >= 0:
                         os.close(descriptor)
-                worker.serve(self._start_worker(), asked, replies)
+                worker.serve(self._start_worker(), requests, replies)
             finally:
                 os._exit(1)
-        for descriptor in (asked, replies, output):
+        for descriptor in (requests, replies, output):
             os.close(descriptor)
         for descriptor in (self._requests, self._replies, self._output):
             if descriptor >= 0:
@@ -131,7 +130,7 @@ class Keeper:
         return fail
 
     def _wait_for_request(self) -> bool:
-        """Wait, at no cost, until the owner asks. Returns False when the episode is over."""
+        """Block until the owner sends a request. Returns False when the episode is over."""
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
         poller.register(self._lifeline, 0)  # only its hang-up
@@ -153,7 +152,7 @@ class Keeper:
     def _exchange(
         self, payload: bytes, deadline: float, timeout_s: float, output: KeptOutput
     ) -> tuple[str, bytes]:
-        """Pass a request on and wait for its reply. Returns outcome and body."""
+        """Forward a request and wait for its reply. Returns outcome and body."""
         token = os.urandom(TOKEN_BYTES)
         rest = memoryview(INNER.pack(token, len(payload)) + payload)
         reply = bytearray()
@@ -201,12 +200,12 @@ class Keeper:
         with suppress(BlockingIOError):
             try:
                 rest = rest[os.write(self._requests, rest[:_PIECE]) :]
-            except BrokenPipeError:  # seen again at the replies, or as its end
+            except BrokenPipeError:  # noticed later, at the replies or the worker's end
                 return rest[len(rest) :]
         return rest
 
     def _take_reply(self, reply: bytearray, token: bytes) -> tuple[str, bytes] | None:
-        """Read what is there of the reply. Returns outcome and body once it is complete."""
+        """Read available bytes of the reply. Returns outcome and body once it is complete."""
         with suppress(BlockingIOError):
             piece = os.read(self._replies, _PIECE)
             if not piece:
@@ -226,7 +225,7 @@ class Keeper:
         return "ok", bytes(reply[INNER.size :])
 
     def _take_output(self, output: KeptOutput, most: int) -> bool:
-        """Read what was printed, up to ``most`` bytes. Returns whether more can come."""
+        """Read up to ``most`` bytes of output. Returns whether more can follow."""
         if self._output < 0:
             return False
         with suppress(BlockingIOError):
@@ -239,7 +238,7 @@ class Keeper:
         return True
 
     def _how_it_ended(self) -> tuple[str, bytes]:
-        """Return outcome and reason for a worker that has ended or closed its replies."""
+        """Return outcome and reason after the worker ended or closed its reply pipe."""
         end = time.monotonic() + 1.0
         while self._status is None and time.monotonic() < end:
             self._status = reap().get(self._worker)
@@ -262,7 +261,7 @@ class Keeper:
         return times.children_user + times.children_system
 
     def _excess(self) -> tuple[str, bytes] | None:
-        """Return outcome and reason if the processes together are over a limit."""
+        """Return outcome and reason if the processes together exceed a limit."""
         pids = self._all()
         used = TreeUsage.measure(pids, exact=False)
         limits, most = self._limits, self._limits.memory_mb * 2**20 + self._memory_at_start
@@ -280,9 +279,9 @@ class Keeper:
     def _kill(self) -> None:
         """Kill all processes of the episode and wait for their end."""
         end = time.monotonic() + _KILLED_S
-        if self._contained:  # here process ids are not those of the host's /proc
+        if self._contained:  # process ids here differ from the host's /proc
             with suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)  # all of this namespace but its first process
+                os.kill(-1, signal.SIGKILL)  # all processes of this namespace except the first
         else:
             kill_descendants(os.getpid(), proc=".")
         while time.monotonic() < end:

@@ -1,13 +1,13 @@
-"""What the Linux kernel offers to confine a process, which Python has no functions for. Calls raise OSError.
+"""Linux system calls for confinement that Python has no functions for. Calls raise OSError.
 
-Landlock: the kernel refuses this process every file, TCP port and signal that is not listed.
+Landlock: the kernel refuses all files, TCP ports and signals that are not listed.
 
-Unlike namespaces it needs no privilege, and it is in most kernels since 5.13 (ABI 1). What each ABI adds:
+Unlike namespaces it needs no privilege, and most kernels have it since 5.13 (ABI 1). Each ABI adds:
 2 moves between directories, 3 truncation, 4 TCP, 5 ioctl of devices, 6 abstract Unix sockets and signals.
 
-A seccomp filter: system calls that a calculation never needs are refused, and what is left is smaller.
+seccomp filter: refuses system calls that calculations never need, for a smaller attack surface.
 
-It needs no privilege. It reads numbers only, never paths, so files are the business of other layers.
+It needs no privilege. It sees numbers only, never paths, so other layers protect files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
-_MOUNT_ATTR_READ_ONLY = 1 | 2 | 4  # and no set-user-id programs, no devices
+_MOUNT_ATTR_READ_ONLY = 1 | 2 | 4  # also no set-user-id programs and no devices
 
 PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 4, 8, 38, 47
 _AMBIENT_RAISE = 2
@@ -38,7 +38,7 @@ CAP_DAC_READ_SEARCH = 2
 _CAPABILITY_VERSION = 0x20080522
 
 MACHINE = platform.machine()
-# The same on all machines from Linux 5 on; the first two are not.
+# The same on all machines since Linux 5, except for the first two.
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _MOUNT_SETATTR = 442
@@ -47,7 +47,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def syscall(name: str, number: int, *arguments: int | bytes | ctypes.Array | ctypes.Structure | None) -> int:
-    """Call ``number``; structures and arrays are passed by address."""
+    """Make system call ``number``; structures and arrays are passed by address."""
     values: list[object] = [
         ctypes.byref(a)
         if isinstance(a, ctypes.Array | ctypes.Structure)
@@ -71,7 +71,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
 
 
 def bind_read_only(source: str, target: str) -> None:
-    """Show ``source``, with all that is mounted in it, at ``target``, read-only for all."""
+    """Bind ``source`` recursively to ``target``, read-only."""
     mount(source, target, None, MS_BIND | MS_REC)
     attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_READ_ONLY, 0, 0, 0)
     name = f"mount_setattr {target}"
@@ -80,7 +80,7 @@ def bind_read_only(source: str, target: str) -> None:
 
 
 def change_root(new: str) -> None:
-    """Make the mount ``new`` the root of this mount namespace; no path leads to the old one."""
+    """Make the mount ``new`` the root of this mount namespace, without access to the old root."""
     old = f"{new}/.old"
     os.mkdir(old)
     syscall("pivot_root", _PIVOT_ROOT[MACHINE], os.fsencode(new), os.fsencode(old))
@@ -96,7 +96,7 @@ def process_option(option: int, *values: int) -> None:
 
 
 def set_capabilities(capabilities: int) -> None:
-    """Have these capabilities and no others, also in programs that are executed."""
+    """Keep only these capabilities, also in executed programs."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     low = capabilities & 0xFFFFFFFF
     data = (ctypes.c_uint32 * 6)(low, low, low, 0, 0, 0)  # effective, permitted, inheritable; then above 31
@@ -140,8 +140,8 @@ def landlock_abi() -> int:
 def restrict_by_landlock(
     version: int, readable: Iterable[str], writable: Iterable[str], devices: Iterable[str]
 ) -> None:
-    """Refuse this process, for good, all but: reading and executing beneath ``readable``, everything beneath
-    ``writable``, reading and writing ``devices``. Paths that do not exist are skipped. Raises OSError.
+    """Irrevocably allow only reading and executing in ``readable``, everything in ``writable``, and reading
+    and writing ``devices``. Skips missing paths. Raises OSError.
     """
     rights = (1 << max(count for least, count in _LANDLOCK_RIGHTS.items() if least <= version)) - 1
     fields = [rights] + [_TCP] * (version >= 4) + [_SCOPES] * (version >= 6)
@@ -189,7 +189,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "kcmp": (312, 272),
     "pidfd_getfd": (438, 438),
     "perf_event_open": (298, 241),
-    # the kernel's larger and younger parts
+    # large and new kernel subsystems
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425),
@@ -241,7 +241,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "adjtimex": (159, 171),
     "sethostname": (170, 161),
     "setdomainname": (171, 162),
-    # memory that belongs to no process, and so to no limit
+    # memory outside all processes, and so outside all limits
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -249,7 +249,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "msgget": (68, 186),
     "semget": (64, 190),
     "mq_open": (240, 180),
-    # other system calls by another way: a filter sees only this one
+    # make other system calls indirectly, unseen by the filter
     "seccomp": (317, 277),
 }
 _ATTRIBUTES: dict[str, tuple[int | None, int | None]] = {  # Landlock does not cover attributes of files
@@ -312,12 +312,12 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 
 @dataclass(frozen=True, slots=True)
 class SyscallFilter:
-    """What a filter refuses in addition to the calls that are always refused.
+    """Options of a filter beyond the calls that are always refused.
 
     Attributes:
-        unix_sockets: whether sockets in the file system are allowed; those of other kinds never are.
+        unix_sockets: whether Unix sockets are allowed; other sockets never are.
         attributes: whether modes, owners and times of files may change.
-        signals_to: the only process that may be signalled; None: any that the kernel allows.
+        signals_to: the only process that may be signalled; None: any that the kernel permits.
     """
 
     unix_sockets: bool
@@ -325,7 +325,7 @@ class SyscallFilter:
     signals_to: int | None
 
     def install(self) -> None:
-        """Filter the calls of this process and its children for good. Raises OSError."""
+        """Filter the calls of this process and its children irrevocably. Raises OSError."""
         program = b"".join(struct.pack("=HBBI", *instruction) for instruction in self.instructions())
         buffer = ctypes.create_string_buffer(program, len(program))
         # struct sock_fprog: the number of instructions, then, aligned, their address
@@ -352,7 +352,7 @@ class SyscallFilter:
         for numbers in refused.values():
             if (number := numbers[index]) is not None:
                 program += [(_JUMP_EQUAL, 0, 1, number), _error(errno.EPERM)]
-        program += [(_JUMP_EQUAL, 0, 1, _CLONE3[index]), _error(errno.ENOSYS)]  # its flags cannot be read
+        program += [(_JUMP_EQUAL, 0, 1, _CLONE3[index]), _error(errno.ENOSYS)]  # flags are unreadable
         program += _case(_CLONE[index], 0, [(_JUMP_ANY_BIT, 0, 1, _NEW_NAMESPACES), _error(errno.EPERM)])
         program += self._sockets(index)
         program += _case(_IOCTL[index], 1, _none_of(_TIOCSTI, _TIOCLINUX))
@@ -370,7 +370,7 @@ class SyscallFilter:
         family = [(_JUMP_EQUAL, 1, 0, _AF_UNIX), _error(errno.EACCES)]
         if self.unix_sockets:
             return _case(_SOCKET[index], 0, family) + _case(_SOCKETPAIR[index], 0, family)
-        # A connected stream stays connected to its other end; a datagram socket could be pointed elsewhere.
+        # A stream stays connected to its peer; a datagram socket could be redirected.
         stream = [(_AND, 0, 0, _SOCK_TYPE), (_JUMP_EQUAL, 1, 0, _SOCK_STREAM), _error(errno.EACCES)]
         return [
             (_JUMP_EQUAL, 0, 1, _SOCKET[index]),
@@ -381,7 +381,7 @@ class SyscallFilter:
 
 
 def knows_system_calls() -> bool:
-    """Return whether this machine's system calls are known here."""
+    """Return whether the table of system calls covers this machine."""
     return MACHINE in _AUDIT_ARCH
 
 
@@ -400,8 +400,8 @@ def _none_of(*values: int) -> list[tuple[int, int, int, int]]:
 def _case(
     number: int, argument: int, test: list[tuple[int, int, int, int]]
 ) -> list[tuple[int, int, int, int]]:
-    """Return ``test`` of an argument's lower half, for this call alone. The accumulator holds the number, as
-    before.
+    """Return ``test`` of an argument's lower half, for this call only. The accumulator holds the call number
+    before and after.
     """
     inside = [_load(_ARGUMENTS + 8 * argument), *test, _load(_NUMBER)]
     return [(_JUMP_EQUAL, 0, len(inside), number), *inside]

@@ -1,4 +1,4 @@
-"""The Python tool: an interpreter per episode that keeps its variables, wherever it runs."""
+"""The Python tool: one interpreter per episode that keeps its variables, on any backend."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from grpo_dist.environments.sandbox.service import CodeService
 from grpo_dist.environments.sandbox.trial import find_isolation
 
 _PROGRAM = "grpo_dist.environments.sandbox.interpreter:Interpreter"
-OUTPUT_KB = 64  # of a call that are kept
-_READY_S = 300.0  # limit for the start of an interpreter, which no call is charged with
+OUTPUT_KB = 64  # output kept per call
+_READY_S = 300.0  # limit for an interpreter's start, not counted against calls
 _GONE = "The interpreter was ended: variables and files of earlier calls are gone."
 _USED_UP = "no time is left for calls of this episode"
 
@@ -27,10 +27,10 @@ class CodeResult:
 
     Attributes:
         output: stdout and stderr in order, the value of a last expression, a traceback; cut to
-            ``output_kb``. It notes a lost interpreter.
+            ``output_kb``. It reports a lost interpreter.
         outcome: ok | error | timeout | memory | died.
-        seconds: wall clock of the code.
-        began: False where the machine had lost the interpreter before, so that the code did not run.
+        seconds: wall-clock time of the code.
+        began: False if the interpreter was lost before the call, so the code did not run.
     """
 
     output: str
@@ -52,8 +52,8 @@ class PythonSandbox:
     """Runs code of the policy, for any number of episodes at once.
 
     Args:
-        isolation: of the process backend; None: the strongest that `start` finds to work.
-        output_kb: KiB of the output of a call that are kept, its start and its end.
+        isolation: isolation of the process backend; None: the strongest that works here.
+        output_kb: KiB of output kept per call, from its start and end.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class PythonSandbox:
         self._used_s: dict[str, float] = {}
 
     async def start(self) -> list[str]:
-        """Start. Returns sentences that describe the confinement of code. Raises ProcessFailure."""
+        """Start the backend. Returns sentences that describe the confinement. Raises ProcessFailure."""
         return await self._backend.start()
 
     async def run(self, episode: str, code: str) -> CodeResult:
-        """Run ``code`` in the episode's interpreter, which the first call makes.
+        """Run ``code`` in the episode's interpreter, started by the first call.
 
-        Never raises for code. Raises ProcessFailure where the machine or the service failed.
+        Never raises for the code's errors. Raises ProcessFailure if the machine or the service failed.
         """
         settings, used_s = self._settings, self._used_s.get(episode, 0.0)
         timeout_s = min(settings.call_s, settings.episode_s - used_s)
@@ -90,7 +90,7 @@ class PythonSandbox:
             output = failure.output + "\n" * (bool(failure.output) and not failure.output.endswith("\n"))
             output += f"[{failure.detail}{'. ' + _GONE if failure.lost else ''}]\n"
         self._used_s[episode] = used_s + seconds
-        output = output.replace("\0", "\\x00")  # tokenizers and files of records do not take it
+        output = output.replace("\0", "\\x00")  # tokenizers and record files reject it
         return CodeResult(output, outcome if outcome in OUTCOMES else "error", seconds, began)
 
     async def end(self, episode: str) -> None:
@@ -103,7 +103,7 @@ class PythonSandbox:
 
 
 class InterpreterProcesses:
-    """Interpreters in processes of this machine."""
+    """Interpreters in local processes."""
 
     def __init__(self, settings: SandboxConfig, isolation: Isolation | None, output_kb: int) -> None:
         self._isolation = isolation
@@ -116,7 +116,7 @@ class InterpreterProcesses:
             reply_kb=16,
         )
         self._host: ProcessHost | None = None
-        self._cpu_s: dict[str, float] = {}  # used by interpreters that an episode has lost
+        self._cpu_s: dict[str, float] = {}  # of an episode's lost interpreters
 
     async def start(self) -> list[str]:
         if self._isolation is None:
@@ -136,7 +136,7 @@ class InterpreterProcesses:
         if not self._host.is_live(episode):
             try:
                 await self._host.ask(episode, "ready", None, timeout_s=_READY_S)
-            except ProcessFailure as failure:  # before any code of the policy
+            except ProcessFailure as failure:  # before any policy code ran
                 failure.infrastructure = True
                 raise
         try:

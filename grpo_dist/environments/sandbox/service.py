@@ -1,7 +1,7 @@
 """The Python tool on a sandbox service that speaks SandboxFusion's API: POST /run_code.
 
-The service starts a new process for each request. So that variables stay, the earlier code of the episode
-runs again before the new code, and its output is discarded. Results that depend on time may differ.
+The service starts a new process for each request. To restore variables, the episode's earlier code runs again
+before the new code, and its output is discarded. Results that depend on time may differ.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _ATTEMPTS, _FIRST_PAUSE_S = 4, 0.5
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _GRACE_S = 30.0  # for the service's queue, and to start a process
-_OWN_MB = 1024  # address space of Python and its packages, which the service counts with the code's
-_OF_EXIT = {0: "ok", 1: "error", 3: "memory"}  # as `cells.replay` exits
-_REASON = 500  # characters of an error
+_OWN_MB = 1024  # address space of Python and its packages, which the service also counts
+_OUTCOME_BY_EXIT_CODE = {0: "ok", 1: "error", 3: "memory"}  # as `cells.replay` exits
+_REASON = 500  # maximum characters of an error
 
 
 class CodeService:
@@ -41,20 +41,20 @@ class CodeService:
         self._client: httpx.AsyncClient | None = None
 
     async def start(self) -> list[str]:
-        """Run a line there. Raises ProcessFailure if that does not work."""
+        """Check the service by running a line. Raises ProcessFailure if that fails."""
         import httpx  # only here: few runs have a service
 
-        # Every episode may have a request under way.
+        # Every episode may have an open request.
         self._client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), trust_env=False)
         outcome, output, _ = await self.run("", "print(6 * 7)", self._settings.call_s)
         await self.end("")
         if (outcome, output) != ("ok", "42\n"):
             raise ProcessFailure("error", f"{self._masked(self._url)} printed {output[:_REASON]!r} for 6 * 7")
         where = self._masked(self._settings.url or "")
-        return [f"sandbox: code runs at {where}, whose isolation is its own affair and is not checked here"]
+        return [f"sandbox: code runs at {where}, whose isolation is not checked here"]
 
     async def run(self, episode: str, code: str, timeout_s: float) -> tuple[str, str, float]:
-        """Run ``code`` behind the episode's earlier code. Raises ProcessFailure."""
+        """Run ``code`` after the episode's earlier code. Raises ProcessFailure."""
         earlier = self._earlier.get(episode, [])
         earlier_s = sum(seconds for _, seconds in earlier)
         limit_s = timeout_s + 2 * earlier_s
@@ -73,7 +73,7 @@ class CodeService:
             await self._client.aclose()
 
     def _request(self, earlier: list[str], code: str, limit_s: float) -> dict[str, Any]:
-        texts = json.dumps(json.dumps([earlier, code]))  # a JSON text as a literal of Python
+        texts = json.dumps(json.dumps([earlier, code]))  # a JSON text as a Python literal
         program = f"{self._source}\n\nimport json\n\nreplay(*json.loads({texts}))\n"
         return {
             "code": program,
@@ -84,7 +84,7 @@ class CodeService:
         }
 
     async def _post(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """Send a request, again after passing failures: the service keeps nothing of one that failed."""
+        """Send a request, with retries after transient failures; the service is stateless."""
         import httpx
 
         assert self._client is not None, "run before start"
@@ -98,7 +98,7 @@ class CodeService:
                     reply = response.json()
                     if isinstance(reply, dict):
                         return reply
-                    reason = "a reply that is no JSON object"
+                    reason = "the reply is not a JSON object"
                     break
                 reason = f"HTTP {response.status_code}: {response.text}"
                 if response.status_code not in _TRANSIENT:
@@ -114,25 +114,25 @@ class CodeService:
     def _read(
         self, episode: str, reply: dict[str, Any], timeout_s: float, elapsed_s: float
     ) -> tuple[str, str, float]:
-        """Return outcome, output and seconds of all the code. Raises ProcessFailure."""
+        """Return outcome, output and seconds of the whole code. Raises ProcessFailure."""
         ran = reply.get("run_result")
         if reply.get("status") == "SandboxError" or not isinstance(ran, dict):
             reason = str(reply.get("message") or "it ran nothing")[:_REASON]
             detail = f"the sandbox service failed ({self._masked(reason)})"
             raise ProcessFailure("error", detail, lost=False, infrastructure=True)
-        kept = KeptOutput(self._output_kb * 1024)
-        # Code prints to the first; Python's own last words are in the second.
+        output_buffer = KeptOutput(self._output_kb * 1024)
+        # The code prints to stdout; Python's fatal errors are in stderr.
         for part in ("stdout", "stderr"):
-            kept.add(str(ran.get(part) or "").encode(errors="replace"))
-        output = kept.bytes().decode(errors="replace")
+            output_buffer.add(str(ran.get(part) or "").encode(errors="replace"))
+        output = output_buffer.bytes().decode(errors="replace")
         if ran.get("status") == "TimeLimitExceeded":
             self._earlier.pop(episode, None)
             raise ProcessFailure("timeout", f"no result within {timeout_s:g} s", output=output)
         code, seconds = ran.get("return_code"), ran.get("execution_time")
-        if code not in _OF_EXIT:
+        if code not in _OUTCOME_BY_EXIT_CODE:
             self._earlier.pop(episode, None)
             raise ProcessFailure("died", f"the process ended with exit status {code}", output=output)
-        return _OF_EXIT[code], output, seconds if isinstance(seconds, int | float) else elapsed_s
+        return _OUTCOME_BY_EXIT_CODE[code], output, seconds if isinstance(seconds, int | float) else elapsed_s
 
     def _masked(self, text: str) -> str:
         return masked_text(text, {"url": self._settings.url})

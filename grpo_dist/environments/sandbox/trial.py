@@ -1,4 +1,4 @@
-"""Finds which layers of isolation this machine allows, by using them and by trying to break out of them."""
+"""Finds the isolation layers that this machine allows, by using them and trying to break out."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from grpo_dist.runtime.processes import run_child, used_address_space
 
 _TRIAL_S = 300.0
 _LIMITS = Limits(memory_mb=256, files_mb=4)
-# User ids for episodes: above the ids of people and containers; else systemd's ids of transient users.
+# User ids for episodes: above human and container ids; else systemd's ids of transient users.
 _USERS, _USERS_IN_CONTAINERS = (0x70000000, 0x7F000000), (61184, 65520)
-_UNUSED_MODULE = "colorsys"  # in the standard library, and imported by nothing else
+_UNUSED_MODULE = "colorsys"  # in the standard library, imported by nothing else
 
 
 async def find_isolation() -> tuple[Isolation, list[str]]:
@@ -40,7 +40,7 @@ async def find_isolation() -> tuple[Isolation, list[str]]:
 
 
 def _left_out(isolation: Isolation, reasons: Sequence[str]) -> list[str]:
-    """Return a sentence with the layers that ``isolation`` lacks and why trials failed, if it lacks any."""
+    """Return a sentence with the missing layers and why their trials failed; [] if none is missing."""
     spaces = [name for name in SPACES if name not in isolation.spaces]
     layers = [f"{', '.join(spaces)} namespaces"] if spaces else []
     layers += ["Landlock"] * (not isolation.landlock) + ["seccomp"] * (not isolation.seccomp)
@@ -51,14 +51,14 @@ def _left_out(isolation: Isolation, reasons: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """Print the isolation found, and why trials of others failed, as JSON."""
+    """Print the chosen isolation, and the reasons of failed trials, as JSON."""
     reasons: list[str] = []
     isolation = choose(lambda candidate: try_out(candidate, reasons))
     print(json.dumps({"isolation": asdict(isolation), "reasons": reasons}))
 
 
 def choose(works: Callable[[Isolation], bool]) -> Isolation:
-    """Return the strongest isolation that ``works``."""
+    """Return the strongest isolation for which ``works`` is true."""
     plain = Isolation(first_user=_first_user())
     best = plain
     for user_space in (False, True) if os.geteuid() == 0 else (True,):
@@ -79,7 +79,7 @@ def choose(works: Callable[[Isolation], bool]) -> Isolation:
 
 
 def _try_spaces(plain: Isolation, works: Callable[[Isolation], bool]) -> Iterator[Isolation]:
-    """Yield what works: all namespaces, or those that work alone, together."""
+    """Yield working isolations: all namespaces, or all that work individually, together."""
     for own_proc in (True, False):
         candidate = replace(plain, spaces=SPACES, own_proc=own_proc)
         if works(candidate):
@@ -92,19 +92,19 @@ def _try_spaces(plain: Isolation, works: Callable[[Isolation], bool]) -> Iterato
 
 
 def _first_user() -> int | None:
-    """Return the first of the user ids for this process's episodes; None without the right to use others."""
+    """Return the first user id for episodes; None if this process may not switch users."""
     if os.geteuid() != 0:
         return None
     for first, end in (_USERS, _USERS_IN_CONTAINERS):
         user = first + secrets.randbelow((end - first) // 2)
-        if _rules(user):
+        if _controls_user(user):
             return user
     return None
 
 
-def _rules(user: int) -> bool:
-    """Return whether this process can make a process of that user, end it, and delete what it wrote. Root in
-    a container may lack any of these rights.
+def _controls_user(user: int) -> bool:
+    """Return whether this process can start a process as that user, kill it, and delete its files. Root in a
+    container may lack any of these rights.
     """
     directory = tempfile.mkdtemp(prefix="grpo-dist-trial-")
     begins, waits = os.pipe(), os.pipe()
@@ -135,7 +135,7 @@ def _rules(user: int) -> bool:
 
 
 def try_out(isolation: Isolation, reasons: list[str]) -> bool:
-    """Return whether a process can be confined so, works, and cannot do what it must not."""
+    """Return whether a process works in this isolation and cannot break out."""
     directory = tempfile.mkdtemp(prefix="grpo-dist-trial-")
     secret = Path(directory, "secret")
     secret.write_text("secret")
@@ -149,19 +149,19 @@ def try_out(isolation: Isolation, reasons: list[str]) -> bool:
         isolation.prepare(slot)
         first = os.fork()
         if not first:
-            _run_in_child(write, lambda: _first(isolation, slot, outside, secret, write))
+            _run_in_child(write, lambda: _enter_and_run(isolation, slot, outside, secret, write))
         os.close(write)
         with os.fdopen(read, "rb") as report:
             failure = report.read().decode(errors="replace")
         status = os.waitpid(first, 0)[1]
         if failure or status:
-            reasons.append(f"{_name(isolation)}: {failure or f'ended with status {status}'}")
+            reasons.append(f"{_describe(isolation)}: {failure or f'ended with status {status}'}")
         return not (failure or status)
     finally:
         remove_tree(directory)
 
 
-def _first(isolation: Isolation, slot: EpisodeSlot, outside: int, secret: Path, write: int) -> None:
+def _enter_and_run(isolation: Isolation, slot: EpisodeSlot, outside: int, secret: Path, write: int) -> None:
     isolation.enter(slot)
     _await_child(write, lambda: _keeper(isolation, slot, outside, secret, write))
 
@@ -191,7 +191,7 @@ def _worker(isolation: Isolation, slot: EpisodeSlot, outside: int, secret: Path,
 
 def _use_network() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
-        connection.connect(("192.0.2.1", 9))  # an address for documentation; nothing is sent
+        connection.connect(("192.0.2.1", 9))  # a documentation address; nothing is sent
 
 
 def _refused(what: str, attempt: Callable[[], object]) -> None:
@@ -203,7 +203,7 @@ def _refused(what: str, attempt: Callable[[], object]) -> None:
 
 
 def _run_in_child(write: int, action: Callable[[], None]) -> None:
-    """Do ``action`` and exit; write why it failed."""
+    """Run ``action`` and exit; write the reason if it fails."""
     code = 1
     try:
         action()
@@ -224,8 +224,8 @@ def _await_child(write: int, action: Callable[[], None]) -> None:
         os._exit(1)
 
 
-def _name(isolation: Isolation) -> str:
+def _describe(isolation: Isolation) -> str:
     kind = "user namespace with " if isolation.user_space else ""
     layers = [kind + ", ".join(isolation.spaces) + " namespaces"] if isolation.spaces else []
     layers += [f"Landlock {isolation.landlock}"] * bool(isolation.landlock) + ["seccomp"] * isolation.seccomp
-    return " + ".join(layers) or "a user id of its own"
+    return " + ".join(layers) or "a separate user id"

@@ -1,7 +1,7 @@
-"""The process that runs a program: makes its object and answers one request at a time.
+"""The process that runs a program: creates its object and answers one request at a time.
 
-Code of the policy may run in here and may read and write everything in this process: its replies are what it
-wants them to be. It cannot reply for another request, or to anybody but its keeper.
+Policy code may run here and read and write everything in this process, so it can forge its replies. It cannot
+reply for another request, or to anybody but its keeper.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from grpo_dist.errors import raised
 
 
 def serve(make: Callable[[], Any], requests: int, replies: int) -> NoReturn:
-    """Serve requests from one descriptor to the other until the keeper is gone. ``make`` returns the
-    program's object; it is called with the first request, and again after it failed.
+    """Serve requests until the keeper is gone. ``make`` returns the program's object; it is called at the
+    first request, and again after a failure.
     """
     os.register_at_fork(after_in_child=partial(_close, requests, replies))
     program: Any = None
@@ -41,10 +41,10 @@ def serve(make: Callable[[], Any], requests: int, replies: int) -> NoReturn:
                 kind, value = json.loads(payload)
                 result = program.handle(kind, value)
                 if inspect.isawaitable(result):
-                    # One event loop, which also runs between requests: clients that an environment keeps
-                    # belong to it, and answer the pings of their servers.
+                    # One event loop that also runs between requests, so that an environment's clients can
+                    # answer their servers' pings.
                     runner = runner or asyncio.Runner()
-                    result = runner.run(_result_of(result))
+                    result = runner.run(_await_result(result))
                 reply = json.dumps(["ok", result]).encode()
             except BaseException as error:  # includes SystemExit: a program must not end its process
                 body = ["memory" if isinstance(error, MemoryError) else "error", raised(error)]
@@ -55,7 +55,7 @@ def serve(make: Callable[[], Any], requests: int, replies: int) -> NoReturn:
 
 
 def redirect(output: int) -> None:
-    """Let prints go to ``output``, reads find nothing, and signals do what they do in any program."""
+    """Redirect prints to ``output``, make stdin empty, and reset signal handlers."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     for descriptor, number in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, number)
@@ -65,20 +65,20 @@ def redirect(output: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that is too large is an OSError
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a too large file raises OSError
 
 
 def _flush() -> None:
-    """Let what was printed arrive before the reply."""
+    """Flush output before the reply."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # the program may have closed it, or put anything in its place
+        with suppress(Exception):  # the program may have closed or replaced it
             stream.flush()
 
 
 def _run_until_readable(runner: asyncio.Runner, descriptor: int) -> None:
-    """Run the event loop until ``descriptor`` has a request, or its other end is closed."""
+    """Run the event loop until ``descriptor`` has a request or its other end closes."""
     while True:
-        with suppress(SystemExit):  # a task that the program left must not end its process
+        with suppress(SystemExit):  # a leftover task of the program must not end its process
             return runner.run(_readable(descriptor))
 
 
@@ -91,7 +91,7 @@ async def _readable(descriptor: int) -> None:
         loop.remove_reader(descriptor)
 
 
-async def _result_of(result: Any) -> Any:
+async def _await_result(result: Any) -> Any:
     return await result
 
 

@@ -1,6 +1,6 @@
-"""Main program of the process that has imported a program and forks a keeper, and it a worker, per episode.
+"""The zygote: imports a program, then forks a keeper per episode, which forks a worker.
 
-It is the parent of all keepers and ends with its owner. It does nothing between starts and ends of episodes.
+It is the parent of all keepers and ends with its owner. It is idle between starts and ends of episodes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from grpo_dist.runtime.processes import (
     used_address_space,
 )
 
-_MESSAGE = 1 << 16  # bytes of a control message, which is one datagram
+_MESSAGE = 1 << 16  # maximum bytes of a control message, one datagram
 _PID = struct.Struct("!i")
 
 
 @dataclass(slots=True)
-class _Kept:
-    """A living keeper."""
+class _KeeperProcess:
+    """A live keeper."""
 
     episode: int
     pid: int
@@ -44,7 +44,7 @@ class _Kept:
 
 
 class Zygote:
-    """Forks and ends keepers as its owner asks."""
+    """Forks and ends keepers on the owner's requests."""
 
     def __init__(self, control: socket.socket, settings: dict[str, Any], directory: Path) -> None:
         self._control, self._directory = control, directory
@@ -55,8 +55,8 @@ class Zygote:
         self._program: Callable[..., object] = getattr(importlib.import_module(module), name)
         if (preload := getattr(self._program, "preload", None)) is not None:
             preload(**self._arguments)
-        self._kept: dict[int, _Kept] = {}  # by process id
-        self._free: list[int] = []  # slots of ended episodes
+        self._keepers: dict[int, _KeeperProcess] = {}  # by process id
+        self._free: list[int] = []  # free slots of ended episodes
         self._slots = 0
 
     def run(self) -> None:
@@ -70,9 +70,9 @@ class Zygote:
         signal.set_wakeup_fd(self._woken)
         self._used, self._home = used_address_space(), os.getcwd()
         if self._isolation and self._isolation.first_user is not None:
-            os.chmod(self._directory, 0o711)  # each episode finds its own directory in it
+            os.chmod(self._directory, 0o711)  # episodes may enter their directories in it
         gc.collect()
-        gc.freeze()  # a collection in a child does not write to, and so copy, every page of the parent
+        gc.freeze()  # garbage collection in a child then copies no pages of the parent
         self._send({"ready": True})
         poller = select.poll()
         poller.register(self._control, select.POLLIN)
@@ -88,31 +88,31 @@ class Zygote:
 
     def close(self) -> None:
         """End all episodes."""
-        for kept in list(self._kept.values()):
-            self._end(kept)
-        while self._kept:
+        for keeper in list(self._keepers.values()):
+            self._end(keeper)
+        while self._keepers:
             self._reap(options=0)
 
     def _obey(self) -> bool:
-        """Read and execute a message. Returns False when the owner is gone."""
+        """Read and execute a message. Returns False if the owner is gone."""
         message, descriptors, _, _ = socket.recv_fds(self._control, _MESSAGE, 1)
         if not message:
             return False
-        asked = json.loads(message)
-        if asked["do"] == "start":
+        request = json.loads(message)
+        if request["do"] == "start":
             channel = socket.socket(fileno=descriptors[0])
             try:
-                self._start(asked["episode"], channel)
-                self._send({"episode": asked["episode"], "is": "started"})
+                self._start(request["episode"], channel)
+                self._send({"episode": request["episode"], "is": "started"})
             except OSError as error:
                 reason = f"{type(error).__name__}: {error}"
-                self._send({"episode": asked["episode"], "is": "failed", "reason": reason})
+                self._send({"episode": request["episode"], "is": "failed", "reason": reason})
             finally:
-                channel.close()  # behind the message, so that the owner finds the reason
+                channel.close()  # after the message, so the owner gets the reason
         else:
-            for kept in self._kept.values():
-                if kept.episode == asked["episode"]:
-                    self._end(kept)
+            for keeper in self._keepers.values():
+                if keeper.episode == request["episode"]:
+                    self._end(keeper)
         return True
 
     def _start(self, episode: int, channel: socket.socket) -> None:
@@ -128,10 +128,10 @@ class Zygote:
         except BaseException:
             self._release(slot)
             raise
-        self._kept[pid] = _Kept(episode, pid, slot)
+        self._keepers[pid] = _KeeperProcess(episode, pid, slot)
 
     def _fork_keeper(self, slot: EpisodeSlot, channel: socket.socket) -> int:
-        """Fork a process that enters namespaces and forks the keeper, which is the first in its namespace."""
+        """Fork a process that enters namespaces and forks the keeper as their first process."""
         read, write = os.pipe()
         first = os.fork()
         if not first:
@@ -155,11 +155,11 @@ class Zygote:
         pid = _PID.unpack(message[: _PID.size])[0] if len(message) >= _PID.size else 0
         if not pid:
             reason = message[_PID.size :].decode(errors="replace")
-            raise OSError(reason or "no process of the episode could be made")
+            raise OSError(reason or "the episode's process could not be started")
         return pid
 
     def _keep(self, slot: EpisodeSlot, channel: socket.socket) -> NoReturn:
-        """Be the keeper of an episode."""
+        """Run the keeper of an episode."""
         try:
             self._control.close()
             for descriptor in (self._holds_lifeline, self._wake, self._woken):
@@ -192,30 +192,30 @@ class Zygote:
 
         return start
 
-    def _end(self, kept: _Kept) -> None:
-        """Kill a keeper with all processes of its episode. `_reap` does the rest."""
+    def _end(self, keeper: _KeeperProcess) -> None:
+        """Kill a keeper with its episode's processes. `_reap` cleans up."""
         if not (self._isolation and self._isolation.contains_processes):
-            kill_descendants(kept.pid)
+            kill_descendants(keeper.pid)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(kept.pid, signal.SIGKILL)
+            os.kill(keeper.pid, signal.SIGKILL)
 
     def _reap(self, options: int = os.WNOHANG) -> None:
-        """Reap ended processes; notify the owner of ended keepers, and delete the files of their episodes."""
+        """Reap ended processes; report ended keepers to the owner and delete their episodes' files."""
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, options)[0]:
                 options = os.WNOHANG
-                if (kept := self._kept.pop(pid, None)) is not None:
+                if (keeper := self._keepers.pop(pid, None)) is not None:
                     self._kill_orphans()
-                    self._release(kept.slot)
-                    self._send({"episode": kept.episode, "is": "ended"})
+                    self._release(keeper.slot)
+                    self._send({"episode": keeper.episode, "is": "ended"})
 
     def _kill_orphans(self) -> None:
-        """Kill processes that became children of this one because their keeper was killed."""
+        """Kill processes orphaned by a killed keeper."""
         if self._isolation and self._isolation.contains_processes:
             return
         children = Path(f"/proc/self/task/{os.getpid()}/children")
-        orphans = set(map(int, children.read_text().split())) - set(self._kept) if children.exists() else ()
-        for pid in orphans:
+        child_pids = set(map(int, children.read_text().split())) if children.exists() else set()
+        for pid in child_pids - self._keepers.keys():
             kill_descendants(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -229,7 +229,7 @@ class Zygote:
                 print(f"sandbox: {slot.path} cannot be deleted: {error}", file=sys.stderr, flush=True)
 
     def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_obey` finds the owner gone
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_obey` notices the owner's end
             self._control.send(json.dumps(message).encode())
 
 

@@ -1,1 +1,1 @@
-"""The throughput benchmark of the whole loop: how fast it is, and how near to what the machine can do."""
+"""Throughput benchmark of the whole loop: its speed, absolute and relative to the hardware limits."""

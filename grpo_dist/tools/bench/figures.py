@@ -1,7 +1,7 @@
 """Computes the figures of a benchmark from its timed steps and limits.
 
-A stage's rate is what it did per second that it was busy; a share is of the loop's own time. Where several
-workers are busy at once, the seconds of a stage are the mean over them.
+A stage's rate is its work per busy second; a share is relative to the loop's time. If several workers are
+busy at once, a stage's seconds are their mean.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _MEANS = {  # figures that are means of a metric over the steps that have it
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """What the machine reaches without this project, None where that was not measured. ``settings``: how it
-    was measured; ``matmul_flops``: operations per second of a matrix product on the policy's threads;
-    ``decode_steps``: single steps of an engine.
+    """Hardware limits, measured without this project's code; None: not measured.
+
+    ``settings``: how they were measured. ``matmul_flops``: operations per second of a matrix product on the
+    policy's threads. ``decode_steps``: single engine steps.
     """
 
     generation_tokens_per_s: float | None = None
@@ -46,12 +47,12 @@ class MachineLimits:
 
 @dataclass(frozen=True, slots=True)
 class NeededWork:
-    """The work that the result of an update needs of a trainer: that of `training/mfu`, and of the loop that
-    is the limit of training. What all updates of a step share counts once, and so does what all ranks share:
-    neither can share it, so the limit is a little too high.
+    """The necessary work of an update, for `training/mfu` and the limit of training.
 
-    ``tokens``: each shared prefix once. ``pairs``: of these tokens with the tokens that they attend to.
-    ``trained``: of these tokens.
+    Prefixes shared across a step's updates or ranks count once, although they are computed repeatedly. So
+    the limit is slightly too high.
+
+    ``tokens``: each shared prefix once. ``pairs``: (token, attended token). ``trained``: trained tokens.
     """
 
     tokens: int
@@ -60,7 +61,7 @@ class NeededWork:
 
     @classmethod
     def from_step(cls, step: StepRecord) -> NeededWork:
-        """Return the work of the samples of ``step``."""
+        """Return the work for the samples of ``step``."""
         distinct = [np.array(ids) for ids in {r.prompt_ids for r in step.requests}]
         prompts = zip(map(len, distinct), shared_prefix_lengths(distinct).tolist(), strict=True)
         spans = [
@@ -71,7 +72,7 @@ class NeededWork:
 
     @classmethod
     def from_spans(cls, spans: Sequence[tuple[int, int]], *, trained: int) -> NeededWork:
-        """Return the work of the tokens from ``begin`` to ``end`` of sequences, each with all before it."""
+        """Return the work for tokens ``begin`` to ``end`` of sequences; tokens attend to all earlier ones."""
         return cls(
             tokens=sum(end - begin for begin, end in spans),
             pairs=sum(_pairs(end) - _pairs(begin) for begin, end in spans),
@@ -82,18 +83,18 @@ class NeededWork:
         return NeededWork(self.tokens + other.tokens, self.pairs + other.pairs, self.trained + other.trained)
 
     def row_tokens(self, longest: int) -> int:
-        """Return the tokens of rows that share nothing and have as many pairs for each token. They are not
-        longer than the ``longest`` sample, whose memory is there.
+        """Return the length of rows without shared prefixes that have the same pairs per token, at most the
+        ``longest`` sample's length, which fits in memory.
         """
         return max(1, min(longest, round(2 * self.pairs / self.tokens - 1)))
 
     def flops(self, shape: Shape, *, frozen: bool = False) -> float:
-        """Return the operations of a forward and a backward pass. ``frozen``: adapters alone are trained."""
+        """Return the operations of a forward and a backward pass. ``frozen``: only adapters are trained."""
         return decoder_flops(shape, self.tokens, self.pairs, self.trained, frozen=frozen)
 
 
 def _pairs(tokens: int) -> int:
-    """Return the pairs of causal attention over ``tokens``: each with itself and all before it."""
+    """Return the pairs of causal attention over ``tokens``."""
     return tokens * (tokens + 1) // 2
 
 
@@ -106,9 +107,9 @@ def figures(
     overlapped: bool,
     frozen: bool = False,
 ) -> dict[str, float]:
-    """Return the figures of the timed ``steps`` by name. ``peak_flops``: of all policy ranks together.
+    """Return the figures of the timed ``steps`` by name. ``peak_flops``: all policy ranks together.
     ``overlapped``: sampling runs ahead, so the largest limit bounds a step instead of their sum. ``frozen``:
-    adapters alone are trained.
+    only adapters are trained.
     """
     seconds = sum(step.seconds for step in steps)
     completion = sum(r.length for s in steps for r in s.requests)
@@ -138,7 +139,7 @@ def figures(
         "overhead/driver_cpu_s": _total(steps, "time/driver_cpu_s") / len(steps),
     }
     if peak_flops:
-        # Rows that no update trained on do not count as work: in proportion to their tokens.
+        # Excludes rows that no update trained on, in proportion to their tokens.
         values["training/mfu"] = work * (trained / tokens) / update / peak_flops
         values["training/peak_flops"] = peak_flops
     work_of_stages = {
@@ -150,23 +151,22 @@ def figures(
 
 
 def _sync_s(step: StepRecord) -> float:
-    """Return the seconds in which engines stop, get the weights and take them. ``time/sync_s`` also has the
-    driver's wait for changes of turns on shared GPUs.
+    """Return the seconds in which engines pause, receive and load the weights. ``time/sync_s`` also includes
+    the driver's wait for role switches on shared GPUs.
     """
     parts = [step.metrics[part] for part in _SYNC_PARTS if part in step.metrics]
     return sum(parts) if parts else step.metrics.get("time/sync_s", 0.0)
 
 
-def _turns_s(step: StepRecord) -> float:
-    """Return the seconds of changes of turns on shared GPUs, one after the other; 0 on GPUs of their own."""
+def _role_switch_s(step: StepRecord) -> float:
+    """Return the seconds of sequential role switches on colocated GPUs; 0 with separate GPUs."""
     return sum(value for key, value in step.metrics.items() if key.startswith("time/turn_"))
 
 
 def _further_figures(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Return the staleness of the samples, and figures that only some benchmarks have: the tokens that a pass
-    gives a sample with a draft; the turns of episodes, and the wait for an environment after each; with
-    `batch.order` completion the mean steps that a group was carried over, and by how much the samples trained
-    so far are longer than what was launched.
+    """Return the staleness of the samples, and figures that only some benchmarks have: tokens per pass with
+    speculation; turns of episodes, and the environment wait per turn; with `batch.order` completion the mean
+    steps that a group was carried over, and how much longer trained samples are than launched ones.
     """
     last, staleness = steps[-1].metrics, _total(steps, "rollout/staleness_mean") / len(steps)
     further = {"tail/staleness": staleness}
@@ -192,18 +192,18 @@ def _further_figures(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def shares(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Return shares of the loop's time, each moment counted once in this order, which add up to 1; and how
-    long rollout and trainer were idle.
+    """Return shares of the loop's time that add up to 1, each moment counted once in this order; and the idle
+    time of rollout and trainer.
 
         generation   an engine has a request
         training     an update runs, and no engine has a request
         sync, scoring, reference   likewise
-        turns        shared GPUs change from one role to another, and nothing of the above runs
-        overhead     nothing of these runs in any actor: driver, Ray, log
+        turns        shared GPUs switch roles, and nothing above runs
+        overhead     no actor does any of these: driver, Ray, log
     """
     begin, end = steps[0].begin, steps[-1].end
     seconds = end - begin
-    # Environments act within a request of an engine.
+    # Environments act during an engine's request.
     spans = [span for step in steps for usage in step.usage.values() for span in usage.spans]
     stages, before, covered = {}, list[Span](), 0.0
     for stage, name in _SHARES.items():
@@ -211,8 +211,8 @@ def shares(steps: Sequence[StepRecord]) -> dict[str, float]:
         total = covered_s(before, begin, end)
         stages[f"share/{name}"] = (total - covered) / seconds
         covered = total
-    # A change has no span; with the stages that run meanwhile it cannot be more than what they leave.
-    turns = min(sum(map(_turns_s, steps)), seconds - covered)
+    # Role switches have no spans, so they count at most the time that other stages leave.
+    turns = min(sum(map(_role_switch_s, steps)), seconds - covered)
     if turns > 0:
         stages["share/turns"] = turns / seconds
     stages["share/overhead"] = 1.0 - (covered + turns) / seconds
@@ -224,7 +224,7 @@ def shares(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def covered_s(spans: Iterable[Span], begin: float, end: float) -> float:
-    """Return the seconds between ``begin`` and ``end`` in which at least one of ``spans`` lasts.
+    """Return the seconds between ``begin`` and ``end`` covered by at least one of ``spans``.
 
     [0, 2], [1, 3], [5, 9] between 0 and 6 -> 4
     """
@@ -240,8 +240,8 @@ def covered_s(spans: Iterable[Span], begin: float, end: float) -> float:
 def _limit_figures(
     figures: Mapping[str, float], stages: Mapping[str, tuple[float, float | None]], *, overlapped: bool
 ) -> dict[str, float]:
-    """Return what a step takes at its limits, and the shares of them that were reached. ``stages``: the work
-    of a step and the limit of its rate, by the name of the rate's figure.
+    """Return the time of a step at its limits, and the achieved shares of the limits. ``stages``: rate
+    figure's name -> (work per step, limit of the rate).
     """
     limited, at_best = dict[str, float](), list[float]()
     for figure, (work, rate) in stages.items():

@@ -1,5 +1,5 @@
-"""Floating-point operations of a decoder, as model FLOPs utilisation counts them: those the result
-needs, nothing that is computed again or for padding.
+"""Floating-point operations of a decoder as counted for model FLOPs utilisation (MFU): without recomputation
+and padding.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Dense half-precision operations per second of a card, from its data sheet.
+# Dense half-precision operations per second per card, from data sheets.
 _CARDS = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "B100": 1750e12,
     "H800": 989e12, "H20": 148e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12,
@@ -21,14 +21,14 @@ _CARDS = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a decoder decides its operations: gated MLPs, grouped-query attention.
+    """The dimensions of a decoder that determine its operations: gated MLPs, grouped-query attention.
 
-    ``intermediate``: of the MLPs that a token uses, added up: 2 of 4 experts of width 96 and a shared one
-    of 160 are 352. ``experts`` of width ``expert_width`` are in each layer, 0 in a dense model.
+    ``intermediate``: total width of the MLPs that a token uses: 2 of 4 experts of width 96 and a shared one
+    of 160 make 352. Each layer has ``experts`` of width ``expert_width``, 0 in a dense model.
 
-    Of a decoder of other parts ``matrices`` are the weights that multiply every token in one layer on
-    average, and ``intermediate`` and ``expert_width`` the widths of gated MLPs of as many weights.
-    ``norms``: of the hidden states, in one layer.
+    For other architectures ``matrices`` are the weights per layer that multiply every token, on average;
+    ``intermediate`` and ``expert_width`` are the widths of gated MLPs with as many weights.
+    ``norms``: normalisations of hidden states per layer.
     """
 
     hidden: int
@@ -90,11 +90,11 @@ class Shape:
 
 def decoder_flops(shape: Shape, tokens: float, pairs: float, trained: float, *, frozen: bool) -> float:
     """Return the operations of a forward and a backward pass over ``tokens``, ``trained`` of them with
-    logits. ``pairs``: of a token and one that it attends to.
+    logits. ``pairs``: (token, attended token).
 
-    A weight costs 2 operations a token forward and 4 backward; ``frozen`` next to adapters, which are left
-    out, 2 backward: it has no gradient of its own. Each head multiplies each pair twice (scores,
-    values); causal attention of T tokens has T (T + 1) / 2 pairs.
+    A weight costs 2 operations per token forward and 4 backward; if ``frozen``, 2 backward, because it has
+    no weight gradient. Adapters are not counted. Each head multiplies each pair twice (scores, values);
+    causal attention of T tokens has T (T + 1) / 2 pairs.
     """
     weights = shape.layers * shape.layer_weights * tokens + shape.hidden * shape.vocabulary * trained
     attention = 2 * shape.layers * shape.heads * shape.head_dim * pairs
@@ -102,8 +102,6 @@ def decoder_flops(shape: Shape, tokens: float, pairs: float, trained: float, *, 
 
 
 def card_peak(name: str) -> float | None:
-    """Return the operations per second in the data sheet of the card ``name``, e.g. "NVIDIA H100 80GB HBM3";
-    None where it is unknown.
-    """
+    """Return data-sheet operations per second of a card, e.g. "NVIDIA H100 80GB HBM3"; None if unknown."""
     names = [card for card in _CARDS if card.lower() in name.lower()]
     return _CARDS[max(names, key=len)] if names else None

@@ -19,8 +19,8 @@ _NORMAL = NormalDist()
 def lengths_of(
     seeds: Sequence[int], lengths: LengthsConfig, *, cap: int, uid: str = ""
 ) -> tuple[int, ...] | None:
-    """Return the tokens of the requests with ``seeds`` for the prompt ``uid``, each 1 to ``cap``; None: where
-    the model ends.
+    """Return the completion lengths of ``uid``'s requests with ``seeds``, each 1 to ``cap`` tokens; None: EOS
+    decides.
 
     A log-normal of mean m and deviation s of its logarithm is exp(N(ln m - s^2 / 2, s)). A share r of the
     variance is the prompt's: N = ln m - s^2 / 2 + s (sqrt(r) z_prompt + sqrt(1 - r) z_request).
@@ -38,8 +38,8 @@ def lengths_of(
 
 
 def _normal(seed: int) -> float:
-    """Draw a standard normal number by ``seed``: a plan draws a hundred thousand, and making a generator of
-    Python takes ten times as long. Mixed as by SplitMix64 (Steele, Lea and Flood 2014).
+    """Draw a standard normal number by ``seed``, mixed as in SplitMix64 (Steele, Lea and Flood 2014). Ten
+    times faster than creating a Python generator; a plan draws a hundred thousand.
     """
     x = seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03 & _BITS
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _BITS
@@ -48,7 +48,7 @@ def _normal(seed: int) -> float:
 
 
 class ForcedLengths:
-    """``rollouts`` whose requests get lengths by their seeds, so the order of requests does not matter."""
+    """``rollouts`` with lengths that depend on the requests' seeds, not on their order."""
 
     def __init__(self, rollouts: RolloutHandle, lengths: LengthsConfig) -> None:
         self._rollouts, self._lengths = rollouts, lengths

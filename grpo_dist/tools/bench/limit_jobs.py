@@ -1,8 +1,8 @@
-"""What each process of a limit measures, and its entry: ``python -m grpo_dist.tools.bench.limit_jobs``.
+"""Measurement processes of the limits. Entry point: ``python -m grpo_dist.tools.bench.limit_jobs``.
 
 generation   one call of `vllm.LLM.generate` with all requests
-training     a bare transformers model, rows of equal length, torch's AdamW; on GPUs the kernels of
-             liger-kernel where they are installed
+training     a bare transformers model, rows of equal length, torch's AdamW; on GPUs liger-kernel if
+             installed
 sync         one broadcast of all bytes
 """
 
@@ -27,19 +27,19 @@ from grpo_dist.tools.bench.record import Request
 if TYPE_CHECKING:
     from actors.workers.engine_settings import EngineSpec
 
-_MATMUL = {"cpu": 2048, "cuda": 8192}  # side of the square matrices of the peak
-_STEP_SEQUENCES = (1, 4, 16, 64, 256)  # and as many as the engine decodes at once
+_MATMUL = {"cpu": 2048, "cuda": 8192}  # matrix size for the peak measurement
+_STEP_SEQUENCES = (1, 4, 16, 64, 256)  # and the engine's maximum
 _STEP_TOKENS = 48
 
 
 class Barrier:
-    """Makes the processes of one limit wait for each other, so that they measure at the same time."""
+    """Synchronises the processes of one limit, so that they measure at the same time."""
 
     def __init__(self, directory: Path, index: int, count: int) -> None:
         self._directory, self._index, self._count, self._round = directory, index, count, 0
 
     def wait(self) -> None:
-        """Return once all processes have called this as often."""
+        """Block until all processes have made the same number of calls."""
         if self._count == 1:
             return
         self._round += 1
@@ -70,8 +70,8 @@ def measure_generation(
     batches: Sequence[Sequence[Request]],
     repeats: int,
 ) -> dict[str, Any]:
-    """Return `seconds` of each batch of requests, [batches][repeats]; and `steps`, [sequences, tokens of
-    each, seconds] of single engine steps, from one sequence to as many as it decodes at once.
+    """Return `seconds` per batch of requests, [batches][repeats]; and `steps` of the engine, (sequences,
+    tokens each, seconds), from one sequence to the engine's maximum.
     """
     engine = _make_engine(spec)
     _generate(engine, batches[0], temperature)
@@ -88,15 +88,15 @@ def measure_generation(
 def _steps(
     engine: Any, spec: EngineSpec, requests: Sequence[Request], temperature: float
 ) -> list[tuple[int, float, float]]:
-    """Return medians of the first and the last third of the steps of batches with requests of one length."""
+    """Return median step times of the first and last third of batches with equally long requests."""
     timings = []
     prompt = requests[0].prompt_ids
     tokens = min(_STEP_TOKENS, spec.max_length - len(prompt))
     third = max(1, tokens // 3)
     counts = [n for n in _STEP_SEQUENCES if n < spec.max_num_seqs] + [spec.max_num_seqs]
     for count in counts:
-        asked = [Request(prompt, seed, tokens) for seed in range(count)]
-        times = _step_times(engine, asked, temperature)[-tokens:]
+        batch = [Request(prompt, seed, tokens) for seed in range(count)]
+        times = _step_times(engine, batch, temperature)[-tokens:]
         for part, begin in ((times[:third], 0), (times[-third:], tokens - third)):
             timings.append((count, len(prompt) + begin + third / 2, statistics.median(part)))
     return timings
@@ -123,7 +123,7 @@ def _generate(engine: Any, requests: Sequence[Request], temperature: float) -> f
     seconds = time.perf_counter() - begin
     lengths = [len(output.outputs[0].token_ids) for output in outputs]
     if lengths != [r.length for r in requests]:
-        raise RuntimeError(f"generation: {sum(lengths)} tokens, {sum(r.length for r in requests)} were asked")
+        raise RuntimeError(f"generation: {sum(lengths)} tokens, expected {sum(r.length for r in requests)}")
     return seconds
 
 
@@ -142,8 +142,8 @@ def _sampling(request: Request, temperature: float) -> Any:
 
 
 def _make_engine(spec: EngineSpec) -> Any:
-    """Make an engine as a rollout worker does, without weight transfer, in vLLM's class for whole batches."""
-    # Only a measured limit needs these.
+    """Build a vLLM offline engine with a rollout worker's settings, without weight transfer."""
+    # Imported here because only measured limits need them.
     from actors.workers.engine_settings import fitting_arguments, set_environment
 
     set_environment()
@@ -167,7 +167,7 @@ def measure_training(
     trained_share: float,
     repeats: int,
 ) -> dict[str, Any]:
-    """Return the seconds of each repeat over ``rows`` of ``row_tokens``, optimiser step included; the rows of
+    """Return seconds per repeat over ``rows`` of ``row_tokens``, including the optimiser step; the rows of
     the fastest micro-batch; and operations per second of a matrix product.
     """
     loop = _Loop(model_dir, dtype, row_tokens, max(1, round(trained_share * row_tokens)))
@@ -181,8 +181,8 @@ def measure_training(
 
 
 def _best_micro_batch(loop: _Loop, rows: int) -> int:
-    """Return the fastest power of two up to ``rows``, by one pass over at most a quarter of them. A slower
-    size, or one too large for the memory, ends the search.
+    """Return the fastest power of two up to ``rows``, by one pass over at most a quarter of the rows. The
+    search stops at a slower size or out of memory.
     """
     best, best_rate, size = 1, 0.0, 1
     loop.step(1, 1)
@@ -220,7 +220,7 @@ class _Loop:
         self._optimizer.zero_grad()
 
     def pass_over(self, rows: int, micro: int) -> None:
-        """Run forward and backward passes of ``rows``; only trained tokens have logits, as in the loop."""
+        """Run forward and backward passes over ``rows``; only trained tokens have logits."""
         for start in range(0, rows, micro):
             size = (min(micro, rows - start), self._row_tokens + 1)
             tokens = torch.randint(self._vocabulary, size, device=self._device)
@@ -252,7 +252,7 @@ def measure_sync(
     backend: str,
     repeats: int,
 ) -> list[float]:
-    """Return the seconds of each repeat. ``backend``: gloo, nccl, or "copy" within one shared GPU."""
+    """Return seconds per repeat. ``backend``: gloo, nccl, or "copy" within one shared GPU."""
     buffer = torch.ones(num_bytes, dtype=torch.uint8, device=device_type())
     if backend == "copy":
         into = torch.ones_like(buffer)
@@ -269,14 +269,14 @@ def measure_sync(
 
 def _repeat(barrier: Barrier, send: Callable[[], object], repeats: int) -> list[float]:
     seconds = []
-    for _ in range(repeats + 1):  # the first makes what is made lazily
+    for _ in range(repeats + 1):  # the first repeat does lazy initialisation
         barrier.wait()  # bounded: it ends with its parent
         seconds.append(_timed(send))
     return seconds[1:]
 
 
 def main() -> None:
-    """Run the job whose files begin with the two arguments: a directory, and the number of the process."""
+    """Run the job given by two arguments: the directory of its files, and the process number."""
     listen()
     directory, name = Path(sys.argv[1]), sys.argv[2]
     measure, index, count, job = pickle.loads((directory / f"{name}.job").read_bytes())

@@ -1,11 +1,11 @@
-"""Measures what the machine reaches at best, one limit after the other in its own processes, after the
-loop's workers have ended. There are as many processes and threads as the loop's workers had.
+"""Measures the hardware limits one by one in separate processes, after the loop's workers have ended, with as
+many processes and threads as the loop's workers had.
 
-    generation   `vllm.LLM.generate` on the prompts, seeds and lengths of timed steps; and single steps of the
-                 engine with few and many sequences
+    generation   `vllm.LLM.generate` on the prompts, seeds and lengths of timed steps; and single
+                 engine steps with few and many sequences
     training     transformers and torch's AdamW on rows without padding, in the best of several micro-batch
-                 sizes: as many tokens, with as much attention, as a step needs, shared prompt prefixes once
-    sync         one broadcast of as many bytes, from and into buffers that are there already
+                 sizes: a step's tokens and attention, shared prompt prefixes once
+    sync         one broadcast of the same bytes, between preallocated buffers
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-REPEATS = 3  # measurements, of which the fastest counts
+REPEATS = 3  # the fastest measurement counts
 SYNC_REPEATS = 12  # each is short
 _STEPS = 2  # timed steps whose requests are generated again
 _DEADLINE_S = 1800.0
@@ -48,8 +48,8 @@ _DEADLINE_S = 1800.0
 def generation_limit(
     config: Config, spec: EngineSpec, steps: Sequence[StepRecord], *, threads: int
 ) -> tuple[float, list[DecodeStep]]:
-    """Measure as many engines as the loop has, each with its share of a step. Returns completion tokens per
-    second, and single steps of the slowest engine.
+    """Measure the loop's number of engines, each with its share of a step. Returns completion tokens per
+    second and single steps of the slowest engine.
     """
     workers, gpus = config.rollout.num_workers, config.rollout.tensor_parallel_size
     batches = [step.requests for step in steps[-_STEPS:]]
@@ -71,8 +71,8 @@ def generation_limit(
 def training_limit(
     config: Config, model_dir: Path, steps: Sequence[StepRecord], *, threads: int
 ) -> tuple[float, float, str]:
-    """Measure training on all ranks. Returns tokens per second, of which a prompt counts once for each of its
-    samples; operations per second of a large matrix product; and the best micro-batch.
+    """Measure training on all ranks. Returns tokens per second, a prompt counted once per sample; operations
+    per second of a large matrix product; and the best micro-batch.
     """
     ranks = config.policy.num_workers
     works = [NeededWork.from_step(step) for step in steps]
@@ -98,8 +98,8 @@ def training_limit(
 
 
 def sync_limit(rollout: RolloutConfig, num_bytes: int, *, port: int) -> float:
-    """Measure bytes per second from one process to as many others as the engines have; within a GPU where
-    there are too few GPUs.
+    """Measure bytes per second from one process to the engines' number of processes; within one GPU if there
+    are too few.
     """
     from actors.transfer.connections import new_secret  # imports Ray
 
@@ -120,8 +120,8 @@ def sync_limit(rollout: RolloutConfig, num_bytes: int, *, port: int) -> float:
 
 
 def fastest(seconds: list[list[list[float]]]) -> float:
-    """Return the seconds for all batches, from seconds by [process][batch][repeat]: the slowest process of
-    each repeat, the fastest repeat of each batch.
+    """Return the seconds for all batches, from seconds[process][batch][repeat]: the slowest process per
+    repeat, the fastest repeat per batch.
     """
     batches = zip(*seconds, strict=True)
     return sum(min(max(repeat) for repeat in zip(*batch, strict=True)) for batch in batches)
@@ -130,9 +130,9 @@ def fastest(seconds: list[list[list[float]]]) -> float:
 def run_jobs(
     measure: Callable[..., Any], jobs: Sequence[dict[str, Any]], *, threads: int, gpus: int
 ) -> list[Any]:
-    """Run ``measure(barrier, **job)`` of every job in its own process, all concurrently. Returns the results
-    in order. Raises RuntimeError with the last output of a process that fails, and before any starts
-    where there are too few GPUs.
+    """Run ``measure(barrier, **job)`` for all jobs concurrently, one process each. Returns results in order.
+
+    Raises RuntimeError with the last output of a failed process, or at once if there are too few GPUs.
     """
     devices = [devices_of(i, gpus) for i in range(len(jobs))]
     with tempfile.TemporaryDirectory(prefix="grpo-dist-bench-") as name, ExitStack() as stack:
@@ -147,23 +147,23 @@ def run_jobs(
                     env=os.environ | thread_environment(threads) | devices[i],
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,  # an engine's own processes end with it
+                    start_new_session=True,  # ends an engine's child processes, too
                 )
             )
         try:
             _wait(processes, measure.__name__.removeprefix("measure_"), directory)
         finally:
             for process in processes:
-                with suppress(ProcessLookupError):  # it and all that it started have ended
+                with suppress(ProcessLookupError):  # the whole process group has ended
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()  # bounded: it has been killed
         return [pickle.loads((directory / f"{i}.result").read_bytes()) for i in range(len(jobs))]
 
 
 def devices_of(process: int, each: int) -> dict[str, str]:
-    """Return an environment in which ``process`` sees ``each`` of this process's GPUs; {} without GPUs.
+    """Return environment variables that show ``each`` GPUs to process number ``process``; {} without GPUs.
 
-    Raises RuntimeError where there are too few: with none of its own it would compute on processors.
+    Raises RuntimeError if there are too few: without a GPU the process would compute on the CPU.
     """
     if device_type() == "cpu":
         return {}
@@ -189,13 +189,13 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], what: str, directory: Pa
             raise RuntimeError(f"{what}: process {i}: {state}; its output ends with: {tail}")
 
 
-# All limits, each left out where it cannot be measured: the figures of the loop must not be lost
+# All limits. A failed limit is skipped, so that the loop's figures are not lost.
 
 
 def limit_threads(config: Config, cluster_gpus: int) -> dict[str, int]:
-    """Return the threads of a process by role. ``cluster_gpus``: of the loop's workers.
+    """Return threads per process by role. ``cluster_gpus``: GPUs of the loop's workers.
 
-    Limits are measured on this machine alone: where it has not what they take, print that, and return {}.
+    Limits are measured on this machine only. If it lacks resources, prints a warning and returns {}.
     """
     from actors.connection import local_resources
     from actors.placement.demands import placement
@@ -213,20 +213,20 @@ def limit_threads(config: Config, cluster_gpus: int) -> dict[str, int]:
 def measured_limits(
     config: Config, model_dir: Path, steps: Sequence[StepRecord], threads: Mapping[str, int]
 ) -> MachineLimits:
-    """Measure generation, training and weight sync at the work of ``steps``. ``threads``: of a process, by
-    role. A limit that fails is printed and left out.
+    """Measure generation, training and weight sync with the work of ``steps``. ``threads``: per process, by
+    role. A failed limit is reported and skipped.
     """
     from actors.transfer.transport import free_port  # imports Ray
     from actors.workers.engine_settings import EngineSpec
 
     spec, sent = EngineSpec.from_config(config, model_dir), int(steps[-1].metrics["sync/bytes"])
-    generation = _attempted(
+    generation = _attempt(
         "generation", lambda: generation_limit(config, spec, steps, threads=threads["rollout"])
     )
-    training = _attempted(
+    training = _attempt(
         "training", lambda: training_limit(config, model_dir, steps, threads=threads["policy"])
     )
-    sync = _attempted("weight sync", lambda: sync_limit(config.rollout, sent, port=free_port("127.0.0.1")))
+    sync = _attempt("weight sync", lambda: sync_limit(config.rollout, sent, port=free_port("127.0.0.1")))
     settings = {}
     if generation or training or sync:
         settings["repeats"] = f"the fastest of {REPEATS}, of the sync of {SYNC_REPEATS}"
@@ -248,7 +248,7 @@ def measured_limits(
     )
 
 
-def _attempted(what: str, measure: Callable[[], T]) -> T | None:
+def _attempt(what: str, measure: Callable[[], T]) -> T | None:
     print_line(f"limits: {what}")
     try:
         return measure()

@@ -19,7 +19,7 @@ from grpo_dist.workers import Workers
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sample of a step: its request and its ``length``, sampled tokens. ``given``: by its environment."""
+    """One sample of a step. ``length``: sampled tokens. ``given``: the environment's tokens."""
 
     prompt_ids: tuple[int, ...]
     seed: int
@@ -33,7 +33,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step from the end of the previous one, logging included, to its own; seconds of `time.time`."""
+    """A step, from the end of the previous one to its end, including logging; seconds of `time.time`."""
 
     step: int
     begin: float
@@ -56,7 +56,7 @@ class NoCheckpoints:
 
 
 class BenchRecorder(Recorder):
-    """The recorder of a benchmark; its clock starts when it is made."""
+    """The recorder of a benchmark; its clock starts at construction."""
 
     def __init__(self, seed: int, directory: Path, say: Callable[[int, dict[str, float]], None]) -> None:
         self._seed, self._say, self.directory = seed, say, directory

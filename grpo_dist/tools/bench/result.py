@@ -14,7 +14,7 @@ from grpo_dist.runtime import __version__
 from grpo_dist.runtime.files import read_json, replace_nan, write_text
 from grpo_dist.runtime.hardware import available_cpus, device_type
 
-SCHEMA = 2  # raise it when a figure changes its meaning
+SCHEMA = 2  # increment if a figure's meaning changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class ActorMemory:
     """Memory of one actor over the whole run.
 
     Attributes:
-        name: of the actor.
-        peak_bytes: resident peaks of its processes, added up.
-        peak_gpu_bytes: the same of memory of GPUs; 0 without one.
+        name: actor name.
+        peak_bytes: sum of its processes' peak resident memory.
+        peak_gpu_bytes: sum of peak GPU memory; 0 without a GPU.
     """
 
     name: str
@@ -34,7 +34,7 @@ class ActorMemory:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One step of an engine with ``sequences`` of ``context`` tokens each."""
+    """One engine step with ``sequences`` of ``context`` tokens each."""
 
     sequences: int
     context: float
@@ -43,9 +43,9 @@ class DecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """``figures``: by name, rates per second, shares of 1, seconds of a step. ``steps``: a few of each timed
-    step. ``lengths``: of the completions of the timed steps, step after
-    step. ``decode_steps``: of an engine alone; none where no limits were measured.
+    """``figures``: by name: rates per second, shares (1 is all), seconds per step. ``steps``: some figures
+    per timed step. ``lengths``: completion lengths of the timed steps, in order. ``decode_steps``: of an
+    engine without the loop; () if no limits were measured.
     """
 
     name: str
@@ -64,8 +64,8 @@ class BenchResult:
 
     @classmethod
     def read(cls, path: Path) -> BenchResult:
-        """Read `bench.json`, or the benchmark in the record of `make gpu-check`. Raises UserError for
-        another kind of file, or another schema.
+        """Read `bench.json`, or the benchmark in the record of `make gpu-check`. Raises UserError for any
+        other file or schema.
         """
         try:
             plain = read_json(path)
@@ -76,7 +76,7 @@ class BenchResult:
         except ValueError as error:
             raise UserError(f"{path}: not JSON ({error}); expected the bench.json of a run") from error
         if isinstance(plain, dict) and plain.get("kind") == "gpu-check":
-            plain = _benchmark_of(plain, path)
+            plain = _extract_benchmark(plain, path)
         schema = plain.pop("schema", None) if isinstance(plain, dict) else None
         if schema != SCHEMA:
             what = "no `schema`" if schema is None else f"`schema` = {schema}"
@@ -95,7 +95,7 @@ class BenchResult:
 
 
 def _figures(values: Any) -> dict[str, float]:
-    """Return the figures that were measured: null stands for NaN. Raises ValueError for anything else."""
+    """Return the measured figures; null becomes NaN. Raises ValueError for other non-numbers."""
     if not isinstance(values, dict):
         raise ValueError("`figures` is not a mapping")
     for key, value in values.items():
@@ -104,9 +104,9 @@ def _figures(values: Any) -> dict[str, float]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _benchmark_of(record: dict[str, Any], path: Path) -> Any:
-    """Return the benchmark in the ``record`` of a check, with the figures that the check has of the device.
-    Raises UserError where it has none.
+def _extract_benchmark(record: dict[str, Any], path: Path) -> Any:
+    """Return the benchmark in a check's ``record``, with the check's device figures. Raises UserError if it
+    has none.
     """
     if not record.get("bench"):
         raise UserError(

@@ -48,7 +48,7 @@ def bench(config: Config) -> Path:
         has = fit(config)
         inputs = load_inputs(config, print_line, device="cuda" if has.gpus else "cpu")
         threads = limit_threads(config, has.gpus) if config.bench.limits else {}
-        directory = make_free_directory(base)  # before the measurement, which takes minutes
+        directory = make_free_directory(base)  # fails before the measurement, which takes minutes
     with _removed_without_result(directory):
         steps = timed(config.bench, asyncio.run(_loop(config, inputs, directory)))
         limits = measured_limits(config, inputs.model_dir, steps, threads) if threads else MachineLimits()
@@ -61,18 +61,18 @@ def bench(config: Config) -> Path:
 
 @contextmanager
 def _removed_without_result(directory: Path) -> Iterator[None]:
-    """Delete ``directory`` where the measurement fails and left nothing in it."""
+    """Delete ``directory`` if the measurement fails and left it empty."""
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # something is in it
+        with suppress(OSError):  # the directory is not empty
             directory.rmdir()
         raise
 
 
 def make_benchmark_config(config: Config) -> Config:
-    """Return ``config`` with the benchmark's steps, without evaluations and checkpoints. Where sampling runs
-    ahead, the last steps have nothing more to sample and are not timed.
+    """Return ``config`` with the benchmark's steps, without evaluations and checkpoints. If sampling runs
+    ahead, the last steps sample nothing and are not timed.
     """
     steps = config.bench.warmup_steps + config.bench.steps + config.max_staleness
     evaluation = config.evaluation.model_copy(update={"before": False, "after": False, "every": 0})
@@ -149,7 +149,7 @@ def _workload(batch: BatchConfig, max_staleness: int, steps: Sequence[StepRecord
         "prompts_per_step": batch.prompts_per_step,
         "samples_per_prompt": batch.samples_per_prompt,
         "prompt_tokens_mean": sum(map(len, prompts)) / len(prompts),
-        # The first and the last in their order have least in common.
+        # The first and last samples in order share least.
         "shared_prompt_tokens": common_length(np.array(min(prompts)), np.array(max(prompts))),
         "completion_tokens": sum(r.length for r in requests),
         "completion_tokens_mean": sum(r.length for r in requests) / len(requests),
@@ -159,7 +159,7 @@ def _workload(batch: BatchConfig, max_staleness: int, steps: Sequence[StepRecord
 
 
 def _step_figures(step: StepRecord) -> dict[str, float]:
-    """Length in seconds and what the clock, the memory and the work were."""
-    kept = ("time/", "memory/", "throughput/", "sync/", "train/", "rollout/")
+    """Return a step's seconds, with its time, memory and work metrics."""
+    prefixes = ("time/", "memory/", "throughput/", "sync/", "train/", "rollout/")
     of_step: dict[str, Any] = {"step": float(step.step), "seconds": step.seconds}
-    return of_step | {key: value for key, value in step.metrics.items() if key.startswith(kept)}
+    return of_step | {key: value for key, value in step.metrics.items() if key.startswith(prefixes)}

@@ -1,4 +1,4 @@
-"""Prints figures: the name and unit of each, whether more is better, and the table of one or two results."""
+"""Names and units of figures, whether higher is better, and tables of one or two results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_dist.tools.bench.result import ActorMemory, BenchResult
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """``unit``: how the value is written. ``better``: 1 for more, -1 for less, 0 for neither."""
+    """``unit``: unit in tables. ``better``: 1 if higher is better, -1 if lower is, 0 for neither."""
 
     label: str
     unit: str
@@ -30,9 +30,9 @@ FIGURES: dict[str, Figure] = {
     "loop/step_median_s": Figure("step, median", "s", -1),
     "generation/tokens_per_s": Figure("generation", "tok/s", 1),
     "generation/step_s": Figure("generation in a step", "s", -1),
-    "generation/acceptance_length": Figure("tokens that a pass gives a sample with a draft", "tok", 1),
+    "generation/acceptance_length": Figure("mean acceptance length", "tok", 1),
     "episodes/turns": Figure("turns of a sample", "turns", 0),
-    "episodes/tool_wait_s": Figure("wait for an environment, a turn", "s", -1),
+    "episodes/tool_wait_s": Figure("environment wait per turn", "s", -1),
     "episodes/cached_share": Figure("prompt of later turns, from the cache", "%", 1),
     "tail/staleness": Figure("staleness, mean", "steps", 0),
     "tail/waited_steps": Figure("groups carried over, steps", "steps", 0),
@@ -40,20 +40,20 @@ FIGURES: dict[str, Figure] = {
     "training/tokens_per_s": Figure("training", "tok/s", 1),
     "training/step_s": Figure("training in a step", "s", -1),
     "training/mfu": Figure("model FLOPs utilisation of the trainer", "%", 1),
-    "training/peak_flops": Figure("peak it is a share of", "FLOP/s", 0),
+    "training/peak_flops": Figure("peak that MFU refers to", "FLOP/s", 0),
     "training/needed_share": Figure("tokens an update needs, of those it computes", "%", 1),
     "scoring/samples_per_s": Figure("scoring, samples", "/s", 1),
     "scoring/step_s": Figure("scoring in a step", "s", -1),
     "sync/bytes_per_s": Figure("weight sync", "B/s", 1),
     "sync/step_s": Figure("weight sync in a step", "s", -1),
     "sync/bytes": Figure("weight sync, bytes", "B", 0),
-    "sync/changed_share": Figure("words of the weights that changed", "%", 0),
+    "sync/changed_share": Figure("changed words of the weights", "%", 0),
     "share/generation": Figure("time: generation", "%", 0),
-    "share/training": Figure("time: training, not behind generation", "%", 0),
-    "share/sync": Figure("time: weight sync, not behind others", "%", 0),
-    "share/scoring": Figure("time: scoring, not behind others", "%", 0),
-    "share/reference": Figure("time: reference, not behind others", "%", 0),
-    "share/turns": Figure("time: turns on shared GPUs, not behind others", "%", -1),
+    "share/training": Figure("time: training, not overlapped", "%", 0),
+    "share/sync": Figure("time: weight sync, not overlapped", "%", 0),
+    "share/scoring": Figure("time: scoring, not overlapped", "%", 0),
+    "share/reference": Figure("time: reference, not overlapped", "%", 0),
+    "share/turns": Figure("time: role switches on shared GPUs, not overlapped", "%", -1),
     "share/overhead": Figure("time: driver and Ray", "%", -1),
     "overhead/step_s": Figure("driver and Ray in a step", "s", -1),
     "overhead/driver_cpu_s": Figure("CPU time of the driver in a step", "s", -1),
@@ -72,7 +72,7 @@ FIGURES: dict[str, Figure] = {
     "of_limit/loop": Figure("loop, of its limit", "%", 1),
     "loop/step_over_limit": Figure("step over its limit", "x", -1),
 }
-_NOTABLE = 0.02  # a figure that changed by more than this share is coloured
+_NOTABLE = 0.02  # changes above this share are coloured
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
@@ -114,7 +114,7 @@ def show(figures: dict[str, float], key: str) -> str:
 
 
 def compare(a: Path, b: Path, console: Console | None = None) -> None:
-    """Print every figure of two results, and the ratio B / A. Raises UserError for a file that is not one."""
+    """Print all figures of two results, and the ratio B / A. Raises UserError for an invalid file."""
     first, second = BenchResult.read(a), BenchResult.read(b)
     console = console or Console(highlight=False)
     console.print(ratio_table(first, second))
@@ -123,12 +123,12 @@ def compare(a: Path, b: Path, console: Console | None = None) -> None:
 
 
 def ratios(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
-    """Return b / a of every figure that both have, except where ``a`` is 0."""
+    """Return b / a for every shared figure with ``a`` other than 0."""
     return {key: b[key] / value for key, value in a.items() if value and key in b}
 
 
 def differences(a: BenchResult, b: BenchResult) -> list[str]:
-    """Return differences of work and machine, which change the ratios as well as the code does."""
+    """Return differences of workload and machine, which also affect the ratios."""
     differences = []
     for what, x, y in (("workload", a.workload, b.workload), ("machine", a.machine, b.machine)):
         changed = [key for key in {**x, **y} if x.get(key) != y.get(key)]

@@ -35,7 +35,7 @@ def _add_eval(commands: Any) -> None:
     )
     sub.add_argument(
         "--output", type=file_path, metavar="DIR",
-        help="directory of results and samples; default: one per model and settings in `output_dir`",
+        help="directory for results and samples; default: one per model and settings in `output_dir`",
     )  # fmt: skip
     sub.add_argument(
         "--by", action="append", default=[], metavar="COLUMN",

@@ -1,6 +1,6 @@
 """Compare two models on the same problems, with intervals and p-values of paired differences.
 
-Pairing removes the variance that both models share because some problems are hard (Miller 2024,
+Pairing removes the shared variance from hard problems (Miller 2024,
 arXiv:2411.00640, section 4.2).
 """
 
@@ -30,7 +30,7 @@ from grpo_dist.tools.evaluate.result import PROBLEMS, RESULT, headings
 
 MCNEMAR = "McNemar, exact"
 SIGN_FLIPS = "sign flips, exact"
-_ENUMERATED = 16  # up to this many differences all sign flips are enumerated; more are drawn at random
+_ENUMERATED = 16  # enumerate all sign flips up to this many differences, else draw at random
 _FLIPS, _BLOCK = 100_000, 2_000
 
 Problems = dict[tuple[str, str], dict[str, Any]]  # (set, uid) -> row of problems.jsonl
@@ -68,7 +68,7 @@ class ModelComparison:
 
 
 def compare_results(first: Path, second: Path, output: Path | None) -> None:
-    """Compare two results: print the table, and write it to ``output`` unless that is None."""
+    """Compare two results; print the table and write it to ``output`` if set."""
     with as_user_errors():
         comparison = compare(first, second)
         print_comparison(wide_console(), comparison)
@@ -102,9 +102,9 @@ def print_comparison(console: Console, comparison: ModelComparison) -> None:
 
 
 def compare(first: Path, second: Path) -> ModelComparison:
-    """Compare two result directories, each given as the directory or its result.json.
+    """Compare two result directories, or their result.json files.
 
-    Raises ValueError when a path holds no result, or when the problems differ.
+    Raises ValueError if a path holds no result or the problems differ.
     """
     (a, ours), (b, theirs) = _read(first), _read(second)
     _check_same_problems(first, ours, second, theirs)
@@ -141,12 +141,12 @@ def compare(first: Path, second: Path) -> ModelComparison:
 def paired(first: Sequence[float], second: Sequence[float]) -> PairedDifference:
     """Test the difference of one measure on the same problems.
 
-    Values that are all 0 or 1 take McNemar's exact test. Other values take a sign-flip test: all flips when
-    there are at most 2^16, else 100,000 flips drawn from a fixed seed. On 0 and 1 the two tests agree.
+    If all values are 0 or 1, uses McNemar's exact test. Otherwise uses a sign-flip test: all flips up to
+    2^16, else 100,000 flips drawn from a fixed seed. For 0 and 1 both tests agree.
 
-    The interval is Student's, of the mean difference. For values of 0 and 1, and when all differences are
-    equal, it is Wald's with pseudo-counts: half a problem in either direction and one without a difference
-    (Agresti and Min 2005, Stat. Med. 24:729), which also holds for few differences.
+    The interval is Student's, of the mean difference. For values of 0 and 1, or if all differences are equal,
+    it is Wald's with pseudo-counts: half a problem in either direction and one without a difference
+    (Agresti and Min 2005, Stat. Med. 24:729), which is also valid for few differences.
     """
     gains = np.asarray(second, float) - np.asarray(first, float)
     yes_or_no = set(first) | set(second) <= {0.0, 1.0}
@@ -171,7 +171,7 @@ def _wald(gains: np.ndarray) -> tuple[float, float]:
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Return the two-sided exact p-value: how often a fair coin splits the differing problems so unevenly.
+    """Return the two-sided exact p-value: the probability that a fair coin splits as unevenly.
 
     9 gained, 1 lost: 2 * (1 + 10) / 2^10 = 0.0215. None gained or lost: 1.
     """
@@ -183,7 +183,7 @@ def mcnemar(gained: int, lost: int) -> float:
 def sign_flips(gains: np.ndarray) -> tuple[float, str]:
     """Return the two-sided p-value of the sum of ``gains`` under random signs, and the name of the test.
 
-    With drawn flips, 1 is added to count and total so that p is never 0 (Phipson and Smyth 2010,
+    For random flips, adds 1 to count and total so that p is never 0 (Phipson and Smyth 2010,
     arXiv:1603.05766).
     """
     sizes = np.abs(gains[gains != 0])
@@ -201,11 +201,11 @@ def sign_flips(gains: np.ndarray) -> tuple[float, str]:
 def _rows_of_set(
     name: str, ours: Sequence[Mapping[str, float | None]], theirs: Sequence[Mapping[str, float | None]]
 ) -> Iterator[Paired]:
-    """Compare every measure that both have, over the problems on which both have a value."""
+    """Compare every shared measure over the problems for which both have a value."""
     measures = {measure for values in theirs for measure in values}
     for measure in dict.fromkeys(m for values in ours for m in values if m in measures):
         pairs = [
-            (x, y)  # null where too few samples are scored
+            (x, y)  # null if too few samples are scored
             for a, b in zip(ours, theirs, strict=True)
             if (x := a.get(measure)) is not None and (y := b.get(measure)) is not None
         ]
@@ -233,16 +233,16 @@ def _read(path: Path) -> tuple[dict[str, Any], Problems]:
 
 
 def _check_same_problems(first: Path, ours: Problems, second: Path, theirs: Problems) -> None:
-    """Raise ValueError where a set that both have differs, or where they share none."""
+    """Raise ValueError if a shared set differs, or if no set is shared."""
     shared = {name for name, _ in ours} & {name for name, _ in theirs}
     for here, problems, there, others in ((first, ours, second, theirs), (second, theirs, first, ours)):
-        missing = [key for key in problems if key not in others]
-        if not any(key[0] in shared for key in missing) and shared:
+        absent = [key for key in problems if key not in others]
+        if not any(key[0] in shared for key in absent) and shared:
             continue  # only whole sets are missing: compare the others
-        counts = Counter(name for name, _ in missing)
+        counts = Counter(name for name, _ in absent)
         lacking = ", ".join(f"{count} of {name}" for name, count in counts.items())
-        example = problems[missing[0]]["problem"][:80]
+        example = problems[absent[0]]["problem"][:80]
         raise ValueError(
-            f"measured on different problems: {here} has {len(missing)} that {there} lacks ({lacking}), e.g. "
+            f"measured on different problems: {here} has {len(absent)} that {there} lacks ({lacking}), e.g. "
             f"{example!r}; evaluate both on the same data"
         )

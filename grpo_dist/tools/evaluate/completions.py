@@ -1,11 +1,11 @@
-"""Reads completions to score from a data file, or from a table of samples that training or `eval` wrote.
+"""Reads completions to score from a data file, or from a table of samples written by training or `eval`.
 
     {"problem": "1+1", "answer": 2, "completion": "so \\\\boxed{2}"}
     {"problem": "1+1", "answer": 2, "completions": ["\\\\boxed{2}", "\\\\boxed{3}"], "finish_reason": "stop"}
     {"answer": 12, "turns": [{"action": "calculator: 3*4", "observation": "12"}, {"action": "\\\\boxed{12}"}]}
 
-Rows with equal `uid` that have `sample`, as in a table of samples, are the samples of one problem: rewards
-may compare them. Every error names the file and the row.
+Rows with `sample` and equal `uid`, as in a table of samples, are samples of one problem, which rewards may
+compare. Every error names the file and the row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grpo_dist.data.files import file_rows, json_lines
 from grpo_dist.errors import UserError, as_user_errors
 from grpo_dist.types import Prompt, Rollout, ToolCall, Turn
 
-TABLE = ".parquet"  # ending of a table of samples
+TABLE = ".parquet"  # file extension of a table of samples
 # Columns of a table of samples (grpo_dist/observe/samples.py); its tokens and earlier rewards are not read.
 _PROBLEM = ("uid", "source", "problem", "answer")
 _SAMPLE = ("sample", "completion", "outcome", "finish_reason", "turns")
@@ -32,10 +32,10 @@ _CALL: dict[str, Any] = {"name": "", "arguments": "", "result": "", "outcome": "
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Names of the columns.
+    """Column names.
 
-    ``completion`` holds a text or a list of texts; None takes `completion` or `completions`, whichever a row
-    has. ``label`` holds verdicts of a person or another grader.
+    ``completion`` holds a text or a list of texts; None: `completion` or `completions`, whichever exists.
+    ``label`` holds verdicts of a person or another grader.
     """
 
     completion: str | None = None
@@ -45,13 +45,13 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """The completions of one problem. The columns of ``prompt`` are those that a reward can ask for; problem
-    and answer are texts under these names, as in a run.
+    """The completions of one problem. ``prompt`` has all columns that rewards can request; `problem` and
+    `answer` are texts, as in a run.
 
     Attributes:
-        rows: [G], the row of each completion.
-        locations: [G], where each completion was read.
-        labels: [G] of 1.0 and 0.0; () without a label column.
+        rows: [G], row of each completion.
+        locations: [G], file position of each completion.
+        labels: [G], 1.0 or 0.0; () without a label column.
     """
 
     prompt: Prompt
@@ -77,8 +77,8 @@ def read_completions(path: Path, columns: Columns) -> list[Completions]:
     """Read all completions. Raises UserError for a missing or empty file, and for an invalid row."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; expected JSON Lines with `completion` (or `completions`)")
-    needed = (*_PROBLEM, *_SAMPLE) if _is_samples(path) else ()
-    read = file_rows(path, columns=needed) if data_ending(str(path)) else json_lines(path)
+    columns_read = (*_PROBLEM, *_SAMPLE) if _is_samples(path) else ()
+    read = file_rows(path, columns=columns_read) if data_ending(str(path)) else json_lines(path)
     problems: dict[Any, list[tuple[str, Mapping[str, Any]]]] = {}
     with as_user_errors():
         for number, (location, row) in enumerate(read):
@@ -106,7 +106,7 @@ def _is_samples(path: Path) -> bool:
 
 
 def _samples(record: Mapping[str, Any], location: str, columns: Columns) -> list[dict[str, Any]]:
-    """Return a row for each completion of ``record``, with the values of that completion alone."""
+    """Return a row for each completion of ``record``, with only that completion's values."""
     row, turns = dict(record), record.get("turns")
     of_each = isinstance(turns, list) and bool(turns) and isinstance(turns[0], list)
     names = [columns.completion] if columns.completion else ["completion", "completions"]
@@ -155,7 +155,7 @@ def _turn_list(turns: Any, location: str) -> list[Any]:
 
 
 def _checked_turn(turn: Any, location: str) -> dict[str, Any]:
-    """Return a turn as rewards see it; that of a table has its action as `text`."""
+    """Return a turn in the form for rewards; in sample tables the action is in `text`."""
     action = turn.get("action", turn.get("text")) if isinstance(turn, dict) else None
     if not isinstance(action, str):
         raise ValueError(f"{location}: `turns` has {str(turn)[:60]}; expected objects with `action`")
@@ -242,7 +242,7 @@ def _label(row: Mapping[str, Any], location: str, column: str) -> float:
         raise ValueError(
             f"{location}: no column `{column}`, which --label names; the row has {', '.join(row)}"
         )
-    if row[column] not in (0, 1):  # True and False are
+    if row[column] not in (0, 1):  # True == 1, False == 0
         raise ValueError(f"{location}: `{column}` holds {row[column]!r}; expected true, false, 1 or 0")
     return float(row[column])
 

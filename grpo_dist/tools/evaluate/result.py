@@ -35,23 +35,23 @@ _METHOD = (
     "estimates are means over problems; stderr: deviation over problems / sqrt(problems); low, high: 95 % "
     "Wilson interval for the effective number of problems; of the mean of sets added up from theirs"
 )
-_ANSWER_CHARACTERS = 200  # of an answer that are kept
+_ANSWER_CHARACTERS = 200  # maximum length of a stored answer
 
 
 def make_verdict(group: Group, rewards: RewardsConfig, pool: GraderPool) -> Verdict:
-    """Return the verdict on a scored group, with the votes of its samples where the math grader or a judge
-    ran; ``pool`` compares answers that differ as text.
+    """Return the verdict on a scored group, with its samples' votes if the math grader or a judge ran.
+    ``pool`` compares answers that differ as text.
     """
     verdict, flags = Verdict.from_group(group), correctness(group)
     if len(flags) < 2 or not any(group.outcomes):
         return verdict
     answers = _answers(group, rewards, pool)
-    kept = [answer[:_ANSWER_CHARACTERS] for answer in answers]
-    return replace(verdict, numbers=numbered(answers, flags.tolist(), pool), answers=kept)
+    short_answers = [answer[:_ANSWER_CHARACTERS] for answer in answers]
+    return replace(verdict, numbers=numbered(answers, flags.tolist(), pool), answers=short_answers)
 
 
 def _answers(group: Group, rewards: RewardsConfig, pool: GraderPool) -> list[str]:
-    """Return each sample's answer. Only wrong ones without a box need a search: right ones are equal."""
+    """Return each sample's answer. Only wrong answers without a box need a search; correct ones are equal."""
     thought = resolve_thought(group.prompt.thought, rewards)
     texts = [normalise_tags(strip_unclosed_thought(r.text, thought), thought) for r in group.rollouts]
     answers = [""] * len(texts)
@@ -76,12 +76,12 @@ class EvaluationResult:
 
     @property
     def unscored_sets(self) -> list[str]:
-        """Sets without a scored sample. Means over problems or sets do not have them."""
+        """Sets without a scored sample. Means over problems or sets exclude them."""
         scored = {j.set for j in self.judged if not np.isnan(j.verdict.flags).all()}
         return [name for name in dict.fromkeys(j.set for j in self.judged) if name not in scored]
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of every set, as those of an evaluation in training."""
+        """Return the metrics of every set, as an evaluation during training does."""
         sets = [m for m in self.measured if m.by is None and m.set not in (ALL, MEAN)]
         return {name: value for m in sets for name, value in m.metrics().items()}
 
@@ -99,7 +99,7 @@ class EvaluationResult:
 
 
 def print_measured(console: Console, title: str, measured: Sequence[Measured]) -> None:
-    """Print the table of results, and one of the episodes where there are any."""
+    """Print the table of results, and a table of episodes if there are any."""
     names = headings(list(dict.fromkeys(n for m in measured for n in m.estimates)))
     columns = ("set", "problems", *names.values(), "tokens", "cut off", "unscored")
     rows = [
@@ -133,9 +133,9 @@ def print_measured(console: Console, title: str, measured: Sequence[Measured]) -
 
 
 def headings(names: Sequence[str]) -> dict[str, str]:
-    """Return the heading of each measure to print.
+    """Return the heading of each printed measure.
 
-    Equal measures share a column: of n samples pass@1 is avg@n, and maj@n is cons@n.
+    Equal measures share a column: with n samples pass@1 is avg@n, and maj@n is cons@n.
     """
     headings = {name: name for name in names}
     for name in names:

@@ -34,12 +34,12 @@ from grpo_dist.tools.evaluate.store import Identity, Store, default_directory, r
 from grpo_dist.tools.evaluate.target import breakdown
 from grpo_dist.types import Group, Prompt
 
-_SAMPLES_PER_PART = 64  # at most this much sampling (or one problem) is lost to a kill
+_SAMPLES_PER_PART = 64  # a kill loses at most this many samples (or one problem)
 
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """A set of problems. ``by``: by uid, the values of the columns that results are broken down by."""
+    """A set of problems. ``by``: uid -> values of the breakdown columns."""
 
     name: str
     prompts: list[Prompt]
@@ -53,13 +53,13 @@ def evaluate_model(
     directory: Path | None = None,
     by: Sequence[str] = (),
 ) -> EvaluationResult:
-    """Sample `model.path` on the problems of `data.eval` that have no final verdict, and print the estimates.
+    """Sample `model.path` on the unfinished problems of `data.eval`, and print the estimates.
 
     Args:
-        directory: of the results; None derives it from model and settings.
-        by: columns that results are broken down by.
+        directory: result directory; None derives it from model and settings.
+        by: columns to break results down by.
 
-    Raises UserError for invalid input, and for a directory that holds another evaluation.
+    Raises UserError for invalid input, or if the directory holds another evaluation.
     """
     with stages_logged(say):
         with as_user_errors():
@@ -109,7 +109,7 @@ def _read_sets(
 ) -> list[ProblemSet]:
     """Read the sets with their prompts.
 
-    Columns that only the breakdown needs are hidden from the rewards, which see the same as in training.
+    Hides columns that only the breakdown needs from the rewards, which see the same as in training.
     """
     data = config.data
     environment_columns = environment_problems(data, config.environments)
@@ -127,7 +127,7 @@ def _read_sets(
     ]
 
     def visible(source: Any, items: Sequence[Any]) -> list[Any]:
-        """Return rows or prompts with the columns that rewards see."""
+        """Return rows or prompts with only the columns for rewards."""
         if brings_columns(source):
             return list(items)
         names = {*source.columns, *asked}
@@ -148,7 +148,7 @@ def _read_sets(
 def _missing(
     sets: list[ProblemSet], store: Store, say: Callable[[str], None]
 ) -> list[tuple[str, list[Prompt]]]:
-    """Return the name of each set with its prompts that have no final verdict, and say how many have one."""
+    """Return each set's name with its unfinished prompts; report how many are finished."""
     missing = []
     for problems in sets:
         final = {key for key, verdict in store.verdicts(problems.name).items() if verdict.is_final}
@@ -202,7 +202,7 @@ def sample_with_engines(
     what: str,
 ) -> None:
     """Start a cluster with the model in ``model_dir``, sample as `sample_chunks` does, and stop the cluster.
-    ``number``: of the stage in request seeds.
+    ``number``: stage number in request seeds.
     """
     from actors.cluster import Cluster  # imports Ray
 

@@ -1,6 +1,6 @@
-"""`grpo-dist score`: the evaluation of completions that exist already, without engine, GPU or Ray.
+"""`grpo-dist score`: evaluates existing completions, without engine, GPU or Ray.
 
-completions --> grader processes of a run --> scored groups --> verdicts --> the table of `eval`
+completions --> grader processes, as in a run --> scored groups --> verdicts --> the table of `eval`
                                                     |--> values of each reward, agreement of graders
 """
 
@@ -43,11 +43,11 @@ from grpo_dist.tools.evaluate.completions import TABLE, Columns, Completions, re
 from grpo_dist.tools.evaluate.result import make_verdict, print_measured
 from grpo_dist.types import Group
 
-# Rewards that need tokens of the policy, not only text.
+# Rewards that need policy tokens, not only text.
 _OF_TOKENS = ("overlong", "cosine_length", "relative_length", "repetition")
 _NO_MODEL = "no/model"  # model path of a configuration made for --reward
 _SHOWN = 5  # disagreements to print
-_TAIL = 160  # characters to print of a completion, from its end
+_TAIL = 160  # characters to print from the end of a completion
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Scored:
 
     Attributes:
         groups: the scored group of each problem.
-        seconds: of each problem.
-        wall_s: wall clock, without the start of processes.
-        failures: by reward, how often each error message occurred.
+        seconds: scoring time per problem.
+        wall_s: wall-clock time, without process start.
+        failures: counts of error messages by reward.
     """
 
     completions: list[Completions]
@@ -70,12 +70,12 @@ class Scored:
 
     @property
     def rewards(self) -> np.ndarray:
-        """The total of each completion: float64 [N], NaN for unscored."""
+        """Total reward of each completion: float64 [N], NaN for unscored."""
         return np.concatenate([group.rewards for group in self.groups]).astype(float)
 
     @property
     def parts(self) -> dict[str, np.ndarray]:
-        """Each reward of each completion: float64 [N], NaN for unscored and where its source lacks it."""
+        """Each reward's values per completion: float64 [N], NaN if unscored or not used by the source."""
         names = dict.fromkeys(name for group in self.groups for name in group.reward_parts)
 
         def part(name: str, group: Group) -> np.ndarray:
@@ -86,7 +86,7 @@ class Scored:
         }
 
     def map_completions(self, value: Callable[[Group], Any]) -> np.ndarray:
-        """Repeat a value of each group for its completions: [N]."""
+        """Repeat each group's value for its completions: [N]."""
         return np.array([value(group) for group in self.groups for _ in group.rollouts])
 
 
@@ -128,9 +128,9 @@ def score(
 def configuration(
     path: Path, rewards: Sequence[str], config_file: str | None, overrides: Sequence[str]
 ) -> Config:
-    """Build the configuration, with the ``rewards`` named, those of ``config_file``, or else the math grader.
+    """Build the configuration with ``rewards``, the rewards of ``config_file``, or else the math grader.
 
-    Raises UserError for --reward with a file, and for invalid settings.
+    Raises UserError for --reward together with a file, and for invalid settings.
     """
     if rewards and config_file:
         raise UserError(f"--reward and {config_file}: both give rewards; give one of the two")
@@ -140,7 +140,7 @@ def configuration(
     tree = OmegaConf.create(
         {
             "model": {"path": _NO_MODEL},
-            # A reward of episodes needs an environment; those of the file have been played.
+            # Episode rewards need an environment; the file's episodes are already finished.
             "data": {
                 "train": [{"path": str(path)}],
                 "environment": "calculator" if "environment" in rewards else "none",
@@ -160,17 +160,17 @@ def score_completions(
     max_new_tokens: int,
     processes: int,
 ) -> Scored:
-    """Score in order, ``processes`` problems at once. ``tokenizer``: the policy's; None when no reward needs
+    """Score in order, ``processes`` problems at once. ``tokenizer``: the policy's; None if no reward needs
     tokens.
     """
     used = {c.source if c.source in rewards.by_source else "" for c in completions}
-    # No reward models here.
+    # Reward models are not run here.
     variants = {source: rewards.select_source(source).model_copy(update={"models": ()}) for source in used}
     with ExitStack() as stack:
         scorers = scorers_by_source(variants, pool, workers=1)
         for scorer in scorers.values():
             stack.callback(scorer.close)
-        pool.grade([("\\boxed{1}", "1")] * processes)  # starts the processes, outside of the measured time
+        pool.grade([("\\boxed{1}", "1")] * processes)  # starts the processes before the time measurement
 
         def one(item: Completions) -> tuple[Group, float]:
             rollouts = item.rollouts
@@ -215,12 +215,12 @@ def _check_output(target: Path) -> None:
 
 
 def _check_sources(rewards: RewardsConfig, completions: Sequence[Completions]) -> None:
-    """Raise ValueError where a row has no rewards that can be computed here: reward models need GPUs."""
+    """Raise ValueError if a row has only rewards that need GPUs: reward models are not run here."""
     for item in completions if rewards.by_source else ():
         if "source" not in item.rows[0]:
             raise ValueError(
                 f"{item.location}: no column `source`, which selects the rewards of the row "
-                "(rewards.by_source); rewards.by_source={} gives all rows those of rewards.functions"
+                "(rewards.by_source); rewards.by_source={} uses rewards.functions for all rows"
             )
     for source in sorted({item.source for item in completions}):
         settings = rewards.select_source(source)
@@ -241,7 +241,7 @@ def _check_sources(rewards: RewardsConfig, completions: Sequence[Completions]) -
 def _check_columns(
     rewards: RewardsConfig, completions: Sequence[Completions], path: Path, pool: GraderPool
 ) -> None:
-    """Raise ValueError where a reward lacks a column in a row, or cannot read it."""
+    """Raise ValueError if a row lacks a reward's column, or the reward cannot read it."""
     remedy = (
         "a table of samples has no further columns of the data, so score a JSON Lines file that has it"
         if path.suffix == TABLE
@@ -293,7 +293,7 @@ def _report(scored: Scored, config: Config, pool: GraderPool, label: str | None,
             names = ", ".join(others)
             console.print(f"not compared, as their values are not all 0 or 1: {names}", markup=False)
         differ = disagreements(graders)
-    lines, number, shown = [], 0, 0
+    lines, number, num_shown = [], 0, 0
     for item, group, seconds in zip(scored.completions, scored.groups, scored.seconds, strict=True):
         for i, (row, location) in enumerate(zip(item.rows, item.locations, strict=True)):
             values = {
@@ -304,7 +304,7 @@ def _report(scored: Scored, config: Config, pool: GraderPool, label: str | None,
             }
             if differ[number]:
                 values["graders_disagree"] = True
-                if (shown := shown + 1) <= _SHOWN:
+                if (num_shown := num_shown + 1) <= _SHOWN:
                     opinions = ", ".join(f"{name} {_verdict(v[number])}" for name, v in graders.items())
                     text = str(row["completion"])
                     tail = ("..." if len(text) > _TAIL else "") + text[-_TAIL:]
@@ -324,13 +324,13 @@ def _verdict(value: float) -> str:
 
 
 def _plain(value: np.floating) -> float | None:
-    """Convert a value for JSON; a float32 0.1 becomes 0.1, the shortest text that gives it back."""
+    """Convert a value for JSON; a float32 0.1 becomes 0.1, the shortest exact representation."""
     return None if np.isnan(value) else float(str(value))
 
 
 def _print_rewards(console: Console, scored: Scored, parts: Mapping[str, np.ndarray]) -> None:
-    """Print the values of the total, also by source, and of each reward; outcomes of the math grader, reasons
-    of unscored completions, and times.
+    """Print the total, also by source, and each reward; math grader outcomes, reasons for unscored
+    completions, and times.
     """
     totals, of_source = {"total": scored.rewards}, scored.map_completions(lambda group: group.prompt.source)
     if len(sources := dict.fromkeys(of_source)) > 1:
@@ -369,20 +369,20 @@ def _print_rewards(console: Console, scored: Scored, parts: Mapping[str, np.ndar
 
 
 def is_grader(values: np.ndarray) -> bool:
-    """Return True when all scored values are 0 or 1, and at least one was scored."""
+    """Return True if all scored values are 0 or 1 and at least one is scored."""
     scored = values[~np.isnan(values)]
     return bool(len(scored)) and bool(np.isin(scored, (0.0, 1.0)).all())
 
 
 def disagreements(graders: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return bool [N]: which completions one grader calls right and another wrong."""
+    """Return bool [N]: whether graders disagree on the completion."""
     values = np.array(list(graders.values()))
     return (values == 1).any(axis=0) & (values == 0).any(axis=0)
 
 
 def agreement(first: np.ndarray, second: np.ndarray) -> tuple[list[int], int, float]:
-    """Count the completions that both graders, only the first, only the second and neither call right, and
-    those that at least one did not score; the share of the scored ones on which they agree, NaN without any.
+    """Count completions that both graders, only the first, only the second, and neither call correct, and
+    those that at least one did not score. Also return the agreement on scored completions, NaN if none.
 
         20 both, 5 only first, 10 only second, 15 neither: 0.7
     """

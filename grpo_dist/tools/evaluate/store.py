@@ -1,14 +1,14 @@
-"""The directory of an evaluation, from which an interrupted evaluation resumes without repeating work.
+"""The directory of an evaluation, from which an interrupted evaluation resumes.
 
     DIRECTORY/
-      evaluation.json                     model and settings, which decide the samples
+      evaluation.json                     model and settings that determine the samples
       samples/SET/part_00000.parquet      samples of a few problems (grpo_dist/observe/samples.py)
       verdicts/SET/part_00000.jsonl       verdicts on these problems; written last, it completes the part
-      problems.jsonl, result.json         of all sets evaluated here, written at the end
+      problems.jsonl, result.json         all evaluated sets, written at the end
 
-Parts are written atomically. A problem is done when a part has a final verdict on it, worded as it is now:
-problems that are added later are sampled then, and verdicts on removed problems are ignored. Of several
-verdicts on a problem the last part's counts.
+Parts are written atomically. A problem is done if a part has a final verdict on its current wording. Problems
+that are added later are sampled then, and verdicts on removed problems are ignored. The last part's verdict
+on a problem counts.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ _REWARDS_LEFT_OUT = {"num_workers", "processes_per_worker", "code_paths", "shuff
 
 @dataclass(frozen=True)
 class Identity:
-    """What decides every sample and verdict of an evaluation, apart from the problems, which have keys.
+    """Everything that determines samples and verdicts, besides the problems, which have keys.
 
     ``digest`` covers everything; ``settings`` has *** for secrets.
     """
 
     model: str  # as given
-    fingerprint: str  # of the model's files
+    fingerprint: str  # hash of the model's files
     settings: dict[str, Any]
     digest: str
 
     @classmethod
     def from_settings(cls, model: str, model_dir: Path, settings: dict[str, Any]) -> Identity:
-        """Return the identity of an evaluation of ``model``, as given, with its `sample_settings`."""
+        """Return the identity of an evaluation of ``model`` with its `sample_settings`."""
         files = fingerprint(model_dir)
         digest = hashlib.sha256(json.dumps([files, settings], sort_keys=True, default=str).encode())
         return cls(model, files, masked(settings), digest.hexdigest()[:16])
 
     def add_date(self, day: str | None) -> Identity:
-        """Return the identity with the date that the chat template writes: a second evaluation on another day
-        takes that of the first, so that it decides no directory.
+        """Return the identity with the chat template's date. A rerun on another day takes the first run's
+        date, so the date does not change the directory.
         """
         data = self.settings["data"] | {"template_date": day}
         return replace(self, settings=self.settings | {"data": data})
@@ -76,8 +76,8 @@ class Identity:
 class Store:
     """The directory of one evaluation.
 
-    Raises ValueError when the directory holds something else, or an evaluation of another model or with
-    other settings; UserError when another process uses it.
+    Raises ValueError if the directory holds anything else, or an evaluation of another model or other
+    settings; UserError if another process uses it.
     """
 
     def __init__(self, directory: Path, identity: Identity) -> None:
@@ -100,7 +100,7 @@ class Store:
             _check_same(directory, old, identity)
 
     def alone(self) -> AbstractContextManager[None]:
-        """Lock the directory. Raises UserError when another process has locked it."""
+        """Lock the directory. Raises UserError if another process holds the lock."""
         return alone(self.directory, "at this evaluation; wait for it, or choose another --output")
 
     def begin(self) -> None:
@@ -108,13 +108,13 @@ class Store:
             write_text(self.directory / _IDENTITY, json.dumps(asdict(self.identity), indent=1) + "\n")
 
     def verdicts(self, name: str) -> dict[str, Verdict]:
-        """Return the last verdict on each problem of a set by key."""
+        """Return the last verdict on each problem of a set, by key."""
         parts = sorted((self.directory / "verdicts" / name).glob("part_*.jsonl"))
         rows = (dict(row) for part in parts for _, row in json_lines(part))
         return {row["key"]: Verdict(**row) for row in rows}
 
     def add(self, name: str, groups: list[Group], verdicts: Sequence[Verdict]) -> None:
-        """Write one more part, verdicts last: samples without verdicts are drawn again."""
+        """Write a part, verdicts last; samples without verdicts are drawn again."""
         done = sorted((self.directory / "verdicts" / name).glob("part_*.jsonl"))
         number = int(done[-1].stem.removeprefix("part_")) + 1 if done else 0
         write_groups(self.directory / "samples" / name / f"part_{number:05d}.parquet", groups)
@@ -123,7 +123,7 @@ class Store:
 
 
 def recorded_date(directory: Path) -> str | None:
-    """Return the date that chat templates write in the evaluation in ``directory``; None: it has none."""
+    """Return the chat template's date of the evaluation in ``directory``, if any."""
     try:
         day = read_json(directory / _IDENTITY)["settings"]["data"].get("template_date")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -132,14 +132,14 @@ def recorded_date(directory: Path) -> str | None:
 
 
 def default_directory(model: ModelConfig, output_dir: str, identity: Identity) -> Path:
-    """Return a directory that is distinct for each model and each sampling setup."""
+    """Return a directory unique to the model and sampling settings."""
     path = Path(model.path.rpartition(":")[2])
     label = path.parent.name if path.name == "model" and path.parent.name else path.name
     return expanded(output_dir) / "evaluations" / f"{label}-{identity.digest[:8]}"
 
 
 def sample_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that decide samples and their rewards, by configuration key."""
+    """Return the settings that affect samples and rewards, by configuration key."""
     tree, draw = config.model_dump(mode="json"), Draw.from_config(config, config.evaluation)
     sources = {
         source["name"] or source["path"]: {key: source[key] for key in PROMPT_KEYS if source[key] is not None}

@@ -2,11 +2,11 @@
 
     CONFIG.yaml      its model on its `data.eval`
     run directory    the exported model, with the settings of the run
-    RUN@latest       the newest checkpoint of a run, with its settings; RUN@20: that of step 20
+    RUN@latest       the newest checkpoint of a run, with its settings; RUN@20: the checkpoint of step 20
     model            a directory, a hub id or `demo:tiny`, with the settings below
 
-DATA replaces `data.eval`: a benchmark by name, or a path or hub id, which is read with the column names of
-the configuration's or run's own data; key=value overrides any setting.
+DATA replaces `data.eval`: a benchmark's name, or a path or hub id, read with the column names of the
+configuration's or run's data; key=value overrides any setting.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_dist.config.files import apply_overrides, read_tree, set_key, validate
 from grpo_dist.errors import UserError, expanded
 from grpo_dist.runtime.model_files import is_checkpoint, split_reference
 
-# For a bare model; the grader looks for a box first.
+# For a model without settings; the grader looks for a box first.
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 _COLUMNS = ("problem_column", "answer_column", "answer_pattern", "multiple_answers", "columns")
 _MODEL: dict[str, Any] = {
@@ -36,8 +36,8 @@ _MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A benchmark: its ``file`` with `problem` and `answer` in the directory `GRPO_DATA`, the
-    keys of its `DataSourceConfig` on the hub, and the columns ``by`` which results are broken down.
+    """A benchmark: its ``file`` with `problem` and `answer` in the directory `GRPO_DATA`, the keys of its
+    `DataSourceConfig` on the hub, and the breakdown columns ``by``.
     """
 
     file: str
@@ -68,13 +68,13 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def breakdown(source: DataSourceConfig) -> tuple[str, ...]:
-    """Return the columns by which results on ``source`` are broken down by default."""
+    """Return the default breakdown columns for results on ``source``."""
     benchmark = BENCHMARKS.get(source.name or "")
     return tuple(dict.fromkeys(["source", "difficulty", "level", *(benchmark.by if benchmark else ())]))
 
 
 def configuration(target: str, data: Sequence[str], overrides: Sequence[str]) -> Config:
-    """Build the configuration that evaluates ``target`` on ``data``. Raises UserError for invalid ones."""
+    """Build the configuration that evaluates ``target`` on ``data``. Raises UserError for invalid input."""
     path = expanded(target)
     if path.suffix in (".yaml", ".yml"):
         tree = read_tree(path)
@@ -101,7 +101,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _run_settings(run: Path, model: str) -> DictConfig:
-    """Return the settings of a run, with ``model`` for its own: the exported one, or RUN@STEP."""
+    """Return the settings of a run with ``model``, the exported one or RUN@STEP, as its model."""
     settings = run / "config.yaml"
     if is_checkpoint(model) and not settings.is_file():
         raise UserError(f"{model}: no run in {run} (no config.yaml); expected RUN@latest or RUN@STEP")
@@ -130,7 +130,7 @@ def _set_data(tree: DictConfig, data: Sequence[str], where: str) -> None:
 
 
 def _benchmark_source(name: str) -> dict[str, Any]:
-    """Return the `DataSourceConfig` keys of a benchmark. Raises UserError for one that GRPO_DATA lacks."""
+    """Return the `DataSourceConfig` keys of a benchmark. Raises UserError if GRPO_DATA lacks it."""
     benchmark = BENCHMARKS[name]
     if not (directory := os.environ.get("GRPO_DATA")):
         return {"name": name, **benchmark.hub}

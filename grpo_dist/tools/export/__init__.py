@@ -1,1 +1,1 @@
-"""`grpo-dist export`: any checkpoint of a run as a Hugging Face directory, and on the hub."""
+"""`grpo-dist export`: writes a run's checkpoint as a Hugging Face directory and uploads it to the hub."""

@@ -1,11 +1,11 @@
-"""A checkpoint as a directory of transformers: written beside its place, read back, compared, then renamed.
+"""Writes a checkpoint as a transformers directory: to a temporary directory, then verified, then renamed.
 
-The log-probs of a fixed text, which the files give in transformers, are compared with those of the model that
-the checkpoint was read into, on the host:
+The log-probs of a fixed text from the written files in transformers are compared on the host with the
+log-probs of the model loaded from the checkpoint:
 
-    weights as they were trained   max |difference| <= 1e-3 nats. The same weights give the same numbers;
+    weights as trained             max |difference| <= 1e-3 nats. The same weights give the same numbers;
                                    adapters merged in float32 add the same products in another order.
-    weights that are rounded       mean |difference| <= 0.1 nats: another type than that of the run, and
+    rounded weights                mean |difference| <= 0.1 nats: another dtype than the run's, and
                                    adapters merged in bfloat16. Each weight keeps 8 significant bits, which
                                    moves log-probs by hundredths of a nat; a wrong weight moves them by nats.
 """
@@ -51,23 +51,23 @@ def export(
     adapter: bool = False,
     push: str | None = None,
 ) -> Path:
-    """Write a checkpoint of ``run`` to ``out`` and return that directory. ``run``: RUN@STEP, or a directory,
-    whose newest undamaged one is taken.
+    """Write a checkpoint of ``run`` to ``out`` and return that directory. ``run``: RUN@STEP, or a run
+    directory for its newest undamaged checkpoint.
 
     Args:
         out: None: `export/step_000020` or the like in the run's directory.
-        dtype: None: as the weights were trained.
-        adapter: write the LoRA adapter alone; else it is merged.
-        push: repository of the hub to upload to.
+        dtype: None: the training dtype.
+        adapter: write only the LoRA adapter; else it is merged.
+        push: hub repository to upload to.
 
     Raises:
-        UserError: input that cannot be used, before anything is written; or the upload fails.
-        RunEnded: the files do not give the log-probs of the checkpoint. Nothing is left.
+        UserError: invalid input, before anything is written; or the upload fails.
+        RunEnded: the files' log-probs differ from the checkpoint's. The files are removed.
     """
     with as_user_errors():
         if push:
             check_push(push)
-        checkpoint = _find(run, say)
+        checkpoint = _find_checkpoint(run, say)
         run_dir, step = checkpoint.parents[1], step_of(checkpoint)
         with _deletion_explained([checkpoint]):
             config = load_config(checkpoint / "config.yaml")
@@ -92,7 +92,7 @@ def export(
                 publish(target, out)
             say(f"{out}: step {step} of {run_dir}; {measured}")
         adapted = read_json(out / ADAPTER_CONFIG)["base_model_name_or_path"] if adapter else ""
-        if Path(adapted).is_absolute():  # no model of the hub
+        if Path(adapted).is_absolute():  # not a hub model
             say(
                 f"note: the base model of the adapter is {adapted}, on this machine alone; without --adapter "
                 "the export needs no other files"
@@ -105,7 +105,7 @@ def export(
 
 @contextmanager
 def _deletion_explained(checkpoints: Sequence[Path]) -> Iterator[None]:
-    """Raise UserError in place of an error of the block where the run has deleted one of ``checkpoints``."""
+    """Raise UserError if the block fails because the run deleted one of ``checkpoints``."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -116,7 +116,7 @@ def _deletion_explained(checkpoints: Sequence[Path]) -> Iterator[None]:
         ) from error
 
 
-def _find(run: str, say: Callable[[str], None]) -> Path:
+def _find_checkpoint(run: str, say: Callable[[str], None]) -> Path:
     """Return the checkpoint. Raises ValueError."""
     run_dir, named = split_reference(run) if is_checkpoint(run) else (expanded(run), "latest")
     if not (run_dir / "config.yaml").is_file() and not (run_dir / CHECKPOINTS).is_dir():
@@ -142,31 +142,31 @@ def _check_free(out: Path, push: str | None) -> None:
 def _write(
     config: Config, base: Path, checkpoint: Path, directory: Path, dtype: str | None, *, adapter: bool
 ) -> str:
-    """Write the files and return how their log-probs compare. Raises RunEnded where they differ."""
+    """Write the files and describe their log-prob difference. Raises RunEnded if it is too large."""
     trusted = config.model.trust_remote_code
     ids = torch.tensor([load_tokenizer(base, trusted)(_TEXT, add_special_tokens=False).input_ids])
     with stage("checkpoint", f"{checkpoint} is read"):
         model = load_weights(config, base, checkpoint)
         trained = model.dtype
         expected = text_logprobs(model, ids)
-    if dtype is not None and (wanted := getattr(torch, dtype)) != trained:
+    if dtype is not None and (target_dtype := getattr(torch, dtype)) != trained:
         del model
         with stage("checkpoint", f"is read as {dtype}"):
-            model = load_weights(config, base, checkpoint, wanted)
+            model = load_weights(config, base, checkpoint, target_dtype)
     with stage("export", "the model is written"):
         write_loaded(model, config, base, directory, adapter_alone=adapter)
     written = model.dtype
     del model
-    with stage("log-probs", "of the written files are compared with those of the checkpoint"):
+    with stage("log-probs", "of the written files are compared with the checkpoint's"):
         loaded = _load(directory, base, written, trusted, adapter=adapter)
         difference = (text_logprobs(loaded, ids) - expected).abs()
     is_merged = config.policy.lora is not None and not adapter
     rounds = trained != written or (is_merged and written != torch.float32)
-    return _compared(difference, rounds=rounds)
+    return _describe_difference(difference, rounds=rounds)
 
 
 def _load(directory: Path, base: Path, dtype: torch.dtype, trusted: bool, *, adapter: bool) -> Any:
-    """Return the model in ``directory`` as transformers reads it, and peft its adapter."""
+    """Load the model in ``directory`` by transformers, with its adapter by peft."""
     wrapper = find_wrapper(base)
     whole = Path(wrapper[0] if wrapper else find_base_model(base)) if adapter else directory
     if read_wrapper_type(base):
@@ -178,21 +178,21 @@ def _load(directory: Path, base: Path, dtype: torch.dtype, trusted: bool, *, ada
     if adapter:
         from peft import PeftModel  # slow to import
 
-        # As they were trained: peft's default is float32.
+        # Keeps the training dtype: peft's default is float32.
         loaded = PeftModel.from_pretrained(loaded, str(directory), autocast_adapter_dtype=False)
     return loaded.eval()
 
 
 def text_logprobs(model: Any, ids: Tensor) -> Float[Tensor, " T-1"]:
-    """Return the log-probs that ``model`` gives the tokens ``ids``, int64 [1, T], but the first."""
+    """Return the model's log-probs of the tokens ``ids``, int64 [1, T], except the first."""
     with torch.inference_mode():
         logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
     return logprobs.gather(-1, ids[0, 1:, None])[:, 0]
 
 
-def _compared(difference: Tensor, *, rounds: bool) -> str:
-    """Describe the ``difference`` of log-probs in nats; ``rounds``: of weights that the export rounded.
-    Raises RunEnded where it is above the bound.
+def _describe_difference(difference: Tensor, *, rounds: bool) -> str:
+    """Describe the ``difference`` of log-probs in nats. ``rounds``: the export rounded the weights.
+    Raises RunEnded if it exceeds the bound.
     """
     value, bound = (
         (float(difference.mean()), _ROUNDED_MEAN) if rounds else (float(difference.max()), _SAME_MAX)
@@ -210,7 +210,7 @@ def _compared(difference: Tensor, *, rounds: bool) -> str:
 
 
 def check_push(repository: str) -> None:
-    """Raise UserError where ``repository`` is no name of one, or there is no token."""
+    """Raise UserError if ``repository`` is not a valid name or no token is set."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -230,7 +230,7 @@ def check_push(repository: str) -> None:
 
 
 def upload(directory: Path, repository: str, message: str) -> str:
-    """Upload an export and return its address. Raises UserError where the hub refuses or is not reached."""
+    """Upload an export and return its address. Raises UserError if the hub refuses it or is unreachable."""
     from huggingface_hub import HfApi  # slow to import
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -1,8 +1,8 @@
-"""The cluster of a plan, the data sheets of its accelerators, and what a device could do by them.
+"""The cluster of a plan, data sheets of accelerators, and the peak rates that they give.
 
 8x8xH100      8 nodes of 8 H100
 1x1xA100-40GB one card
-1x0xCPU       a machine without GPUs, the one that a benchmark was measured on
+1x0xCPU       a machine without GPUs, on which a benchmark was measured
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from grpo_dist.tools.bench.flops import card_peak
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """``memory``: bytes that the driver reports. ``hbm``, ``link``, ``network``, ``pcie``: bytes a second of
-    its memory, to another card of its node, to another node and to host memory, each way. ``host``: bytes of
-    host memory for each card of a node (assumed). ``fp8``: operations in fp8 for each in half precision.
-    ``float32``: operations a second in float32. ``price``: dollars an hour.
+    """``memory``: bytes reported by the driver. ``hbm``, ``link``, ``network``, ``pcie``: bytes per second of
+    GPU memory, to a card of the same node, to another node, and to host memory, each way. ``host``: bytes of
+    host memory per card (assumed). ``fp8``: speed in fp8 relative to half precision. ``float32``: operations
+    per second in float32. ``price``: dollars per hour.
     """
 
     name: str
@@ -37,17 +37,16 @@ class Accelerator:
 
     @property
     def kind(self) -> str:
-        """The name without memory and bus, which drivers write in other ways: a100"""
+        """The name without memory and bus, which drivers spell differently: a100"""
         return self.name.lower().partition("-")[0]
 
 
 # Memory as `nvidia-smi` reports it; dense half-precision operations from `bench.flops`; from NVIDIA's data
-# sheets operations in float32 (not in TF32, which torch leaves off), memory bandwidth, NVLink (half of what
-# is advertised for both ways) or PCIe, 16 lanes of PCIe 4 or 5, and operations in fp8 (twice as many from Ada
-# on, none before). The network is what such nodes are commonly built with, per card: 400 Gb/s for Hopper and
-# newer, 200 Gb/s for A100, 100 Gb/s for L40S, 25 Gb/s below. Host memory is that of nodes which clouds
-# rent: 2 TiB for eight H100, 1.1 TiB for eight A100. Prices are round numbers of what clouds list on demand
-# in 2025; `--price` is the user's own.
+# sheets operations in float32 (not in TF32, which torch leaves off), memory bandwidth, NVLink (half of the
+# advertised two-way figure) or PCIe, 16 lanes of PCIe 4 or 5, and operations in fp8 (twice as many since Ada,
+# none before). Network: the common equipment per card, 400 Gb/s for Hopper and newer, 200 Gb/s for A100,
+# 100 Gb/s for L40S, 25 Gb/s below. Host memory: typical cloud nodes, 2 TiB for eight H100, 1.1 TiB for eight
+# A100. Prices: rounded on-demand list prices of clouds in 2025; `--price` overrides them.
 _SHEETS = """
 card        memory  HBM     link  network  PCIe  host     price  float32     fp8
             MiB     GB/s    GB/s  GB/s     GB/s  GiB      $/h    1e12/s      for each in half precision
@@ -109,12 +108,12 @@ class ClusterShape:
 
     @property
     def price(self) -> float:
-        """Dollars an hour of all cards."""
+        """Dollars per hour of all cards."""
         return self.gpus * self.card.price if self.card else 0.0
 
     @property
     def host(self) -> int:
-        """Bytes of host memory of a node, assumed."""
+        """Bytes of host memory per node, assumed."""
         return self.gpus_per_node * self.card.host if self.card else 0
 
     def __str__(self) -> str:
@@ -122,7 +121,7 @@ class ClusterShape:
 
 
 def parse_cluster(text: str, *, price: float | None = None) -> ClusterShape:
-    """Parse ``text`` such as `8x8xH100`. ``price``: dollars per card and hour, instead of the table's. Raises
+    """Parse ``text`` such as `8x8xH100`. ``price``: dollars per card and hour, overrides the table. Raises
     UserError.
     """
     match = re.fullmatch(r"(\d+)x(\d+)x([A-Za-z0-9][\w.-]*)", text.strip())
@@ -155,11 +154,11 @@ def parse_cluster(text: str, *, price: float | None = None) -> ClusterShape:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The peaks of a policy rank's device and of an engine's: a GPU, or the CPU threads of an actor.
-    ``node``: devices that share a node. ``host``: bytes a second between a GPU and host memory. ``fp8``,
-    ``float32``: operations in that type for each in half precision; of processors ``flops`` are in float32
-    anyway. ``thread_flops``: of one CPU thread; None where there are
-    GPUs.
+    """The peak rates of a policy rank's and an engine's device: a GPU, or an actor's CPU threads.
+
+    ``node``: devices per node. ``host``: bytes per second between a GPU and host memory. ``fp8``,
+    ``float32``: speed in that type relative to half precision; on CPUs ``flops`` are float32 anyway.
+    ``thread_flops``: per CPU thread; None with GPUs.
     """
 
     flops: float

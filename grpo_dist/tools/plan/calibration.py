@@ -1,8 +1,8 @@
-"""Calibrates the times of the stages with a result of `grpo-dist bench`.
+"""Calibrates stage times with a result of `grpo-dist bench`.
 
-Each stage is set so that the model of it gives the benchmark's own time for the benchmark's own work; what is
-planned is then another amount of work. Decoding is measured by the engine's single steps with few and many
-sequences (`BenchResult.decode_steps`); what the loop's engine takes beyond these is the same for every step.
+Each stage's model is fitted to give the benchmark's time for the benchmark's work; a plan then changes the
+amount of work. Decoding is fitted to single engine steps with few and many sequences
+(`BenchResult.decode_steps`); the loop's engine adds a constant overhead per step.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from grpo_dist.tools.plan.rates import Rates, Reached, UpdateWork
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 
 _TRAINED = "train/tokens"
-_THREADS = 0.8  # a trainer with two threads was measured to be 1.71 times as fast as one with one
-# Of a thread, float32, and bytes a second for a process. The reached share of them is calibrated. They decide
-# how a decode step grows with its sequences only where single steps were not measured.
+_THREADS = 0.8  # measured: two trainer threads are 1.71 times as fast as one
+# Peak float32 operations per second of a thread, and bytes per second of a process; the achieved share is
+# calibrated. They shape decode times only if single steps were not measured.
 _CPU_FLOPS, _CPU_MEMORY = 90e9, 10e9
-# What a calibration reads of a benchmark; other figures have a value where they are missing.
+# Figures that a calibration needs; other figures have defaults.
 _FIGURES = (
     "generation/step_s", "training/step_s", "sync/step_s", "scoring/step_s", "overhead/step_s",
     "overhead/driver_cpu_s",
 )  # fmt: skip
 _WORKLOAD = ("prompt_tokens_mean", "prompts_per_step", "samples_per_prompt")
-_COPIES = ("device/to_host_bytes_per_s", "device/from_host_bytes_per_s")  # in a record of `gpu-check`
+_COPIES = ("device/to_host_bytes_per_s", "device/from_host_bytes_per_s")  # from a record of `gpu-check`
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """``workload``: what `workload_of` takes of the benchmark's; ``cpus``: of a machine without GPUs."""
+    """``workload``: arguments of `workload_of` from the benchmark; ``cpus``: of a machine without GPUs."""
 
     peaks: Peaks
     reached: Reached
@@ -55,7 +55,7 @@ class Calibration:
     cpus: int | None
 
     def peaks_of(self, roles: Roles) -> Peaks:
-        """Scale the peaks to other numbers of CPU threads; GPUs keep theirs."""
+        """Scale the peaks to other numbers of CPU threads; GPU peaks do not change."""
         if self.cpus is None:
             return self.peaks
         peaks, before = self.peaks, self.roles
@@ -68,8 +68,8 @@ class Calibration:
 
 
 def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
-    """Calibrate with ``result``. Raises UserError for other hardware, too few measurements, or settings that
-    this version does not have.
+    """Calibrate with ``result``. Raises UserError for other hardware, missing measurements, or settings
+    unknown to this version.
     """
     _check_hardware(result, cluster)
     _check_complete(result)
@@ -98,7 +98,7 @@ def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
         sync_s=0.0,
         score_s=figures["scoring/step_s"] * processes / samples,
         sample_s=min(Reached().sample_s, figures["overhead/driver_cpu_s"] / samples),
-        overhead_s=figures["overhead/step_s"] + (0.0 if gpu else _turns_s(figures)),
+        overhead_s=figures["overhead/step_s"] + (0.0 if gpu else _role_switch_s(figures)),
         host=_host(figures, peaks),
         source=f"benchmark {result.name} on {result.machine['gpu' if gpu else 'cpu']}",
     )
@@ -112,8 +112,8 @@ def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
 
 
 def _episodes(figures: Mapping[str, float]) -> dict[str, Any]:
-    """Return ``turns`` of an episode, and ``tool_s`` between two of them which add up to its waits; {} where
-    samples have one turn.
+    """Return ``turns`` per episode, and ``tool_s`` between turns, which add up to its waits; {} if samples
+    have one turn.
     """
     turns = round(figures.get("episodes/turns", 1.0))
     if turns < 2:
@@ -123,16 +123,16 @@ def _episodes(figures: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _shared(result: BenchResult) -> int:
-    """Return the tokens that all prompts of the benchmark begin with, not the last one of equal prompts; 0 in
-    a result that does not say.
+    """Return the length of the benchmark prompts' common prefix, without the last token of equal prompts; 0
+    if the result does not have it.
     """
     most = round(result.workload["prompt_tokens_mean"]) - 1
     return min(round(result.workload.get("shared_prompt_tokens", 0)), most)
 
 
 def _sync(rates: Rates, measured_s: float) -> float:
-    """Return the share of the network with which `Rates.sync_s` gives the ``measured_s`` of the bench's own
-    configuration: with ZeRO-3 it gathers the weights first, with deltas it copies them.
+    """Return the network share for which `Rates.sync_s` gives ``measured_s`` in the benchmark's
+    configuration: ZeRO-3 gathers the weights first, deltas copy them.
     """
     at_peak_s, copies_s = (
         replace(rates, reached=replace(rates.reached, sync=share, sync_s=0.0)).sync_s()
@@ -141,15 +141,15 @@ def _sync(rates: Rates, measured_s: float) -> float:
     return (at_peak_s - copies_s) / max(measured_s - copies_s, 0.1 * measured_s)
 
 
-def _turns_s(figures: Mapping[str, float]) -> float:
-    """Return the seconds of a step in changes of turns. A plan of GPUs has a model of them; on processors
-    they move nothing, and the little that they take is the same for every step.
+def _role_switch_s(figures: Mapping[str, float]) -> float:
+    """Return the seconds per step for role switches. GPU plans model them; on CPUs switches move nothing and
+    take a small constant time.
     """
     return figures.get("share/turns", 0.0) * figures.get("loop/step_s", 0.0)
 
 
 def _host(figures: Mapping[str, float], peaks: Peaks) -> float:
-    """Return the share of PCIe that copies to and from pinned memory reach, measured or assumed."""
+    """Return the achieved share of PCIe for copies to and from pinned memory, measured or assumed."""
     copies = [figures[name] for name in _COPIES if figures.get(name)]
     return min(copies) / peaks.host if copies else Reached().host
 
@@ -164,9 +164,9 @@ def generation_s(
     turns: int = 1,
     tool_s: float = 0.0,
 ) -> tuple[float, float]:
-    """Return the mean busy seconds of the engines for groups of (prompt, completions) requested at once, and
-    their decode steps. ``shared_tokens``: of all prompts, in the cache. ``turns``, ``tool_s``: of each
-    sample, see `Workload`; an engine counts as busy while its samples wait.
+    """Return the engines' mean busy seconds and decode steps for groups of (prompt, completions) requested at
+    once. ``shared_tokens``: cached prefix of all prompts. ``turns``, ``tool_s``: per sample, see `Workload`;
+    an engine counts as busy while its samples wait.
     """
 
     async def serve(engine: Engine, requests: Sequence[tuple[int, Sequence[int]]]) -> float:
@@ -209,18 +209,18 @@ def _check_hardware(result: BenchResult, cluster: ClusterShape) -> None:
 
 
 def _check_complete(result: BenchResult) -> None:
-    """Raise UserError for what the file does not have, or has no number of."""
-    needed = [
+    """Raise UserError for missing or non-numeric figures."""
+    required = [
         *((f"figures.{name}", result.figures.get(name)) for name in _FIGURES),
         *((f"workload.{name}", result.workload.get(name)) for name in _WORKLOAD),
         *((f"steps.{i}.{_TRAINED}", step.get(_TRAINED)) for i, step in enumerate(result.steps)),
     ]
     if "gpu" not in result.machine:
-        needed.append(("machine.cores", result.machine.get("cores")))
-    missing = [f"`{key}`" for key, value in needed if not isinstance(value, int | float)]
-    if missing or not result.steps:
+        required.append(("machine.cores", result.machine.get("cores")))
+    absent = [f"`{key}`" for key, value in required if not isinstance(value, int | float)]
+    if absent or not result.steps:
         raise UserError(
-            f"--bench: {result.name} has no number for {', '.join(missing) or '`steps`'}; expected a result "
+            f"--bench: {result.name} has no number for {', '.join(absent) or '`steps`'}; expected a result "
             "in which every stage was measured: run `grpo-dist bench` again with this version"
         )
 
@@ -238,7 +238,7 @@ def _cpu_peaks(result: BenchResult, policy: PolicyConfig, roles: Roles) -> Peaks
 
 
 def _steps(result: BenchResult) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """Return the groups of each timed step: (prompt tokens, lengths of the completions)."""
+    """Return the groups per timed step: (prompt tokens, completion lengths)."""
     prompt, each = round(result.workload["prompt_tokens_mean"]), int(result.workload["samples_per_prompt"])
     lengths, count = result.lengths, int(result.workload["prompts_per_step"])
     groups = [(prompt, tuple(lengths[i : i + each])) for i in range(0, len(lengths), each)]
@@ -246,7 +246,7 @@ def _steps(result: BenchResult) -> list[list[tuple[int, tuple[int, ...]]]]:
 
 
 def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], result: BenchResult) -> Reached:
-    """Calibrate decoding with the engine's single steps and with the overhead of the loop's engine."""
+    """Calibrate decoding with single engine steps and the overhead of the loop's engine."""
     curve, shared = _curve(rates, result), _shared(result)
     reached = replace(rates.reached, decode_curve=curve, step_s=0.0)
     capacity = EngineSpec.from_config(rates.config, Path()).max_num_seqs
@@ -274,7 +274,7 @@ def _curve(rates: Rates, result: BenchResult) -> tuple[tuple[float, float], ...]
 
 
 def _training(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], result: BenchResult) -> Reached:
-    """Calibrate the share of the peak that training reaches."""
+    """Calibrate the achieved share of the peak in training."""
     trained = sum(s[_TRAINED] for s in result.steps) / sum(p * len(n) + sum(n) for s in steps for p, n in s)
     at_peak = replace(rates, reached=replace(rates.reached, training=1.0))
     work = [_updates(rates.config.batch, step, _shared(result)) for step in steps]
@@ -288,14 +288,14 @@ def _training(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], resu
 def _computed_share(
     rates: Rates, work: Sequence[Sequence[UpdateWork]], trained: float, result: BenchResult
 ) -> float:
-    """Return how much of the tokens of ``work``, of which a share was ``trained``, the bench computed: less
-    than all where prompts of some groups begin alike.
+    """Return the computed share of the tokens in ``work``, of which a share was ``trained``. It is below 1 if
+    prompts share prefixes.
     """
-    seen = [step[COMPUTED_TOKENS] for step in result.steps if COMPUTED_TOKENS in step]
-    if not rates.config.model.packing or len(seen) < len(work):
+    computed_tokens = [step[COMPUTED_TOKENS] for step in result.steps if COMPUTED_TOKENS in step]
+    if not rates.config.model.packing or len(computed_tokens) < len(work):
         return 1.0
     streams = sum(sum(map(rates.stream_tokens, step_work)) / len(step_work) for step_work in work)
-    return min(1.0, sum(seen) / (streams * trained))
+    return min(1.0, sum(computed_tokens) / (streams * trained))
 
 
 def _updates(

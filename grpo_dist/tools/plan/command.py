@@ -1,4 +1,4 @@
-"""`grpo-dist plan`: from a configuration and a cluster's name to what would happen there."""
+"""`grpo-dist plan`: predicts a configuration's behaviour on a named cluster."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from grpo_dist.tools.plan.whole_run import whole_run
 def plan(
     config: Config, cluster: str, assumed: Assumptions, *, price: float | None = None, tail: bool = False
 ) -> None:
-    """Make a plan and print it; with ``tail`` compare long-tail mitigations instead. ``price``: of a GPU for
-    an hour. Raises UserError.
+    """Make a plan and print it; with ``tail`` compare long-tail mitigations instead. ``price``: per GPU hour.
+    Raises UserError.
     """
     if config.epochs is not None:
         from grpo_dist.runs.start import resolve_steps  # imports torch, which a plan does without
@@ -38,7 +38,7 @@ def make_plan(
     price: float | None = None,
     splits: bool = True,
 ) -> Plan:
-    """Plan ``config`` on ``cluster``. ``price``: of a GPU for an hour; ``splits``: also search for the best
+    """Plan ``config`` on ``cluster``. ``price``: per GPU hour. ``splits``: also search for the best
     split of the GPUs. Raises UserError.
     """
     sampling, config = config.sampling, at_its_longest(config)
@@ -60,5 +60,5 @@ def make_plan(
 
 
 def at_its_longest(config: Config) -> Config:
-    """Return ``config`` with the longest completions of its schedule: the dearest steps."""
+    """Return ``config`` with the longest completions of its schedule, the most expensive steps."""
     return config.model_copy(update={"sampling": config.sampling.at_its_longest})

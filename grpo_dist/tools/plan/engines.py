@@ -1,9 +1,9 @@
-"""A simulated rollout engine: continuous batching as a fluid.
+"""A simulated rollout engine: continuous batching as a fluid model.
 
-All running sequences grow by one token a step of the engine; how long a step lasts depends on how many they
-are and on what they hold in the cache. Between two events (a sequence begins, a sequence ends) nothing
-changes but the contexts, so a stretch of many steps is one sum. A timer is for what others learn of: the end
-of a group, and the end of each sample only while something waits for its place.
+All running sequences grow by one token per engine step, whose duration depends on their number and cached
+tokens. Between two events (a sequence starts or ends) only the contexts change, so a stretch of many steps is
+one sum. Timers are set only for visible events: the end of a group, and the end of a sample if a request
+waits for its slot.
 """
 
 from __future__ import annotations
@@ -19,36 +19,35 @@ from grpo_dist.runtime.metering import Span
 if TYPE_CHECKING:
     from grpo_dist.tools.plan.rates import Rates
 
-_ALMOST = 1e-6  # tokens
+_ALMOST = 1e-6  # tolerance, tokens
 
 
 class Engine:
-    """``capacity``: sequences that run at once; the others wait. The clock is the running loop's."""
+    """``capacity``: maximum running sequences; others wait. Uses the running loop's clock."""
 
     def __init__(self, times: Rates, capacity: int, *, spans: list[Span] | None = None) -> None:
-        """``spans``: receives the times when it has requests."""
+        """``spans``: receives the busy times."""
         self._times, self._capacity = times, max(1, capacity)
         self.spans = [] if spans is None else spans
-        # Whether the end of a sample matters to anyone before its group is finished; where it does not, it is
-        # noted with a later one.
+        # Whether a sample's end matters before its group is finished; otherwise a later event handles it.
         self.is_watched: Callable[[], bool] = lambda: True
         self._loop = asyncio.get_running_loop()
         self._numbers = count()
-        self._running: list[_Running] = []  # the last to end first
+        self._running: list[_Running] = []  # in reverse order of their ends
         self._waiting: deque[tuple[float, float, _Group]] = deque()  # (tokens, prompt's share, group)
-        self._stretches: deque[tuple[float, float]] = deque()  # seconds and steps up to each planned end
+        self._stretches: deque[tuple[float, float]] = deque()  # seconds and steps until each planned end
         self._context = 0.0  # tokens in the cache
-        self.steps = self.tokens = 0.0  # made so far
+        self.steps = self.tokens = 0.0  # totals so far
         self._debt = 0.0  # seconds of prefill before the next step
         self._since = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._dirty = self._paused = False
-        self._busy_since: float | None = None  # since when it has had requests
+        self._busy_since: float | None = None  # start of the current busy span
 
     async def generate(
         self, prompt_tokens: float, lengths: Sequence[float], *, on_sample: Callable[[], None], **how: Any
     ) -> None:
-        """Return when all samples of a group are finished, see `begin`."""
+        """Wait until all samples of a group are finished, see `begin`."""
         finished: asyncio.Future[None] = self._loop.create_future()
         self.begin(prompt_tokens, lengths, on_sample, lambda: finished.set_result(None), **how)
         await finished
@@ -64,11 +63,11 @@ class Engine:
         turns: int = 1,
         tool_s: float = 0.0,
     ) -> None:
-        """Begin a group. Calls ``on_sample`` at the end of each sample, and ``on_end`` after the last one's.
+        """Start a group. Calls ``on_sample`` at the end of each sample, and ``on_end`` after the last sample.
         The prompt is prefilled once; ``cached`` further tokens before it are in the cache.
 
-        An episode is sampled in ``turns`` of equal length, and gives way to others for the ``tool_s`` seconds
-        between two of them. Its history is found in the cache.
+        An episode is sampled in ``turns`` of equal length, and frees its slot for ``tool_s`` seconds between
+        turns. Its history stays in the cache.
         """
         group = _Group(len(lengths), on_sample, on_end)
         if turns == 1:
@@ -105,7 +104,7 @@ class Engine:
         self.replan()
 
     def resume(self) -> None:
-        """Resume decoding after computing the dropped cache again."""
+        """Resume decoding after recomputing the dropped cache."""
         self.advance()
         self._paused = False
         if self._context:
@@ -113,7 +112,7 @@ class Engine:
         self.replan()
 
     def advance(self) -> None:
-        """Add the tokens decoded since the last event, and note the samples that have ended."""
+        """Add the tokens decoded since the last event, and handle the samples that have ended."""
         now = self._loop.time()
         elapsed, self._since = now - self._since, now
         if elapsed <= 0.0 or self._paused or not self._running:
@@ -124,27 +123,27 @@ class Engine:
         while elapsed > 0.0 and self._stretches:
             seconds, steps = self._stretches[0]
             if elapsed < seconds:
-                made = steps * elapsed / seconds
-                self._stretches[0] = seconds - elapsed, steps - made
-                self._decode(made)
+                num_tokens = steps * elapsed / seconds
+                self._stretches[0] = seconds - elapsed, steps - num_tokens
+                self._decode(num_tokens)
                 return
             self._end_stretch()
             elapsed -= seconds
 
     def replan(self) -> None:
-        """Plan the next event again, once, after all events of this moment."""
+        """Reschedule the next event once, after all events at the current time."""
         if not self._dirty:
             self._dirty = True
             self._loop.call_soon(self._plan)
 
     def _decode(self, steps: float) -> None:
-        made = steps * len(self._running)
+        num_tokens = steps * len(self._running)
         self.steps += steps
-        self.tokens += made
-        self._context += made
+        self.tokens += num_tokens
+        self._context += num_tokens
 
     def _end_stretch(self) -> None:
-        """Decode to the end of the first stretch, and note the samples that end there."""
+        """Decode to the end of the first stretch, and handle the samples that end there."""
         self._decode(self._stretches.popleft()[1])
         running = self._running
         self.steps = max(self.steps, running[-1][0])  # rounding may leave a remainder
@@ -164,7 +163,7 @@ class Engine:
             group.sample_done()
 
     def _plan(self) -> None:
-        """Plan up to the end of a sample where that matters, else up to the end of a group."""
+        """Schedule the next relevant sample end, else the end of a group."""
         self._dirty = False
         if self._timer:
             self._timer.cancel()
@@ -200,7 +199,7 @@ class Engine:
         self._timer = self._loop.call_later(total, self._reached)
 
     def _reached(self) -> None:
-        """Finish the samples that were planned to end by now."""
+        """Finish the samples whose planned end is due."""
         self._timer = None
         self._debt, self._since = 0.0, self._loop.time()
         while self._stretches:
@@ -213,7 +212,7 @@ class Engine:
 
 
 class _Group:
-    """``last``: the step of the engine at which the last of its samples ends that have begun."""
+    """``last``: the engine step at which the last running sample ends."""
 
     __slots__ = ("_left", "_on_end", "_on_sample", "last")
 

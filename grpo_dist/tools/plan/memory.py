@@ -1,11 +1,11 @@
 """The GPU and host memory of a worker in bytes, by purpose.
 
     policy rank     weights | gradients | optimiser | activations | routes | logits | buckets | runtime
-    engine          weights | activations | logits | runtime | what is left: key-value cache
+    engine          weights | activations | logits | runtime | the rest: key-value cache
     reference, teacher, reward model    weights | activations | logits or attention mask | runtime
 
-Arithmetic only, of what the trainer keeps (`deepspeed_config`, `logprobs`, `attention`) and DeepSpeed 0.19
-allocates. N parameters, W ranks, b bytes of a weight (2 for bfloat16, 4 for float32).
+Computed from the trainer's tensors (`deepspeed_config`, `logprobs`, `attention`) and DeepSpeed 0.19's
+allocations. N parameters, W ranks, b bytes per weight (2 for bfloat16, 4 for float32).
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from grpo_dist.runtime.hardware import (
 from grpo_dist.tools.plan.models import FrozenModel, ModelShape, itemsize_of
 from grpo_dist.tools.plan.workload import Workload
 
-# A CUDA context with torch's kernels, NCCL's channels, and fragments that the allocator cannot use.
+# A CUDA context with torch's kernels, NCCL's channels, and allocator fragmentation.
 GPU_RUNTIME = 2 * GIB
 # Resident size of a process with torch, transformers and DeepSpeed, or with vLLM, before a model is loaded.
 CPU_RUNTIME = {"policy": 0.7 * GIB, "reference": 0.6 * GIB, "rollout": 1.3 * GIB}
 _VARLEN = ("auto", "flash_attention_2")  # values of `model.attention`
-_BATCHED_TOKENS = 8192  # prefilled at once by an engine: vLLM's default for a server on a GPU
+_BATCHED_TOKENS = 8192  # prefill tokens per engine step: vLLM's server default on a GPU
 _SAMPLER_BLOCKS = 3  # float32 [sequences, vocabulary]: logits, log-probs, and one temporary
 _DRAFTS, _ROUTES, _MASKS = "texts for drafts", "routes", "sampling masks"
-# Mean number of tokens that `sampling.top_p` or `min_p` keep: a guess on the safe side.
+# Mean number of tokens kept by `sampling.top_p` or `min_p`: a conservative guess.
 _KEPT = 64
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one worker. ``parts``: on its GPU, or of the machine without one; ``host``: in host memory;
-    ``host_first``: in host memory too, of the first worker alone.
+    """Bytes of one worker. ``parts``: on its GPU, or in RAM without one; ``host``: in host memory;
+    ``host_first``: additional host memory of the first worker.
     """
 
     parts: dict[str, int]
@@ -71,15 +71,15 @@ class Footprint:
 
     @property
     def total_host(self) -> int:
-        """Bytes of the first worker in host memory: no other has more."""
+        """Host memory of the first worker, the maximum over workers."""
         return sum(self.host.values()) + sum(self.host_first.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What memory and times both depend on. ``gpu``: True where there are GPUs; ``micro_batch``, ``chunk``:
-    tokens of a micro-batch, bytes of a block of logits. ``varlen``: attention is a variable-length kernel's;
-    ``kernels``: layers compute by liger-kernel's.
+    """Settings that affect memory and times. ``gpu``: whether there are GPUs. ``micro_batch``: tokens per
+    micro-batch. ``chunk``: bytes per block of logits. ``varlen``: attention uses a variable-length kernel.
+    ``kernels``: layers use liger-kernel.
     """
 
     gpu: bool
@@ -92,10 +92,10 @@ class Sizes:
 
     @classmethod
     def from_config(cls, config: Config, *, gpu: bool, memory: int = 0) -> Sizes:
-        """Choose them as `hardware` does on a machine with or without GPUs, of ``memory`` bytes each."""
+        """Choose sizes like `hardware`, with or without GPUs of ``memory`` bytes each."""
         device: Any = "cuda" if gpu else "cpu"
         itemsize = itemsize_of(config.model.dtype, gpu=gpu)
-        # Without a GPU here the GPUs are another machine's, where the extra `gpu` installs liger-kernel.
+        # If this machine has no GPU, assume the extra `gpu` (liger-kernel) on the machine that has.
         has_package = has_layer_kernels() or not torch_computes_on_gpus()
         return cls(
             gpu,
@@ -112,18 +112,18 @@ class Sizes:
 
 
 def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workload) -> Footprint:
-    """Return the peak memory of a policy rank, in the backward pass of a full micro-batch. A checkpoint that
-    is written in the background is a copy in host memory, below ZeRO 3 of whole weights in rank 0 alone.
+    """Return a policy rank's peak memory, in the backward pass of a full micro-batch. A background checkpoint
+    is a copy in host memory; below ZeRO 3 only rank 0 copies the whole weights.
     """
     policy = config.policy
     parts, host = _states(policy, model, sizes)
-    first = _delta_copies(config.weight_sync, model, sizes)  # rank 0 sends, so it alone knows what was sent
+    first = _delta_copies(config.weight_sync, model, sizes)  # only rank 0, the sender, keeps a copy
     if sizes.gpu and config.checkpoint.background:
         copies = rank_bytes(policy, model, sizes)
         host["checkpoint"] = min(copies)
         if more := max(copies) - min(copies):
             first["checkpoint"] = more
-    # A row above the budget is a micro-batch on its own.
+    # A row above the budget is a separate micro-batch.
     tokens = max(sizes.micro_batch, config.max_length) / policy.sequence_parallel
     parts["activations"] = activation_bytes(
         model,
@@ -136,7 +136,7 @@ def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workl
     if policy.router_replay:
         parts["routes"] = round(2 * tokens) * model.route_numbers  # int16
     parts["logits"] = _logits(sizes, 0 if policy.lora else model.embedding)
-    if config.sampling.is_truncated:  # ids with their rows, and a block of booleans
+    if config.sampling.is_truncated:  # ids with row indices, and a block of booleans
         parts[_MASKS] = round(2 * tokens * _mask_bytes(config.sampling, model)) + sizes.chunk // 4
     parts["buckets"] = _buckets(policy, model, sizes)
     parts["runtime"] = round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["policy"])
@@ -144,13 +144,13 @@ def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workl
 
 
 def supervised_rank(config: SupervisedConfig, model: ModelShape, sizes: Sizes) -> Footprint:
-    """Return the peak memory of a rank of an sft stage: its micro-batches hold demonstrations, which are
-    taken to share no tokens, and no engine sleeps there.
+    """Return the peak memory of a rank in an sft stage. Demonstrations are assumed to share no tokens, and no
+    engine sleeps on the GPU.
     """
     sft = config.sft
     assert sft is not None  # the configuration was checked
     longest = config.model.model_copy(update={"max_length": sft.max_length})
-    rows = -(-sft.batch_size // config.policy.replicas)  # a rank has in one step and so in a micro-batch
+    rows = -(-sft.batch_size // config.policy.replicas)  # maximum per rank and step, so per micro-batch
     sizes = replace(sizes, micro_batch=min(sizes.micro_batch, rows * sft.max_length))
     whole_rows = FixedLengths(tokens=sft.max_length)
     config = config.model_copy(update={"model": longest})
@@ -158,10 +158,10 @@ def supervised_rank(config: SupervisedConfig, model: ModelShape, sizes: Sizes) -
 
 
 def cold_start(sft: SFTConfig, model: ModelShape, sizes: Sizes, *, longest: int | None = None) -> Footprint:
-    """Return the memory of supervised training before a run (`model.path: sft`): one process in float32,
-    which computes each batch at once and keeps all activations.
+    """Return the memory of supervised training before a run (`model.path: sft`): one float32 process that
+    computes each batch at once and keeps all activations.
 
-    ``longest``: tokens of the longest demonstration; None: `sft.max_length`, the most that it may be.
+    ``longest``: tokens of the longest demonstration; None: `sft.max_length`.
     """
     sizes, longest = replace(sizes, itemsize=4), longest or sft.max_length
     tokens = sft.batch_size * longest
@@ -187,8 +187,8 @@ def is_trained_first(model: ModelConfig, sft: SFTConfig | None) -> bool:
 
 
 def lora_parameters(policy: PolicyConfig, model: ModelShape) -> int:
-    """Return the parameters of the adapters; all weights where there are none. An adapter of a matrix
-    [out, in] has rank * (in + out).
+    """Return the number of adapter parameters; all weights without LoRA. The adapter of a matrix [out, in]
+    has rank * (in + out).
     """
     lora, sides = policy.lora, model.linear_sides
     if lora is None:
@@ -202,26 +202,26 @@ def _loaded_parameters(policy: PolicyConfig, model: ModelShape) -> int:
 
 
 def states(policy: PolicyConfig, model: ModelShape, sizes: Sizes) -> dict[str, int]:
-    """Return the weights, gradients and optimiser states that a rank has on its GPU."""
+    """Return a rank's weights, gradients and optimiser states on its GPU."""
     return _states(policy, model, sizes)[0]
 
 
 def _states(policy: PolicyConfig, model: ModelShape, sizes: Sizes) -> tuple[dict[str, int], dict[str, int]]:
     """Return the weights, gradients and optimiser states of a rank, and their part in host memory.
 
-    From stage 1 on, master weights and two moments, float32 or in 8 bits, are shared out. Stage 1 keeps whole
-    gradients in float32 until the last micro-batch, and then, but for bfloat16, a rank's share next to them.
-    Stages 2 and 3 keep a rank's share, in float32.
+    From stage 1, master weights and two moments, float32 or 8-bit, are sharded. Stage 1 keeps whole float32
+    gradients until the last micro-batch, and then, except for bfloat16, a rank's shard in addition. Stages 2
+    and 3 keep a rank's shard in float32.
 
-    With the optimiser in host memory, its share of the gradients is there. On the GPU stage 1 still keeps
-    them whole, and bfloat16 weights have a share in which they are added up or reduced.
+    With the optimiser in host memory, its gradient shard is there. On the GPU stage 1 still keeps whole
+    gradients, and bfloat16 weights need a shard for accumulation or reduction.
     """
     offload, stage, ranks, b = policy.offload, policy.zero_stage, policy.num_workers, sizes.itemsize
     trained = lora_parameters(policy, model)
     weights = _loaded_parameters(policy, model) * b // (ranks if stage == 3 else 1)
     whole, share = 4 * trained, 4 * trained // ranks
     gradients = (whole, whole + (0 if b == 2 else share), share, share)[stage]
-    averages = 2 if policy.optimizer.name == "adamw_8bit" else 8  # bytes; scales of blocks are 1/64 of it
+    averages = 2 if policy.optimizer.name == "adamw_8bit" else 8  # bytes; block scales add 1/64
     optimizer = (4 + averages) * trained // ranks if stage else averages * trained
     parts = {"weights": weights, "gradients": gradients, "optimiser": optimizer}
     host: dict[str, int] = {}
@@ -239,8 +239,8 @@ def _states(policy: PolicyConfig, model: ModelShape, sizes: Sizes) -> tuple[dict
 
 
 def rank_bytes(policy: PolicyConfig, model: ModelShape, sizes: Sizes) -> list[int]:
-    """Return the bytes that each policy rank writes with DeepSpeed 0.19: trained weights in their own type
-    and two moments, from ZeRO 1 on with a float32 copy. ZeRO 3 writes no other weights.
+    """Return the bytes that each policy rank writes with DeepSpeed 0.19: trained weights in their dtype and
+    two moments, from ZeRO 1 with a float32 copy. ZeRO 3 writes no other weights.
 
     weights of T parameters and b bytes, W ranks    rank 0                other ranks
     ZeRO 0                                          b T + 8 T
@@ -258,30 +258,29 @@ def rank_bytes(policy: PolicyConfig, model: ModelShape, sizes: Sizes) -> list[in
 def activation_bytes(
     model: ModelShape, sizes: Sizes, *, tokens: float, attended: float, longest: int, checkpointing: bool
 ) -> int:
-    """Return the bytes that the forward pass of ``tokens`` keeps for the backward pass. ``attended``: tokens
-    that go through attention; ``longest``: tokens of a row.
+    """Return the bytes that the forward pass over ``tokens`` keeps for the backward pass. ``attended``:
+    tokens in attention; ``longest``: tokens of the longest row.
 
-    A layer keeps of each token the input and the result of its norms, in float32 and in the weights' type;
-    the attention's output; gate, its activation, up, and their product; and of each attended token queries,
-    keys, values, the output and a float32 of the softmax; and of each of a token's experts the input and two
-    copies of the output. Attention by a variable-length kernel keeps keys and values alone of each attended
-    token, and its output is the one that is kept. liger-kernel's norms keep nothing in float32, and its
-    gate computes the activation again. With checkpointing only the input of each layer is kept, and one whole
-    layer at a time.
+    Per token a layer keeps the norms' input and output, in float32 and in the weights' dtype; the attention
+    output; gate, its activation, up, and their product. Per attended token it keeps queries, keys, values,
+    the output and a float32 of the softmax. Per expert of a token it keeps the input and two copies of the
+    output. A variable-length attention kernel keeps only keys and values per attended token, and shares the
+    attention output. liger-kernel's norms keep nothing in float32, and its gate recomputes the activation.
+    With checkpointing only each layer's input is kept, plus one whole layer at a time.
 
-    Attention with sinks keeps the softmax of each pair of tokens, and eager attention 8 bytes: the softmax in
-    float32, in the weights' type where that is another one, and what a cap makes.
+    Attention with sinks keeps the softmax per token pair. Eager attention keeps 8 bytes per pair: the softmax
+    in float32, in the weights' dtype if it differs, and the result of a cap.
     """
     s, b = model.shape, sizes.itemsize
     query, key = s.heads * s.head_dim, s.kv_heads * s.head_dim
     fused = sizes.kernels and not s.experts
-    norm = (2 * b if fused else 4 + 2 * b) * s.hidden + 4  # the input in float32, which float32 has anyway
+    norm = (2 * b if fused else 4 + 2 * b) * s.hidden + 4  # the input in float32, free in float32 models
     gate = (3 if fused else 4) * b * s.intermediate
     experts = 3 * b * s.experts_per_token * s.hidden
     layer = tokens * (s.norms * norm + gate + b * query + experts)
     if sizes.varlen:
         layer += tokens * (b * query + 4 * s.heads) + attended * 2 * b * key
-    else:  # blocks of rows, for which the heads of keys are repeated
+    else:  # blocks of rows with repeated key heads
         layer += attended * (4 * b * query + 4 * s.heads)
     pair = {"fused": 0, "sinks": b, "eager": 8}[model.attention]
     layer += pair * s.heads * attended * min(longest, attended)
@@ -292,7 +291,7 @@ def activation_bytes(
 
 
 def attended(batch: BatchConfig, settings: ModelConfig, workload: Workload, tokens: float) -> float:
-    """Return the tokens of the rows in a packed stream of ``tokens``; each row repeats the prompt."""
+    """Return the attended tokens of a packed stream of ``tokens``; each row repeats the prompt."""
     if not settings.packing:
         return tokens
     each = (workload.prompt_tokens - workload.shared_tokens) / batch.samples_per_prompt + workload.mean
@@ -300,16 +299,16 @@ def attended(batch: BatchConfig, settings: ModelConfig, workload: Workload, toke
 
 
 def _mask_bytes(sampling: SamplingConfig, model: ModelShape) -> int:
-    """Return the bytes of the sampling mask of a token, as `KeptTokens` has it."""
+    """Return the bytes per token of the sampling mask (`KeptTokens`)."""
     return 4 + min(4 * min(_KEPT, sampling.top_k or _KEPT), model.shape.vocabulary // 8)
 
 
 def _logits(sizes: Sizes, head: int) -> int:
-    """Return the bytes of blocks of logits and of the gradient of a head of ``head`` weights, which is added
-    up in float32 and then rounded to the weights' type.
+    """Return the bytes of logit blocks and of the gradient of a head with ``head`` weights, which is
+    accumulated in float32 and then rounded to the weights' dtype.
 
-    A block is in float32, and its gradient on a GPU in the weights' type, on a CPU in float32, too
-    (`logit_kernels`, `logit_rows`).
+    A block is float32. Its gradient has the weights' dtype on a GPU, float32 on a CPU (`logit_kernels`,
+    `logit_rows`).
     """
     blocks = 1 + sizes.itemsize / 4 if sizes.gpu else 2
     rounded = sizes.itemsize if sizes.itemsize < 4 else 0
@@ -318,21 +317,21 @@ def _logits(sizes: Sizes, head: int) -> int:
 
 def _buckets(policy: PolicyConfig, model: ModelShape, sizes: Sizes) -> int:
     """Return the bytes of DeepSpeed's reduction buffers and, under ZeRO-3, of weights gathered at once. They
-    are free again before the weight sync takes its own.
+    are freed before the weight sync allocates its buffers.
     """
     settings = policy.deepspeed.get("zero_optimization", {})
     stage, b, loaded = policy.zero_stage, sizes.itemsize, _loaded_parameters(policy, model)
     bucket = int(float(settings.get("reduce_bucket_size", 5e8)))
-    if stage == 0:  # flattened to be sent
+    if stage == 0:  # flattened for the all-reduce
         return min(bucket, loaded) * b if policy.num_workers > 1 else 0
     if stage == 1 and b == 2:
-        if policy.offload.optimizer == "none":  # reduced where they are
+        if policy.offload.optimizer == "none":  # reduced in place
             return 0
         b = 4
-    # Without GPUs the system allocates pages as they are written.
+    # Without GPUs pages are allocated on write.
     buckets = (bucket if sizes.gpu else min(bucket, loaded)) * b
     if stage == 2 and overlaps_reduction(policy):
-        buckets *= 2  # one is filled while the other is reduced
+        buckets *= 2  # double buffering
     if stage == 3:
         live = int(float(settings.get("stage3_max_live_parameters", 1e9)))
         ahead = int(float(settings.get("stage3_prefetch_bucket_size", 5e7)))
@@ -343,16 +342,16 @@ def _buckets(policy: PolicyConfig, model: ModelShape, sizes: Sizes) -> int:
 def _delta_copies(
     settings: WeightSyncConfig, model: ModelShape, sizes: Sizes, copies: int = 1
 ) -> dict[str, int]:
-    """Return the bytes of the copies of the weights that a worker holds for `weight_sync.deltas`=true."""
+    """Return the bytes of a worker's weight copies for `weight_sync.deltas`=true."""
     size = copies * model.weight_bytes(sizes.itemsize, fp8=False)
     return {"copy of the weights": size} if settings.deltas is True else {}
 
 
-# Workers that only compute forward passes
+# Forward-only workers
 
 
 def reference_worker(max_length: int, model: ModelShape, sizes: Sizes) -> Footprint:
-    """Return the memory of a reference worker or a teacher: whole weights, and passes that keep nothing."""
+    """Return the memory of a reference worker or a teacher: whole weights, and passes without activations."""
     tokens = max(sizes.reference_micro_batch, max_length)
     s = model.shape
     widest = max(3 * s.intermediate, (2 * s.heads + 2 * s.kv_heads) * s.head_dim) + 3 * s.hidden
@@ -367,11 +366,10 @@ def reference_worker(max_length: int, model: ModelShape, sizes: Sizes) -> Footpr
 
 
 def frozen_worker(max_length: int, model: FrozenModel, sizes: Sizes) -> Footprint:
-    """Return the memory of a worker of a teacher or of a reward model on one GPU.
+    """Return the memory of a teacher's or reward model's worker on one GPU.
 
-    A reward model has a full batch of the longest padded rows. Their mask is [rows, 1, T, T], once of a byte
-    and once of the weights' type; with a mask the heads of keys and values are repeated to as many as
-    queries have.
+    A reward model has a full batch of the longest padded rows. Their mask is [rows, 1, T, T], once in bytes
+    and once in the weights' dtype; with a mask, key and value heads are repeated for all query heads.
     """
     settings = model.settings
     assert settings is not None  # the reference has `reference_worker`
@@ -395,9 +393,9 @@ def frozen_worker(max_length: int, model: FrozenModel, sizes: Sizes) -> Footprin
 
 @dataclass(frozen=True)
 class EngineFootprint(Footprint):
-    """``cache``: bytes of the key-value cache on each GPU, negative where not even the weights fit;
-    ``token_bytes``: what a token takes of it; ``longest``, ``mean``: sequences that fit of full and of mean
-    length; ``most``: that are decoded at once, whatever they hold.
+    """``cache``: bytes of the key-value cache per GPU, negative if the weights do not fit. ``token_bytes``:
+    cache bytes per token. ``longest``, ``mean``: number of sequences of full and of mean length that fit.
+    ``most``: upper bound on concurrent sequences.
     """
 
     cache: int = 0
@@ -407,7 +405,7 @@ class EngineFootprint(Footprint):
     most: int = 1
 
     def sequences_of(self, tokens: float) -> int:
-        """Return how many sequences of ``tokens`` each are decoded at once."""
+        """Return the number of concurrently decoded sequences of ``tokens`` each."""
         return min(self.most, int(max(0, self.cache) // self.token_bytes // max(1.0, tokens)))
 
 
@@ -425,15 +423,13 @@ def rollout_engine(
     asleep: int = 0,
     trains: bool = True,
 ) -> EngineFootprint:
-    """Return the memory of an engine on each of its GPUs. ``memory``: bytes of a GPU; 0: none, the cache is
-    configured. ``asleep``: bytes that others keep on the same GPU while it samples. ``trains``: its samples
-    are trained on.
+    """Return an engine's memory per GPU. ``memory``: bytes of a GPU; 0: no GPU, the cache size is configured.
+    ``asleep``: bytes that sleeping roles keep on the GPU. ``trains``: its samples are used for training.
 
-    With `rollout.speculation` each process of an engine remembers texts in host memory. With
-    `policy.router_replay` host memory holds the routes of all tokens in the cache, and of the samples that
-    are not trained on yet; with truncated sampling the masks of the latter. In fp8 the linear layers and the
-    experts have a byte a weight; embedding, LM head, norms and the cache keep the model's type, and the
-    scales, a float32 for each output, are left out.
+    With `rollout.speculation` each engine process keeps texts in host memory. With `policy.router_replay`
+    host memory holds the routes of all cached tokens and of untrained samples; with truncated sampling also
+    the masks of untrained samples. In fp8 linear layers and experts have a byte per weight; embedding, LM
+    head, norms and cache keep the model's dtype. The scales, a float32 per output, are not counted.
     """
     rollout, tensor_parallel, b = config.rollout, config.rollout.tensor_parallel_size, sizes.itemsize
     s = model.shape
@@ -461,8 +457,8 @@ def rollout_engine(
     if config.policy.router_replay:
         if not s.experts:
             raise UserError(f"policy.router_replay: model {model.name} has no experts; remove it")
-        kept = round(samples * (workload.prompt_tokens + workload.mean))
-        host[_ROUTES] = (kept + cached_tokens) * model.route_bytes
+        pending_tokens = round(samples * (workload.prompt_tokens + workload.mean))
+        host[_ROUTES] = (pending_tokens + cached_tokens) * model.route_bytes
     if config.sampling.is_truncated and trains:
         host[_MASKS] = round(samples * workload.mean) * _mask_bytes(config.sampling, model)
     mean = workload.prompt_tokens / config.batch.samples_per_prompt + workload.mean
@@ -483,8 +479,8 @@ def rollout_engine(
 def with_snapshot(
     engine: EngineFootprint, policy: PolicyConfig, model: ModelShape, sizes: Sizes, *, engines: int
 ) -> EngineFootprint:
-    """Return the memory of one of the ``engines`` of evaluation with its share of the snapshot of the weights
-    that policy rank 0 keeps in host memory.
+    """Return the memory of one of the evaluation ``engines``, with its share of policy rank 0's weight
+    snapshot in host memory.
     """
     only_adapters = policy.lora is not None and policy.lora.sync == "adapter"
     copied = (

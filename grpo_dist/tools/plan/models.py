@@ -1,6 +1,4 @@
-"""The sizes of a model, from its config.json, transformers' model without weights, or a table of the models
-that recipes use.
-"""
+"""Sizes of a model, from its config.json, transformers' model without weights, or a table of models."""
 
 from __future__ import annotations
 
@@ -22,17 +20,17 @@ from grpo_dist.runtime.model_config import heads_of_layers, keep_attention_cap, 
 from grpo_dist.runtime.model_files import cached, describe_gguf, is_checkpoint
 from grpo_dist.tools.bench.flops import Shape
 
-# Types of decoders whose weights are counted from config.json alone: plans of them import no library for
-# models. Biases of query, key and value; norms of query and key.
+# Decoder types whose weights are counted from config.json, without importing transformers: (biases of query,
+# key and value; norms of query and key).
 _BIAS = ("qwen2", "qwen2_moe")
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
 _DENSE = ("qwen2", "qwen3", "llama", "mistral")
 _EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral")
-# Keys with which such a decoder has further biases, or layers of two kinds.
+# Keys for further biases, or for two kinds of layers.
 _OTHERWISE = ("attention_bias", "mlp_bias", "mlp_only_layers")
-# Names of how many experts a token uses.
+# Keys for the number of experts per token.
 _USED_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
-_MEASURED_VERSION = 3  # for the cached sizes; raise it when a measurement changes
+_MEASURED_VERSION = 3  # version of cached sizes; increment if a measurement changes
 _MIXES_TOKENS = re.compile(r"attn|attention|mamba|mixer|conv|recurrent|router|\.gate\.")  # in a path
 _NOWHERE = "neither a directory here, nor in the Hugging Face cache, nor a family whose sizes are known"
 
@@ -42,15 +40,15 @@ class ModelShape:
     """Sizes of a model.
 
     Attributes:
-        name: a path or the id of a hub.
+        name: a path or hub id.
         shape: layers, widths and heads.
-        parameters: each counted once, without a tied head.
+        parameters: parameter count, without a tied head.
         tied: embedding and LM head are one matrix.
-        linear_sides: inputs and outputs of the linear layers of each name, added up over all layers.
-        cached: numbers in the key-value cache for one token.
-        positions: most tokens of a sequence; None: not known.
-        attention: "fused"; "eager" where it keeps numbers for each pair of tokens, as with a cap; "sinks",
-            which keeps fewer.
+        linear_sides: sum of inputs and outputs of linear layers by name, over all layers.
+        cached: key-value cache values per token.
+        positions: maximum sequence length; None: unknown.
+        attention: "fused"; "eager", which stores values per token pair, as with a cap; "sinks", which stores
+            fewer.
     """
 
     name: str
@@ -73,50 +71,50 @@ class ModelShape:
         return self.shape.layers * self.shape.layer_weights + self.embedding
 
     def read_for(self, sequences: float) -> float:
-        """Return the weights that a decode step of ``sequences`` reads. Experts are equally likely, and count
-        where any sequence uses them.
+        """Return the weights read by a decode step of ``sequences``. Experts are equally likely, and count if
+        any sequence uses them.
         """
         s = self.shape
         met = 1 - (1 - s.experts_per_token / s.experts) ** max(0.0, sequences - 1) if s.experts else 0.0
         return self.computing + s.layers * s.idle_weights * met
 
     def weight_bytes(self, itemsize: int, *, fp8: bool) -> int:
-        """Return the bytes of all weights. ``fp8``: linear layers and experts have a byte a weight."""
+        """Return the bytes of all weights. ``fp8``: linear layers and experts have a byte per weight."""
         s = self.shape
         small = s.layers * (s.layer_weights + s.idle_weights - s.hidden * s.experts) if fp8 else 0
         return small + itemsize * (self.parameters - small)
 
     def read_bytes(self, sequences: float, itemsize: int, *, fp8: bool) -> float:
-        """Return the bytes of `read_for`."""
+        """Return `read_for` in bytes."""
         read = self.read_for(sequences)
         return read + (itemsize - 1) * self.embedding if fp8 else itemsize * read
 
     @property
     def without_head(self) -> int:
-        """Parameters of the decoder without a head, as in a classifier."""
+        """Parameters without the LM head, as in a classifier."""
         return self.parameters if self.tied else self.parameters - self.embedding
 
     @property
     def route_numbers(self) -> int:
-        """Numbers in the routes of one token: an expert for each layer and choice."""
+        """Route values per token: an expert per layer and choice."""
         return self.shape.layers * self.shape.experts_per_token
 
     @property
     def route_bytes(self) -> int:
-        """Bytes of the routes of one token, as `types.routes` keeps them."""
+        """Bytes of the routes per token (`types.routes`)."""
         return self.route_numbers * (1 if self.shape.experts <= 256 else 2)
 
     def kv_values(self, tensor_parallel: int = 1) -> int:
-        """Return the numbers in the key-value cache for one token on each of ``tensor_parallel`` GPUs, which
-        share key heads but not a head.
+        """Return the key-value cache values per token on each of ``tensor_parallel`` GPUs, which split key
+        heads but not a single head.
         """
         heads = self.shape.kv_heads
         return self.cached * max(1, heads // tensor_parallel) // heads
 
 
 def from_config_json(c: dict[str, Any], name: str) -> ModelShape:
-    """Read the sizes of the decoder of a Hugging Face config.json: from its keys where these decide them all,
-    else from transformers' model without weights. Raises UserError where neither knows it.
+    """Read a decoder's sizes from a Hugging Face config.json: from its keys if these suffice, else from
+    transformers' model without weights. Raises UserError if both fail.
     """
     whole, c = c, dict(c.get("text_config") or c)
     if "tie_word_embeddings" in whole:
@@ -164,7 +162,7 @@ def _linear_sides(s: Shape) -> dict[str, int]:
 
 
 def _measured(c: dict[str, Any], name: str) -> ModelShape:
-    """Do as `_measure`, once for each configuration: importing transformers takes seconds."""
+    """Cache `_measure` per configuration: importing transformers takes seconds."""
     decides = {"config": c, "transformers": version("transformers"), "version": _MEASURED_VERSION}
 
     def write(directory: Path) -> None:
@@ -175,10 +173,10 @@ def _measured(c: dict[str, Any], name: str) -> ModelShape:
 
 
 def _measure(c: dict[str, Any], name: str) -> ModelShape:
-    """Count the parameters of transformers' model of the configuration ``c``, which has no values.
+    """Count the parameters of transformers' model for configuration ``c``, created without weights.
 
-    Weights of experts count for a token by the share of experts that it uses. What is neither attention, or
-    what stands in for it, nor a norm is taken for gated MLPs of as many weights.
+    Expert weights count per token by the share of experts used. Layers other than attention (or its
+    replacement) and norms count as gated MLPs with the same number of weights.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM  # heavy: only for types that are not known here
@@ -193,7 +191,7 @@ def _measure(c: dict[str, Any], name: str) -> ModelShape:
         keep_attention_cap(model)
         text = config.get_text_config()
         hidden, layers, attention = text.hidden_size, text.num_hidden_layers, heads_of_layers(text)
-    except Exception as error:  # whatever a type's code runs into
+    except Exception as error:  # a model type's code may raise anything
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"model {name}: `model_type` = {kind}: transformers makes no decoder with attention of its "
@@ -227,7 +225,7 @@ def _measure(c: dict[str, Any], name: str) -> ModelShape:
         last = path.rpartition(".")[2]
         sides[last] = sides.get(last, 0) + linear.in_features + linear.out_features
     if latent := getattr(text, "kv_lora_rank", None):
-        # One vector for all heads is kept; queries and keys, and values, are made of other sizes.
+        # Caches one vector for all heads; queries and keys, and values, have other sizes.
         size = (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) // 2
         attention = [replace(heads, size=size) for heads in attention]
         cached_values = layers * (latent + text.qk_rope_head_dim)
@@ -282,7 +280,7 @@ def _known(kind: str, *sizes: int, tied: bool, head_dim: int | None = None, **ex
             "head_dim": head_dim, **experts}  # fmt: skip
 
 
-# Values of the config.json that each was published with on the Hugging Face hub.
+# Values from the published config.json on the Hugging Face hub.
 _PUBLISHED = {
     "Qwen/Qwen2.5-0.5B": _known("qwen2", 896, 4864, 24, 14, 2, 151936, tied=True),
     "Qwen/Qwen2.5-1.5B": _known("qwen2", 1536, 8960, 28, 12, 2, 151936, tied=True),
@@ -325,34 +323,34 @@ _PUBLISHED = {
 def published(hub_id: str) -> ModelShape | None:
     """Return the shape of a published model. A family's -Instruct, -Base, -Math and -Coder share one."""
     plain = re.sub(r"-(Instruct|Base|Math|Coder)(?=-|$)", "", hub_id)
-    found = next((c for name, c in _PUBLISHED.items() if name.lower() == plain.lower()), None)
-    return from_config_json(found, hub_id) if found else None
+    config = next((c for name, c in _PUBLISHED.items() if name.lower() == plain.lower()), None)
+    return from_config_json(config, hub_id) if config else None
 
 
 def model_of(model: ModelConfig, sft: SFTConfig | None, seed: int) -> ModelShape:
-    """Return the sizes of ``model``: a directory, a checkpoint of a run, `demo:`, `random:`, the model of the
-    cold start ``sft``, or a hub id in the local cache or the table here; nothing is fetched. ``seed``: of
-    models of the demo.
+    """Return the sizes of ``model``: a directory, a run's checkpoint, `demo:`, `random:`, the model of the
+    cold start ``sft``, or a hub id in the local cache or this file's table; nothing is downloaded. ``seed``:
+    seed of demo models.
 
-    Raises UserError where the sizes are unknown.
+    Raises UserError if the sizes are unknown.
     """
     path = model.path
     if is_checkpoint(path):
-        return _of_run(path)
+        return _read_run(path)
     if path == "sft":
         assert sft is not None  # the configuration was checked
         path = sft.model
     if path.startswith("random:"):
         return _read(expanded(path.removeprefix("random:")), _policy(path))
     if path == "demo:smollm2":
-        path = "HuggingFaceTB/SmolLM2-135M-Instruct"  # nothing is fetched
+        path = "HuggingFaceTB/SmolLM2-135M-Instruct"  # nothing is downloaded
     if path.startswith("demo:"):
         from grpo_dist.demo.model import cached_model  # only for the models of the demo
 
         with as_user_errors():
             return _read(cached_model(path.removeprefix("demo:"), seed=seed) / "config.json", _policy(path))
-    if found := _known_locally(path, model.revision, _policy(path)):
-        return found
+    if shape := _known_locally(path, model.revision, _policy(path)):
+        return shape
     if (file := expanded(path)).is_file():
         what = describe_gguf(file) if file.suffix.lower() == ".gguf" else "the directory that holds it"
         raise UserError(f"{_policy(path)}: a file; expected {what}")
@@ -368,8 +366,8 @@ def model_of(model: ModelConfig, sft: SFTConfig | None, seed: int) -> ModelShape
     )
 
 
-def _of_run(path: str) -> ModelShape:
-    """Return the sizes of a run's checkpoint: those of the model with which the run began."""
+def _read_run(path: str) -> ModelShape:
+    """Return the sizes of a run's checkpoint, read from the run's initial model."""
     from grpo_dist.runs.run_weights import find_checkpoint, is_supervised_run  # imports the rewards
 
     with as_user_errors():
@@ -383,8 +381,8 @@ def _of_run(path: str) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class FrozenModel:
-    """A model that scores finished samples. ``settings``: of a teacher or a reward model; None: the
-    reference, which has the policy's sizes.
+    """A model that scores finished samples. ``settings``: a teacher's or reward model's; None: the reference,
+    which has the policy's sizes.
     """
 
     shape: ModelShape
@@ -396,14 +394,14 @@ class FrozenModel:
 
     @property
     def role(self) -> str:
-        """Its row in a table of memory."""
+        """Row name in the memory table."""
         if self.settings is None:
             return "reference"
         return f"{'reward model' if self.is_reward_model else 'teacher'} {self.settings.name}"
 
     def weight_bytes(self, itemsize: int, *, gpu: bool) -> int:
-        """Return the bytes on one device. A split reward model has its embedding on each, and no head.
-        ``itemsize``: of the policy's weights, in which the reference and teachers are loaded.
+        """Return the bytes per device. A tensor-parallel reward model replicates its embedding and has no
+        head. ``itemsize``: bytes per policy weight, also for the reference and teachers.
         """
         if not isinstance(self.settings, RewardModelConfig):
             return self.shape.parameters * itemsize
@@ -412,14 +410,14 @@ class FrozenModel:
         return parameters * itemsize_of(self.settings.dtype, gpu=gpu)
 
     def on_a_whole_gpu(self) -> FrozenModel:
-        """Return it with a whole GPU, as a copy has it that is colocated with other roles."""
+        """Return this model on a whole GPU, as if colocated with other roles."""
         if not isinstance(self.settings, RewardModelConfig):
             return self
         return replace(self, settings=self.settings.model_copy(update={"gpu_share": 1.0}))
 
     def padded_flops(self, prompt: int, lengths: Sequence[int]) -> float:
-        """Return the operations of a reward model for one prompt with completions of ``lengths`` tokens,
-        batched as `Classifier` does. Padding counts; the head, one or two rows, does not.
+        """Return a reward model's operations for one prompt with completions of ``lengths`` tokens, batched
+        as in `Classifier`. Padding counts; the head, one or two rows, does not.
         """
         assert isinstance(self.settings, RewardModelConfig)
         s, rows = self.shape.shape, [prompt + length for length in lengths]
@@ -433,20 +431,20 @@ class FrozenModel:
 
 
 def frozen_models(config: Config) -> tuple[tuple[FrozenModel, ...], dict[str, str]]:
-    """Return the teachers and the reward models with known sizes; and by name why the sizes of other
-    reward models are unknown. Raises UserError for a teacher of unknown sizes.
+    """Return teachers and reward models with known sizes, and the reason by name for other reward models.
+    Raises UserError for a teacher of unknown size.
     """
-    known = [
+    models = [
         FrozenModel(model_of(teacher.model_section(config.model), config.sft, config.seed), teacher)
         for teacher in config.distillation.teachers_with_workers
     ]
     unknown = {}
     for settings in config.rewards.models:
         try:
-            known.append(FrozenModel(_reward_model_shape(settings), settings))
+            models.append(FrozenModel(_reward_model_shape(settings), settings))
         except UserError as error:
             unknown[settings.name] = str(error)
-    return tuple(known), unknown
+    return tuple(models), unknown
 
 
 def _reward_model_shape(settings: RewardModelConfig) -> ModelShape:
@@ -457,7 +455,7 @@ def _reward_model_shape(settings: RewardModelConfig) -> ModelShape:
 
 
 def itemsize_of(dtype: str, *, gpu: bool) -> int:
-    """Return the bytes of a weight as `hardware.resolve_dtype` does, without asking this machine's GPU."""
+    """Return the bytes per weight like `hardware.resolve_dtype`, without querying this machine's GPU."""
     return 2 if dtype == "bfloat16" or (dtype == "auto" and gpu) else 4
 
 
@@ -466,7 +464,7 @@ def _policy(path: str) -> str:
 
 
 def _known_locally(path: str, revision: str | None, where: str) -> ModelShape | None:
-    """Look in a directory, the local cache, and the table of published models."""
+    """Search a directory, the local cache, and the table of published models."""
     local = expanded(path)
     if local.is_dir():
         return _read(local / "config.json", where)
@@ -476,7 +474,7 @@ def _known_locally(path: str, revision: str | None, where: str) -> ModelShape | 
 
 
 def _in_hub_cache(hub_id: str, revision: str | None) -> Path | None:
-    # The library takes a second to import, and has nothing of a model without a directory.
+    # The library takes a second to import, and knows nothing of a model without a directory.
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or Path(home, "hub")
     if not Path(os.path.expandvars(cache), f"models--{hub_id.replace('/', '--')}").expanduser().is_dir():
@@ -485,10 +483,10 @@ def _in_hub_cache(hub_id: str, revision: str | None) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(hub_id, "config.json", revision=revision)
-    except HFValidationError:  # a path that is no hub id
+        config_path = try_to_load_from_cache(hub_id, "config.json", revision=revision)
+    except HFValidationError:  # a path, not a hub id
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(config_path) if isinstance(config_path, str) else None
 
 
 def _read(file: Path, where: str) -> ModelShape:

@@ -1,4 +1,4 @@
-"""One configuration on one cluster: what it takes as given, its memory, problems and simulated times."""
+"""One configuration on one cluster: assumptions, memory, problems and simulated times."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from grpo_dist.tools.plan.rates import Rates, Reached
 from grpo_dist.tools.plan.simulation import Scenario, Simulated, simulate
 from grpo_dist.tools.plan.workload import Workload, workload_of
 
-COMPARED_STEPS = 2  # simulated steps of an option that is only compared
-_PART = 64  # prompts a step of a part of a large cluster
-_SIGNAL_SHARE = 0.6  # share of groups: about half of the prompts of a fitting difficulty have it
+COMPARED_STEPS = 2  # simulated steps of options that are only compared
+_PART = 64  # prompts per step in a part of a large cluster
+_SIGNAL_SHARE = 0.6  # share of groups with nonzero variance: about half at a suitable difficulty
 
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What a plan takes as given, beyond the configuration and the cluster.
+    """A plan's assumptions beyond the configuration and the cluster.
 
     Attributes:
         bench: a bench.json to calibrate with; None: data sheets.
-        prompt_tokens: of every prompt; None: as in ``bench``, or a share of `data.max_prompt_tokens`.
-        turns, tool_seconds: of an episode; None: as in ``bench``, or see `workload_of`.
-        shared_tokens: that all prompts begin with; None: as in ``bench`` if its prompts are planned.
+        prompt_tokens: tokens per prompt; None: as in ``bench``, or a share of `data.max_prompt_tokens`.
+        turns, tool_seconds: per episode; None: as in ``bench``, or see `workload_of`.
+        shared_tokens: common prefix of all prompts; None: as in ``bench`` if its prompts are planned.
         accepted: accepted tokens per draft; None: as in ``bench``, else none.
     """
 
@@ -59,7 +59,7 @@ class Assumptions:
             ("--turns", self.turns, 1),
             ("--tool-seconds", self.tool_seconds, 0),
         ):
-            if value is not None and not least <= value < math.inf:  # NaN is in no range
+            if value is not None and not least <= value < math.inf:  # also rejects NaN
                 raise UserError(f"{option} {value:g}: expected {least} or more")
         if self.accepted is not None and not drafted:
             raise UserError("--accepted: nothing is drafted; set `rollout.speculation.tokens`, or remove it")
@@ -77,8 +77,8 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all options of a plan share. ``frozen``: the teachers, and the reward models with known sizes;
-    ``unplanned``: why the other reward models, by name, have none. ``accepted``: see `Assumptions`.
+    """Shared inputs of a plan's options. ``frozen``: teachers, and reward models with known sizes.
+    ``unplanned``: reason per other reward model, by name. ``accepted``: see `Assumptions`.
     """
 
     cluster: ClusterShape
@@ -100,8 +100,8 @@ def build_setting(
     cluster: ClusterShape,
     assumed: Assumptions = Assumptions(),
 ) -> Setting:
-    """Build the setting of a plan of ``config``. Raises UserError for assumptions that do not fit it, for a
-    benchmark of other hardware, and for prompts that a run would drop.
+    """Build the setting of a plan of ``config``. Raises UserError for assumptions that contradict it, a
+    benchmark of other hardware, or prompts that a run would drop.
     """
     speculation = config.rollout.speculation
     drafted = speculation.tokens if speculation else 0
@@ -114,7 +114,7 @@ def build_setting(
     calibration = calibrate(BenchResult.read(assumed.bench), cluster) if assumed.bench else None
     benchmarked = dict(calibration.workload) if calibration else {}
     if assumed.prompt_tokens is not None:
-        benchmarked.pop("shared_tokens", None)  # of other prompts
+        benchmarked.pop("shared_tokens", None)  # belongs to other prompts
     stated = {
         "prompt_tokens": assumed.prompt_tokens,
         "shared_tokens": assumed.shared_tokens,
@@ -145,7 +145,7 @@ def build_setting(
 
 @dataclass(frozen=True)
 class Option:
-    """``problems``: why it cannot run or does not fit; empty where it does."""
+    """``problems``: why it cannot run or does not fit; empty if it can."""
 
     config: Config
     roles: Roles
@@ -167,12 +167,12 @@ class Planned:
 
 
 def option_of(config: Config, setting: Setting) -> Option:
-    """Plan ``config`` without simulating it. Raises UserError where the cluster has too few devices."""
+    """Plan ``config`` without simulating it. Raises UserError if the cluster has too few devices."""
     cluster, model, calibration = setting.cluster, setting.model, setting.calibration
     roles = roles_of(config, model, cluster, cpus=calibration.cpus if calibration else None)
     memory = cluster.card.memory if cluster.card else 0
     sizes = Sizes.from_config(config, gpu=cluster.card is not None, memory=memory)
-    frozen = tuple(own.on_a_whole_gpu() if roles.sharing else own for own in setting.frozen)
+    frozen = tuple(m.on_a_whole_gpu() if roles.sharing else m for m in setting.frozen)
     needs = footprints(config, model, sizes, setting.workload, roles, memory=memory, frozen=frozen)
     engine = needs["rollout"]
     assert isinstance(engine, EngineFootprint)
@@ -182,13 +182,13 @@ def option_of(config: Config, setting: Setting) -> Option:
         Rates(config, model, sizes, peaks, setting.reached),
         setting.workload,
         capacity=max(1, engine.mean),
-        sharing=roles.sharing if cluster.gpus else frozenset(),  # on processors turns move nothing
+        sharing=roles.sharing if cluster.gpus else frozenset(),  # on CPUs role switches move nothing
         reference_is_base=config.needs_reference and roles.reference_is_base,
         signal_share=_SIGNAL_SHARE if config.dynamic_sampling.enabled else 1.0,
         frozen=frozen,
     )
     problems = memory_problems(config, needs, cluster, roles)
-    try:  # what every policy rank would refuse when it starts
+    try:  # errors that policy ranks would raise at their start
         deepspeed_config(config.policy, bfloat16=sizes.itemsize == 2)
     except ValueError as error:
         problems.insert(0, str(error))
@@ -200,12 +200,12 @@ def planned(option: Option, *, steps: int = 4) -> Planned:
 
 
 def compared(option: Option) -> Planned:
-    """Return what `planned` does, of fewer steps and of a part of a large cluster: to be compared alone."""
+    """Like `planned`, with fewer steps and a part of a large cluster; for comparisons only."""
     return Planned(option, simulate(replace(option.scenario, steps=COMPARED_STEPS).as_part(_PART)))
 
 
 def option_or_reason(config: Config, changes: Mapping[str, Any], setting: Setting) -> Option | str:
-    """Return the option with ``changes`` of dotted keys, or why it is refused or does not fit."""
+    """Return the option with ``changes`` by dotted key, or why it is refused or does not fit."""
     try:
         option = option_of(changed(config, changes), setting)
     except ValidationError as error:

@@ -1,18 +1,18 @@
-"""Where the roles of a plan lie: their devices, and whether their memory fits.
+"""Placement of a plan's roles on devices, and whether their memory fits.
 
-Colocated roles have the same GPUs one at a time:
+Colocated roles use the same GPUs one at a time:
 
-    engines' turn        engine                                     + what each sleeper keeps
-    a reward model's     its whole copy and a forward pass          + what each sleeper keeps
-    the reference's      its whole copy and a forward pass          + what each sleeper keeps
-    the policy's         as on GPUs of its own                      + what each sleeper keeps
-    weight sync          the policy's weights, the engine's weights, two buffers; two more where engines on
-                         GPUs of their own may join, which get the weights in a transfer of their own
+    engines              engine                                     + each sleeping role's remainder
+    reward model         its whole copy and a forward pass          + each sleeping role's remainder
+    reference            its whole copy and a forward pass          + each sleeping role's remainder
+    policy               as on separate GPUs                        + each sleeping role's remainder
+    weight sync          the policy's weights, the engine's weights, two buffers; two more if engines on
+                         separate GPUs may join, which get the weights in a separate transfer
     refresh              the policy's weights, the reference's, two buffers, and the weight sync's
 
-Between their turns, the policy's states and a copy of the reference and of each reward model for each GPU are
-in host memory. Engines keep nothing there: they drop their weights, and the policy sends them again. The
-buffers of the weight sync stay on the GPU, where the engines have mapped them.
+While a role sleeps, the policy's states, and per GPU a copy of the reference and of each reward model, are in
+host memory. Engines keep nothing there: they drop their weights, and the policy sends them again. The weight
+sync's buffers stay on the GPU, mapped by the engines.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from grpo_dist.tools.plan.models import FrozenModel, ModelShape
 from grpo_dist.tools.plan.workload import Workload
 
 USABLE = 0.95  # share of a GPU's memory that a plan may fill
-SYNC, REFRESH = "weight sync", "reference refresh"  # moments in which two roles are on a GPU
+SYNC, REFRESH = "weight sync", "reference refresh"  # moments with two roles on a GPU
 _CPUS_PER_GPU = 12  # assumed for nodes with GPUs
-_EVALUATED_AT_ONCE = 256  # sequences of an engine of evaluation: see `EngineSpec.make_evaluation_spec`
-# What a sleeping worker keeps on a shared GPU: its context, NCCL's channels, an engine's CUDA graphs; and a
-# process that only computes forward passes: its context and its kernels.
+_EVALUATED_AT_ONCE = 256  # sequences per evaluation engine: see `EngineSpec.make_evaluation_spec`
+# GPU memory of a sleeping worker: its context, NCCL's channels, an engine's CUDA graphs; and of a sleeping
+# forward-only process: its context and kernels.
 ASLEEP, _FORWARD_ASLEEP = 2 * GIB, GIB * 3 // 4
 _BUCKET_MB = 256  # `weight_sync.bucket_mb` on GPUs, MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """``gpus``: in use. The threads of an engine and of a policy rank matter where there are no GPUs.
-    ``sharing``: the roles that are colocated on the policy's GPUs, itself included; empty where each has its
-    own. ``workers``: of each role, each teacher and each reward model.
+    """``gpus``: number in use. The threads of an engine and a policy rank matter without GPUs. ``sharing``:
+    roles colocated on the policy's GPUs, including the policy; empty if all are separate. ``workers``: number
+    per role, teacher and reward model.
     """
 
     gpus: int
@@ -68,16 +68,16 @@ class Roles:
 
     @property
     def reference_is_base(self) -> bool:
-        """True where no worker has the reference: the policy ranks compute it with their adapters off."""
+        """Whether policy ranks compute the reference with adapters off, without reference workers."""
         return "reference" not in self.workers
 
 
 def made_roles(config: Config, has: Resources) -> Roles:
-    """Return the roles of ``config`` on devices of which ``has`` are there. Raises UserError for too few."""
+    """Return the roles of ``config`` on the devices ``has``. Raises UserError for too few."""
     demands = placement(config, has, training=True)
     rollout, policy = demands["rollout"], demands["policy"]
     shared = {role for role, demand in demands.items() if demand.shared}
-    # Each model of these two is a role of its own here.
+    # Each model of these two is a separate role here.
     several = {
         "reward_models": [(f"reward model {m.name}", m.num_workers) for m in config.rewards.models],
         "teachers": [(f"teacher {t.name}", t.num_workers) for t in config.distillation.teachers_with_workers],
@@ -142,8 +142,8 @@ def footprints(
     memory: int,
     frozen: Sequence[FrozenModel] = (),
 ) -> dict[str, Footprint]:
-    """Return the memory of one worker of each role, and of the moments in which two roles are on a shared
-    GPU. ``memory``: bytes of a GPU; 0: no GPUs. ``frozen``: teachers and reward models.
+    """Return the memory of one worker per role, and of moments with two roles on a shared GPU. ``memory``:
+    bytes of a GPU; 0: no GPUs. ``frozen``: teachers and reward models.
     """
     # Without GPUs colocation only orders the work: all roles are in the machine's memory.
     sharing = roles.sharing if sizes.gpu else frozenset()
@@ -160,12 +160,12 @@ def footprints(
         alone = config.model_copy(update={"rollout": config.rollout.model_copy(update=decoded)})
         engine = rollout_engine(alone, model, sizes, workload, memory=memory, trains=False)
         workers["evaluation"] = with_snapshot(engine, config.policy, model, sizes, engines=count)
-    workers |= {own.role: frozen_worker(config.max_length, own, sizes) for own in frozen}
+    workers |= {m.role: frozen_worker(config.max_length, m, sizes) for m in frozen}
     return _colocated(config, model, sizes, workers, sharing) if sharing else workers
 
 
 def asleep(role: str, sharing: Collection[str]) -> int:
-    """Return the bytes that the other roles of ``sharing`` keep on a GPU in the turn of ``role``."""
+    """Return the bytes that the other ``sharing`` roles keep on a GPU while ``role`` uses it."""
     if role not in sharing:
         return 0
     return sum(
@@ -180,22 +180,22 @@ def _colocated(
     workers: Mapping[str, Footprint],
     sharing: Collection[str],
 ) -> dict[str, Footprint]:
-    """Return ``workers`` with what sleepers keep on the GPU, what each role keeps in host memory between its
-    turns, and the moments in which two roles have weights there.
+    """Return ``workers`` with sleeping roles' GPU memory, each sleeping role's host memory, and the moments
+    in which two roles have weights on the GPU.
     """
     policy, reference = config.policy, config.reference
     adapters = policy.lora is not None and policy.lora.sync == "adapter"
     largest = 0 if adapters else model.embedding * sizes.itemsize
     # A transfer's two buffers: each is a bucket, or the largest parameter.
     buffers = 2 * max((config.weight_sync.bucket_mb or _BUCKET_MB) * 2**20, largest)
-    made = dict(workers)
+    colocated = dict(workers)
     for role in set(workers) & set(sharing):
         worker = workers[role]
-        kept = {"policy": ("weights", "gradients", "optimiser"), "rollout": ()}.get(role, ("weights",))
-        moved = sum(worker.parts[part] for part in kept)
+        offloaded = {"policy": ("weights", "gradients", "optimiser"), "rollout": ()}.get(role, ("weights",))
+        moved = sum(worker.parts[part] for part in offloaded)
         host = worker.host | ({"between turns": moved} if moved else {})
         sleepers = {} if role == "rollout" else {"asleep": asleep(role, sharing) + buffers}
-        made[role] = replace(worker, parts=worker.parts | sleepers, host=host)
+        colocated[role] = replace(worker, parts=worker.parts | sleepers, host=host)
     weights = states(policy, model, sizes)["weights"]
     contexts = {"runtime": GPU_RUNTIME, "asleep": asleep("policy", sharing)}
     may_join = config.rollout.most_workers > config.rollout.num_workers
@@ -205,18 +205,18 @@ def _colocated(
         "buckets": (2 if may_join else 1) * buffers,
         "gathered": model.embedding * sizes.itemsize if policy.zero_stage == 3 else 0,  # the largest
     }
-    made[SYNC] = Footprint(parts | contexts)
+    colocated[SYNC] = Footprint(parts | contexts)
     if "reference" in sharing and reference.refresh_every:
         copy = workers["reference"].parts["weights"]
         average = 4 * model.parameters if reference.refresh_mix < 1 and sizes.itemsize == 2 else 0
         parts = {"policy's weights": weights, "reference's weights": copy, "average": average}
-        made[REFRESH] = Footprint(parts | {"buckets": 2 * buffers} | contexts)
-    return made
+        colocated[REFRESH] = Footprint(parts | {"buckets": 2 * buffers} | contexts)
+    return colocated
 
 
 def host_bytes(memory: Mapping[str, Footprint], workers: Mapping[str, int], *, per_node: int) -> int:
-    """Return the most bytes of host memory that the workers of one node take, ``per_node`` of a role at most.
-    The few GiB of each process itself are left out.
+    """Return the maximum host memory of one node's workers, at most ``per_node`` per role. Excludes the few
+    GiB of each process.
     """
     each = sum(
         sum(worker.host.values()) * min(workers[role], per_node)
@@ -227,11 +227,11 @@ def host_bytes(memory: Mapping[str, Footprint], workers: Mapping[str, int], *, p
 
 
 def node_host_bytes(memory: Mapping[str, Footprint], roles: Roles, cluster: ClusterShape) -> int:
-    """Return the bytes that the workers of one node keep in host memory."""
+    """Return the host memory used by one node's workers."""
     return host_bytes(memory, roles.workers, per_node=cluster.gpus_per_node)
 
 
-# What does not fit
+# Checks that memory fits
 
 _WHOLE_COPY = "its weights are a whole copy on one GPU; lower `reference.micro_batch_tokens`, or"
 _SPLIT = "raise `policy.zero_stage` or `rollout.tensor_parallel_size`, or set cluster.placement=separate"
@@ -246,8 +246,8 @@ _REMEDIES = {
 def memory_problems(
     config: Config, memory: Mapping[str, Footprint], cluster: ClusterShape, roles: Roles
 ) -> list[str]:
-    """Return what does not fit in a GPU or in a node of ``cluster``, with remedies. Machines without GPUs are
-    not checked: all workers share their memory.
+    """Return memory problems of GPUs and nodes of ``cluster``, with remedies. Machines without GPUs are not
+    checked: all workers share their memory.
     """
     if cluster.card is None:
         return []
@@ -280,13 +280,13 @@ def memory_problems(
             f"{config.max_length * engine.token_bytes / GIB:.1f} GiB; raise "
             "`rollout.tensor_parallel_size` or `rollout.gpu_memory_utilization`"
         )
-    needed, available = node_host_bytes(memory, roles, cluster), cluster.host
-    if needed > available:
+    host_need, available = node_host_bytes(memory, roles, cluster), cluster.host
+    if host_need > available:
         first = "set cluster.placement=separate" if roles.sharing else "take back some of `policy.offload`"
         background = ", set checkpoint.background=false" if config.checkpoint.background else ""
         texts = ", set rollout.speculation=null" if config.rollout.speculation else ""
         problems.append(
-            f"host memory: the workers of one node keep {needed / GIB:,.0f} GiB there, and a node of "
+            f"host memory: the workers of one node keep {host_need / GIB:,.0f} GiB there, and a node of "
             f"{cluster} is assumed to have {available / GIB:,.0f} GiB; {first}{background}{texts}, or add "
             "nodes"
         )

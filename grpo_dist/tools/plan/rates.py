@@ -1,13 +1,13 @@
-"""The time of each stage: rooflines of the data sheet, times the share that programs reach.
+"""Stage times: data-sheet rooflines, scaled by the efficiency that programs reach.
 
     decode   max(bytes of weights and cache / memory bandwidth, operations / peak) + all-reduces + host
-             without CUDA graphs at least the launches of all layers; with drafts / tokens that a pass gains
+             without CUDA graphs at least the launches of all layers; with drafts / tokens gained per pass
     prefill  operations / peak
-    update   operations / peak of the busiest rank + ZeRO's collectives + the optimiser's own pass
+    update   operations / peak of the busiest rank + ZeRO's collectives + the optimiser's pass
     sync     bytes / network
     reference, reward models    operations / peak of one worker
 
-What is reached is an assumption (`Reached`), or comes from a benchmark of this project (`calibration`).
+Efficiencies are assumptions (`Reached`), or come from a benchmark of this project (`calibration`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from grpo_dist.tools.plan.accelerators import Peaks
 from grpo_dist.tools.plan.memory import Sizes, is_quantised, lora_parameters, states
 from grpo_dist.tools.plan.models import FrozenModel, ModelShape
 
-_HOP_S = 12e-6  # an all-reduce of few bytes within a node
-_CPU_ADAM = 4e9  # parameters a second of one node's processors
-# Share of the weights' bytes that `weight_sync.deltas` sends in bfloat16, by learning rate, as
-# grpo_dist/guides/throughput.md measured it. In float32 nearly every weight changes.
+_HOP_S = 12e-6  # a small all-reduce within a node
+_CPU_ADAM = 4e9  # parameters per second on one node's CPUs
+# Share of the weights' bytes that `weight_sync.deltas` sends in bfloat16, by learning rate, measured in
+# grpo_dist/guides/throughput.md. In float32 nearly every weight changes.
 _DELTA_SHARES = ((1e-6, 0.019), (1e-5, 0.16))
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Reached shares of the data sheet, and times that it does not give. The defaults are what well-tuned
-    public systems report, not measurements of this project.
+    """Achieved shares of data-sheet rates, and times missing from data sheets. The defaults are reported by
+    well-tuned public systems, not measured by this project.
 
-    ``decode_curve``: (sequences, factor on the roofline of a decode step), by measured engines; in between
-    linear in sequences, beyond the ends as at them. ``accepted``: tokens that a pass of an engine with drafts
-    gains a sequence, at least the one that it computes anyway. Drafts that are wrong gain nothing.
+    ``decode_curve``: measured (sequences, factor on the roofline of a decode step), interpolated linearly and
+    constant beyond the ends. ``accepted``: tokens that a pass with drafts gains per sequence, at least the
+    one that it computes anyway.
     """
 
     training: float = 0.4  # share of peak operations, recomputation included
@@ -46,16 +46,16 @@ class Reached:
     network: float = 0.7
     sync: float = 0.3  # share of the network
     step_s: float = 0.004  # scheduler and sampler in a decode step
-    # Of a layer's kernels, launched by the host without CUDA graphs: a model of 28 layers takes 22 to 23 ms a
-    # token on A800, `step_s` included, and 13 ms with graphs (vllm-project/vllm-omni#7960).
+    # Kernel launches per layer without CUDA graphs: a model of 28 layers takes 22 to 23 ms per token on A800,
+    # including `step_s`, and 13 ms with graphs (vllm-project/vllm-omni#7960).
     launch_s: float = 0.65e-3
     accepted: float = 1.0
-    sync_s: float = 0.2  # stop, repack and serve again in a weight sync
-    sample_s: float = 100e-6  # the driver's loop for a completion (tests/evidence/driver_scaling.py)
-    score_s: float = 0.005  # a grader process for a completion
-    overhead_s: float = 0.05  # logging and messages in a training step
+    sync_s: float = 0.2  # pause, repack and resume in a weight sync
+    sample_s: float = 100e-6  # the driver's loop per completion (tests/evidence/driver_scaling.py)
+    score_s: float = 0.005  # a grader process per completion
+    overhead_s: float = 0.05  # logging and messages per training step
     host: float = 0.8  # share of PCIe, to and from pinned memory
-    turn_s: float = 0.5  # a change of roles without the copies: sleep, wake, free caches
+    turn_s: float = 0.5  # a role switch without copies: sleep, wake, free caches
     decode_curve: tuple[tuple[float, float], ...] = ()
     source: str = "data sheet with assumed efficiencies"
 
@@ -68,8 +68,8 @@ class Reached:
 
 @dataclass(frozen=True)
 class UpdateWork:
-    """Rows of one optimiser update: tokens of each prompt and its completions. ``shared``: tokens that all
-    prompts of ``groups`` begin with. ``demonstrations`` share nothing.
+    """Rows of one optimiser update: tokens of each prompt and its completions. ``shared``: common prefix of
+    all prompts in ``groups``. ``demonstrations`` share nothing.
     """
 
     groups: tuple[tuple[int, tuple[int, ...]], ...]
@@ -82,7 +82,7 @@ class UpdateWork:
 
     @cached_property
     def own_tokens(self) -> int:
-        """Tokens without the shared beginning, each prompt once."""
+        """Tokens without the shared prefix, each prompt once."""
         return sum(prompt for prompt, _ in self.rows) + self.trained - self.shared * len(self.groups)
 
     @cached_property
@@ -92,7 +92,7 @@ class UpdateWork:
 
     @cached_property
     def pairs(self) -> float:
-        """Pairs of a token and one that it attends to."""
+        """Pairs of (token, attended token)."""
         return sum(_group_pairs(prompt, lengths) for prompt, lengths in self.rows) / 2
 
     @cached_property
@@ -103,7 +103,7 @@ class UpdateWork:
 
 @lru_cache(maxsize=1 << 14)
 def _group_pairs(prompt: int, lengths: tuple[int, ...]) -> int:
-    """Return twice the `UpdateWork.pairs` of a group, which every split that a plan compares trains on."""
+    """Return twice the `UpdateWork.pairs` of a group; cached because all compared splits train on it."""
     return sum((prompt + n) * (prompt + n + 1) for n in lengths)
 
 
@@ -124,20 +124,18 @@ class Rates:
 
     @property
     def _precision(self) -> float:
-        """Return the operations in the model's type for each in half precision."""
+        """Return the speed in the model's dtype relative to half precision."""
         return self.peaks.float32 if self.sizes.itemsize == 4 else 1.0
 
     def decode_step_s(self, sequences: float, context: float) -> float:
-        """Return the mean seconds in which each of ``sequences`` gains a token. They hold ``context`` tokens
-        together.
-        """
-        # A simulation asks a hundred thousand times, of few numbers of sequences.
-        if (pass_times := self._known_passes.get(sequences)) is None:
-            pass_times = self._known_passes[sequences] = self._decode_pass(sequences)
+        """Return the mean seconds per token of each of ``sequences``, with ``context`` tokens in total."""
+        # Cached: a simulation calls this a hundred thousand times with few numbers of sequences.
+        if (pass_times := self._cached_passes.get(sequences)) is None:
+            pass_times = self._cached_passes[sequences] = self._decode_pass(sequences)
         return pass_times(context)
 
     @cached_property
-    def _known_passes(self) -> dict[float, Callable[[float], float]]:
+    def _cached_passes(self) -> dict[float, Callable[[float], float]]:
         return {}
 
     def _decode_pass(self, sequences: float) -> Callable[[float], float]:
@@ -159,13 +157,13 @@ class Rates:
         return step_s
 
     def decode_roofline_s(self, sequences: float, context: float) -> float:
-        """Return the seconds of a pass that computes a token of each sequence."""
+        """Return the seconds of a pass that computes one token per sequence."""
         reading, more_reading, computing, more_computing, between = self._roofline(sequences, 1)
         return max(reading + more_reading * context, computing + more_computing * context) + between
 
     def _roofline(self, sequences: float, positions: int) -> tuple[float, float, float, float, float]:
-        """Return what bounds a pass that computes ``positions`` tokens of each sequence: seconds of reading,
-        and further ones for each token that the sequences hold; the same of computing; and of all-reduces.
+        """Return the bounds of a pass that computes ``positions`` tokens per sequence: seconds of memory
+        reads, and per cached token; seconds of compute, and per cached token; seconds of all-reduces.
         """
         m, s, t, b = (
             self.model,
@@ -176,7 +174,7 @@ class Rates:
         tokens, memory = positions * sequences, self.peaks.memory * self.reached.decode
         rate = t * self.peaks.engine_flops * self._precision * self.reached.prefill
         reading = m.read_bytes(tokens, b, fp8=is_quantised(self.config.rollout)) / t / memory
-        # Each process has at least one head of keys and values.
+        # Each process has at least one key-value head.
         more_reading = b * m.kv_values() / min(t, s.kv_heads) / memory
         computing = (self._linear_flops(tokens) + 2 * m.embedding * tokens) / rate
         more_computing = 4 * s.layers * s.heads * s.head_dim * positions / rate
@@ -184,12 +182,12 @@ class Rates:
         if t > 1:
             sent = 2 * (t - 1) / t * tokens * s.hidden * b
             between = 2 * s.layers * (_HOP_S + sent / (self.peaks.link * self.reached.network))
-        if not self.sizes.gpu:  # a GPU reads while it computes; measurements show that a CPU does not
+        if not self.sizes.gpu:  # GPUs overlap reads with compute; measured CPUs do not
             return reading + computing, more_reading + more_computing, 0.0, 0.0, between
         return reading, more_reading, computing, more_computing, between
 
     def prefill_s(self, tokens: float) -> float:
-        """Return the seconds in which an engine computes ``tokens`` of prompts."""
+        """Return the seconds in which an engine prefills ``tokens``."""
         t = self.config.rollout.tensor_parallel_size
         return (
             self._linear_flops(tokens)
@@ -198,21 +196,21 @@ class Rates:
         )
 
     def _linear_flops(self, tokens: float) -> float:
-        """Return the operations of an engine's linear layers; in fp8 in those of the model's type that take
-        as long.
+        """Return the operations of an engine's linear layers; for fp8 the operations in the model's dtype
+        that take the same time.
         """
         faster = self.peaks.fp8 / self._precision if is_quantised(self.config.rollout) else 1.0
         return 2 * self.model.shape.layers * self.model.shape.layer_weights * tokens / faster
 
     def forward_flops(self, work: UpdateWork) -> float:
-        """Return the operations of a pass over ``work``."""
+        """Return the operations of a forward pass over ``work``."""
         s = self.model.shape
         weights = s.layers * s.layer_weights * self.stream_tokens(work) + self.model.embedding * work.trained
         return float(2 * weights + 4 * s.layers * s.heads * s.head_dim * work.pairs)
 
     def stream_tokens(self, work: UpdateWork) -> float:
-        """Return the tokens that pass the layers for ``work``. Packed rows share prompts, and a micro-batch
-        has what its prompts begin with once.
+        """Return the tokens computed for ``work``. Packed rows share prompts, and a micro-batch computes the
+        common prefix of its prompts once.
         """
         if not self.config.model.packing:
             return float(sum(p * len(n) + sum(n) for p, n in work.rows))
@@ -220,7 +218,7 @@ class Rates:
         return work.own_tokens + repeated
 
     def update_s(self, updates: Sequence[UpdateWork]) -> float:
-        """Return the seconds of all updates of a step, for each of `batch.epochs_per_batch`."""
+        """Return the seconds of all updates of a step, over `batch.epochs_per_batch`."""
         epochs, before = self.config.batch.epochs_per_batch, self._passes_before(len(updates))
         return sum(
             epochs * self._one_update_s(work) + self._compute_s(work, passes)
@@ -228,7 +226,7 @@ class Rates:
         )
 
     def compute_s(self, updates: Sequence[UpdateWork]) -> float:
-        """Return the part of `update_s` in the model's forward and backward passes."""
+        """Return the part of `update_s` in forward and backward passes."""
         epochs, before = self.config.batch.epochs_per_batch, self._passes_before(len(updates))
         return sum(
             self._compute_s(work, epochs * self._passes + passes)
@@ -237,14 +235,14 @@ class Rates:
 
     @property
     def _passes(self) -> float:
-        """Return an update's cost in forward passes: a backward pass is two, one of them for the gradients of
-        weights, which frozen ones under LoRA lack; recomputation is one more.
+        """Return an update's cost in forward passes: a backward pass is two, one of them for weight
+        gradients, which LoRA's frozen weights lack; recomputation is one more.
         """
         backward = 2.0 if self.config.policy.lora is None else 1.0
         return 1.0 + backward + float(self.config.model.gradient_checkpointing)
 
     def _passes_before(self, updates: int) -> list[float]:
-        """Return the extra forward passes of each update for values under the weights before it."""
+        """Return the extra forward passes of each update for log-probs before it."""
         algorithm, epochs = self.config.algorithm, self.config.batch.epochs_per_batch
         estimates = float(any(estimator.traits.reads_policy for estimator in self.config.estimators))
         if algorithm.top_entropy_share < 1.0:
@@ -259,8 +257,8 @@ class Rates:
     def scoring_s(self, model: FrozenModel, prompt: int, lengths: Sequence[int]) -> float:
         """Return the seconds in which a worker of ``model``, with its GPUs or one thread, scores a group.
 
-        Of a shared GPU a reward model has its share, as if all on it computed at once. The all-reduces of a
-        split model are not counted.
+        A reward model gets its share of a shared GPU, as if all computed at once. The all-reduces of a
+        tensor-parallel model are not counted.
         """
         if not isinstance(model.settings, RewardModelConfig):
             rates = self if model.shape is self.model else replace(self, model=model.shape)
@@ -272,8 +270,8 @@ class Rates:
     def sync_s(self) -> float:
         """Return the seconds of sending weights or adapters to the engines. ZeRO-3 gathers them first.
 
-        With `weight_sync.deltas`=true a `delta_share` of the bytes is sent; auto counts as false, because it
-        depends on where engines start.
+        `weight_sync.deltas`=true sends a `delta_share` of the bytes; auto counts as false, because it depends
+        on the engines' placement.
         """
         adapters = self.config.policy.lora is not None and self.config.policy.lora.sync == "adapter"
         sent = (lora_parameters(self.config.policy, self.model) if adapters else self.model.parameters) * (
@@ -289,16 +287,16 @@ class Rates:
         return (1 + gathers) * sent / network + self.reached.sync_s
 
     def turn_s(self) -> float:
-        """Return the seconds of a change of turns that moves a rank's states to host memory or back."""
+        """Return the seconds of a role switch that moves a rank's states to host memory or back."""
         return self._copy_s(sum(states(self.config.policy, self.model, self.sizes).values()))
 
     def scoring_turn_s(self, model: FrozenModel) -> float:
-        """Return the seconds until a colocated ``model`` has its GPU and its weights on it."""
+        """Return the seconds until a colocated ``model`` has its weights on the GPU."""
         return self._copy_s(model.weight_bytes(self.sizes.itemsize, gpu=self.sizes.gpu))
 
     def resend_s(self) -> float:
-        """Return the seconds until engines, whose weights are dropped, have them again out of turn: the
-        policy's weights come from host memory, are sent, and leave.
+        """Return the seconds to resend dropped weights to engines outside a weight sync: the policy's weights
+        are loaded from host memory, sent, and offloaded.
         """
         weights = states(self.config.policy, self.model, self.sizes)["weights"]
         return 2 * self._copy_s(weights) + self.sync_s()
@@ -307,15 +305,14 @@ class Rates:
         return size / (self.peaks.host * self.reached.host) + self.reached.turn_s
 
     def score_s(self, samples: int) -> float:
-        """Return the seconds in which the processes of one reward worker score a group."""
+        """Return the seconds in which one reward worker's processes score a group."""
         processes = min(samples, self.config.rewards.processes_per_worker)
         return samples / processes * self.reached.score_s
 
     def _one_update_s(self, work: UpdateWork) -> float:
         compute = self._compute_s(work, self._passes)
         gathers, others = self._collectives_s(self._micro_batches(work))
-        # ZeRO-3 fetches the weights of the next layer during the computation; other collectives come after
-        # it.
+        # ZeRO-3 prefetches the next layer's weights during compute; other collectives follow it.
         return max(compute, gathers) + others + self._optimizer_s()
 
     def _compute_s(self, work: UpdateWork, passes: float) -> float:
@@ -332,7 +329,7 @@ class Rates:
         return max(1, round(np.ceil(tokens / room)))
 
     def _collectives_s(self, micro_batches: int) -> tuple[float, float]:
-        """Return the seconds of gathering weights under ZeRO-3, and of all other transfers in an update."""
+        """Return the seconds of ZeRO-3's gathers, and of all other transfers in an update."""
         ranks, stage, b = self.config.policy.num_workers, self.config.policy.zero_stage, self.sizes.itemsize
         if ranks == 1:
             return 0.0, 0.0
@@ -340,7 +337,7 @@ class Rates:
         one_way = (ranks - 1) / ranks / (self._between_ranks(ranks) * self.reached.network)
         if stage == 0:
             return 0.0, 2 * 4 * trained * one_way
-        if stage == 1:  # gradients once, in float32; new weights
+        if stage == 1:  # gradients once in float32, and new weights
             return 0.0, (2 * 4 + b) * trained * one_way
         reduced = micro_batches * b * trained * one_way
         if stage == 2:
@@ -348,26 +345,26 @@ class Rates:
         return 2 * micro_batches * b * self.model.parameters * one_way, reduced
 
     def _between_ranks(self, ranks: int) -> float:
-        """Return bytes a second of a collective per rank: all cards of a node send to the next at once."""
+        """Return a collective's bytes per second per rank: all cards of a node send to the next at once."""
         inside = min(ranks, self.peaks.node)
         return (
             self.peaks.link if ranks <= self.peaks.node else min(self.peaks.link, self.peaks.network * inside)
         )
 
     def _optimizer_s(self) -> float:
-        own = lora_parameters(self.config.policy, self.model) / max(1, self.config.policy.num_workers)
+        shard = lora_parameters(self.config.policy, self.model) / max(1, self.config.policy.num_workers)
         if self.config.policy.offload.optimizer == "none":
-            return 7 * 4 * own / (self.peaks.memory * self.reached.decode)
+            return 7 * 4 * shard / (self.peaks.memory * self.reached.decode)
         inside = min(self.config.policy.num_workers, self.peaks.node)
-        sent = own * (4 + self.sizes.itemsize) / (self.peaks.host * self.reached.host)
-        return own * inside / _CPU_ADAM + sent
+        sent = shard * (4 + self.sizes.itemsize) / (self.peaks.host * self.reached.host)
+        return shard * inside / _CPU_ADAM + sent
 
 
 def delta_share(itemsize: int, lr: float) -> float:
-    """Return the share of the bytes of weights of ``itemsize`` bytes each that changes take at ``lr``.
+    """Return the share of the weights' bytes that deltas send at ``lr``, for ``itemsize`` bytes per weight.
 
-    Between the measured learning rates of bfloat16 it is interpolated, on logarithmic scales. Below them it
-    the lowest one counts, and above them all weights are sent.
+    For bfloat16 it is interpolated between measured learning rates on logarithmic scales. Below the lowest
+    rate its share counts; above the highest all weights are sent.
     """
     rates, shares = zip(*_DELTA_SHARES, strict=True)
     if itemsize > 2 or lr > rates[-1] * (1 + 1e-9):

@@ -1,4 +1,4 @@
-"""Prints a plan: the assumptions, memory, times, cost, what bounds them, and the best split."""
+"""Prints a plan: assumptions, memory, times, cost, bottlenecks, and the best split."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from grpo_dist.tools.plan.search import STAGES, SearchResult, reason
 from grpo_dist.tools.plan.simulation import Simulated, assumed_row
 from grpo_dist.tools.plan.whole_run import WholeRun
 
-_PROMPTS = 4  # bytes of the driver for a byte of JSON Lines, no two rows the same, at the first start (3.6)
-_UNPACKED = 4  # bytes of text in a byte of a packed file
+_PROMPTS = 4  # driver bytes per byte of JSON Lines with distinct rows, at the first start (measured 3.6)
+_UNPACKED = 4  # bytes of text per byte of a compressed file
 _ENGINES = ("rollout", "evaluation")  # roles whose workers have `rollout.tensor_parallel_size` GPUs
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``configured``: the configuration as it is, with ``simulated`` what it would do; None where ``refused``
-    is why it cannot run. ``search``: the splits. ``shown``: ``simulated``, or the best split; ``whole``: its
-    run. ``sampling``: of the run; all others are of its longest completions.
+    """``configured``: the configuration as it is, ``simulated``: its simulation; None if ``refused`` says why
+    it cannot run. ``search``: the splits. ``shown``: ``simulated``, or the best split; ``whole``: its run.
+    ``sampling``: the run's; all other fields assume its longest completions.
     """
 
     setting: Setting
@@ -70,12 +70,12 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 
 def driver_lines(config: Config) -> list[str]:
-    """Describe the driver's memory for the rows of local files, where it is above that of the process."""
+    """Describe the driver's memory for rows of local files, if it exceeds the process's base memory."""
     sources = [source.path for source in (*config.data.train, *config.data.eval)]
     if config.demonstrations is not None:
         sources += [source.path for source in config.demonstrations.data]
     paths = [expanded(path) for path in sources if path is not None]
-    files = [path for path in paths if os.path.isfile(path)]  # False for a name that is too long
+    files = [path for path in paths if os.path.isfile(path)]  # False for a too long name
     packed = [path.suffix in (".parquet", ".gz") for path in files]
     sizes = [
         path.stat().st_size * (_UNPACKED if is_packed else 1)
@@ -90,7 +90,7 @@ def driver_lines(config: Config) -> list[str]:
 
 
 def head_lines(plan: Plan) -> list[str]:
-    """Return the model, the lengths, and what is assumed of them."""
+    """Describe the model, the lengths, and the assumptions."""
     setting, config = plan.setting, plan.shown.option.config
     model, workload = setting.model, setting.workload
     lines = [
@@ -139,7 +139,7 @@ def head_lines(plan: Plan) -> list[str]:
 
 
 def _drafts(setting: Setting, config: Config) -> list[str]:
-    """Describe how many drafted tokens are accepted, where engines draft."""
+    """Describe the acceptance of drafted tokens, with speculation."""
     drafts, accepted = config.rollout.speculation, setting.reached.accepted - 1
     if drafts is None:
         return []
@@ -155,9 +155,9 @@ def _drafts(setting: Setting, config: Config) -> list[str]:
 
 
 def warnings(planned: Planned, setting: Setting) -> list[str]:
-    """Return what a real run would fail at, and what the plan leaves out."""
+    """Return what would fail in a real run, and what the plan excludes."""
     config, run, lines = planned.option.config, planned.simulated, []
-    # `sample_s` covers sampling and scoring; which groups waited for a reward model is unknown.
+    # `sample_s` covers sampling and scoring; waits for reward models are unknown.
     sampled_s = max(run.longest_batch_s, run.stage_s.get("reward_model", 0.0))
     for key, seconds in (("sample_s", sampled_s), ("update_s", run.longest_update_s)):
         allowed = getattr(config.cluster.timeouts, key)
@@ -202,7 +202,7 @@ def _count(option: Option, role: str) -> str:
 
 
 def _host(option: Option, cluster: ClusterShape) -> list[str]:
-    """Describe the host memory of the fullest node, and the time of a turn on shared GPUs."""
+    """Describe the fullest node's host memory, and the time of a role switch on shared GPUs."""
     needed, rates = node_host_bytes(option.memory, option.roles, cluster), option.scenario.rates
     if not needed:
         return []
@@ -279,8 +279,8 @@ def _cold_start(setting: Setting, config: Config) -> list[str]:
 
 
 def splits_lines(plan: Plan) -> list[str]:
-    """Describe the best split, and what was tried of each placement and ZeRO stage: how many splits, the
-    fastest, and what bounds it; [] where none was tried.
+    """Describe the best split, and for each placement and ZeRO stage the number of splits, the fastest, and
+    its bottleneck; [] if none was tried.
     """
     if not plan.search.tried:
         return []
@@ -329,7 +329,7 @@ def _best(plan: Plan, best: Planned) -> str:
 
 
 def _wide_table(title: str, first: str, *others: str) -> Table:
-    """Make a table whose columns are at least as wide as the words of their headings."""
+    """Create a table whose columns are at least as wide as their headings' words."""
     table = make_table(title, (first, *others), left=(first, "parts"), bold=True)
     table.caption_justify = "left"
     for heading, column in zip(others, table.columns[1:], strict=True):

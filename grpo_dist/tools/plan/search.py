@@ -1,9 +1,9 @@
-"""Searches for the best split of GPUs between engines and policy, placement, ZeRO stage and tensor
-parallelism, and says what bounds a step.
+"""Searches for the best GPU split between engines and policy, placement, ZeRO stage and tensor parallelism,
+and names the bottleneck of a step.
 
 Every option has an upper bound on its throughput: each stage at full load all the time. Options are simulated
-in the order of their bounds until the best result exceeds all remaining bounds. The result is the same as if
-all were simulated. Of a large cluster a part is simulated to compare (`Scenario.as_part`).
+in order of their bounds until the best result exceeds all remaining bounds, so the result is exact. For large
+clusters only a part is simulated for comparison (`Scenario.as_part`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from grpo_dist.tools.plan.options import (
 from grpo_dist.tools.plan.rates import UpdateWork
 from grpo_dist.tools.plan.simulation import POLICY, Scenario
 
-_SPLITS = 16  # most numbers of policy ranks to try
+_SPLITS = 16  # maximum policy rank counts to try
 _TENSOR_PARALLEL = (1, 2, 4, 8)
-_SLACK = 1.05  # the lengths that are drawn may be shorter than the mean
-_TAIL = 0.7  # share of a step; a longest completion that takes more bounds it
-_FULL = 0.05  # idle share; workers that are idle for less bound the step
+_SLACK = 1.05  # sampled lengths may be shorter than the mean
+_TAIL = 0.7  # share of a step above which the longest completion is the bottleneck
+_FULL = 0.05  # idle share below which workers are the bottleneck
 STAGES = {
     "sample": "generation",
     "reward_model": "scoring by models",
@@ -41,9 +41,9 @@ STAGES = {
     "logprobs": "reference",
     "update": "training",
     "sync": "weight sync",
-    "turn": "changes of turns",
+    "turn": "role switches",
 }
-# Stages between sampling and training, and what sets their workers.
+# Stages between sampling and training, and the settings of their workers.
 _HELPERS = {
     "logprobs": "reference.num_workers",
     "score": "rewards.num_workers",
@@ -55,8 +55,8 @@ Changes = dict[str, int | str]  # by dotted key
 
 @dataclass(frozen=True)
 class Tried:
-    """Options of one placement and ZeRO stage. ``splits``: number of splits of the GPUs. ``fitting``: how
-    many of them can run. ``why``: the most frequent reason against the others. ``best``: the fastest one.
+    """Options of one placement and ZeRO stage. ``splits``: number of GPU splits. ``fitting``: number that can
+    run. ``why``: the most frequent reason against the others. ``best``: the fastest split.
     """
 
     placement: str
@@ -69,15 +69,15 @@ class Tried:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """``best``: the option with the most tokens a second; None where none fits."""
+    """``best``: the option with the most tokens per second; None if none fits."""
 
     best: Planned | None
     tried: list[Tried]
 
 
 def search(config: Config, setting: Setting, configured: Planned | None = None) -> SearchResult:
-    """Try all splits. The option with the highest bound of each placement and ZeRO stage is always simulated,
-    so that the plan can say what bounds it. ``configured``: the plan of ``config`` as it is, if it can run.
+    """Try all splits. The option with the highest bound per placement and ZeRO stage is always simulated, to
+    name its bottleneck. ``configured``: the plan of the unchanged ``config``, if it can run.
     """
     options = [(c, option_or_reason(config, c, setting)) for c in changes_of(config, setting)]
     limits = {i: bound(option) for i, (_, option) in enumerate(options) if isinstance(option, Option)}
@@ -95,7 +95,7 @@ def search(config: Config, setting: Setting, configured: Planned | None = None) 
             fastest[kind] = tried
         if best is None or _is_faster(tried, best):
             best = tried
-    # One split has one plan, wherever it is printed: those of the comparison are of fewer steps.
+    # Reuse the full plan, because comparisons simulate fewer steps.
     plans = [configured] if configured else []
 
     def final(tried: Planned) -> Planned:
@@ -129,8 +129,8 @@ def _kind(changes: Changes) -> tuple[str, int]:
 
 
 def changes_of(config: Config, setting: Setting) -> Iterator[Changes]:
-    """Yield the splits between engines and ranks of the GPUs that all other workers leave, each at the
-    configured ZeRO stage, 2 and 3: all stages compute the same gradient.
+    """Yield the splits of the remaining GPUs between engines and ranks, each with the configured ZeRO stage,
+    2 and 3: all stages compute the same gradient.
     """
     cluster = setting.cluster
     if cluster.card is None:
@@ -157,8 +157,8 @@ def changes_of(config: Config, setting: Setting) -> Iterator[Changes]:
 
 
 def _shared(most: int) -> list[int]:
-    """Return numbers of ranks that share their GPUs with all other roles: ``most``, and the largest power of
-    two up to that, which divides more batches; [] without a GPU.
+    """Return rank counts for colocation with all other roles: ``most``, and the largest power of two up to
+    it, which divides more batches; [] without a GPU.
     """
     if most < 1:
         return []
@@ -166,8 +166,8 @@ def _shared(most: int) -> list[int]:
 
 
 def _ranks(free: int, node: int) -> list[int]:
-    """Return numbers of policy ranks that leave GPUs for an engine: all where they are few; powers of two and
-    whole nodes otherwise.
+    """Return policy rank counts that leave GPUs for an engine: all if few; otherwise powers of two and whole
+    nodes.
     """
     if free <= _SPLITS:
         return list(range(1, free))
@@ -178,35 +178,35 @@ def _ranks(free: int, node: int) -> list[int]:
 
 
 def waits_for_longest(weight_sync: WeightSyncConfig, max_staleness: int) -> bool:
-    """Return True where every step waits for all running samples."""
+    """Return whether every step waits for all running samples."""
     return max_staleness == 0 or weight_sync.mode == "drain"
 
 
 def longest_s(scenario: Scenario) -> float:
-    """Return the seconds of a step's longest completion alone on an engine, a lower bound."""
+    """Return the seconds of a step's longest completion on an otherwise idle engine, a lower bound."""
     batch, workload = scenario.config.batch, scenario.workload
     tokens = workload.longest_of(batch.prompts_per_step * batch.samples_per_prompt)
     return tokens * scenario.rates.decode_step_s(1, workload.prompt_tokens + tokens / 2)
 
 
 def bound(option: Option) -> float:
-    """Return an upper bound on the tokens a second of ``option``."""
+    """Return an upper bound on the tokens per second of ``option``."""
     scenario, config = option.scenario, option.config
     rates, workload, batch = scenario.rates, scenario.workload, config.batch
     mean, prompt = workload.mean, workload.prompt_tokens
     samples = batch.prompts_per_step * batch.samples_per_prompt
     sampled = samples * _sampled_for_each(scenario.signal_share, batch.prompts_per_step)
     in_flight = sampled * (1 + config.max_staleness) / config.rollout.num_workers
-    held = prompt / batch.samples_per_prompt + mean / 2  # tokens in the cache of a sequence, half way
+    cached_tokens = prompt / batch.samples_per_prompt + mean / 2  # mean cached tokens of a sequence
     counts = np.unique(np.geomspace(1, max(1.0, min(scenario.capacity, in_flight)), 16))
-    rate = max(n / rates.decode_step_s(n, n * held) for n in counts.tolist())
+    rate = max(n / rates.decode_step_s(n, n * cached_tokens) for n in counts.tolist())
     sampling = sampled * mean / config.rollout.num_workers / rate
     each = (round(mean),) * batch.samples_per_prompt
     size = batch.prompts_per_step // batch.updates_per_step
     update = UpdateWork(((prompt, each),) * size, workload.shared_tokens, scenario.demonstrations())
     work = [update] * batch.updates_per_step
     training = rates.update_s(work) + rates.sync_s() + (2 * rates.turn_s() if scenario.sharing else 0.0)
-    # Mean lengths give a bound: longer rows only add to attention.
+    # Mean lengths give an upper bound, because longer rows add attention work.
     if waits_for_longest(config.weight_sync, config.max_staleness):
         sampling = max(sampling, longest_s(scenario))
     between = _between_s(scenario, prompt, each)
@@ -219,16 +219,16 @@ def bound(option: Option) -> float:
 
 
 def _sampled_for_each(signal_share: float, prompts_per_step: int) -> float:
-    """Return the most groups that dynamic sampling is likely to take for each that is trained: the mean and
-    two standard deviations over the simulated steps.
+    """Return an upper estimate of sampled groups per trained group under dynamic sampling: the mean plus two
+    standard deviations over the simulated steps.
     """
     mean, trained = 1 / signal_share, COMPARED_STEPS * prompts_per_step
     return mean * (1 + 2 * ((1 - signal_share) / trained) ** 0.5)
 
 
 def _between_s(scenario: Scenario, prompt: int, lengths: tuple[int, ...]) -> dict[str, float]:
-    """Return the seconds of a step in the reference, each teacher and each reward model, by role. On shared
-    GPUs their turns count, too.
+    """Return seconds per step in the reference, each teacher and each reward model, by role. Includes role
+    switches on shared GPUs.
     """
     rates, seconds = scenario.rates, dict[str, float]()
     for model in scenario.scorers:
@@ -240,7 +240,7 @@ def _between_s(scenario: Scenario, prompt: int, lengths: tuple[int, ...]) -> dic
 
 
 def reason(planned: Planned) -> str:
-    """Return what bounds the step, in words."""
+    """Describe the bottleneck of the step."""
     run, scenario = planned.simulated, planned.option.scenario
     idle, times, alone = run.idle, run.stage_s, longest_s(scenario)
     longest = max(times, key=times.__getitem__)

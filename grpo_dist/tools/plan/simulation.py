@@ -1,17 +1,17 @@
-"""The real driver loop on simulated workers and a simulated clock.
+"""Runs the real driver loop on simulated workers and a simulated clock.
 
     driver.run, pipeline, load balancer, health    as in production
-    staging                                        in production's order; it makes lengths, not rows
-    workers                                        wait as long as `Rates` say
+    staging                                        in production's order, with lengths instead of rows
+    workers                                        wait for the time given by `Rates`
 
 Colocated roles compute one at a time:
 
     engines sample | reward models, one after another | reference | policy: update, weight sync | engines ...
 
-A role keeps the GPUs while it has calls; then the role whose call has waited longest gets them.
+A role keeps the GPUs while it has calls; then the role with the longest waiting call gets them.
 
-Records are fake: they have lengths and no tokens, so that the samples of a thousand GPUs fit a small machine.
-Nothing here imports torch.
+Records are fake: they have lengths but no tokens, so that the samples of a thousand GPUs fit a small machine.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from grpo_dist.tools.plan.workload import Workload
 from grpo_dist.types import Group, Prompt, Rollout, Sampling, TeacherLogprobs, has_signal
 from grpo_dist.workers import RolloutsRef, Workers
 
-Bars = dict[str, list[Span]]  # of each worker, on the clock of the running loop
+Bars = dict[str, list[Span]]  # by worker, on the running loop's clock
 ENGINES, POLICY = "rollout", "policy"
 _FOREVER_S = 1e9  # deadlines of a simulated run; the report compares its times with the configured ones
 _REWARD = "planned"  # the reward of fake groups
 _STAGES = ("sample", "reward_model", "score", "logprobs", "update", "sync", "turn")
-# Of `max_length`, where no rows are known: mean tokens of a demonstration's prompt and of its completion.
+# Mean tokens of a demonstration's prompt and completion, relative to `max_length`, if no rows are known.
 _PROMPT_SHARE, _COMPLETION_SHARE = 1 / 8, 3 / 8
 
 
@@ -71,11 +71,11 @@ _PROMPT_SHARE, _COMPLETION_SHARE = 1 / 8, 3 / 8
 class Scenario:
     """One simulated run.
 
-    ``capacity``: sequences an engine decodes at once. ``sharing``: the roles that are colocated on the
-    policy's GPUs, see `Roles`. ``reference_is_base``: the policy ranks compute the reference.
-    ``signal_share``: share of the groups whose rewards differ. ``frozen``: teachers and reward models of
-    known sizes. ``epoch_steps``: an epoch has at least the prompts of this many steps. ``parts``: number of
-    equal parts of the cluster, of which one is simulated, see `as_part`.
+    ``capacity``: concurrent sequences per engine. ``sharing``: the roles colocated on the policy's GPUs, see
+    `Roles`. ``reference_is_base``: the policy ranks compute the reference. ``signal_share``: share of groups
+    with nonzero variance. ``frozen``: teachers and reward models of known sizes. ``epoch_steps``: an epoch
+    has at least the prompts of this many steps. ``parts``: number of equal parts of the cluster, of which one
+    is simulated, see `as_part`.
     """
 
     config: Config
@@ -93,8 +93,8 @@ class Scenario:
 
     def as_part(self, prompts: int) -> Scenario:
         """Return a part of a large cluster: a share of the engines, graders and reference workers, with that
-        share of a step's prompts, at least ``prompts`` of them. The driver and the updates have the work of
-        all parts. The scenario itself where its numbers cannot be divided.
+        share of a step's prompts, at least ``prompts``. The driver and the updates keep the work of all
+        parts. Returns the scenario itself if its numbers cannot be divided.
         """
         config = self.config
         batch, rollout, rewards = config.batch, config.rollout, config.rewards
@@ -119,22 +119,22 @@ class Scenario:
 
     @property
     def scorers(self) -> tuple[FrozenModel, ...]:
-        """All models that score samples: the reference too, where the run needs one."""
+        """All models that score samples, including the reference if the run needs one."""
         reference = (FrozenModel(self.rates.model),) if self.config.needs_reference else ()
         return reference + self.frozen
 
     def workers_of(self, model: FrozenModel) -> int:
-        """Return how many workers have ``model``, which is one of `scorers`."""
+        """Return the number of workers of ``model``, one of `scorers`."""
         if model.role in self.sharing or self.turn_of(model) == POLICY:
             return self.config.policy.num_workers
         return (model.settings or self.config.reference).num_workers
 
     def turn_of(self, model: FrozenModel) -> str:
-        """Return the role in whose turn ``model`` computes on shared GPUs."""
+        """Return the role that ``model`` belongs to on shared GPUs."""
         return POLICY if model.settings is None and self.reference_is_base else model.role
 
     def demonstrations(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Return the demonstrations of one of a step's updates: tokens of prompt and completion of each."""
+        """Return one update's demonstrations: tokens of each prompt and completion."""
         settings, updates = self.config.demonstrations, self.config.batch.updates_per_step
         if settings is None:
             return ()
@@ -143,20 +143,20 @@ class Scenario:
 
 
 def assumed_row(longest: int) -> tuple[int, int]:
-    """Return the tokens of prompt and completion of a demonstration of which nothing but a bound is known.
-    ``longest``: tokens of the run's longest sequence.
+    """Return the assumed prompt and completion tokens of a demonstration of unknown length. ``longest``:
+    tokens of the run's longest sequence.
     """
     return round(_PROMPT_SHARE * longest), max(1, round(_COMPLETION_SHARE * longest))
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """Means over the timed steps; a step's seconds and tokens are per step.
+    """Means per step over the timed steps.
 
-    ``stage_s``: seconds in which at least one worker is in a stage. ``idle``: share of the time in which the
-    engines, and the policy, have nothing to do. ``tokens``: of prompts and completions, including those that
-    dynamic sampling discards. ``length_bias``: after the last step, NaN without `batch.order` completion.
-    ``sequences``: decoded at once by a busy engine. ``bars``: the spans of each worker since the run began.
+    ``stage_s``: seconds in which at least one worker is in a stage. ``idle``: idle time share of engines and
+    policy. ``tokens``: of prompts and completions, including samples that dynamic sampling discards.
+    ``length_bias``: after the last step, NaN without `batch.order` completion. ``sequences``: concurrent
+    sequences of a busy engine. ``bars``: the spans of each worker since the start.
     """
 
     step_s: float
@@ -237,16 +237,16 @@ def evaluation_s(scenario: Scenario, sizes: Sequence[int]) -> float:
 async def _run(scenario: Scenario, config: Config) -> tuple[SimulatedCluster, StepRecorder]:
     """Run the loop to its last step."""
     cluster, recorder = SimulatedCluster(scenario), StepRecorder()
-    # Dynamic sampling discards prompts, and slow groups keep theirs: enough for all that are in flight.
+    # Enough prompts for all in-flight groups: dynamic sampling discards prompts, and slow groups keep theirs.
     spare = config.dynamic_sampling.enabled or config.batch.order.name == "completion"
     batches = max(4 * (config.max_staleness + 1) if spare else 1, scenario.epoch_steps)
     progress, by_length = None, isinstance(config.data.order, LengthOrderConfig)
     if isinstance(config.data.order, LengthOrderConfig):
         batches = max(batches, config.data.order.window)
     prompts = _prompts(batches * config.batch.prompts_per_step, scenario.workload.prompt_tokens)
-    if by_length:  # an epoch before has shown the lengths
-        known = scenario.workload.known_lengths([p.uid for p in prompts], config.batch.samples_per_prompt)
-        progress = Progress(pipeline=PipelineState(order=OrderState(lengths=known)))
+    if by_length:  # lengths are known from an earlier epoch
+        lengths = scenario.workload.known_lengths([p.uid for p in prompts], config.batch.samples_per_prompt)
+        progress = Progress(pipeline=PipelineState(order=OrderState(lengths=lengths)))
     workers = cluster.workers
     await driver.run(
         config, workers, prompts, [], recorder, NoCheckpoints(), progress,
@@ -256,21 +256,21 @@ async def _run(scenario: Scenario, config: Config) -> tuple[SimulatedCluster, St
 
 
 def as_planned(scenario: Scenario) -> Config:
-    """Return the configuration of ``scenario`` with steps alone: no evaluation, checkpoint, deadline, health.
+    """Return the configuration of ``scenario`` with steps only: no evaluation, checkpoint, deadline, health.
 
-    The last steps of a run that samples ahead have nothing more to sample, so further steps follow.
+    Adds further steps, because the last steps of a run that samples ahead sample nothing.
     """
     config = scenario.config
 
     def section(name: str, **changes: Any) -> dict[str, Any]:
         part = getattr(config, name)
-        assert changes.keys() <= type(part).model_fields.keys(), (name, changes)  # pydantic accepts any
+        assert changes.keys() <= type(part).model_fields.keys(), (name, changes)  # pydantic accepts any key
         return {name: part.model_copy(update=changes)}
 
     timeouts = config.cluster.timeouts
     forever = timeouts.model_copy(update=dict.fromkeys(type(timeouts).model_fields, _FOREVER_S))
-    # Fake records have no sources: each teacher scores all of them, for sampled tokens alone, because top-k
-    # tokens of several teachers are not put together, and no prompt is drawn by a source's weight.
+    # Fake records have no sources: each teacher scores all records, for sampled tokens only, because top-k
+    # tokens of several teachers cannot be joined, and source weights are not used.
     distillation = config.distillation
     kl = SampledKL() if distillation.top_k else distillation.kl
     teachers = tuple(t.model_copy(update={"sources": ()}) for t in distillation.teachers)
@@ -290,10 +290,10 @@ def as_planned(scenario: Scenario) -> Config:
         **section("data", order=order, train=sources),
         **section("tracking", samples=False),
     }
-    if config.dynamic_sampling.enabled:  # their reward is all that differs within a group, half of it right
+    if config.dynamic_sampling.enabled:  # half of a nonzero-variance group is correct
         parts |= section("dynamic_sampling", metric=_REWARD, mean_low=None, mean_high=None)
-    if not config.algorithm.advantage.traits.reads_greedy_answer:  # one more answer of each prompt
-        # Rewards of fake records have one part and no steps; which estimator reads them takes no time.
+    if not config.algorithm.advantage.traits.reads_greedy_answer:  # adds a greedy answer per prompt
+        # Fake rewards have one part and no steps; the estimator takes no time anyway.
         parts |= section("algorithm", advantage=NormalisedAdvantage())
     return config.model_copy(update=parts)
 
@@ -302,13 +302,13 @@ def as_planned(scenario: Scenario) -> Config:
 
 
 class FakeRollout(Rollout):
-    """Sample ``sample`` of some group, of ``num_tokens`` tokens: the fields of a rollout, of which it has
-    no others.
+    """A rollout with only the fields that the loop reads: number ``sample`` of its group, with ``num_tokens``
+    tokens.
     """
 
     __slots__ = ("num_tokens",)
     num_tokens: int
-    finish_reason = "stop"  # of the class: a plan makes a hundred thousand
+    finish_reason = "stop"  # a class attribute: a plan creates a hundred thousand rollouts
     further_rows, turns = (), ()
     temperature = max_new_tokens = None
 
@@ -323,36 +323,36 @@ class FakeRollout(Rollout):
 
 @lru_cache(maxsize=1 << 14)
 def _fake_rollouts(lengths: tuple[int, ...]) -> tuple[FakeRollout, ...]:
-    """Return the samples of a group, made once for all splits that a plan compares."""
+    """Return a group's samples, cached for all compared splits."""
     return tuple(FakeRollout(i, length) for i, length in enumerate(lengths))
 
 
 class FakeRollouts(tuple[FakeRollout, ...]):
-    """The samples of a group. ``lengths``: tokens of each; ``version``: weights that they were drawn with."""
+    """A group's samples. ``lengths``: tokens per sample. ``version``: weight version of the sampling."""
 
     lengths: tuple[int, ...]
     version: int
 
     @classmethod
     def from_lengths(cls, lengths: tuple[int, ...], version: int) -> FakeRollouts:
-        made = cls(_fake_rollouts(lengths))
-        made.lengths, made.version = lengths, version
-        return made
+        rollouts = cls(_fake_rollouts(lengths))
+        rollouts.lengths, rollouts.version = lengths, version
+        return rollouts
 
 
-# Every split that a plan compares draws the same samples.
+# All compared splits use the same samples.
 @lru_cache(maxsize=1 << 14)
 def _seeds(run_seed: int, batch: int, uid: str, samples: int) -> tuple[int, ...]:
     return tuple(request_seeds(run_seed, batch, uid, range(samples)))
 
 
 @lru_cache(maxsize=1 << 14)
-def _drawn_lengths(workload: Workload, uid: str, seeds: tuple[int, ...]) -> tuple[int, ...]:
+def _sample_lengths(workload: Workload, uid: str, seeds: tuple[int, ...]) -> tuple[int, ...]:
     return workload.sample(uid, seeds)
 
 
 def _prompts(count: int, tokens: int) -> list[Prompt]:
-    ids = np.array([tokens], np.int32)  # one token, whose value is their number
+    ids = np.array([tokens], np.int32)  # one token; its value is the prompt's length
     return [Prompt(f"planned/{i}", ids, "", "planned") for i in range(count)]
 
 
@@ -361,15 +361,15 @@ def _prompt_tokens(prompt: Prompt) -> int:
 
 
 class PlannedPipeline(Pipeline):
-    """`Pipeline` in which groups have no tasks where all go the same way, which a task takes a third of a
-    millisecond to follow: an engine, the driver, then a grader and the reference at once.
+    """`Pipeline` without asyncio tasks per group, which cost a third of a millisecond each. Used if all
+    groups take the same path: an engine, the driver, then a grader and the reference at once.
     """
 
     def __init__(self, config: Config, workers: Workers, *others: Any) -> None:
         super().__init__(config, workers, *others)
         self._workers, self._kl = cast(Any, workers), config.has_kl_term
         self._seed, self._samples = config.seed, config.batch.samples_per_prompt
-        self._admitting = asyncio.Lock()  # batches one after the other
+        self._admitting = asyncio.Lock()  # admits batches sequentially
         self._is_direct = self._workers.rollouts.is_direct and not (
             config.distillation.teachers
             or config.dynamic_sampling.enabled
@@ -410,7 +410,7 @@ class PlannedPipeline(Pipeline):
 
 
 class StagedLengths(Staging):
-    """Stages the lengths of the rows that an update trains on, in the order of `Staging`."""
+    """Stages the lengths of trained rows, in the order of `Staging`."""
 
     def _stage(self, step: int, batch: ScoredBatch, kl_coef: float, score_norms: Any = None) -> Staged:
         config, groups = self._config, batch.groups
@@ -420,7 +420,7 @@ class StagedLengths(Staging):
         updates, size = [], len(groups) // config.batch.updates_per_step
         for i in range(0, len(groups), size):
             kept = learning[i : i + size]
-            if keeps_all or not any(rows.any() for rows in kept):  # one without rows would have no metrics
+            if keeps_all or not any(rows.any() for rows in kept):  # else no metrics
                 kept = [np.ones(len(rows), bool) for rows in kept]
             rows = [
                 (_prompt_tokens(group.prompt), tuple(np.array(_lengths(group.rollouts))[own].tolist()))
@@ -454,7 +454,7 @@ class StagedLengths(Staging):
 
 
 def _learning(group: Group) -> np.ndarray:
-    """Return which samples of ``group`` have an advantage other than 0, bool [G]."""
+    """Return whether each sample of ``group`` has a nonzero advantage, bool [G]."""
     if group.baseline_reward is not None:
         return np.asarray(group.rewards != group.baseline_reward)
     return np.full(len(group.rewards), has_signal(group.rewards))
@@ -480,18 +480,17 @@ async def _occupy(spans: list[Span], stage: str, seconds: float) -> None:
 
 
 class Servers:
-    """``count`` workers, each with one call at a time. A call takes the first to be free, in the order of
-    arrival, so that its end is known when it arrives. ``bars``: receives the spans of each, as ``track`` and
-    its number.
+    """``count`` workers with one call at a time. Calls take the first free worker in order of arrival, so a
+    call's end is known on arrival. ``bars``: receives each worker's spans, under ``track`` and its number.
     """
 
     def __init__(self, count: int, bars: Bars | None = None, track: str = "") -> None:
         self._loop, self._bars, self._track = asyncio.get_running_loop(), bars, track
-        self._free = [(0.0, index) for index in range(count)]  # a heap: since when
+        self._free = [(0.0, index) for index in range(count)]  # a heap of (free since, index)
 
     def reserve(self, stage: str, seconds: float, at: float | None = None) -> float:
-        """Return when a worker will be done with a call of ``seconds``, which comes at ``at`` (None: now), no
-        earlier than the call before.
+        """Return the end of a call of ``seconds`` that arrives at ``at`` (None: now), no earlier than the
+        previous call.
         """
         since, index = self._free[0]
         begin = max(since, self._loop.time() if at is None else at)
@@ -503,9 +502,9 @@ class Servers:
 
 
 class SimulatedGpus:
-    """``spans``: of the policy. ``turn_s``: seconds until a role has the GPUs and its weights on them, by
-    role; empty: each role has its own GPUs, and nothing waits. ``resend_s``: where engines get them back from
-    others than the policy.
+    """Shared GPUs of colocated roles. ``spans``: the policy's. ``turn_s``: seconds by role until it has the
+    GPUs and its weights on them; empty: roles have separate GPUs and never wait. ``resend_s``: seconds to
+    resend weights if engines get the GPUs back from a role other than the policy.
     """
 
     def __init__(self, spans: list[Span], turn_s: Mapping[str, float], *, resend_s: float = 0.0) -> None:
@@ -515,7 +514,7 @@ class SimulatedGpus:
 
     @asynccontextmanager
     async def turn(self, role: str) -> AsyncIterator[None]:
-        """Run the block with the GPUs of ``role``."""
+        """Run the block while ``role`` has the GPUs."""
         if role not in self._turn_s:
             yield
             return
@@ -534,7 +533,7 @@ class SimulatedGpus:
                 self._wake()
 
     async def return_to_engines(self) -> None:
-        """Give the GPUs back to the engines, which have new weights. The policy calls it, between turns."""
+        """Give the GPUs back to the engines with new weights. Called by the policy."""
         if self._turn_s and self._holder == POLICY:
             await self._change(ENGINES)
 
@@ -551,7 +550,7 @@ class SimulatedGpus:
             self._wake()
 
     def _wake(self) -> None:
-        """Let all that wait look again, in the order in which they came."""
+        """Wake all waiting calls in order of arrival."""
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():
@@ -571,12 +570,12 @@ class TimedRollouts:
         self._advanced_s = 0.0
         self._driver = Servers(1)  # one thread receives all groups
         self.is_direct = not scenario.sharing and not scenario.frozen
-        self.version = 0  # weights of the engines
+        self.version = 0  # the engines' weight version
         self.batch_s: list[float] = []
 
     @property
     def sequences(self) -> float:
-        """Mean number of sequences that an engine decodes at once, unfinished ones included."""
+        """Mean concurrent sequences of an engine, including unfinished ones."""
         steps = sum(engine.steps for engine in self.engines)
         return sum(engine.tokens for engine in self.engines) / max(steps, 1.0)
 
@@ -595,7 +594,7 @@ class TimedRollouts:
         return cast(RolloutsRef, rollouts)
 
     def lengths(self, prompt: Prompt, seeds: Sequence[int]) -> tuple[int, ...]:
-        return _drawn_lengths(self._workload, prompt.uid, tuple(seeds))
+        return _sample_lengths(self._workload, prompt.uid, tuple(seeds))
 
     async def begin(
         self,
@@ -606,8 +605,8 @@ class TimedRollouts:
         *,
         asked_s: float,
     ) -> None:
-        """Have an engine begin a group that was asked for at ``asked_s``. ``most``: tokens of a sample. Calls
-        ``on_end`` at its end, with the time at which the driver will have it.
+        """Start a group requested at ``asked_s`` on an engine. ``most``: maximum tokens per sample. Calls
+        ``on_end`` at its end, with the time at which the driver will receive it.
         """
         prompt_tokens, workload = _prompt_tokens(prompt), self._workload
         most += prompt_tokens
@@ -627,20 +626,20 @@ class TimedRollouts:
         )
 
     async def _admit(self, samples: int, most: int) -> int:
-        """Return the engine that takes a group, of ``most`` tokens a sample."""
-        if self._advanced_s != (now := self._loop.time()):  # ends of samples since count in the loads
+        """Return the engine that takes a group with at most ``most`` tokens per sample."""
+        if self._advanced_s != (now := self._loop.time()):  # update loads by samples that ended since
             self._advanced_s = now
             for engine in self.engines:
                 engine.advance()
         if not self.load_balancer.waiting:
-            self._loop.call_soon(self._watch)  # once this group may wait
+            self._loop.call_soon(self._watch)  # after this group may wait
         return await self.load_balancer.admit(samples, samples * most)
 
     def _has_waiting(self) -> bool:
         return self.load_balancer.waiting
 
     def _watch(self) -> None:
-        """Have every engine note each end of a sample where a group waits for the place."""
+        """Make engines report each sample's end while a group waits for a slot."""
         if self.load_balancer.waiting:
             for engine in self.engines:
                 engine.advance()
@@ -657,7 +656,7 @@ class TimedScorer:
         self._workers = Servers(scenario.workers_of(model), bars, model.role.replace(" ", "-"))
 
     def reserve(self, prompt: Prompt, rollouts: RolloutsRef, at: float | None = None) -> float:
-        """Return when a worker will have scored the group that comes at ``at``, on GPUs of its own."""
+        """Return when a worker on separate GPUs will have scored the group that arrives at ``at``."""
         seconds = self._rates.scoring_s(self.model, _prompt_tokens(prompt), _lengths(rollouts))
         return self._workers.reserve(self._stage, seconds, at)
 
@@ -665,9 +664,7 @@ class TimedScorer:
         async with self._gpus.turn(self._turn):
             await _sleep_until(self.reserve(prompt, rollouts))
 
-    async def logprobs(
-        self, prompt: Prompt, rollouts: RolloutsRef, top_k: int = 0
-    ) -> list[TeacherLogprobs]:
+    async def logprobs(self, prompt: Prompt, rollouts: RolloutsRef, top_k: int = 0) -> list[TeacherLogprobs]:
         await self.score(prompt, rollouts)
         return [TeacherLogprobs(np.zeros(1, np.float32)) for _ in rollouts]
 
@@ -690,7 +687,7 @@ class TimedRewards:
         return group
 
     def reserve(self, prompt: Prompt, rollouts: RolloutsRef, at: float | None = None) -> tuple[Group, float]:
-        """Return the group that comes at ``at``, and when a grader will have scored it."""
+        """Return the group that arrives at ``at``, and when a grader will have scored it."""
         number, share = int(prompt.uid.rpartition("/")[2]), self._signal_share
         signal = share == 1.0 or random.Random(f"{number} {self._rollouts.version}").random() < share
         rewards = _rewards(len(rollouts), signal)
@@ -700,7 +697,7 @@ class TimedRewards:
 
 @lru_cache
 def _rewards(samples: int, signal: bool) -> np.ndarray:
-    """Return rewards [G]: every other sample is right; in a zero-variance group all are."""
+    """Return rewards [G]: every other sample is correct; in a zero-variance group all are."""
     return ((np.arange(samples) % 2) | (not signal)).astype(np.float32)
 
 
@@ -737,7 +734,7 @@ class TimedWeightSync:
         self._rates, self._rollouts, self._policy, self._gpus = rates, rollouts, policy, gpus
 
     async def push(self, version: int) -> dict[str, float]:
-        """Pause all engines until they hold the new weights. In mode ``drain`` they have no requests."""
+        """Pause all engines until they have the new weights. In mode ``drain`` they have no requests."""
         for engine in self._rollouts.engines:
             engine.pause()
         await self._policy.run("sync", self._rates.sync_s())
@@ -770,7 +767,7 @@ class SimulatedCluster:
         reference = by_name.pop("reference", None)
         teachers = {role.removeprefix("teacher "): scorer for role, scorer in by_name.items()}
         policy = TimedPolicy(scenario, bars["policy"], gpus)
-        # Simulated workers have only the methods that a planned run calls.
+        # Simulated workers implement only the methods that a planned run calls.
         roles: tuple[Any, ...] = (
             self.rollouts,
             TimedRewards(reward_models, scenario, self.rollouts, bars),
@@ -794,11 +791,11 @@ class SimulatedStep:
 
 
 class StepRecorder(Recorder):
-    """The recorder of a simulated run: it keeps the time and the tokens of each step."""
+    """The recorder of a simulated run: keeps the time and tokens of each step."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._samples = self._tokens = self._completion_tokens = 0  # the step to be logged next
+        self._samples = self._tokens = self._completion_tokens = 0  # of the next logged step
         self.steps: list[SimulatedStep] = []
 
     def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:

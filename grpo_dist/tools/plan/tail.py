@@ -1,15 +1,14 @@
-"""The price of a step's longest samples, and what each way to deal with them saves: `grpo-dist plan --tail`.
+"""The cost of a step's stragglers, and the savings of long-tail mitigations: `grpo-dist plan --tail`.
 
     synchronous       a step waits for its longest sample
     tail batching     `data.order: length`: prompts with long answers share steps. Lengths are known from an
-                      epoch before; in a run's first epoch its steps are synchronous ones
-    carry-over        `batch.order: completion`: a quarter more groups than a step takes are in flight, the
-                      first to be done are trained, the others are one step late
+                      earlier epoch; the first epoch's steps are synchronous
+    carry-over        `batch.order: completion`: a quarter more groups than a step takes are in flight; the
+                      first to finish are trained, the others are one step late
     asynchronous      the next steps are sampled during the update
 
-Each is the real driver loop on simulated engines, on the same split of the GPUs, with log-normal lengths. The
-limit of a step has all slots of all engines full, then the update and the sync; asynchronous: the larger of
-the two.
+Each runs the real driver loop on simulated engines, with the same GPU split and log-normal lengths. The limit
+of a step is sampling with all engine slots full, plus update and sync; asynchronous: the larger of the two.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from grpo_dist.tools.plan.simulation import Scenario, Simulated, simulate
 
 _SIGMA, _PROMPT_SHARE = 1.0, 0.5  # for reasoning models; assumed where `bench.lengths` is not log-normal
 _WINDOW = 4  # steps of tail batching
-_STEPS = 2 * _WINDOW  # simulated, so that every step of a window counts alike
-_POOL = 20  # steps' prompts to draw from: the same for every way
+_STEPS = 2 * _WINDOW  # whole windows, so that all window steps have equal weight
+_POOL = 20  # pool of prompts in steps, the same for every mitigation
 SYNCHRONOUS = {
     "max_staleness": 0, "batch.order": "launched", "data.order": "epochs",
     "cluster.placement": "separate",
@@ -54,7 +53,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class TailRow:
-    """One way. ``limit_s``: of a step with all slots full."""
+    """One mitigation. ``limit_s``: seconds of a step with all slots full."""
 
     name: str
     run: Simulated
@@ -66,7 +65,7 @@ class TailRow:
 
 
 def tail_setting(lengths: LengthsConfig, setting: Setting) -> tuple[Setting, str]:
-    """Return ``setting`` with log-normal lengths, and what of them is assumed."""
+    """Return ``setting`` with log-normal lengths, and their assumptions."""
     assumed = ""
     if not isinstance(lengths, LognormalLengths):
         mean = setting.workload.mean
@@ -81,7 +80,7 @@ def tail_setting(lengths: LengthsConfig, setting: Setting) -> tuple[Setting, str
 
 
 def tail_rows(base: Option, setting: Setting) -> Iterator[TailRow]:
-    """Simulate every way on the split of ``base``. Raises UserError where one does not fit."""
+    """Simulate every mitigation on the split of ``base``. Raises UserError if one does not fit."""
     for name, changes in VARIANTS.items():
         option = option_or_reason(base.config, changes, setting)
         if isinstance(option, str):
@@ -96,7 +95,7 @@ def tail_rows(base: Option, setting: Setting) -> Iterator[TailRow]:
 
 
 def sampling_limit_s(scenario: Scenario, tokens: float) -> float:
-    """Return the seconds of ``tokens`` with as many slots of all engines full as give the most tokens a
+    """Return the seconds for ``tokens`` with the number of full engine slots that maximises tokens per
     second.
     """
     workload, batch, engines = scenario.workload, scenario.config.batch, scenario.config.rollout.num_workers
@@ -108,11 +107,11 @@ def sampling_limit_s(scenario: Scenario, tokens: float) -> float:
 
 
 def print_tail(config: Config, setting: Setting) -> None:
-    """Print what each way gives. Raises UserError where nothing fits."""
+    """Print each mitigation's result. Raises UserError if nothing fits."""
     console = Console(highlight=False)
     base = option_or_reason(config, SYNCHRONOUS, setting)
     if isinstance(base, str):
-        raise UserError(f"--tail: expected a split with GPUs of its own for each role, but {base}")
+        raise UserError(f"--tail: expected a split with separate GPUs per role, but {base}")
     setting, assumed = tail_setting(config.bench.lengths, setting)
     rows = list(tail_rows(base, setting))
     first, cluster = rows[0].run, setting.cluster

@@ -1,8 +1,8 @@
-"""An event loop on which waiting takes no time: its clock jumps to the next timer when nothing is ready.
+"""An event loop without real waiting: its clock jumps to the next timer when nothing is ready.
 
-    run_virtually(lambda: asyncio.sleep(3600))     returns at once, an hour later by the loop's own clock
+    run_virtually(lambda: asyncio.sleep(3600))     returns at once, an hour later by the loop's clock
 
-The loop waits for threads in real time while its clock stands still: their results are real.
+The loop waits for threads in real time while its clock stands still.
 """
 
 from __future__ import annotations
@@ -62,6 +62,6 @@ class _Jumping(selectors.DefaultSelector):
 
 
 def run_virtually(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run ``main()`` from time 0 on its own loop and return its result."""
+    """Run ``main()`` from time 0 on a new loop and return its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main())

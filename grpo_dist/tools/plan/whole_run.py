@@ -1,7 +1,7 @@
 """A whole run: its steps, evaluations and checkpoints.
 
-background      copy to host memory | next steps ......       the files are written meanwhile, which the
-                                    \\ write ..... published   next checkpoint and the end wait for
+background      copy to host memory | next steps ......       files are written meanwhile; the next
+                                    \\ write ..... published   checkpoint and the end wait for them
 in the loop     write .... published | next steps
 """
 
@@ -20,17 +20,17 @@ from grpo_dist.tools.plan.memory import rank_bytes
 from grpo_dist.tools.plan.options import Option, Planned
 from grpo_dist.tools.plan.simulation import Scenario, evaluation_s
 
-# Assumed: a disk that all ranks write to at once, checksums included, and a rank's copy to pageable memory.
-# The plan prints both.
-DISK = 1e9  # bytes a second
+# Assumed: a disk shared by all ranks, including checksums, and a rank's copy to pageable memory. The plan
+# prints both.
+DISK = 1e9  # bytes per second
 COPY = 5e9
 
 
 @dataclass(frozen=True)
 class PlannedEvaluation:
-    """``prompts``: of the sets whose sizes are known; ``seconds``: one evaluation of them, ``count``: how
-    many the run has. ``assumed``, ``left_out``: sets of unknown size, with a bound and without.
-    ``waited_s``: seconds that training waits for them; None: for all of them.
+    """``prompts``: of sets with known sizes. ``seconds``: one evaluation of these sets. ``count``:
+    evaluations in the run. ``assumed``, ``left_out``: sets of unknown size, with and without a bound.
+    ``waited_s``: seconds that training waits; None: for all evaluations.
     """
 
     prompts: int
@@ -48,8 +48,8 @@ class PlannedEvaluation:
 
 @dataclass(frozen=True)
 class PlannedCheckpoints:
-    """``size``: bytes of one. The loop waits ``held_s`` at each, ``late_s`` more where the previous one
-    is still being written, and ``last_s`` at its end.
+    """``size``: bytes per checkpoint. The loop waits ``held_s`` at each, ``late_s`` more if the previous one
+    is still being written, and ``last_s`` at the end of the run.
     """
 
     count: int
@@ -66,7 +66,7 @@ class PlannedCheckpoints:
 
 @dataclass(frozen=True)
 class WholeRun:
-    """``step_s``: of a step with the longest completions. ``evaluation``: None where there is none."""
+    """``step_s``: seconds per step with the longest completions. ``evaluation``: None if there is none."""
 
     config: Config
     step_s: float
@@ -79,7 +79,7 @@ class WholeRun:
         return self.config.steps * self.step_s + self.checkpoints.total_s + evaluations
 
     def lines(self, *, price: float) -> list[str]:
-        """Describe evaluations, checkpoints and the total. ``price``: dollars an hour, 0: unknown."""
+        """Describe evaluations, checkpoints and the total. ``price``: dollars per hour, 0: unknown."""
         return [*self._evaluations(), self._checkpoints(), self._all(price)]
 
     def _evaluations(self) -> list[str]:
@@ -118,7 +118,7 @@ class WholeRun:
         )
 
     def _all(self, price: float) -> str:
-        """Describe the total. What it leaves out is short in long runs, or has a warning."""
+        """Describe the total. What it excludes is short in long runs, or has a warning."""
         left_out, evaluation = ["its start"], self.evaluation
         if evaluation and evaluation.left_out:
             left_out.append("evaluations (see the warning)")
@@ -136,15 +136,15 @@ class WholeRun:
 
 
 def whole_run(planned: Planned) -> WholeRun:
-    """Return the run of ``planned``."""
+    """Return the whole run of ``planned``."""
     option, step_s = planned.option, planned.simulated.step_s
     return WholeRun(option.config, step_s, planned_evaluation(option, step_s), planned_checkpoints(planned))
 
 
 def planned_evaluation(option: Option, step_s: float) -> PlannedEvaluation | None:
-    """Plan the evaluations of a run; None where it has none.
+    """Plan the evaluations of a run; None if it has none.
 
-    Set sizes come from local files and `demo:` sets, before too long prompts are dropped. Nothing is fetched.
+    Set sizes come from local files and `demo:` sets, before dropping long prompts. Nothing is downloaded.
     """
     config = option.config
     count = evaluations(config.evaluation, config.checkpoint, config.steps)
@@ -170,14 +170,14 @@ def planned_evaluation(option: Option, step_s: float) -> PlannedEvaluation | Non
 
 
 def waited(count: int, seconds: float, between_s: float) -> float:
-    """Return the seconds that training waits for ``count`` evaluations of ``seconds`` on own engines:
-    what each takes beyond the ``between_s`` until the next, and all of one after the last step.
+    """Return the seconds that training waits for ``count`` evaluations of ``seconds`` on separate engines:
+    the excess of each over the interval ``between_s``, and the whole evaluation after the last step.
     """
     return max(0, count - 1) * max(0.0, seconds - between_s) + (seconds if count else 0.0)
 
 
 def evaluations(settings: EvaluationConfig, checkpoint: CheckpointConfig, steps: int) -> int:
-    """Return how often a run of ``steps`` evaluates its sets, in `driver.run` and around it."""
+    """Return the number of evaluations of a run of ``steps``, in `driver.run` and around it."""
     during = steps // settings.every if settings.every else 0
     if is_due(steps, settings.every) and evaluates_export(settings, checkpoint):
         during -= 1
@@ -198,7 +198,7 @@ def _evaluation_scenario(option: Option) -> Scenario:
 
 
 def prompts_of(source: DataSourceConfig) -> tuple[bool, int | None]:
-    """Return whether the number of rows is known, and how many are evaluated; None: unbounded."""
+    """Return whether the number of rows is known, and the number of evaluated rows; None: unbounded."""
     if source.path is not None and (source.path.startswith("demo:") or expanded(source.path).exists()):
         try:
             return True, len(read(source))
@@ -208,7 +208,7 @@ def prompts_of(source: DataSourceConfig) -> tuple[bool, int | None]:
 
 
 def planned_checkpoints(planned: Planned) -> PlannedCheckpoints:
-    """Plan the checkpoints, without groups sampled ahead: their tokens are few bytes next to the weights."""
+    """Plan the checkpoints, without groups sampled ahead, which are small compared to the weights."""
     config, scenario = planned.option.config, planned.option.scenario
     settings, rates = config.checkpoint, scenario.rates
     count = checkpoints(settings.every, config.steps)
@@ -230,5 +230,5 @@ def planned_checkpoints(planned: Planned) -> PlannedCheckpoints:
 
 
 def checkpoints(every: int, steps: int) -> int:
-    """Return how many a run writes: those that are due, and one at its end."""
+    """Return the number of checkpoints: the scheduled ones, and one at the end."""
     return math.ceil(steps / every) if every else 1

@@ -11,20 +11,20 @@ import numpy as np
 from grpo_dist.config import Config, FixedLengths, LengthsConfig, LognormalLengths, NaturalLengths
 from grpo_dist.tools.bench.lengths import lengths_of
 
-# Assumed without `bench.lengths` or a benchmark: what instructed models write on mathematics.
+# Assumed without `bench.lengths` or a benchmark, for instruct models on mathematics.
 _SHARE_OF_CAP = 1 / 3  # mean before the cap
 _SIGMA = 0.7
 _PROMPT_SHARE = 1 / 4  # share of `data.max_prompt_tokens`
 _TURNS, _TOOL_S = 2, 0.2  # a tool call and an answer
-_DRAWN = 4096  # lengths, for the means
+_DRAWN = 4096  # sampled lengths, for the means
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """``prompt_tokens``: of every prompt; all begin with the same ``shared_tokens``. Completions are drawn
-    from ``measured`` lengths, or else from ``lengths``; none is above ``cap``. With environments each is
-    sampled in ``turns`` of equal length, which ``tool_s`` seconds lie between. ``assumed``: describes what is
-    a guess.
+    """``prompt_tokens``: length of every prompt; all share the first ``shared_tokens``. Completion lengths
+    are drawn from ``measured``, or else from ``lengths``, up to ``cap``. With environments each completion
+    has ``turns`` of equal length, with ``tool_s`` seconds between turns. ``assumed``: descriptions of
+    guesses.
     """
 
     prompt_tokens: int
@@ -37,16 +37,16 @@ class Workload:
     shared_tokens: int = 0
 
     def sample(self, uid: str, seeds: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens of the completions with ``seeds`` of the prompt ``uid``."""
+        """Return the completion lengths for ``seeds`` of the prompt ``uid``."""
         if self.measured:
             return tuple([min(self.measured[seed % len(self.measured)], self.cap) for seed in seeds])
         lengths = lengths_of(seeds, self.lengths, cap=self.cap, uid=uid)
         assert lengths is not None  # natural lengths are measured or assumed
-        # An evaluation may have a lower cap than fixed lengths.
+        # An evaluation's cap may be below fixed lengths.
         return lengths if max(lengths) <= self.cap else tuple(min(n, self.cap) for n in lengths)
 
     def known_lengths(self, uids: Sequence[str], samples: int) -> dict[str, float]:
-        """Return the mean tokens of ``samples`` completions of each prompt, by seeds that no run draws."""
+        """Return the mean tokens of ``samples`` completions per prompt, by seeds that no run uses."""
         return {
             uid: float(np.mean(self.sample(uid, [-1 - n - samples * i for n in range(samples)])))
             for i, uid in enumerate(uids)
@@ -55,15 +55,15 @@ class Workload:
     @property
     def mean(self) -> float:
         """Mean tokens of a completion."""
-        return float(np.mean(_drawn(self)))
+        return float(np.mean(_sample_workload(self)))
 
     def longest_of(self, count: int) -> float:
-        """Return a length that the longest of ``count`` completions nearly always reaches."""
-        return float(np.quantile(_drawn(self), max(0.0, 1 - 2 / count)))
+        """Return a length that the longest of ``count`` completions almost always reaches."""
+        return float(np.quantile(_sample_workload(self), max(0.0, 1 - 2 / count)))
 
 
 @lru_cache
-def _drawn(workload: Workload) -> list[int]:
+def _sample_workload(workload: Workload) -> list[int]:
     if isinstance(workload.lengths, FixedLengths):
         return list(workload.sample("", [0]))
     return [workload.sample(str(seed), [seed])[0] for seed in range(len(workload.measured) or _DRAWN)]
@@ -78,8 +78,8 @@ def workload_of(
     turns: int | None = None,
     tool_s: float | None = None,
 ) -> Workload:
-    """Take lengths from `bench.lengths`; where they are natural, from ``measured`` or an assumption. None:
-    assumed. Without environments there is one turn.
+    """Take lengths from `bench.lengths`; natural lengths from ``measured``, or assumed if None. Without
+    environments there is one turn.
     """
     cap, lengths = config.sampling.longest, config.bench.lengths
     assumed = []
@@ -103,12 +103,12 @@ def workload_of(
         tool_s = tool_s if tool_s is not None else 0.0 if instant else _TOOL_S
         assumed.append(f"episodes of {turns} turns, {tool_s:g} s between two (--turns, --tool-seconds)")
     if config.bench.lengths.kind != "natural":
-        lengths = _of_whole_episodes(lengths, turns)
+        lengths = _scale_to_episodes(lengths, turns)
     return Workload(prompt_tokens, lengths, cap, used, "; ".join(assumed), turns, tool_s, shared_tokens)
 
 
-def _of_whole_episodes(lengths: LengthsConfig, turns: int) -> LengthsConfig:
-    """Return lengths of whole episodes; ``lengths`` are per action."""
+def _scale_to_episodes(lengths: LengthsConfig, turns: int) -> LengthsConfig:
+    """Return lengths per episode; ``lengths`` are per action."""
     if isinstance(lengths, FixedLengths) and lengths.tokens is not None:
         return lengths.model_copy(update={"tokens": lengths.tokens * turns})
     if isinstance(lengths, LognormalLengths):

@@ -1,1 +1,1 @@
-"""Pipelines of stages: supervised training, GRPO and rejection sampling, each on earlier results."""
+"""Pipelines of stages: SFT, GRPO and rejection sampling, each using earlier results."""

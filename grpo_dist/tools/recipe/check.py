@@ -1,7 +1,7 @@
-"""Checks of all stages of a pipeline before the first one starts.
+"""Checks all stages of a pipeline before the first one starts.
 
-The model of an earlier stage is checked by the model that it derives from, which has the same tokenizer, chat
-template and longest sequence. Only data that an earlier stage will write stay unchecked.
+An earlier stage's model is replaced by its base model, which has the same tokenizer, chat template and
+maximum length. Only data that an earlier stage will write stay unchecked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
         check_writable(pipeline.directory)
     ancestors: dict[str, Path] = {}
     for stage in pipeline.stages:
-        # The model of a finished stage is looked up, too: a later one may derive from it.
+        # Finished stages are included, because a later stage may derive from their models.
         what = "its model, data and settings" if stage.name in todo else "done before; its model"
         with _naming(stage), stage_log.stage(f"check of {stage.name}", what):
             ancestors[stage.name] = _ancestor(stage, ancestors)
@@ -52,7 +52,7 @@ def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
                 continue
             config = stage.config.model_copy(update=_without_stages(stage, ancestors))
             ranks = SupervisedConfig.from_config(config) if stage.kind == "sft" else None
-            # The driver may be on a head without GPUs: the workers are where the cluster has some.
+            # The driver may be on a head without GPUs; the workers are not.
             has = fit(ranks or config, training=stage.kind != "sample")
             device: DeviceType = "cuda" if has.gpus else "cpu"
             if stage.kind != "sample":
@@ -64,16 +64,16 @@ def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
                 if evaluates(config.data, config.evaluation):
                     _check_sampling(config, device, config.data.eval, held_out=True)
                     fit(config, training=False)
-            elif stage.kind == "grpo" and all(_there(stage.symbolic.data.train)):
+            elif stage.kind == "grpo" and all(_exist_already(stage.symbolic.data.train)):
                 load_inputs(config, _quiet, device=device)
             else:
-                train = compress(config.data.train, _there(stage.symbolic.data.train))
+                train = compress(config.data.train, _exist_already(stage.symbolic.data.train))
                 _check_sampling(config, device, list(train), held_out=False)
 
 
 @contextmanager
 def _naming(stage: ResolvedStage) -> Iterator[None]:
-    """Prefix errors in the block with the name of the stage."""
+    """Prefix errors in the block with the stage's name."""
     try:
         with as_user_errors():
             yield
@@ -82,16 +82,16 @@ def _naming(stage: ResolvedStage) -> Iterator[None]:
 
 
 def _quiet(message: str) -> None:
-    """Drop messages about data and models, which are printed when the stage runs."""
+    """Drop messages about data and models; they are printed when the stage runs."""
 
 
 def evaluates(data: DataConfig, evaluation: EvaluationConfig) -> bool:
-    """Return True when the result of the stage is evaluated on held-out problems."""
+    """Return whether the stage's result is evaluated on held-out problems."""
     return bool(evaluation.after and data.eval)
 
 
 def _ancestor(stage: ResolvedStage, ancestors: dict[str, Path]) -> Path:
-    """Return the existing model from which the model of the stage derives."""
+    """Return the existing model from which the stage's model derives."""
     symbolic = stage.symbolic
     start = symbolic.sft.model if stage.kind == "sft" and symbolic.sft else symbolic.model.path
     if start.startswith("stage:"):
@@ -106,8 +106,8 @@ def _ancestor(stage: ResolvedStage, ancestors: dict[str, Path]) -> Path:
 
 
 def _without_stages(stage: ResolvedStage, ancestors: dict[str, Path]) -> dict[str, Any]:
-    """Return the sections that name earlier stages: `model` and `distillation` with the models that theirs
-    derive from, and `demonstrations` without the files that they will write.
+    """Return the sections that name earlier stages, with the stages' base models in `model` and
+    `distillation`, and `demonstrations` without their future files.
     """
     distillation, demonstrations = stage.config.distillation, stage.config.demonstrations
     models = [teacher.model for teacher in stage.symbolic.distillation.teachers]
@@ -117,7 +117,7 @@ def _without_stages(stage: ResolvedStage, ancestors: dict[str, Path]) -> dict[st
         for teacher, name in zip(distillation.teachers, names, strict=True)
     )
     if demonstrations is not None and stage.symbolic.demonstrations is not None:
-        data = tuple(compress(demonstrations.data, _there(stage.symbolic.demonstrations.data)))
+        data = tuple(compress(demonstrations.data, _exist_already(stage.symbolic.demonstrations.data)))
         demonstrations = demonstrations.model_copy(update={"data": data}) if data else None
     return {
         "model": stage.config.model.model_copy(update={"path": str(ancestors[stage.name])}),
@@ -126,17 +126,17 @@ def _without_stages(stage: ResolvedStage, ancestors: dict[str, Path]) -> dict[st
     }
 
 
-def _there(sources: Sequence[DataSourceConfig] | Sequence[DemonstrationsConfig]) -> list[bool]:
-    """Return which data sets of a symbolic configuration no earlier stage has to write first."""
+def _exist_already(sources: Sequence[DataSourceConfig] | Sequence[DemonstrationsConfig]) -> list[bool]:
+    """Return for each data set whether it exists without running an earlier stage."""
     return [not (source.path or "").startswith("stage:") for source in sources]
 
 
 def _check_demonstrations(stage: ResolvedStage, config: Config) -> None:
     assert config.sft is not None and stage.symbolic.sft is not None  # an sft stage has the section
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
-    there = _there(stage.symbolic.sft.data)
+    there = _exist_already(stage.symbolic.sft.data)
     for source in compress(config.sft.data, there):
-        # One generated demonstration is enough to check them.
+        # One generated demonstration suffices for the check.
         few = source.model_copy(update={"examples": 1}) if source.path.startswith("demo:") else source
         load_source(few, config.sft, tokenizer, day=config.data.day)
     if all(there):
@@ -144,7 +144,7 @@ def _check_demonstrations(stage: ResolvedStage, config: Config) -> None:
 
 
 def _check_rows_to_come(stage: ResolvedStage, pipeline: ResolvedPipeline) -> None:
-    """Check that no earlier stage makes longer rows than `sft.max_length`."""
+    """Check that no earlier stage writes longer rows than `sft.max_length`."""
     assert stage.symbolic.sft is not None  # an sft stage has the section
     longest = stage.symbolic.sft.max_length
     for source in stage.symbolic.sft.data:
@@ -164,7 +164,7 @@ def _check_rows_to_come(stage: ResolvedStage, pipeline: ResolvedPipeline) -> Non
 def _check_sampling(
     config: Config, device: DeviceType, sources: Sequence[DataSourceConfig], *, held_out: bool
 ) -> None:
-    """Check that samples of ``sources``, held out or for training, can be drawn and scored."""
+    """Check that samples of ``sources``, held out or for training, can be generated and scored."""
     check_scoring(config.rewards, config.sampling)
     check_backend(config.weight_sync, device)
     refuse(engine_problems(config.rollout, config.algorithm, device))

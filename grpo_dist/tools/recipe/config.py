@@ -1,4 +1,4 @@
-"""Pipeline files: stages in order, each an ordinary configuration that may name the results of earlier ones.
+"""Pipeline files: an ordered list of stages, each a configuration that may refer to earlier stages' results.
 
     name: r1
     stages:
@@ -16,10 +16,9 @@
         config: ../demo.yaml
         overrides: {sft.data: ["${stage:rejection}/sft.jsonl", {path: "demo:add3", examples: 500}]}
 
-``${stage:NAME}`` is the model of an sft or grpo stage and the directory of a sample stage. The settings of a
-stage come from its file, then the pipeline's `seed` (also as `sft.seed`), `settings` (nested), `overrides`
-(dotted keys), and ``STAGE.key=value`` on the command line. Other interpolations belong to the configuration
-of the stage.
+``${stage:NAME}`` is the model of an sft or grpo stage, or the directory of a sample stage. A stage's settings
+come from its file, then the pipeline's `seed` (also as `sft.seed`), `settings` (nested), `overrides` (dotted
+keys), and ``STAGE.key=value`` on the command line. Other interpolations belong to the stage's configuration.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Kind = Literal["sft", "grpo", "sample"]
 REFERENCE = re.compile(r"\$\{\s*stage\s*:\s*([^}]*?)\s*\}")
 _SCORING = "rewards.models"
 _OWN = ("name", "output_dir", "seed")  # keys of a pipeline that the command line can set
-_PLACES = {  # settings that the pipeline decides, with the reason
+_PLACES = {  # settings that the pipeline sets, with the reason
     "name": "the pipeline names the directory of a stage",
     "output_dir": "the stages of a pipeline share its `output_dir`",
     "checkpoint.resume": "a pipeline always resumes; use --from to redo a stage",
@@ -61,7 +60,7 @@ _PLACES = {  # settings that the pipeline decides, with the reason
 
 
 class StageFile(Section):
-    """One stage as written."""
+    """One stage as written in the file."""
 
     name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", description="letters, digits, _ and -")
     kind: Kind = Field(
@@ -73,7 +72,7 @@ class StageFile(Section):
 
 
 class PipelineFile(Section):
-    """A pipeline as written."""
+    """A pipeline as written in the file."""
 
     name: DirectoryName = Field(
         "pipeline", description="name of the pipeline and of its directory in `output_dir`"
@@ -99,8 +98,8 @@ class PipelineFile(Section):
 class ResolvedStage:
     """One stage with its complete configuration.
 
-    ``symbolic`` is ``config`` with ``stage:NAME`` in place of the paths of other stages, so that it does not
-    depend on the directory of the pipeline.
+    ``symbolic``: ``config`` with ``stage:NAME`` instead of other stages' paths, so that it does not depend on
+    the pipeline's directory.
     """
 
     name: str
@@ -108,7 +107,7 @@ class ResolvedStage:
     directory: Path
     config: Config
     symbolic: Config
-    inputs: tuple[str, ...]  # names of the stages it refers to
+    inputs: tuple[str, ...]  # names of referenced stages
 
     @property
     def result(self) -> Path:
@@ -127,10 +126,10 @@ class ResolvedPipeline:
 
 
 def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedPipeline:
-    """Read a pipeline file and every configuration it names.
+    """Read a pipeline file and all its configurations.
 
-    Raises ConfigError for an invalid configuration of any stage, for a reference to a stage that is not an
-    earlier one, and for a result of the wrong kind (a model as data, or data as a model).
+    Raises ConfigError for an invalid stage configuration, a reference to a stage that is not earlier, and a
+    result of the wrong kind (a model as data, or data as a model).
     """
     path = Path(path)
     tree = read_tree(path)
@@ -141,7 +140,7 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedPi
 
 
 def _read_file(tree: DictConfig, path: Path) -> PipelineFile:
-    """Validate the file. Resolve interpolations in the pipeline's own keys, and leave those of the stages."""
+    """Validate the file. Resolve interpolations in the pipeline's keys only, not in the stages' settings."""
     plain = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(plain, dict)
     for key in (key for key in _OWN if key in plain):
@@ -153,7 +152,7 @@ def _read_file(tree: DictConfig, path: Path) -> PipelineFile:
 
 
 def resolve(file: PipelineFile, path: Path, overrides: Sequence[str] = ()) -> ResolvedPipeline:
-    """Resolve the contents of a pipeline file. Configuration files of stages are relative to ``path``."""
+    """Resolve a pipeline file's contents. Stages' configuration files are relative to ``path``."""
     directory = expanded(file.output_dir) / file.name
     by_stage = _group_by_stage(overrides, file)
     stages: list[ResolvedStage] = []
@@ -166,7 +165,7 @@ def resolve(file: PipelineFile, path: Path, overrides: Sequence[str] = ()) -> Re
 
 
 def _group_by_stage(overrides: Sequence[str], file: PipelineFile) -> dict[str, list[str]]:
-    """Group overrides by stage: ``rejection.model.path=x`` is model.path=x of the stage `rejection`."""
+    """Group overrides by stage: ``rejection.model.path=x`` sets model.path=x in the stage `rejection`."""
     by_stage: dict[str, list[str]] = {stage.name: [] for stage in file.stages}
     for text in overrides:
         name, dot, rest = text.partition(".")
@@ -182,7 +181,7 @@ def _group_by_stage(overrides: Sequence[str], file: PipelineFile) -> dict[str, l
 def _tree(
     written: StageFile, seed: int | None, path: Path, overrides: Sequence[str], where: str
 ) -> DictConfig:
-    """Return the configuration of a stage, with its references to other stages unresolved."""
+    """Return a stage's configuration with unresolved references to other stages."""
     tree = read_tree(path.parent / written.config) if written.config else OmegaConf.create({})
     for key in _PLACES:
         OmegaConf.update(tree, key, None)
@@ -267,7 +266,7 @@ def _check_kind(kind: Kind, config: Config, where: str) -> None:
     if kind == "grpo" and config.epochs is not None:
         raise ConfigError(
             f"{where}: `epochs` = {config.epochs:g}: a pipeline is checked before its data exists; set "
-            "`steps` in place of it"
+            "`steps` instead"
         )
     if kind == "sample" and config.rewards.shuffle:
         raise ConfigError(
@@ -282,7 +281,7 @@ def _check_kind(kind: Kind, config: Config, where: str) -> None:
 
 
 def _check_use(key: str, value: str, model: bool, earlier: dict[str, ResolvedStage], where: str) -> None:
-    """Check that a key for a model refers to a model, and a key for data to a file of demonstrations."""
+    """Check that model keys refer to models, and data keys to files of demonstrations."""
     if not value.startswith("stage:"):
         return
     name, slash, file = value.removeprefix("stage:").partition("/")

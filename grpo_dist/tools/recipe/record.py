@@ -1,8 +1,8 @@
 """The record of a stage: `stage.json` in its directory, written atomically before and after the work.
 
-A stage is complete when its record is, with the current settings and inputs. The record has the settings
-themselves, so that an error can name the changed ones. Inputs are fingerprints: the contents of a file, or
-the id of the completed record of an earlier stage.
+A stage is complete if its record is complete and matches the current settings and inputs. The record contains
+the settings, so that errors can name changes. Inputs are fingerprints: a hash of a file, or the id of an
+earlier stage's completed record.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from grpo_dist.tools.recipe.config import Kind, ResolvedStage
 
 FILE = "stage.json"
 
-# Sections that do not affect the result of a stage.
+# Sections that do not affect a stage's result.
 _PLACES = {"name", "output_dir", "checkpoint", "tracking", "cluster"}
 _OF_STEPS = {
     "batch", "algorithm", "distillation", "demonstrations", "reference", "weight_sync", "steps",
@@ -39,9 +39,9 @@ _UNUSED: dict[Kind, set[str]] = {
     "sample": _PLACES | _OF_STEPS | {"policy", "evaluation"},
 }
 
-# A run that resumes may change these; what it measured, and how long it was, is the stage's result.
+# A resumed run may change these, but its measurements and length are part of the stage's result.
 _OF_RESULTS = {"evaluation", "steps", "rejection"}
-# Keys of `rejection` that choose among finished samples.
+# Keys of `rejection` that select among finished samples.
 _CHOICE = {"min_reward", "keep_per_prompt", "max_pass_rate"}
 
 
@@ -53,19 +53,19 @@ class StageRecord:
     inputs: dict[str, str | None]
     state: Literal["started", "complete"] = "started"
     id: str = ""  # set on completion
-    seconds: float = 0.0  # working time over all starts
+    seconds: float = 0.0  # total working time over all starts
     # Evaluations (`eval/SET/pass@1` ...) of the initial model and of the result.
     before: dict[str, float | None] = field(default_factory=dict)
     after: dict[str, float | None] = field(default_factory=dict)
     counts: dict[str, Any] = field(default_factory=dict)  # report.json of a sample stage
-    template_date: str | None = None  # what chat templates wrote as today's date, the same in every stage
+    template_date: str | None = None  # the chat templates' date, the same in every stage
 
     def completed(self, **results: Any) -> StageRecord:
         return replace(self, state="complete", id=uuid.uuid4().hex, **results)
 
 
 def read_record(directory: Path) -> StageRecord | None:
-    """Read the record; None when there is none. Raises ValueError for an invalid record."""
+    """Read the record; None if there is none. Raises ValueError for an invalid record."""
     path = directory / FILE
     if not path.is_file():
         return None
@@ -82,13 +82,13 @@ def write_record(directory: Path, record: StageRecord) -> None:
 
 
 def begin(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> StageRecord:
-    """Return the record of a stage about to start. ``earlier``: complete records by stage name."""
+    """Return a new record for a starting stage. ``earlier``: complete records by stage name."""
     day = stage.config.data.template_date
     return StageRecord(stage.name, stage.kind, settings(stage), inputs(stage, earlier), template_date=day)
 
 
 def settings(stage: ResolvedStage) -> dict[str, Any]:
-    """Return the settings that affect the result, other stages by name, with *** for secrets."""
+    """Return the settings that affect the result, with stages by name and *** for secrets."""
     return masked(_settings(stage))
 
 
@@ -99,7 +99,7 @@ def _settings(stage: ResolvedStage) -> dict[str, Any]:
     if stage.kind == "sft":
         config["data"].pop("train")
         config["model"].pop("path")  # always sft
-        for key in OPTIMIZER:  # `sft` has its own
+        for key in OPTIMIZER:  # `sft` has separate ones
             config["policy"]["optimizer"].pop(key)
         for key in FREE_SFT:
             config["sft"].pop(key)
@@ -130,17 +130,16 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
         )  # fmt: skip
         fingerprints |= {f"own code {label}": code for label, code in digest.items()}
     whole = _settings(stage)
-    if used != whole:  # a custom reward's `end_token` may look like a secret, and affects the result
+    if used != whole:  # a masked key that only looks secret, such as `end_token`, affects the result
         fingerprints[f"what {HIDDEN} stands for"] = hashlib.sha256(json.dumps(whole).encode()).hexdigest()
     return fingerprints
 
 
 def comparable(record: StageRecord, stage: ResolvedStage, state: str) -> StageRecord:
-    """Return ``record`` without the settings that may differ from those of a stage in this ``state``.
+    """Return ``record`` without the settings that a stage in this ``state`` may change.
 
-    complete: those that change no number of its result: profiles, probes, what a run warns of. started: those
-    that choose among finished samples, and those that a run of the stage resumes with
-    (`identity.Change.decides`).
+    complete: settings without effect on results: profiles, probes, warnings. started: settings that select
+    among finished samples, and settings that a resumed run may change (`identity.Change.decides`).
     """
     if state == "started" and record.kind == "sample":
         rejection = {k: v for k, v in record.settings["rejection"].items() if k not in _CHOICE}
@@ -159,9 +158,9 @@ def comparable(record: StageRecord, stage: ResolvedStage, state: str) -> StageRe
 
 
 def differences(old: StageRecord, new: StageRecord, config: Config) -> list[str]:
-    """Describe every changed setting and input: "`steps` was 40 and is 60". ``config``: of the stage now.
+    """Describe every changed setting and input: "`steps` was 40 and is 60". ``config``: the stage's now.
 
-    A key that a later version added is no change where it has its default.
+    A key added by a later version is not a change if it has its default.
     """
     before, now = flat(drop_layout(old.settings)), flat(new.settings)
     chosen = flat(config.model_dump(mode="json", exclude_defaults=True))

@@ -1,12 +1,12 @@
-"""The `sample` stage: sample and score completions of the training prompts, choose those that become
-demonstrations, and count why others do not.
+"""The `sample` stage: samples and scores completions of the training prompts, selects demonstrations, and
+counts the reasons against the others.
 
     DIRECTORY/
       samples/part_00000.parquet   every sample of a chunk of prompts, written once all are scored
       sft.jsonl                    kept samples in the format of `sft.data`, written last
       report.json                  counts
 
-A restart finds the finished parts and samples only the missing ones.
+A restart reuses finished parts and samples only the missing ones.
 
 4 samples of a prompt    right, 9 tokens | wrong | right, 7 tokens | truncated
 keep_per_prompt 1  ->  the third, the shortest
@@ -43,10 +43,10 @@ from grpo_dist.tools.evaluate.run import sample_with_engines
 from grpo_dist.types import Group, Prompt, Rollout
 
 SFT_FILE = "sft.jsonl"
-_CHUNK = 512  # prompts sampled between two saves
-_STAGE = -2  # for request seeds; training steps count from 0, evaluations use -1
+_CHUNK = 512  # prompts sampled between saves
+_STAGE = -2  # stage number in request seeds; training steps count from 0, evaluations use -1
 
-# Why a sample is dropped, in the order of the checks.
+# Reasons to drop a sample, in order of the checks.
 REASONS = (
     "unscored", "below_min_reward", "truncated", "stop_text", "other_prompt", "hidden_tokens", "no_text",
     "duplicate", "too_easy", "enough",
@@ -89,17 +89,17 @@ class Selection:
         controls = ControlTokens(tokenizer)
         self._special, self._ends, self._as_text = controls.ids, ends_of(data, tokenizer), controls.as_text
         self._formats = PromptFormat.by_source(data)
-        # Those of the configuration are read as tokens; those of a row are text.
+        # Special tokens in the configuration are tokens; in a row they are text.
         self._keeps_special = {
             name: form.use_chat_template
             and bool(controls.find(f"{form.system_prompt}{form.template}{form.instruction}{form.few_shot}"))
             for name, form in self._formats.items()
         }
-        self._seen: set[tuple[str, str]] = set()
+        self._seen_pairs: set[tuple[str, str]] = set()
         self.report = Report()
 
     def take(self, groups: Iterable[Group]) -> list[dict[str, Any]]:
-        """Return the records of the kept samples: groups in order, samples of each by preference."""
+        """Return the records of the kept samples: groups in order, a group's samples by preference."""
         return [record for group in groups for record in self._take(group)]
 
     def _take(self, group: Group) -> list[dict[str, Any]]:
@@ -120,13 +120,13 @@ class Selection:
         if pass_rate > settings.max_pass_rate:
             report.dropped["too_easy"] += len(good)
             return []
-        kept = sorted(good, key=lambda i: len(group.rollouts[i].completion_ids))[: settings.keep_per_prompt]
-        report.dropped["enough"] += len(good) - len(kept)
-        report.kept += len(kept)
-        report.prompts_kept += bool(kept)
-        report.tokens_kept += sum(len(group.rollouts[i].completion_ids) for i in kept)
-        report.respelled += sum(self._is_respelled(group.prompt, group.rollouts[i]) for i in kept)
-        return [self._record(group, i, pass_rate) for i in kept]
+        chosen = sorted(good, key=lambda i: len(group.rollouts[i].completion_ids))[: settings.keep_per_prompt]
+        report.dropped["enough"] += len(good) - len(chosen)
+        report.kept += len(chosen)
+        report.prompts_kept += bool(chosen)
+        report.tokens_kept += sum(len(group.rollouts[i].completion_ids) for i in chosen)
+        report.respelled += sum(self._is_respelled(group.prompt, group.rollouts[i]) for i in chosen)
+        return [self._record(group, i, pass_rate) for i in chosen]
 
     def _objection(self, prompt: Prompt, rollout: Rollout, *, scored: bool, passed: bool) -> str:
         """Return why this sample cannot be a demonstration, or ""."""
@@ -135,35 +135,35 @@ class Selection:
         if not passed:
             return "below_min_reward"
         if rollout.finish_reason != "stop" or (rollout.turns and ends_unseen(rollout, self._ends)):
-            return "truncated"  # training would teach an end that the model did not produce
+            return "truncated"  # training would teach an end that the model did not generate
         if not rollout.turns and not self._ends.ended(rollout.completion_ids):
-            return "stop_text"  # so it would here: a demonstration ends with a token of its own
+            return "stop_text"  # same here: a demonstration ends with an end token
         if rollout.context_ids is not None:
-            return "other_prompt"  # an agent asked in words of its own, which the row does not have
+            return "other_prompt"  # an agent sent a prompt that the row does not have
         if self._hides_tokens(rollout):
             return "hidden_tokens"
         text = "".join(part["text"] for part in self._segments(prompt, rollout))
         if not rollout.text or not text or "\N{REPLACEMENT CHARACTER}" in text:
             return "no_text"  # empty, or incomplete characters
         asked = f"{prompt.text}{prompt.messages or ''}"
-        if (asked, text) in self._seen:
+        if (asked, text) in self._seen_pairs:
             return "duplicate"
-        self._seen.add((asked, text))
+        self._seen_pairs.add((asked, text))
         return ""
 
     def _segments(self, prompt: Prompt, rollout: Rollout) -> list[dict[str, Any]]:
-        """Return the text of a completion, or the actions of an episode and what was given between them."""
+        """Return the text of a completion, or an episode's actions and the given texts between them."""
         if rollout.turns:
             return episode_segments(rollout, self._tokenizer)
         return [{"text": rollout.text.removeprefix(prompt.prefill)}]
 
     def _hides_tokens(self, rollout: Rollout) -> bool:
-        """Return True when the text lacks tokens: special ones, or ids beyond the tokenizer.
+        """Return whether the text lacks tokens: special tokens, or ids beyond the tokenizer.
 
-        Vocabularies of models are often padded beyond that of the tokenizer.
+        Model vocabularies are often padded beyond the tokenizer's.
         """
         ids = rollout.completion_ids[:-1].tolist()
-        hidden = not rollout.turns and bool(self._special.intersection(ids))  # an episode shows them
+        hidden = not rollout.turns and bool(self._special.intersection(ids))  # episodes keep them
         return hidden or max(ids, default=0) >= len(self._tokenizer)
 
     def _is_respelled(self, prompt: Prompt, rollout: Rollout) -> bool:
@@ -193,7 +193,7 @@ class Selection:
         if prompt.task is not None:
             return episode_question(prompt, data, self._tokenizer) | kept
         problem, messages = prompt.text, prompt.messages
-        if form.template is not None:  # filled, and its values are text already
+        if form.template is not None:  # filled, with its values already as text
             problem = next(m["content"] for m in reversed(messages) if m["role"] == "user")
         elif kept:
             problem, messages = self._as_text((problem, messages))
@@ -215,7 +215,7 @@ class Selection:
 
 
 def episode_segments(rollout: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
-    """Return the episode as `completion` of a demonstration, without the token that ends it."""
+    """Return the episode as a demonstration's `completion`, without its end token."""
     ids = rollout.completion_ids[:-1]
     sampled = np.ones(len(ids), bool) if rollout.sampled is None else rollout.sampled[:-1]
     parts = np.split(ids, np.flatnonzero(np.diff(sampled)) + 1)
@@ -232,15 +232,13 @@ def episode_segments(rollout: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def ends_unseen(rollout: Rollout, ends: SampleEnds) -> bool:
-    """Return whether an episode is no single row that ends after an action, with a token that ends it."""
+    """Return whether an episode has several rows, or does not end with an action and its end token."""
     whole = not rollout.further_rows and len(rollout.completion_ids) > 1
     return not whole or not ends.ended(rollout.completion_ids)
 
 
 def episode_question(prompt: Prompt, data: DataConfig, tokenizer: Any) -> dict[str, Any]:
-    """Return the keys of a demonstration that give the policy's exact prompt, with its tools where the
-    template shows them.
-    """
+    """Return a demonstration's keys for the policy's exact prompt, with tools if the template has them."""
     assert prompt.task is not None, "an episode has a task"
     if not prompt.task.messages:
         text = tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
@@ -259,7 +257,7 @@ def episode_question(prompt: Prompt, data: DataConfig, tokenizer: Any) -> dict[s
 def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Fill ``directory`` and return the contents of its report.json.
 
-    Raises UserError for invalid input, and when no sample is kept.
+    Raises UserError for invalid input, or if no sample is kept.
     """
     with as_user_errors():
         model_dir = resolve_model(
@@ -307,11 +305,11 @@ def _reasons(report: dict[str, Any]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in report["dropped"].items() if count)
 
 
-def _draw_prompts(prompts: list[Prompt], wanted: int | None, seed: int) -> list[Prompt]:
-    """Return ``wanted`` of the prompts, drawn by seed; None: all."""
-    if wanted is None or wanted >= len(prompts):
+def _draw_prompts(prompts: list[Prompt], count: int | None, seed: int) -> list[Prompt]:
+    """Return ``count`` of the prompts, drawn by seed; None: all."""
+    if count is None or count >= len(prompts):
         return prompts
-    chosen = step_prompts(len(prompts), wanted, derived_seed(seed, "rejection prompts"), 0)
+    chosen = step_prompts(len(prompts), count, derived_seed(seed, "rejection prompts"), 0)
     return [prompts[i] for i in chosen]
 
 

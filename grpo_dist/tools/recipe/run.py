@@ -1,12 +1,12 @@
-"""Run a pipeline: skip complete stages, resume interrupted ones, print the table.
+"""Runs a pipeline: skips complete stages, resumes interrupted ones, prints the table.
 
 check everything  ->  for each stage: skip | resume | start  ->  table
 
 Every stage resumes from the files in its directory:
 
-sft      a run directory as of `grpo-dist train`; resumes from its newest checkpoint; with `evaluation.after`
-         also evaluation.json and evaluations/
-grpo     a run directory, which resumes likewise
+sft      a run directory as from `grpo-dist train`; resumes from its newest checkpoint; with
+         `evaluation.after` also evaluation.json and evaluations/
+grpo     a run directory, which resumes in the same way
 sample   samples/, sft.jsonl, report.json
 """
 
@@ -56,30 +56,30 @@ def run_pipeline(
     again_from: str | None = None,
     check_only: bool = False,
 ) -> Done:
-    """Run every stage in order, and return the records of all.
+    """Run all stages in order and return their records.
 
     Args:
-        again_from: redo this stage and all later ones; their earlier directories are kept as backups.
+        again_from: redo this stage and all later ones; their old directories are kept as backups.
         check_only: check everything and print the plan, but run nothing.
 
-    Raises UserError, before anything starts, for a complete stage with changed settings or inputs, and for
-    invalid settings of a remaining stage.
+    Raises UserError before anything starts, for a complete stage with changed settings or inputs, or invalid
+    settings of a remaining stage.
     """
     with as_user_errors():
         pipeline = _with_template_date(pipeline)
     redone = _redone(pipeline, again_from)
     if check_only:
         done = _checked(pipeline, redone)
-        _say_plan(pipeline, done, redone, say)
+        _print_plan(pipeline, done, redone, say)
         return done
     with as_user_errors():
         check_writable(pipeline.directory)
     if fresh := not pipeline.directory.exists():
-        _checked(pipeline, redone)  # before the directory exists, so that an error leaves nothing behind
+        _checked(pipeline, redone)  # before the directory is created, so that an error leaves nothing behind
         with as_user_errors():
             pipeline.directory.mkdir(parents=True, exist_ok=True)
     with alone(pipeline.directory, "at this pipeline; wait for it, or choose another `name`"):
-        with as_user_errors():  # read again under the lock: another process may have finished stages
+        with as_user_errors():  # reread under the lock: another process may have finished stages
             done = complete_stages(pipeline, redone)
         if not fresh:
             check_stages(pipeline, _list_unfinished(pipeline, done))
@@ -121,13 +121,13 @@ def complete_stages(pipeline: ResolvedPipeline, redone: Sequence[ResolvedStage] 
             continue
         _check_same(stage, record, begin(stage, done))
         if record.state == "complete":
-            _check_there(stage)
+            _check_result_exists(stage)
             done[stage.name] = record
     return done
 
 
 def _run(stage: ResolvedStage, done: Done, say: Callable[[str], None]) -> StageRecord:
-    """Start or resume one stage. Its time counts even when it fails."""
+    """Start or resume one stage. Its time counts even if it fails."""
     record = begin(stage, done)
     earlier = read_record(stage.directory)
     spent = earlier.seconds if earlier else 0.0
@@ -146,7 +146,7 @@ def _run(stage: ResolvedStage, done: Done, say: Callable[[str], None]) -> StageR
 
 
 def _with_template_date(pipeline: ResolvedPipeline) -> ResolvedPipeline:
-    """Return ``pipeline`` with the date that chat templates write in all its stages, that of its start."""
+    """Return ``pipeline`` with its start date as the chat templates' date in all stages."""
     records = (read_record(stage.directory) for stage in pipeline.stages)
     day = next((record.template_date for record in records if record and record.template_date), None)
     stages = (replace(stage, config=set_template_date(stage.config, day)) for stage in pipeline.stages)
@@ -171,10 +171,10 @@ def _check_free(stage: ResolvedStage) -> None:
 
 
 def _check_same(stage: ResolvedStage, record: StageRecord, now: StageRecord) -> None:
-    """Check that settings and inputs are those of the record.
+    """Check that settings and inputs match the record.
 
-    A started stage without any files may change freely. A started sft or grpo stage may change what a resumed
-    run may change, and a started sample stage the settings that choose among its samples.
+    A started stage without files may change freely. A started sft or grpo stage may change what a resumed run
+    may change; a started sample stage may change the settings that select among its samples.
     """
     if record.state == "started" and not _has_work(stage.directory):
         return
@@ -186,7 +186,7 @@ def _check_same(stage: ResolvedStage, record: StageRecord, now: StageRecord) -> 
         )
 
 
-def _check_there(stage: ResolvedStage) -> None:
+def _check_result_exists(stage: ResolvedStage) -> None:
     wanted = [SFT_FILE] if stage.kind == "sample" else ["config.json", "*.safetensors"]
     gone = next((name for name in wanted if not any(stage.result.glob(name))), None)
     if gone:
@@ -200,7 +200,7 @@ def _has_work(directory: Path) -> bool:
     return any(path.name != FILE and not path.name.startswith(".") for path in directory.iterdir())
 
 
-def _say_plan(
+def _print_plan(
     pipeline: ResolvedPipeline, done: Done, redone: Sequence[ResolvedStage], say: Callable[[str], None]
 ) -> None:
     for stage in pipeline.stages:
@@ -220,9 +220,9 @@ def print_table(pipeline: ResolvedPipeline, records: Mapping[str, StageRecord]) 
 
 
 def table_rows(pipeline: ResolvedPipeline, records: Mapping[str, StageRecord]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each held-out set of a stage, with its first measure, usually pass@1.
+    """Yield a row per held-out set of a stage, with its first measure, usually pass@1.
 
-    Seconds and path are in the first row of the stage.
+    A stage's first row has its seconds and path.
     """
     for stage in pipeline.stages:
         record = records[stage.name]
@@ -248,7 +248,7 @@ def _measured(record: StageRecord) -> list[tuple[str, str, str]]:
 
 
 def _share(measures: Mapping[str, float | None], key: str) -> str:
-    """Format a share: 0.5, 0.02 -> "50.0% ± 2.0%"; a missing one is "–"."""
+    """Format a share: 0.5, 0.02 -> "50.0% ± 2.0%"; a missing share is "–"."""
     value, error = measures.get(key), measures.get(f"{key}_stderr")
     if value is None:
         return "–"
@@ -273,7 +273,7 @@ Run = Callable[[ResolvedStage, Measures, Callable[[str], None]], StageResult]
 def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], None]) -> StageResult:
     """Train on the policy's ranks, and evaluate the result.
 
-    ``before``: the evaluation of the initial model if an earlier stage has it; otherwise it is made here when
+    ``before``: an earlier stage's evaluation of the initial model; if there is none, it runs here if
     `evaluation.before` is set.
     """
     settings = stage.config.sft
@@ -295,7 +295,7 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
 
 
 def run_grpo_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], None]) -> StageResult:
-    """Train, and return the run's evaluations before its first and after its last step, if it made them."""
+    """Train, and return the run's evaluations before its first and after its last step, if any."""
     if finished_steps(stage.directory) != stage.config.steps:
         with ended_by_sigterm():
             train(stage.config, identity=stage.symbolic)
@@ -316,7 +316,7 @@ RUNS: dict[Kind, Run] = {"sft": run_sft_stage, "grpo": run_grpo_stage, "sample":
 def known_measures(stage: ResolvedStage, earlier: dict[str, StageRecord]) -> Measures:
     """Return the evaluation of the initial model of ``stage`` by the stage that trained it.
 
-    Empty unless that stage evaluated on the same problems with the same settings.
+    Empty unless that stage evaluated the same problems with the same settings.
     """
     symbolic = stage.symbolic
     start = symbolic.sft.model if stage.kind == "sft" and symbolic.sft else symbolic.model.path
@@ -327,7 +327,7 @@ def known_measures(stage: ResolvedStage, earlier: dict[str, StageRecord]) -> Mea
 
 
 def _protocol(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings, apart from the model, that affect an evaluation."""
+    """Return the settings, except for the model, that affect an evaluation."""
     settings = drop_layout(settings)
     data = {key: value for key, value in settings["data"].items() if key not in ("train", "overlap")}
     when = ("every", "before", "after")
@@ -343,7 +343,7 @@ def _protocol(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluate_stage(config: Config, model_dir: Path, directory: Path, say: Callable[[str], None]) -> Measures:
-    """Evaluate a model. The evaluation is kept in ``directory``, so that a killed stage resumes it."""
+    """Evaluate a model. Stores the evaluation in ``directory``, so that a killed stage resumes it."""
     model = config.model.model_copy(update={"path": str(model_dir)})
     stage_config = config.model_copy(update={"model": model, "output_dir": str(directory)})
     return _measures(evaluate_model(stage_config, say).metrics())

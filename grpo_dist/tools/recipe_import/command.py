@@ -1,4 +1,4 @@
-"""`grpo-dist import`: write the configuration that a recipe of another trainer is here."""
+"""`grpo-dist import`: converts another trainer's recipe to a configuration."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from grpo_dist.errors import UserError
 from grpo_dist.tools.arguments import add_command, add_inputs
 
 _WIDTH = 100
-_NAMED = 4  # settings with one reason
-_SHOWN = 90  # characters of a setting in a comment
+_NAMED = 4  # settings listed per reason
+_SHOWN = 90  # maximum characters of a setting in a comment
 
 
 def add_import(commands: Any) -> None:
     """Add the command. Imports nothing heavy."""
-    text = "write the configuration that a recipe of another trainer is here, e.g. of verl, OpenRLHF or TRL"
+    text = "convert a recipe of another trainer to a configuration, e.g. of verl, OpenRLHF or TRL"
     sub = add_command(commands, "import", text, _import)
     add_inputs(sub, "its script, YAML, TOML or Python file", "none", metavars=("FILE", "key=value"))
     sub.add_argument(
@@ -40,7 +40,7 @@ def _import(path: str, overrides: list[str], *, trainer: str | None) -> None:
 
 
 def _trainer(recipe: Any, name: str | None, path: str) -> Any:
-    """Return the table of the trainer that is named, or that fits best."""
+    """Return the table of the named trainer, or the best match."""
     from grpo_dist.config.peers import trainers
 
     tables = trainers()
@@ -57,7 +57,7 @@ def _trainer(recipe: Any, name: str | None, path: str) -> Any:
         count = sum(trainer.row(setting.name) is not None for setting in recipe.settings)
         return count / len(recipe.settings) + 0.1 * words
 
-    best = max(reversed([*tables.values()]), key=fit)  # those that extend another are behind it
+    best = max(reversed([*tables.values()]), key=fit)  # tables that extend another come after it
     if fit(best) < 0.5:
         names = ", ".join(trainer.name for trainer in tables.values())
         raise UserError(f"{path}: not recognised as a recipe of {names}; name the trainer by --from")
@@ -65,7 +65,7 @@ def _trainer(recipe: Any, name: str | None, path: str) -> Any:
 
 
 def document(translation: Any, name: str) -> Iterator[str]:
-    """Yield the lines of the configuration, with every setting of the recipe in a comment."""
+    """Yield the configuration's lines, with every recipe setting in a comment."""
     from grpo_dist.tools.recipe_import.translation import TAGS, plain_path
 
     trainer = translation.trainer
@@ -78,7 +78,7 @@ def document(translation: Any, name: str) -> Iterator[str]:
             continue
         for at, (path, value) in enumerate(entry.values.items()):
             node = sections
-            if path in mappings:  # the name of a member of a union that has settings
+            if path in mappings:  # the name of a union member with settings
                 path = (*path, TAGS[plain_path(path)])
             for part in path[:-1]:
                 node = node.setdefault(part, {})
@@ -96,13 +96,13 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _Note:
-    """A place of a comment among the keys of a section."""
+    """The position of a comment among a section's keys."""
 
     number: int
 
 
 def _lines(node: Mapping[Any, Any], indent: str) -> Iterator[str]:
-    """Yield the lines of nested mappings; keys are names, positions in a list, and places of comments."""
+    """Yield the lines of nested mappings. Keys are names, list positions, and comment positions."""
     from grpo_dist.tools.recipe_import.readers import flow
 
     for key in sorted(node, key=lambda key: key if isinstance(key, int) else -1):  # a stable sort
@@ -113,8 +113,8 @@ def _lines(node: Mapping[Any, Any], indent: str) -> Iterator[str]:
             )
             yield from (f"{indent}# {'  ' * (at > 0)}{line}" for at, line in enumerate(lines))
         elif isinstance(child, _Leaf):
-            said = f"  # {_short(child.source)}" if child.source else ""
-            yield f"{indent}{key}: {flow(child.value)}{said}"
+            comment = f"  # {_short(child.source)}" if child.source else ""
+            yield f"{indent}{key}: {flow(child.value)}{comment}"
         elif isinstance(key, int):
             first, *rest = _lines(child, f"{indent}  ")
             yield f"{indent}- {first.strip()}"
@@ -129,7 +129,7 @@ def _short(text: str) -> str:
 
 
 def summary(translation: Any) -> str:
-    """Return what became of the settings, and those that are not carried over."""
+    """Summarise the translation, and list settings that are not carried over."""
     trainer, count = translation.trainer, translation.count
     all_settings = count("written", "answered", "lost", "unknown")
     lines = [

@@ -1,4 +1,4 @@
-"""Expressions of the tables and of shell arithmetic: numbers, comparisons, choices and a few functions."""
+"""Evaluates expressions of tables and shell arithmetic: numbers, comparisons, choices, a few functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def slug(text: Any) -> str:
 
 
 def count_gpus(value: Any) -> int:
-    """Return the number of devices of a list, of `list(range(0,16))`, or of a number."""
+    """Return the number of devices for a list, `list(range(0,16))`, or a number."""
     if isinstance(value, int):
         return value
     if isinstance(value, list):
@@ -48,12 +48,12 @@ def parallel(backend: Any, letter: str) -> int:
 
 
 def name_the_problem(text: Any) -> Any:
-    """Return an OpenRLHF template with the problem's name in its braces: "Q: {}" -> "Q: {problem}"."""
+    """Fill an OpenRLHF template's braces with the problem's name: "Q: {}" -> "Q: {problem}"."""
     return str(text).replace("{}", "{problem}") if text else None
 
 
 def listed(value: Any) -> list[Any]:
-    """Return a value that may be one or several as a list."""
+    """Return a single value or several values as a list."""
     return value if isinstance(value, list) else [value]
 
 
@@ -69,12 +69,12 @@ def rows(value: Any) -> list[int | None]:
 
 
 def names(paths: Any) -> list[str]:
-    """Return names of models by their paths: "org/RM-8B" -> ["RM-8B"]."""
+    """Return model names from their paths: "org/RM-8B" -> ["RM-8B"]."""
     return [slug(str(path).rstrip("/").rpartition("/")[2]) for path in listed(paths)]
 
 
 def prose(text: Any) -> Any:
-    """Return a text that is not the name of a file."""
+    """Return ``text`` unless it is a file name. Raises Uncomputable."""
     if str(text).endswith(".txt"):
         raise Uncomputable(f"a file: {text}")
     return text
@@ -86,30 +86,30 @@ def beside(names: Any, name: str, value: Any) -> list[Any]:
 
 
 def bounds(threshold: Any) -> list[Any]:
-    """Return kind and bounds of verl's importance weights: 2.0 -> [None, None, 2.0], "0.5_5.0" -> ["icepop",
-    0.5, 5.0].
+    """Return kind and bounds of verl's importance weights: 2.0 -> [None, None, 2.0]; "0.5_5.0" ->
+    ["icepop", 0.5, 5.0].
     """
     low, sign, high = str(threshold).rpartition("_")
     return ["icepop", float(low), float(high)] if sign else [None, None, float(high)]
 
 
 def rules(names: Any, thresholds: Any) -> list[dict[str, Any]]:
-    """Return verl's rules of rejection as ours, of which k1 is the ratio and not its inverse.
+    """Convert verl's rejection rules to ours; our k1 is the ratio, verl's its inverse.
 
     "token_k1,seq_max_k2", "0.5_4,2.5" -> {rule: token_k1, low: 0.25, high: 2}, {rule: seq_max_k2, high: 2.5}
     """
     rule_names = [name.strip() for name in str(names).split(",") if name.strip()]
     numbers = [text.strip() for text in str(thresholds).split(",")]
     numbers *= len(rule_names) if len(numbers) == 1 else 1  # one for all
-    made: list[dict[str, Any]] = []
+    converted: list[dict[str, Any]] = []
     for name, text in zip(rule_names, numbers, strict=True):
         low, sign, high = text.rpartition("_")
         if name.endswith("k1"):
             lowest = float(low) if sign else 1 / float(high)
-            made.append({"rule": name, "low": round(1 / float(high), 6), "high": round(1 / lowest, 6)})
+            converted.append({"rule": name, "low": round(1 / float(high), 6), "high": round(1 / lowest, 6)})
         else:
-            made.append({"rule": name, "high": float(high)})
-    return made
+            converted.append({"rule": name, "high": float(high)})
+    return converted
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
@@ -124,7 +124,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 def evaluate(expression: str, values: Mapping[str, Any]) -> Any:
     """Return the value of an expression in which ``{name}`` stands for an entry of ``values``.
 
-    Raises Uncomputable where it has none.
+    Raises Uncomputable if it has none.
     """
     places = dict[str, Any]()
 
@@ -182,7 +182,7 @@ def _value(node: ast.AST, places: Mapping[str, Any]) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Return a quotient without remainder as an integer, others without rounding: 0.2 of 1e-6 / 5e-6."""
+    """Return an exact quotient as an integer, others without rounding errors: 0.2 for 1e-6 / 5e-6."""
     if not isinstance(value, float) or abs(value) >= 1e15:
         return value
     return int(value) if value.is_integer() else float(f"{value:.12g}")

@@ -1,4 +1,4 @@
-"""Recipes of other trainers as lists of settings: shell scripts, YAML, TOML, and Python read as syntax."""
+"""Reads other trainers' recipes as lists of settings: shell scripts, YAML, TOML, and parsed Python."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from grpo_dist.tools.recipe_import.shell import Command, read_commands, unknown
 
 _HYDRA = re.compile(r"(\+{0,2})([A-Za-z_][\w.@/-]*)=(.*)", re.S)
 _FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.S)
-_RANKS = ("nproc_per_node", "num_processes", "NPROC_PER_NODE")  # of launchers
+_RANKS = ("nproc_per_node", "num_processes", "NPROC_PER_NODE")  # launchers' names
 _CALLS = ("LoraConfig", "get_peft_model", "ModelConfig", "from_pretrained", "load_dataset")
 _LORA = {"r": "lora_r", "target_modules": "lora_target_modules"}
-_SAMPLING = ("min_p", "top_p", "top_k")  # of vLLM's SamplingParams
+_SAMPLING = ("min_p", "top_p", "top_k")  # fields of vLLM's SamplingParams
 _SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//"}
 _TYPES = {"int": int, "float": float, "str": str}
 _ENVIRONMENT = ("os.environ.get", "os.getenv", "getenv")
-_WIDEST = 200  # characters of a text without quotes
-_UNRESOLVED: Any = object()  # a reference to what is not there
-_KEY = re.compile(r"[0-9a-f]{40}|(hf|wandb_v\d)_\w{16,}")  # of wandb and the hub
-_MOST_BASES = 8  # files that a recipe builds on
-_FILES = ("config_file", "config")  # of accelerate, and of a trainer
-_MOST_FOLDERS = 5  # above the script
-_FEW = 3  # flags of what may be another command in quotes
+_WIDEST = 200  # maximum characters of an unquoted text
+_UNRESOLVED: Any = object()  # a dangling reference
+_KEY = re.compile(r"[0-9a-f]{40}|(hf|wandb_v\d)_\w{16,}")  # API keys of wandb and the hub
+_MOST_BASES = 8  # maximum base files of a recipe
+_FILES = ("config_file", "config")  # flags of accelerate, and of a trainer
+_MOST_FOLDERS = 5  # maximum folders searched above the script
+_FEW = 3  # more flags in quotes are a nested command
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting of a recipe, by the trainer's name for it."""
+    """A setting of a recipe, with the trainer's name."""
 
     name: str
     value: Any
@@ -55,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The settings of a recipe in its order, ``text`` by which its trainer is recognised, and remarks."""
+    """A recipe's settings in order, ``text`` to recognise its trainer, and remarks."""
 
     settings: tuple[Setting, ...]
     text: str
@@ -63,7 +63,7 @@ class Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe in the form that its file has. Raises UserError if it has no settings."""
+    """Read a recipe by its file's format. Raises UserError if it has no settings."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -90,7 +90,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _read_shell(text: str, folder: Path | None) -> Recipe:
-    """Read the command with most settings: overrides `key=value`, or flags, and the file they change."""
+    """Read the command with the most settings: overrides `key=value`, or flags, and its config file."""
     plain = read_commands(text, folder)
     nested = [word for command in plain for word in command.words if word.count(" --") > _FEW]  # bash -c
     plain += [command for word in nested for command in read_commands(word, folder)]
@@ -107,13 +107,13 @@ def _read_shell(text: str, folder: Path | None) -> Recipe:
 
 
 def _with_files(settings: Sequence[Setting], folder: Path, remarks: list[str]) -> list[Setting]:
-    """Put the settings of the files that a command names under its own. Add a remark for each file that is in
-    none of the folders above the script.
+    """Merge the settings of a command's files below its flags. Add a remark for each file that is in none of
+    the folders above the script.
     """
-    given = {setting.name: setting.value for setting in settings}
-    names = [str(given[name]) for name in _FILES if isinstance(given.get(name), str)]
-    if isinstance(name := given.get("config_name"), str):
-        names.append(f"{given.get('config_path') or '.'}/{name.removesuffix('.yaml')}.yaml")
+    settings_by_name = {setting.name: setting.value for setting in settings}
+    names = [str(settings_by_name[name]) for name in _FILES if isinstance(settings_by_name.get(name), str)]
+    if isinstance(name := settings_by_name.get("config_name"), str):
+        names.append(f"{settings_by_name.get('config_path') or '.'}/{name.removesuffix('.yaml')}.yaml")
     below, roots = dict[str, Any](), (folder, *folder.resolve().parents[:_MOST_FOLDERS])
     for name in names:
         path = next((root / name for root in roots if (root / name).is_file()), None)
@@ -122,9 +122,9 @@ def _with_files(settings: Sequence[Setting], folder: Path, remarks: list[str]) -
             continue
         recipe = read_recipe(path)
         remarks += recipe.remarks
-        is_launchers = name == given.get("config_file")
+        is_launchers = name == settings_by_name.get("config_file")
         below |= {one.name: one.value for one in recipe.settings if not is_launchers or one.name in _RANKS}
-    under = [Setting(name, value) for name, value in below.items() if name not in given]
+    under = [Setting(name, value) for name, value in below.items() if name not in settings_by_name]
     return [*under, *(one for one in settings if one.name not in (*_FILES, "config_path", "config_name"))]
 
 
@@ -132,7 +132,7 @@ def _command_settings(command: Command) -> list[Setting]:
     words, start, maybe = command.words, 0, 0
     for at, word in enumerate(words[1:], 1):
         before, is_program = words[at - 1], word.endswith((".py", ".sh"))
-        is_value = before.startswith("--") and "=" not in before  # of the flag in front of it
+        is_value = before.startswith("--") and "=" not in before  # the value of the previous flag
         if (is_program and not is_value) or before in ("-m", "--module", "swift", "trl", "megatron"):
             start = at + 1
         elif is_program and not maybe:
@@ -142,7 +142,7 @@ def _command_settings(command: Command) -> list[Setting]:
         return []
     of_launcher = (*_RANKS, "config_file")
     launcher = [
-        Setting(one.name, one.value[0] if isinstance(one.value, list) else one.value)  # the program is behind
+        Setting(one.name, one.value[0] if isinstance(one.value, list) else one.value)  # the program follows
         for one in _flags(words[:start])
         if one.name in of_launcher
     ]
@@ -172,11 +172,11 @@ def _flags(words: tuple[str, ...]) -> Iterator[Setting]:
 
 
 def typed(text: str) -> Any:
-    """Return a value of a command line: a number, a switch, null, a list or mapping, or the text."""
+    """Parse a command-line value: a number, a boolean, null, a list or mapping, or the text."""
     plain = text.strip()
     if plain.lower() in ("true", "false", "null", "none"):
         return {"true": True, "false": False}.get(plain.lower())
-    for number in (int, float) if "_" not in plain else ():  # 0.5_5 are two bounds, and no 0.55
+    for number in (int, float) if "_" not in plain else ():  # 0.5_5 are two bounds, not 0.55
         try:
             return number(plain)
         except ValueError:
@@ -190,7 +190,7 @@ def typed(text: str) -> Any:
 
 
 def _read_yaml(path: Path, missing: list[str], depth: int = 0) -> DictConfig:
-    """Read a YAML file over those that its `defaults` name; add a remark for each that is not there."""
+    """Read a YAML file over its `defaults`; add a remark for each missing file."""
     loaded = OmegaConf.load(path)
     if not isinstance(loaded, DictConfig):
         raise yaml.YAMLError("expected a mapping of keys to values")
@@ -202,14 +202,14 @@ def _read_yaml(path: Path, missing: list[str], depth: int = 0) -> DictConfig:
     missing += [f"{file}: not there; what it sets is left out" for file in files if not file.is_file()]
     below = [_read_yaml(file, missing, depth + 1) for file in files if file.is_file() and depth < _MOST_BASES]
     for key, section in plain.items() if isinstance(plain, dict) else ():
-        if isinstance(section, dict) and section.pop("_override_", False):  # NeMo-RL: in place of those below
+        if isinstance(section, dict) and section.pop("_override_", False):  # NeMo-RL: replaces the base
             for base in below:
                 base.pop(key, None)
     return cast(DictConfig, OmegaConf.merge(*below, OmegaConf.create(plain)))
 
 
 def _resolved(tree: DictConfig) -> dict[str, Any]:
-    """Return plain mappings with references to other keys replaced, those to the environment as they are."""
+    """Return plain mappings with resolved references to keys, but unresolved environment variables."""
 
     def plain(node: Any, raw: Any) -> Any:
         if isinstance(raw, dict):
@@ -234,7 +234,7 @@ def _resolved(tree: DictConfig) -> dict[str, Any]:
 
 
 def _flatten(tree: Mapping[Any, Any], prefix: str = "", *, indexed: bool = False) -> Iterator[Setting]:
-    """Yield the leaves of nested mappings; with ``indexed`` also those in lists of mappings."""
+    """Yield the leaves of nested mappings; with ``indexed`` also leaves in lists of mappings."""
     for key, value in tree.items():
         if indexed and isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
             value = dict(enumerate(value))
@@ -245,8 +245,8 @@ def _flatten(tree: Mapping[Any, Any], prefix: str = "", *, indexed: bool = False
 
 
 def _read_python(text: str) -> Recipe:
-    """Read the arguments of GRPOConfig(...), GRPOTrainer(...) and the like, and the command line in the
-    docstring of the script.
+    """Read the arguments of GRPOConfig(...), GRPOTrainer(...) and similar calls, and the command line in the
+    script's docstring.
     """
     tree = ast.parse(text)
     settings = list(_read_shell(ast.get_docstring(tree) or "", None).settings)
@@ -258,11 +258,11 @@ def _read_python(text: str) -> Recipe:
 
 
 class _Names:
-    """What names stand for in a script: constants, arguments with their defaults, and calls."""
+    """Values of names in a script: constants, arguments with their defaults, and calls."""
 
     def __init__(self, tree: ast.AST) -> None:
         self.constants = dict[str, Any]()
-        self.arguments = dict[str, Any]()  # of argparse and dataclasses: `args.beta`
+        self.arguments = dict[str, Any]()  # from argparse and dataclasses: `args.beta`
         self.calls = dict[str, ast.Call]()
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and _called(node) == "add_argument":
@@ -296,7 +296,7 @@ class _Names:
                     self.arguments[item.target.id] = value
 
     def value(self, node: ast.AST) -> Any:
-        """Return the value of an expression of constants, else its code."""
+        """Return the value of a constant expression, else its code."""
         match node:
             case ast.Name(name) if name in self.constants:
                 return self.constants[name]
@@ -332,14 +332,14 @@ def _is_read(name: str) -> bool:
 
 
 def _code_of_notebook(text: str) -> str:
-    """Return the code cells, without lines for the shell and the notebook."""
+    """Return the code cells, without shell and notebook commands."""
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     lines = [line for cell in cells for line in "".join(cell["source"]).splitlines()]
     return "\n".join("pass" if line.lstrip()[:1] in ("%", "!") else line for line in lines)
 
 
 class _Code(str):
-    """Code whose value is not known without running it."""
+    """Code whose value is unknown without running it."""
 
 
 def _called(node: ast.Call) -> str:
@@ -367,7 +367,7 @@ def _arguments(call: ast.Call, names: _Names) -> Iterator[Setting]:
     adapts = name in ("LoraConfig", "get_peft_model")
     for key, value in values.items():
         if key == "model" and isinstance(value, _Code):
-            continue  # an object, which another call has made from its path
+            continue  # an object created by another call from its path
         if adapts:
             key = _LORA.get(key, key)
         if isinstance(value, list):
@@ -380,7 +380,7 @@ def _arguments(call: ast.Call, names: _Names) -> Iterator[Setting]:
 
 
 def flow(value: Any) -> str:
-    """Return a value as YAML in one line."""
+    """Return a value as one line of YAML."""
     if isinstance(value, str) and ("\n" in value or len(value) > _WIDEST):
         return json.dumps(value, ensure_ascii=False)
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)

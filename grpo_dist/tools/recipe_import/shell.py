@@ -1,9 +1,9 @@
-"""Shell scripts as syntax: the commands that a script would run, with its variables filled in. Nothing is
-executed.
+"""Parses shell scripts: returns the commands that a script would run, with variables filled in. Executes
+nothing.
 
-Known: quotes, comments, continued lines, variables with defaults, arrays, arithmetic, `if` and `case` on
-known values, and files that the script sources from its own folder. What a command would print stays
-``$(...)``; an `if` whose condition needs it takes its `else`, a `case` its first branch.
+Supports quotes, comments, continued lines, variables with defaults, arrays, arithmetic, `if` and `case` on
+known values, and files sourced from the script's folder. Command output stays ``$(...)``; an `if` that
+depends on it takes its `else`, a `case` its first branch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import regex
 
 from grpo_dist.tools.recipe_import.expressions import Uncomputable, evaluate
 
-# What has no end ends with the text. `round` and `curly` call themselves for brackets in brackets.
+# Unclosed constructs end with the text. `round` and `curly` recurse for nested brackets.
 _SUBSTITUTION = r"\$(?:(?&round)|(?&curly)|[A-Za-z_]\w*|[\d@*\#?$!])|`[^`]*+`?"
 _DOUBLE = rf'"(?:\\.|{_SUBSTITUTION}|[^"\\])*+"?'
 _QUOTED = rf"\\.|'[^']*+'?|{_DOUBLE}"
@@ -38,31 +38,31 @@ _OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")", "\n")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*\+?)=(.*)", re.S)
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
-_MOST_SOURCED = 4  # files deep
+_MOST_SOURCED = 4  # maximum depth of sourced files
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command that the script would run, and the variables set for it alone."""
+    """A command that the script would run, with its private variables."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_commands(text: str, folder: Path | None = None) -> list[Command]:
-    """Return the commands of a script. ``folder``: of the files that it sources; None: none is read."""
+    """Return a script's commands. ``folder``: folder of sourced files; None: reads none."""
     script = _Script(folder)
     script.run(text)
     return script.commands
 
 
 def unknown(text: str) -> bool:
-    """Return whether a text has output of a command in it."""
+    """Return whether a text contains command output."""
     return "$(" in text
 
 
 def _tokens(text: str) -> Iterator[str]:
-    """Yield operators, words with their quotes, and arrays ``name=(...)``; redirections are left out."""
+    """Yield operators, words with their quotes, and arrays ``name=(...)``; skip redirections."""
     text, at = text.replace("\\\n", " "), 0
     while match := _TOKEN.search(text, at):
         at = match.end()
@@ -76,8 +76,8 @@ def _tokens(text: str) -> Iterator[str]:
 
 
 def _parts(word: str, *, quoted: bool = False) -> Iterator[tuple[str, str, bool]]:
-    """Yield the parts of a word: kind, text, and whether it is quoted. A `text` stands as it is; what stands
-    behind a ``$`` is `param`, `arithmetic` or `command`.
+    """Yield the parts of a word: kind, text, and whether it is quoted. Kinds are `text`, and after a ``$``
+    `param`, `arithmetic` or `command`.
     """
     for match in (_QUOTED_PART if quoted else _PART).finditer(word):
         part = match[0]
@@ -114,11 +114,11 @@ class _Script:
         self.tokens, self.at = list(_tokens(text)), 0
         while self.at < len(self.tokens):
             self._block((), active=True)
-            self.at += 1  # a keyword that closes nothing
+            self.at += 1  # an unmatched closing keyword
         self.tokens, self.at = outer
 
     def _block(self, ends: tuple[str, ...], *, active: bool) -> str:
-        """Run statements up to a token of ``ends``, which stays the next; return it."""
+        """Run statements up to a token of ``ends``; return it without consuming it."""
         while self.at < len(self.tokens):
             token = self.tokens[self.at]
             if token in ends:
@@ -136,7 +136,7 @@ class _Script:
         return ""
 
     def _until(self, ends: tuple[str, ...]) -> list[str]:
-        """Return the tokens up to one of ``ends``, which stays the next."""
+        """Return the tokens up to one of ``ends``, which is not consumed."""
         start = self.at
         while self.at < len(self.tokens) and self.tokens[self.at] not in ends:
             self.at += 1
@@ -171,7 +171,7 @@ class _Script:
         self.at += 1
 
     def _loop(self, *, active: bool) -> None:
-        """Run a `for` once, with its first value; no other loop runs."""
+        """Run a `for` once, with its first value; skip other loops."""
         head = self._until(("do",))
         words = [word for token in head[3:] if token not in _OPERATORS for word in self._expand(token)]
         runs = active and head[0] == "for" and bool(words)
@@ -182,7 +182,7 @@ class _Script:
         self.at += 1
 
     def _test(self, tokens: Sequence[str]) -> bool:
-        """Return whether a condition holds; False where that is not known."""
+        """Return whether a condition holds; False if unknown."""
         groups, joins = [list[str]()], list[str]()
         for token in tokens:
             if token in ("&&", "||"):
@@ -214,7 +214,7 @@ class _Script:
             self._source(words[1], [])
         elif words[:1] in (["bash"], ["sh"]) and words[1:] and self._source(words[1], words[2:]):
             pass
-        elif words and words[0].startswith("--") and self.commands:  # behind a forgotten backslash
+        elif words and words[0].startswith("--") and self.commands:  # after a missing backslash
             last = self.commands.pop()
             self.commands.append(Command((*last.words, *words), last.environment))
         elif words:
@@ -225,7 +225,7 @@ class _Script:
         self.variables[name.rstrip("+")] = [*before, *values]
 
     def _source(self, path: str, arguments: list[str]) -> bool:
-        """Run a file of the script's own folder; return whether it is one."""
+        """Run a file in the script's folder; return whether it exists there."""
         if self.folder is None or self.depth >= _MOST_SOURCED:
             return False
         file = (self.folder / path).resolve()
@@ -239,12 +239,12 @@ class _Script:
         return True
 
     def _expand(self, word: str, *, splits: bool = True) -> list[str]:
-        """Return the words that a word becomes: unquoted variables are split at blanks, arrays at items."""
-        words, begun = [""], False
+        """Expand a word to words: unquoted variables are split at blanks, arrays into items."""
+        words, started = [""], False
         for kind, text, quoted in _parts(word):
             if kind in ("text", "command"):
                 words[-1] += text if kind == "text" else self._printed(text)
-                begun = True
+                started = True
                 continue
             values = self._parameter(text) if kind == "param" else self._arithmetic(text)
             if not quoted and splits:
@@ -252,11 +252,11 @@ class _Script:
             if values:
                 words[-1] += values[0]
                 words += values[1:]
-            begun = begun or bool(values) or (quoted and not text.endswith(("@", "@]")))
-        return words if begun else []
+            started = started or bool(values) or (quoted and not text.endswith(("@", "@]")))
+        return words if started else []
 
     def _printed(self, text: str) -> str:
-        """Return what a command prints, if that is the script's folder or another, from there."""
+        """Return a command's output if it prints the script's folder or a folder relative to it."""
         plain = text.replace('"', "").replace(" --", "").strip()
         if plain == "pwd":
             return "."
@@ -293,7 +293,7 @@ class _Script:
         return values or ([] if index else [""])
 
     def _text(self, text: str) -> str:
-        """Return a default or an expression with its variables filled in."""
+        """Fill in the variables of a default or an expression."""
         plain = text.replace('"', "")
         return "".join(self._expand(f'"{plain}"'))
 
@@ -327,7 +327,7 @@ def _holds(words: list[str]) -> bool:
 
 
 def _shortened(value: str, rest: str) -> str:
-    """Apply ``${name##*/}`` and its like to a value."""
+    """Apply ``${name##*/}`` and similar expansions to a value."""
     if match := re.match(r"(##?|%%?)(.*)", rest, re.S):
         ends = range(len(value) + 1)
         order = ends if len(match[1]) == (1 if match[1][0] == "#" else 2) else reversed(ends)

@@ -1,4 +1,4 @@
-"""From the settings of a recipe to a configuration of this project, by the table of its trainer."""
+"""Translates a recipe's settings to this project's configuration, by its trainer's table."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _PLACEHOLDERS: tuple[tuple[Path, str], ...] = (
     (("data", "train", 0, "path"), "DATA"),
 )
 _MOST_REFUSALS = 60
-_MAPPINGS = ("rollout.engine", "data.template_kwargs")  # of names that are others'
+_MAPPINGS = ("rollout.engine", "data.template_kwargs")  # keys are other libraries' names
 _OWN_REWARDS = "my_rewards:"
 
 
 @dataclass(slots=True)
 class Entry:
-    """What became of a setting.
+    """The translation of a setting.
 
     Attributes:
-        source: the setting as the recipe has it, or where the value is from.
-        values: keys of this project and their values; empty: none.
-        remark: why there is none, or what to know.
-        kind: written; answered: nothing to write, with the reason; lost: cannot be carried over; unknown: no
-            table has it; added: the recipe does not say it, but the trainer does it.
+        source: the recipe's setting, or the origin of the value.
+        values: our keys and values; empty: none.
+        remark: reason for no value, or a note.
+        kind: written; answered: nothing to write, with the reason; lost: cannot be carried over; unknown: not
+            in any table; added: the trainer's default, not in the recipe.
     """
 
     source: str
@@ -61,7 +61,7 @@ class Translation:
 
 
 def translate(recipe: Recipe, trainer: Trainer) -> Translation:
-    """Translate ``recipe``, which is one of ``trainer``, so that the result is a valid configuration."""
+    """Translate a ``recipe`` of ``trainer`` to a valid configuration."""
     reader = _Reader(recipe, trainer)
     entries = [reader.entry(setting) for setting in recipe.settings]
     _spread(entries)
@@ -73,8 +73,8 @@ def translate(recipe: Recipe, trainer: Trainer) -> Translation:
         if path not in paths and not (path[:2] == ("data", "train") and _environment_brings_rows(entries)):
             entries.append(Entry("not in the recipe: set it", {path: text}, kind="added"))
     remarks = _make_valid(entries)
-    own = [value for entry in entries for value in entry.values.values() if _is_placeholder(value)]
-    remarks += [f"rewards to write, or to name otherwise: {', '.join(own)}"] if own else []
+    placeholders = [value for entry in entries for value in entry.values.values() if _is_placeholder(value)]
+    remarks += [f"rewards to write, or to name otherwise: {', '.join(placeholders)}"] if placeholders else []
     return Translation(trainer, tuple(entries), (*recipe.remarks, *remarks))
 
 
@@ -92,7 +92,7 @@ class _Reader:
         self.trainer = trainer
         self.given = {setting.name: setting.value for setting in recipe.settings}
         self.by_row = {id(row): value for name, value in self.given.items() if (row := trainer.row(name))}
-        # All settings by name, for expressions.
+        # All settings by name, for use in expressions.
         self.values = {name: self.value_of(name) for name in (*trainer.rows, *self.given)}
 
     def entry(self, setting: Setting) -> Entry:
@@ -101,21 +101,21 @@ class _Reader:
             return Entry(str(setting), remark="nothing is set in it", kind="answered")
         if row is None:
             return Entry(str(setting), remark="no table has it", kind="unknown")
-        if row.keys and not row.lost and (inner := self._within(setting.name)):
+        if row.keys and not row.lost and (inner := self._strip_section(setting.name)):
             if row.keys[0] not in _MAPPINGS:
                 keys = " and ".join(f"`{key}`" for key in row.keys)
                 return Entry(str(setting), remark=f"part of {keys}: {row.note or 'set it'}", kind="lost")
             row = replace(row, keys=tuple(f"{key}.{inner}" for key in row.keys))
         return self.converted(f"{setting}{self._assumed(row)}", row, setting.value, setting.name)
 
-    def _within(self, name: str) -> str:
-        """Return the rest of a name whose section alone is in the table; "" for a name that is there."""
+    def _strip_section(self, name: str) -> str:
+        """Return the rest of a name if only its section is in the table; "" if the name is in it."""
         words = name.split(".")
         ends = (end for end in range(len(words), 0, -1) if ".".join(words[:end]) in self.trainer.rows)
         return ".".join(words[next(ends, len(words)) :])
 
     def converted(self, source: str, row: Row, value: Any, name: str) -> Entry:
-        """Apply a row to a value."""
+        """Apply a table row to a value."""
         result = self._result(row, value)
         if result is None:
             return Entry(source, remark=_NOTHING if row.keys or row.lost else row.note, kind="answered")
@@ -129,7 +129,7 @@ class _Reader:
         return Entry(source, values) if values else Entry(source, remark=_NOTHING, kind="answered")
 
     def _assumed(self, row: Row) -> str:
-        """Name the trainer's own counts that a value follows from, where the recipe has none."""
+        """Name the trainer's default counts that a value depends on, if the recipe does not set them."""
         names = dict.fromkeys(PLACE.findall(row.expression))
         rows = {name: self.trainer.rows[name] for name in names if name in self.trainer.rows}
         numbers = [
@@ -140,7 +140,7 @@ class _Reader:
         return f", {', '.join(numbers)} by default" if numbers else ""
 
     def _result(self, row: Row, value: Any) -> Any:
-        """Return the value here; None: nothing to write; or a reason."""
+        """Return our value; None: nothing to write; or a reason."""
         if isinstance(value, str) and "$(" in value and "slug" not in row.expression:
             return _Reason("what a command prints; set it", lost=True)
         mapped = of_value(row, value)
@@ -164,7 +164,7 @@ class _Reader:
 
     @staticmethod
     def _each(row: Row, items: list[Any], *, is_code: bool) -> Any:
-        """Map each item of a list; what no table has is code of the user's, to be named."""
+        """Map each item of a list; items without a mapping are user code, to be named."""
         names = [of_value(row, item) for item in items]
         known = [name for name in names if name is not UNSET and name is not None]
         if not known and (not is_code or any("/" in str(item) for item in items)):
@@ -181,7 +181,7 @@ class _Reader:
         return self.by_row.get(id(row), None if row.default is UNSET else row.default)
 
     def unwritten(self, entries: Sequence[Entry]) -> Iterator[Entry]:
-        """Yield the trainer's defaults that differ from those here, and what follows from others."""
+        """Yield the trainer's defaults that differ from ours, and values derived from others."""
         written = {path for entry in entries for path in entry.values}
         least = {"model": {"path": "m"}, "data": {"train": [{"path": "d"}]}}
         ours = Config.model_validate(least).model_dump()
@@ -191,7 +191,7 @@ class _Reader:
                 continue
             done.add(id(row))
             entry = self.converted(f"{self.trainer.name}'s default", row, row.default, name)
-            entry.values = {p: v for p, v in entry.values.items() if p not in written and _at(ours, p) != v}
+            entry.values = {p: v for p, v in entry.values.items() if p not in written and _get(ours, p) != v}
             if entry.values:
                 yield replace(entry, kind="added")
         for key, expression in self.trainer.derived.items():
@@ -205,7 +205,7 @@ class _Reader:
 
 
 class _Reason(str):
-    """Why a setting has no value here."""
+    """Reason why a setting has no value here."""
 
     lost: bool
 
@@ -230,7 +230,7 @@ def _word(item: Any) -> str:
 
 
 def _placed(key: str, value: Any, indices: Sequence[int]) -> Iterator[tuple[Path, Any]]:
-    """Yield paths and values of a key. Its `N` is a position: of the items of a list, that in the setting's
+    """Yield paths and values of a key. Its `N` stands for positions: of a list's items, in the setting's
     name, or all.
     """
     parts = key.split(".")
@@ -247,7 +247,7 @@ def _placed(key: str, value: Any, indices: Sequence[int]) -> Iterator[tuple[Path
 
 
 def _spread(entries: Sequence[Entry]) -> None:
-    """Write a value of all entries of a list into each."""
+    """Copy a value for all entries of a list into each entry."""
     paths = [path for entry in entries for path in entry.values]
     lengths = dict[Path, int]()
     for path in paths:
@@ -256,7 +256,7 @@ def _spread(entries: Sequence[Entry]) -> None:
             lengths[path[:at]] = max(lengths.get(path[:at], 0), int(path[at]) + 1)
     sources = {path[:3] for path in paths if path[0] == "data" and path[-1] in ("path", "environment")}
     for place in {source[:2] for source in sources}:
-        lengths[place] = sum(source[:2] == place for source in sources)  # not longer lists of other settings
+        lengths[place] = sum(source[:2] == place for source in sources)  # ignores longer lists
     lengths.setdefault(("data", "train"), 1)
     for entry in entries:
         for path in list(entry.values):
@@ -288,7 +288,7 @@ def _drop_doubles(entries: Sequence[Entry]) -> None:
 
 
 def _make_valid(entries: list[Entry]) -> list[str]:
-    """Take out the values that the configuration refuses, with its reason, those of defaults first."""
+    """Remove values that the configuration refuses, with the reason, defaults first."""
     for _ in range(_MOST_REFUSALS):
         try:
             Config.model_validate(_tree(entries))
@@ -300,8 +300,8 @@ def _make_valid(entries: list[Entry]) -> list[str]:
 
 
 def _take_out(entries: list[Entry], error: ValidationError) -> bool:
-    """Take the values that an error is about out of their entries; return whether there were any."""
-    taken, errors = False, error.errors()
+    """Remove the values that cause an error from their entries; return whether there were any."""
+    removed, errors = False, error.errors()
     for location in [tuple(each["loc"]) for each in readable(errors, Config)]:
         about = [one for one in errors if any(tuple(e["loc"]) == location for e in readable([one], Config))]
         reason = explain(about, Config)
@@ -311,12 +311,12 @@ def _take_out(entries: list[Entry], error: ValidationError) -> bool:
             if not entry.values:
                 entry.kind = "lost" if entry.kind == "written" else "dropped"
                 entry.remark = reason.split(" (")[0] if location else reason.split("; ")[0]
-            taken = True
-    return taken
+            removed = True
+    return removed
 
 
 def _entry_at(entries: Sequence[Entry], location: Path) -> tuple[Entry | None, Path]:
-    """Return the entry that set a key, or one in it, or the section that it is missing in."""
+    """Return the entry that set a key, a key below it, or the section that lacks it."""
     for end in range(len(location), 0, -1):
         for entry in reversed(entries):
             for path in entry.values:
@@ -326,10 +326,10 @@ def _entry_at(entries: Sequence[Entry], location: Path) -> tuple[Entry | None, P
 
 
 def _entry_named(entries: Sequence[Entry], reason: str) -> tuple[Entry | None, Path]:
-    """Return the entry of the last key that a contradiction names, of a default before one of the recipe."""
-    named = [tuple(name.split(".")) for name in re.findall(r"`([a-z_.0-9]+)`", reason.split(";")[0])]
+    """Return the entry of the last key that a contradiction names; prefer defaults over recipe settings."""
+    paths = [tuple(name.split(".")) for name in re.findall(r"`([a-z_.0-9]+)`", reason.split(";")[0])]
     for kinds in (("added",), ("written",)):
-        for name in reversed(named):
+        for name in reversed(paths):
             for entry in entries:
                 for path in entry.values:
                     if entry.kind in kinds and tuple(map(str, path))[: len(name)] == name:
@@ -338,9 +338,7 @@ def _entry_named(entries: Sequence[Entry], reason: str) -> tuple[Entry | None, P
 
 
 def _nest(values: Mapping[Path, Any]) -> dict[str, Any]:
-    """Return nested mappings and lists of ``values``. The name of a member of a union that has other settings
-    stands among them.
-    """
+    """Nest ``values`` as mappings and lists. A union member's name becomes a key beside its settings."""
     tree: dict[Any, Any] = {}
     sections = {path[:end] for path in values for end in range(1, len(path))}
     for path, value in values.items():
@@ -356,12 +354,12 @@ def _nest(values: Mapping[Path, Any]) -> dict[str, Any]:
 
 
 def plain_path(path: Path) -> tuple[str, ...]:
-    """Return a path with * for positions in lists."""
+    """Return a path with * for list positions."""
     return tuple("*" if isinstance(part, int) else part for part in path)
 
 
 def _lists(node: Any) -> Any:
-    """Turn mappings with positions as keys into lists."""
+    """Convert mappings with positions as keys to lists."""
     if not isinstance(node, dict):
         return node
     if node and all(isinstance(key, int) for key in node):
@@ -369,8 +367,8 @@ def _lists(node: Any) -> Any:
     return {key: _lists(value) for key, value in node.items()}
 
 
-def _at(tree: Any, path: Path) -> Any:
-    """Return the value at a path of a dumped configuration; of a union its name."""
+def _get(tree: Any, path: Path) -> Any:
+    """Return the value at a path of a dumped configuration; for a union its name."""
     for part in path:
         if isinstance(tree, dict):
             tree = tree.get(part)
@@ -387,5 +385,5 @@ def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-# Where a name chooses a member of a union, and the key that it is short for.
+# Paths where a name selects a union member, and the full key.
 TAGS: Mapping[tuple[str, ...], str] = {path: union[0].tag for path, union in tagged_unions(Config)}

@@ -1,1 +1,1 @@
-"""`grpo-dist report`: one or several runs as a page that needs nothing but a browser."""
+"""`grpo-dist report`: shows one or several runs as a page that only needs a browser."""

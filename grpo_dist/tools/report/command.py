@@ -1,4 +1,4 @@
-"""`grpo-dist report`: its options, and the page of one or several runs in a file. Imports nothing heavy."""
+"""`grpo-dist report`: options, and writing the page of one or several runs. Imports nothing heavy."""
 
 from __future__ import annotations
 

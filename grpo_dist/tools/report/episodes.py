@@ -1,4 +1,4 @@
-"""Episodes in a table of samples: turns, tool calls, and which tokens were given."""
+"""Episodes in a table of samples: turns, tool calls, and given tokens."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ VALUES = ("logprobs", "advantages", "trainer_logprobs", "ref_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens of samples with what is recorded of each, all rows of a sample one after another.
+    """Tokens of samples with recorded values; a sample's rows are consecutive.
 
     Args:
         ids: int [N].
         sampled: bool [N]; False: given, not sampled by the policy.
-        values: float [N] by the column's name; NaN where nothing is recorded.
-        recorded: bool [R] by the column's name, of each of the R rows.
+        values: float [N] by column name; NaN if not recorded.
+        recorded: bool [R] by column name, for each of the R rows.
         row_begins: int [R + 1], the first token of each row, and N.
         sample_rows: int [S + 1], the first row of each sample, and R.
     """
@@ -38,16 +38,16 @@ class Tokens:
 
     @property
     def sample_begins(self) -> np.ndarray:
-        """The first token of each sample, and N: int [S + 1]."""
+        """Index of each sample's first token, and N: int [S + 1]."""
         return self.row_begins[self.sample_rows]
 
     def row_starts(self) -> list[list[int]]:
-        """Return where each row begins, counted from the first token of its sample."""
+        """Return each row's start, relative to its sample's first token."""
         begins, rows = self.row_begins.tolist(), self.sample_rows.tolist()
         return [[begin - begins[a] for begin in begins[a:b]] for a, b in pairwise(rows)]
 
     def given_ranges(self) -> list[list[int]]:
-        """Return begin and end of each stretch of given tokens of each sample, in one list."""
+        """Return start and end of each given span per sample, in a flat list."""
         ranges: list[list[int]] = [[] for _ in self.sample_rows[1:]]
         begins = self.sample_begins
         for i in np.unique(np.searchsorted(begins, np.flatnonzero(~self.sampled), "right") - 1).tolist():
@@ -56,7 +56,7 @@ class Tokens:
         return ranges
 
     def last_actions(self) -> Iterator[np.ndarray]:
-        """Yield the token ids of each sample's last action, whose text the sample's `completion` is."""
+        """Yield the token ids of each sample's last action, which `completion` contains as text."""
         for row in (self.sample_rows[1:] - 1).tolist():
             begin, end = self.row_begins[row : row + 2]
             positions = np.flatnonzero(~self.sampled[begin:end])
@@ -64,7 +64,7 @@ class Tokens:
 
 
 def turns_of(table: pa.Table) -> list[list[dict[str, Any]] | None]:
-    """Return the turns of each sample; None for a sample that is no episode."""
+    """Return the turns of each sample; None if it is not an episode."""
     return [turns or None for turns in table["turns"].to_pylist()]
 
 
@@ -81,7 +81,7 @@ def call_count(turns: Sequence[Mapping[str, Any]] | None) -> int | None:
 
 
 def read_tokens(table: pa.Table) -> Tokens:
-    """Read the training rows of all samples. Raises ValueError for values of more or fewer tokens."""
+    """Read the training rows of all samples. Raises ValueError if values and tokens differ in number."""
     more = [rows or [] for rows in table["further_rows"].to_pylist()]
 
     def rows_of(name: str) -> list[Any]:
@@ -105,15 +105,15 @@ def read_tokens(table: pa.Table) -> Tokens:
 
 
 def given_counts(table: pa.Table) -> list[int]:
-    """Return how many tokens of each sample were given, in all its rows."""
+    """Return the number of given tokens per sample, over all its rows."""
     further = table["further_rows"].to_pylist()
-    own = [[mask, *(row["sampled"] for row in more or ())]
+    sample_masks = [[mask, *(row["sampled"] for row in more or ())]
            for mask, more in zip(lists_of(table, "sampled"), further, strict=True)]  # fmt: skip
-    return [sum(len(m) - int(np.sum(m)) for m in masks if m is not None) for masks in own]
+    return [sum(len(m) - int(np.sum(m)) for m in masks if m is not None) for masks in sample_masks]
 
 
 def lengths_of(table: pa.Table) -> list[int | None]:
-    """Return the number of tokens of each completion; of an episode, sampled and given, of all its rows."""
+    """Return the tokens per completion; for episodes the sampled and given tokens of all rows."""
     lengths = pc.list_value_length(table["completion_ids"]).to_pylist()
     further = table["further_rows"].to_pylist()
     return [
@@ -123,7 +123,7 @@ def lengths_of(table: pa.Table) -> list[int | None]:
 
 
 def lists_of(table: pa.Table, name: str) -> list[np.ndarray | None]:
-    """Read a list column as one array per row; None for each where the table has not read it."""
+    """Read a list column as one array per row; None for all rows if the column is missing."""
     if name not in table.schema.names:
         return [None] * len(table)
     column = table[name].combine_chunks()
@@ -133,7 +133,7 @@ def lists_of(table: pa.Table, name: str) -> list[np.ndarray | None]:
 
 
 def to_numpy(values: pa.Array) -> np.ndarray:
-    """Return numbers or booleans, NaN for null, without pandas, which `pa.Array.to_numpy` imports."""
+    """Convert numbers or booleans, NaN for null, without pandas, which `pa.Array.to_numpy` imports."""
     if values.null_count:
         return np.array([np.nan if value is None else value for value in values.to_pylist()])
     if pa.types.is_boolean(values.type):
@@ -142,7 +142,7 @@ def to_numpy(values: pa.Array) -> np.ndarray:
 
 
 def _flat(rows: Sequence[Any], begins: np.ndarray, dtype: Any, missing: float) -> np.ndarray:
-    """Join ``rows`` that begin at ``begins``, with ``missing`` for the tokens of a row that is None."""
+    """Join ``rows`` that start at ``begins``; a row that is None is filled with ``missing``."""
     flat = np.full(begins[-1], missing, dtype)
     present = [np.array(row, dtype) if isinstance(row, list) else row for row in rows if row is not None]
     if present:

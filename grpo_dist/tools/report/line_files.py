@@ -1,5 +1,5 @@
-"""Metrics, timeline, events and ledger of a run: JSON lines in parts, of which only changed ones are encoded
-again, so that never all lines are in memory.
+"""Metrics, timeline, events and ledger of a run: JSON lines in parts. Only changed parts are re-encoded, so
+that all lines are never in memory at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from grpo_dist.loop.ledger import REASONS, TRAINED
 from grpo_dist.runtime.files import check_regular
 
 Line = dict[str, Any]
-_LARGEST = 1e300  # larger integers have no float
+_LARGEST = 1e300  # larger integers do not fit a float
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Encoded:
 
     Attributes:
         weight: counts towards `most` of `LineFile`.
-        light: replaces ``payload`` where a file exceeds its `most`; costs little memory.
+        light: small replacement for ``payload`` if a file exceeds its `most`.
     """
 
     payload: Any
@@ -36,7 +36,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive lines, whose ``version`` changes with them."""
+    """Consecutive lines; ``version`` changes with their content."""
 
     version: str
     encoded: Encoded
@@ -44,7 +44,7 @@ class Part:
 
     @property
     def payload(self) -> Any:
-        """Their encoding; the light one if the other was ``dropped``."""
+        """The lines' encoding; the light one if ``dropped``."""
         return self.encoded.payload
 
 
@@ -53,8 +53,8 @@ class LineFile:
 
     Args:
         encode: returns the payload of some lines.
-        per_part: lines of a part.
-        most: total weight of the payloads to keep, newest first; the newest part stays in any case.
+        per_part: lines per part.
+        most: maximum total weight of kept payloads, newest first; the newest part always stays.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LineFile:
         self.left_out = 0  # parts with only the light payload
 
     def look(self) -> None:
-        """Update ``parts``. A missing file has none."""
+        """Update ``parts``; a missing file has no parts."""
         try:
             status = self._path.stat()
             check_regular(self._path)
@@ -84,7 +84,7 @@ class LineFile:
             self._seen, self.parts, self.torn, self.left_out = None, [], 0, 0
 
     def _read(self) -> None:
-        old, torn, kept, first = self.parts, 0, 0, 0
+        old, torn, kept_weight, first = self.parts, 0, 0, 0
         parts: list[Part] = []
         with self._path.open("rb") as file:
             while raw := list(islice(file, self._per_part)):
@@ -95,10 +95,10 @@ class LineFile:
                 if part is None or part.version != version or part.dropped:
                     part = Part(version, self._encode(lines))
                 parts.append(part)
-                kept += part.encoded.weight
-                while self._most is not None and kept > self._most and first < len(parts) - 1:
+                kept_weight += part.encoded.weight
+                while self._most is not None and kept_weight > self._most and first < len(parts) - 1:
                     oldest = parts[first].encoded
-                    kept -= oldest.weight
+                    kept_weight -= oldest.weight
                     parts[first] = Part(parts[first].version, Encoded(oldest.light), dropped=True)
                     first += 1
         self.parts, self.torn, self.left_out = parts, torn, first
@@ -117,7 +117,7 @@ def _parsed(raw: bytes) -> Line | None:
     return line if isinstance(line, dict) else None
 
 
-# Columns of each file, not objects
+# Encodings: columns instead of objects
 
 
 def metrics(lines: list[Line]) -> Encoded:
@@ -129,12 +129,12 @@ def metrics(lines: list[Line]) -> Encoded:
 
 
 def timeline(lines: list[Line]) -> Encoded:
-    """Encode the pieces "clock", with begin and end of each step in seconds of `time.time`, and "spans":
+    """Encode two pieces: "clock", with start and end of each step in seconds of `time.time`, and "spans":
 
         {"workers": [...], "stages": [...], "steps": [[step, origin, [worker, stage, begin, length, ...]]]}
 
-    with four numbers per span: two indices, begin in milliseconds from the step's origin, and length. The
-    light payload keeps the clock and has None for the spans.
+    with four numbers per span: two indices, start in milliseconds from the step's origin, and length. The
+    light payload has the clock, and None for the spans.
     """
     workers: dict[str, int] = {}
     stages: dict[str, int] = {}
@@ -182,7 +182,7 @@ def ledger(lines: list[Line]) -> Encoded:
 
 
 def totals(parts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Sum several `ledger` payloads; leave out zeros."""
+    """Sum several `ledger` payloads, without zeros."""
     totals: dict[str, int] = {}
     for part in parts:
         for name, count in part.items():

@@ -1,7 +1,7 @@
-"""The page: HTML, styles, scripts and, unless it is served, all data in one file.
+"""The page: HTML, styles, scripts and, unless served, all data in one file.
 
-Data are embedded as base64 of compressed JSON, which has no special characters of HTML. So no text of a model
-can end a script or start a tag; scripts put it on the page as text, never as markup.
+Data are embedded as base64 of compressed JSON, without HTML's special characters. So no model output can end
+a script or start a tag; scripts insert it as text, never as markup.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def whole_page(sources: Sequence[Source], limits: ReportLimits) -> Iterator[str]
 
 
 def _catalogue() -> list[tuple[str, str, str, str]]:
-    """Return (regular expression, unit, meaning, what to look for) of each metric, most specific first.
+    """Return (regular expression, unit, meaning, advice) of each metric, most specific first.
 
     Backticks, the only markdown in the catalogue, are removed.
     """
@@ -74,19 +74,19 @@ def _catalogue() -> list[tuple[str, str, str, str]]:
 
 
 def live_page(sources: Sequence[Source]) -> str:
-    """Return the page without data, which it fetches from the server."""
+    """Return the page without data; it fetches them from the server."""
     return _head(sources) + _tail({"live": True, "runs": []})
 
 
-_SAMPLES = 20_000_000  # bytes of a page for samples
-_Table = list[dict[str, Any]]  # the manifest's entries of parts
+_SAMPLES = 20_000_000  # maximum bytes of samples in a page
+_Table = list[dict[str, Any]]  # the manifest's entries for parts
 
 
 def _samples(
     number: int, source: Source, entries: _Table, room: int | None
 ) -> Generator[str, None, tuple[_Table, int, list[str]]]:
-    """Yield the samples, the newest parts first; return the entries of parts that can be read, how many
-    rollouts did not fit into ``room`` bytes (None: all fit), and notices of parts that cannot be read.
+    """Yield the samples, newest parts first. Return the entries of readable parts, the number of rollouts
+    that did not fit into ``room`` bytes (None: all fit), and notices of unreadable parts.
     """
     readable, notices = _Table(), list[str]()
     left_out, size = 0, 0
@@ -97,7 +97,7 @@ def _samples(
             continue
         try:
             pieces = source.pieces_of(part)
-        except (OSError, ValueError) as error:  # includes the errors of pyarrow
+        except (OSError, ValueError) as error:  # includes pyarrow's errors
             notices.append(f"{part.key}: cannot be read ({error})")
             continue
         texts = [_embedded(f"{number}/{kind}/{part.key}", piece) for kind, piece in pieces.items()]
@@ -113,7 +113,7 @@ def _samples(
 def _token_values(
     number: int, source: Source, entries: _Table, most: int
 ) -> Generator[str, None, tuple[_Table, list[str]]]:
-    """Yield token values; return ``entries`` that say which parts have them, and why others have none."""
+    """Yield token values. Return ``entries`` marked by whether they have values, and the reasons if not."""
     keys, valued, notices, left = {entry["key"] for entry in entries}, set(), [], most
     too_large: list[str] = []
     for part in source.select_with_values(most):
@@ -155,7 +155,7 @@ def _head(sources: Sequence[Source]) -> str:
 
 def _tail(manifest: dict[str, Any]) -> str:
     begin = {"manifest": manifest, "namespaces": _NAMESPACES, "catalogue": _catalogue()}
-    # Only "<" could end the script, so it is escaped.
+    # Escapes "<", which could end the script.
     data = json.dumps(begin, allow_nan=False).replace("<", "\\u003c")
     scripts = "\n".join(f"<script>\n{_static(name)}\n</script>" for name in _SCRIPTS)
     return f'<script type="application/json" id="begin">{data}</script>\n{scripts}\n</body>\n</html>\n'
@@ -166,5 +166,5 @@ def _static(name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape for HTML, and replace what UTF-8 cannot encode (file names may have it)."""
+    """Escape for HTML, and replace characters that UTF-8 cannot encode, as in file names."""
     return html.escape(text.encode("utf-8", "replace").decode())

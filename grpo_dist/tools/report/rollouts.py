@@ -1,7 +1,7 @@
 """Tables of samples for the page: one part of a file at a time, as columns.
 
-A part has whole groups. The page holds the ``rows`` of all parts, for the table of rollouts. It loads
-``texts`` and token values when a group is opened.
+A part has whole groups. The page holds the ``rows`` of all parts for the rollout table, and loads ``texts``
+and token values when a group is opened.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from grpo_dist.tools.report import episodes
 if TYPE_CHECKING:
     from grpo_dist.rewards.pool import GraderPool
 
-_ROWS = 2000  # in a part, plus the rest of its last group
-_LONGEST = 32_000  # characters of a completion to show
-_PREVIEW = 90  # characters of a problem, of an answer, and from the end of a completion, in the table
-_PROMPT = 8000  # tokens of a prompt to show
+_ROWS = 2000  # rows per part, plus the rest of its last group
+_LONGEST = 32_000  # maximum characters shown of a completion
+_PREVIEW = 90  # characters in the table, of a problem, an answer, and the end of a completion
+_PROMPT = 8000  # maximum tokens shown of a prompt
 _PART = "reward/"
-_GRADED = 200_000  # characters at the end of a completion that are searched for boxes, as in the grader
-_SEARCHED = 2000  # completions without a box to parse as the grader does; each takes milliseconds
+_GRADED = 200_000  # characters at a completion's end searched for boxes, as in the grader
+_SEARCHED = 2000  # maximum completions without a box to parse like the grader; milliseconds each
 _LISTS = dict.fromkeys(("completion_ids", "prompt_ids"), pa.list_(pa.int32()))
 _LISTS |= dict.fromkeys(
     ("advantages", "logprobs", "trainer_logprobs", "ref_logprobs"), pa.list_(pa.float32())
@@ -45,8 +45,8 @@ COLUMNS = (
 
 
 def cut(path: Path) -> tuple[list[range], bool]:
-    """Cut the rows of a file into parts; return also whether it has the training values of each token. Raises
-    the errors of pyarrow for a file that is not a table of samples.
+    """Cut a file's rows into parts; also return whether it has per-token training values. Raises pyarrow's
+    errors for a file that is not a table of samples.
     """
     with pq.ParquetFile(path) as file:  # `read_table` would import pandas
         starts, names = group_starts(file.read(["uid", "sample"])), file.schema_arrow.names
@@ -60,7 +60,7 @@ def cut(path: Path) -> tuple[list[range], bool]:
 
 
 def group_starts(table: pa.Table) -> list[int]:
-    """Return the first row of each group: the prompt changes, or the sample number does not increase."""
+    """Return the first row of each group, where the prompt changes or the sample number does not increase."""
     uid = episodes.to_numpy(table["uid"].combine_chunks().dictionary_encode().indices)
     sample = episodes.to_numpy(table["sample"].combine_chunks())
     new = np.ones(len(uid), dtype=bool)
@@ -69,11 +69,11 @@ def group_starts(table: pa.Table) -> list[int]:
 
 
 def read_rows(path: Path, part: range, columns: Sequence[str] = ()) -> pa.Table:
-    """Read the rows. ``columns`` that the file lacks are null; () reads those that a report shows."""
+    """Read the rows. Missing ``columns`` are null; () reads the columns of a report."""
     with pq.ParquetFile(path) as file:
         names = file.schema_arrow.names
-        wanted = columns or [*COLUMNS, *(name for name in names if name.startswith(_PART))]
-        present = [name for name in wanted if name in names]
+        names_to_read = columns or [*COLUMNS, *(name for name in names if name.startswith(_PART))]
+        present = [name for name in names_to_read if name in names]
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         ends = list(accumulate(sizes))
         row_groups = [i for i, end in enumerate(ends) if end > part.start and end - sizes[i] < part.stop]
@@ -88,14 +88,14 @@ def read_rows(path: Path, part: range, columns: Sequence[str] = ()) -> pa.Table:
                 batches.append(batch)
             row += len(batch)
         table = pa.Table.from_batches(batches).slice(skipped, len(part))
-    for name in dict.fromkeys(wanted):
+    for name in dict.fromkeys(names_to_read):
         if name not in names:
             table = table.append_column(name, pa.nulls(len(table), _TYPES.get(name, pa.string())))
     return table
 
 
 def rows(table: pa.Table, answers: AnswerReader) -> dict[str, Any]:
-    """Return columns with a value per sample; texts are {"values": [...], "index": [...]}."""
+    """Return columns with one value per sample; texts are {"values": [...], "index": [...]}."""
     starts = group_starts(table)
     group = np.zeros(len(table), dtype=int)
     group[starts] = 1
@@ -128,10 +128,10 @@ def rows(table: pa.Table, answers: AnswerReader) -> dict[str, Any]:
 
 def texts(table: pa.Table, token_texts: Callable[[np.ndarray], list[str]] | None = None) -> dict[str, Any]:
     """Return {"problem": [...], "answer": [...], "prompt": [...]} per group, and {"completion": [...],
-    "turns": [...]} per sample; turns are null for a sample that is no episode.
+    "turns": [...]} per sample; turns are null for samples that are not episodes.
 
-    "prompt" has the text of each token that the model read, by ``token_texts``, and their number where some
-    are left out; null without a tokenizer.
+    "prompt" has the text of each prompt token, by ``token_texts``, and the number of tokens if some are left
+    out; null without a tokenizer.
     """
     starts = np.array(group_starts(table), np.int64)  # `pa.array` would import pandas
     first = table.take(pa.Array.from_buffers(pa.int64(), len(starts), [None, pa.py_buffer(starts)]))
@@ -160,8 +160,8 @@ def numbers_of(table: pa.Table, name: str) -> list[float | None]:
 
 def _shown_prompt(ids: np.ndarray, token_texts: Callable[[np.ndarray], list[str]]) -> dict[str, Any]:
     half = _PROMPT // 2
-    kept = [ids] if len(ids) <= _PROMPT else [ids[:half], ids[-half:]]
-    return {"tokens": [token_texts(part) for part in kept], "length": len(ids)}
+    pieces = [ids] if len(ids) <= _PROMPT else [ids[:half], ids[-half:]]
+    return {"tokens": [token_texts(part) for part in pieces], "length": len(ids)}
 
 
 def _shown_turn(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,8 +169,8 @@ def _shown_turn(turn: Mapping[str, Any]) -> dict[str, Any]:
         {**call, "arguments": _shortened(call["arguments"]), "result": _shortened(call["result"])}
         for call in turn["calls"] or ()
     ]
-    said = said_besides(turn["observation"], [call["result"] for call in turn["calls"] or ()])
-    texts = {"text": _shortened(turn["text"]), "observation": _shortened(said)}
+    message = said_besides(turn["observation"], [call["result"] for call in turn["calls"] or ()])
+    texts = {"text": _shortened(turn["text"]), "observation": _shortened(message)}
     return {**turn, **texts, "calls": calls, "reward": _rounded(turn["reward"])}
 
 
@@ -201,9 +201,9 @@ def _shortened(text: str | None) -> str:
 
 
 class AnswerReader:
-    """Finds answers in completions. Thread-safe.
+    """Finds answers in completions. Thread-safe. A context manager.
 
-    A context manager: completions without a box are parsed in a killable process, started on first use.
+    Completions without a box are parsed in a killable process, started on first use.
     """
 
     def __init__(self) -> None:
@@ -215,13 +215,13 @@ class AnswerReader:
     def read(self, completions: Sequence[str], outcomes: Sequence[str]) -> list[str | None]:
         """Return the answer of each completion; None: no answer, or not searched.
 
-        This is the last box, behind a thought closed by ``</think>`` if something follows it, else what the
-        math grader reads, or, if no math grader ran, the final answer for plain comparisons.
+        The answer is the last box, after ``</think>`` if anything follows it; else the math grader's answer,
+        or, if no math grader ran, the final answer for plain comparison.
         """
         answers: list[str | None] = [None] * len(completions)
         unboxed = []
         for i, (completion, outcome) in enumerate(zip(completions, outcomes, strict=True)):
-            if outcome == "no_answer":  # any box is inside an unclosed thought
+            if outcome == "no_answer":  # a box can only be inside an unclosed thought
                 continue
             if boxed := boxes(final_text(completion[-_GRADED:])):
                 answers[i] = boxed[-1]

@@ -1,4 +1,4 @@
-"""Find the files of a run directory, reading only names and small files."""
+"""Finds the files of a run directory, reading only names and small files."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _SAMPLES = re.compile(r"(?:eval_(?P<name>.+)_)?step_(?P<step>\d+)\.parquet")
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """A run of the report: of `grpo-dist train`, or of `grpo-dist eval`.
+    """A run in the report, from `grpo-dist train` or `grpo-dist eval`.
 
     Attributes:
-        label: the shortest suffix of the path that no other run of the report has.
-        path: its directory.
+        label: the path's shortest suffix that is unique in the report.
+        path: run directory.
     """
 
     label: str
@@ -41,8 +41,8 @@ class RunDir:
 
 @dataclass(frozen=True, slots=True)
 class SampleFile:
-    """A table of groups. ``kind``: training, quarantine, or the name of an evaluation set. ``step``:
-    0 for the samples of `grpo-dist eval`.
+    """A table of groups. ``kind``: training, quarantine, or an evaluation set's name. ``step``: 0 for samples
+    of `grpo-dist eval`.
     """
 
     path: Path
@@ -55,13 +55,13 @@ class SampleFile:
 
     @property
     def version(self) -> str:
-        """A text that changes with the file. Raises OSError for a missing file."""
+        """A version string that changes with the file. Raises OSError for a missing file."""
         status = self.path.stat()
         return f"{status.st_mtime_ns:x}-{status.st_size:x}"
 
 
 def open_runs(paths: Sequence[str]) -> list[RunDir]:
-    """Open the runs. Raises UserError for a path that is not a run directory, or is given twice."""
+    """Open the runs. Raises UserError for a path that is not a run directory or repeated."""
     directories = [expanded(path) for path in paths]
     for path in directories:
         if not path.is_dir():
@@ -92,15 +92,15 @@ def _labels(paths: list[Path]) -> list[str]:
 
 
 def is_evaluation(run: Path) -> bool:
-    """Return whether the directory is one of `grpo-dist eval`, which has samples and no steps.
+    """Return whether the directory is from `grpo-dist eval`, which has samples but no steps.
 
-    The run of an sft stage of a pipeline has an evaluation.json too, beside its config.yaml.
+    A pipeline's sft stage also has an evaluation.json, beside its config.yaml.
     """
     return (run / _EVALUATION).is_file() and not (run / _CONFIG).is_file()
 
 
 def sample_files(run: Path) -> list[SampleFile]:
-    """Return the tables ordered by step, the training batch of a step first."""
+    """Return the tables ordered by step, with a step's training batch first."""
     if is_evaluation(run):
         files = [
             SampleFile(path, _kind(path.parent.name), 0) for path in run.glob("samples/*/part_*.parquet")
@@ -118,14 +118,14 @@ def _tables(directory: Path) -> Iterator[SampleFile]:
 
 
 def _kind(evaluation_set: str | None) -> str:
-    """Return the kind of a table. The run's own kinds are not names for an evaluation set."""
+    """Return the kind of a table. Built-in kinds cannot be evaluation set names."""
     if evaluation_set is None:
         return TRAINING
     return f"eval {evaluation_set}" if evaluation_set in (TRAINING, QUARANTINE) else evaluation_set
 
 
 def about(run: Path) -> dict[str, Any]:
-    """Return settings, preset, environment and state; under `notices` which files cannot be read."""
+    """Return settings, preset, environment and state; `notices` has unreadable files."""
     config, not_config = _settings(run)
     environment, not_environment = _mapping(run / "environment.json", parse_json)
     return {
@@ -140,8 +140,8 @@ def about(run: Path) -> dict[str, Any]:
 
 
 def _changed(settings: Mapping[str, str]) -> list[str]:
-    """Return the keys whose value is not the default. A list of sources has no default, its entries have;
-    any other list is a default as a whole, so all keys of one that differs are returned.
+    """Return the keys with non-default values. Lists of sources have defaults per entry; any other list is
+    compared as a whole, and all its keys are returned if it differs.
     """
     defaults = _defaults()
     changed = {key for key, value in settings.items() if defaults.get(_default_key(key)) != value}
@@ -151,44 +151,42 @@ def _changed(settings: Mapping[str, str]) -> list[str]:
 
 @cache
 def _defaults() -> dict[str, str]:
-    """Return the default of each key that has one, as `_flat` writes it."""
+    """Return the default of each key that has one, formatted as by `_flat`."""
     source = [{"path": "demo:add3"}]
-    needed = {
+    required_keys = {
         "model": {"path": "demo:tiny"},
         "data": {"train": source, "eval": source},
         "sft": {"model": "demo:tiny", "data": source},
     }
     required = {"model.path", "data.train.0.path", "data.eval.0.path", "sft.model", "sft.data.0.path"}
-    defaults = dict(_flat(Config.model_validate(needed).model_dump(mode="json")))
+    defaults = dict(_flat(Config.model_validate(required_keys).model_dump(mode="json")))
     return {key: value for key, value in defaults.items() if key not in required}
 
 
 def _default_key(key: str) -> str:
-    """Return the key in `_defaults`: of a source that of the first one, data.train.2.split ->
-    data.train.0.split
-    """
+    """Return the key in `_defaults`; sources use the first one: data.train.2.split -> data.train.0.split."""
     return re.sub(r"\.\d+(?=\.|$)", ".0", key) if key.startswith(_SOURCES) else key
 
 
 def _list_name(key: str) -> str:
-    """Return the list that ``key`` is in: rewards.functions.0.kind -> rewards.functions; "": none, or one of
-    sources.
+    """Return the list that contains ``key``: rewards.functions.0.kind -> rewards.functions; "" for none, or a
+    list of sources.
     """
     match = None if key.startswith(_SOURCES) else re.match(r"(.+?)\.\d+(?=\.|$)", key)
     return match[1] if match else ""
 
 
 def settings(run: Path) -> dict[str, Any]:
-    """Return the resolved configuration of the directory, {} if unreadable; of an evaluation, the settings
-    that decide its samples.
+    """Return the directory's resolved configuration, {} if unreadable; for an evaluation, the settings that
+    determine its samples.
 
-    It is not validated: a run of an older version may have other keys.
+    Not validated, because older versions may have other keys.
     """
     return _settings(run)[0]
 
 
 def _settings(run: Path) -> tuple[dict[str, Any], str]:
-    """Return the settings, and why there are none."""
+    """Return the settings, and the reason if there are none."""
     if is_evaluation(run):
         recorded, why = _mapping(run / _EVALUATION, parse_json)
         sampled = recorded.get("settings")
@@ -205,7 +203,7 @@ def _yaml(text: str) -> Any:
 
 
 def _mapping(path: Path, parse: Callable[[str], Any]) -> tuple[dict[str, Any], str]:
-    """Return the mapping in a file, {} where there is none, and why it cannot be read."""
+    """Return the mapping in a file, {} if there is none, and the reason if it cannot be read."""
     if not path.is_file():
         return {}, ""
     try:
@@ -217,7 +215,7 @@ def _mapping(path: Path, parse: Callable[[str], Any]) -> tuple[dict[str, Any], s
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Flatten to dotted keys: {"a": {"b": {"c": 1}}} -> a.b.c: 1. Lists of plain values stay in one line."""
+    """Flatten to dotted keys: {"a": {"b": {"c": 1}}} -> a.b.c: 1. Lists of plain values stay on one line."""
     if isinstance(value, list) and all(not isinstance(inner, dict | list) for inner in value):
         value = ", ".join(map(_word, value)) if value else "[]"
     if isinstance(value, dict | list) and value:

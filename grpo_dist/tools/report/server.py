@@ -1,12 +1,12 @@
-"""Serve the page over HTTP, kept up to date while a run continues.
+"""Serves the page over HTTP, and updates it while a run continues.
 
     GET /                  the page
     GET /manifest          the manifests of all runs; 304 while the ETag matches, 500 with the reason for an
                            unreadable run
     GET /RUN/PIECE         a piece of run number RUN, compressed JSON
 
-Anyone who can connect can read the runs. So by default the server listens on the loopback address, where it
-checks the Host header: this blocks pages of other sites whose name was made to resolve to it (DNS rebinding).
+Anyone who can connect can read the runs, so by default the server listens on loopback and checks the Host
+header, which blocks DNS rebinding by other sites.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from grpo_dist.tools.report.run_dir import open_runs
 from grpo_dist.tools.report.source import ReportLimits, Source, sources
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_SLOWEST_S = 60.0  # longest wait for a client to send or receive
+_SLOWEST_S = 60.0  # maximum wait for a client to send or receive
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -39,15 +39,15 @@ class ReportServer(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, runs: Sequence[Source]) -> None:
         self.runs = runs
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.names = LOOPBACK if host in LOOPBACK else None  # None: any, as --host made the server public
+        self.names = LOOPBACK if host in LOOPBACK else None  # None: any name, as --host is public
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
-            taken = getattr(error, "errno", None) == errno.EADDRINUSE
+            port_in_use = getattr(error, "errno", None) == errno.EADDRINUSE
             raise UserError(
                 f"--host {host} --port {port}: cannot listen "
                 f"({getattr(error, 'strerror', None) or error})"
-                + ("; the port is in use; choose another port, or 0 for a free one" if taken else "")
+                + ("; the port is in use; choose another port, or 0 for a free one" if port_in_use else "")
             ) from error
 
     @property
@@ -56,7 +56,7 @@ class ReportServer(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report errors, except that a client disconnected during an answer."""
+        """Report errors, except for clients that disconnect during an answer."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -64,7 +64,7 @@ class ReportServer(ThreadingHTTPServer):
 def serve(
     paths: Sequence[str], host: str, port: int, limits: ReportLimits, say: Callable[[str], None]
 ) -> None:
-    """Serve until Ctrl-C. Raises UserError for a path that is not a run directory, and a port in use."""
+    """Serve until Ctrl-C. Raises UserError for a path that is not a run directory, or a port in use."""
     runs = open_runs(paths)
     with AnswerReader() as answers, ReportServer(host, port, sources(runs, limits, answers)) as server:
         say(f"{server.url} shows and follows {len(runs)} run(s); stop with Ctrl-C")
@@ -115,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
             with source.lock:
                 body = source.piece(name)
         except (KeyError, IndexError, OSError, ValueError) as error:
-            # Removed since the manifest, or being rewritten: the next manifest is right.
+            # Removed or rewritten since the manifest: the next manifest is correct.
             self._answer(404, str(error).encode("utf-8", "replace"), "text/plain")
             return
         self._answer(200, body, "application/json", Content_Encoding="gzip")
@@ -133,4 +133,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Keep requests out of the terminal."""
+        """Print no requests to the terminal."""

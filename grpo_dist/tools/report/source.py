@@ -1,4 +1,4 @@
-"""A run as named pieces of data, each with a version, which fill the page.
+"""A run as named, versioned pieces of data for the page.
 
     about  metrics/N  clock/N  spans/N  events/N        N: a part of the file
     rows/KEY/N  texts/KEY/N  tokens/KEY/N               KEY: a table of samples, e.g. samples/step_000012
@@ -28,8 +28,8 @@ from grpo_dist.tools.report.run_dir import (
     settings,
 )
 
-_SPANS = 300_000  # newest spans of a timeline to keep
-_ROLLOUTS = 100_000  # newest rollouts of a run to keep
+_SPANS = 300_000  # kept newest spans of a timeline
+_ROLLOUTS = 100_000  # kept newest rollouts of a run
 _Cut = tuple[list[range], bool]  # see `rollouts.cut`
 
 
@@ -37,8 +37,8 @@ _Cut = tuple[list[range], bool]  # see `rollouts.cut`
 class ReportLimits:
     """Limits of a page.
 
-    ``rollouts``: newest rollouts of each run; None: at most 100,000, and in a file those of the newest steps
-    that fit into 20 MB. ``tokens``: tokens with values in a file.
+    ``rollouts``: newest rollouts per run; None: at most 100,000, and in a file only the newest steps that fit
+    into 20 MB. ``tokens``: tokens with values in a file.
     """
 
     rollouts: int | None = None
@@ -47,7 +47,7 @@ class ReportLimits:
 
 @dataclass(frozen=True, slots=True)
 class SamplePart:
-    """``rows`` of a table of samples, from 0. ``recorded``: it has the training values of each token."""
+    """``rows`` of a table of samples, from 0. ``recorded``: it has per-token training values."""
 
     file: SampleFile
     number: int
@@ -66,7 +66,7 @@ class SamplePart:
 
 
 class Source:
-    """The pieces of one run. Threads that share it must hold ``lock``."""
+    """The pieces of one run. Threads must hold ``lock`` to use it."""
 
     def __init__(self, run: RunDir, limits: ReportLimits, answers: AnswerReader) -> None:
         self.run, self._limits, self._answers = run, limits, answers
@@ -84,7 +84,7 @@ class Source:
 
     def manifest(self) -> dict[str, Any]:
         """Read the current state of the directory."""
-        if self._texts is None:  # a run that is starting may still download its model
+        if self._texts is None:  # a starting run may still download its model
             self._texts, self.tokenizer = tokens.find_tokenizer(self.run.path, settings(self.run.path))
         notices: list[str] = []
         files = {"metrics": self._metrics, "timeline": self._timeline, "events": self._events,
@@ -152,8 +152,8 @@ class Source:
         return rollouts.texts(table, self._texts.split if is_decoded and self._texts else None)
 
     def select_with_values(self, most: int) -> list[SamplePart]:
-        """Return the parts for a page with values of ``most`` tokens: first training batches, of these those
-        with recorded values, and then the newest.
+        """Return parts in order of preference for values of ``most`` tokens: training batches first, then
+        recorded values, then newest.
         """
         if self._texts is None or most <= 0:
             return []
@@ -164,12 +164,11 @@ class Source:
         )
 
     def values(self, part: SamplePart, left: int, most: int) -> tuple[bytes | None, int, bool]:
-        """Return the token values of the first whole groups with at most ``left`` tokens, the remainder, and
-        whether a group above ``most`` tokens ended them.
+        """Return token values of the first whole groups with at most ``left`` tokens, the remaining tokens,
+        and whether a group above ``most`` tokens stopped them.
 
-        The values are None where not even one group fits. The remainder is 0 when the next group would have
-        fitted into ``most`` tokens, the limit of the page: ``left`` is used up. Raises ValueError when the
-        tokenizer is another one.
+        The values are None if no group fits. The remainder is 0 if the next group would fit into ``most``,
+        the page's limit, because ``left`` is used up. Raises ValueError for another tokenizer.
         """
         assert self._texts is not None
         table = self._token_table(part)
@@ -205,15 +204,15 @@ class Source:
         return cached[1]
 
     def _find_parts(self) -> tuple[dict[str, int], list[str]]:
-        """Keep the newest parts of all tables; return how many rollouts and tables are left out, and which
-        tables cannot be read.
+        """Keep the newest parts of all tables. Return the numbers of rollouts and tables left out, and the
+        unreadable tables.
         """
         parts: list[SamplePart] = []
         unreadable: list[str] = []
-        kept, left_out, tables = 0, 0, 0
+        num_rows, left_out, tables = 0, 0, 0
         most = _ROLLOUTS if self._limits.rollouts is None else self._limits.rollouts
         for file in reversed(sample_files(self.run.path)):
-            if kept >= most:
+            if num_rows >= most:
                 tables += 1
                 continue
             sample_parts = self._parts_of(file)
@@ -221,9 +220,9 @@ class Source:
                 unreadable.append(sample_parts)
                 continue
             for part in reversed(sample_parts):
-                if kept < most:
+                if num_rows < most:
                     parts.append(part)
-                    kept += len(part.rows)
+                    num_rows += len(part.rows)
                 else:
                     left_out += len(part.rows)
         self.parts = {part.key: part for part in reversed(parts)}
@@ -231,7 +230,7 @@ class Source:
         return {"rollouts": left_out, "tables": tables}, unreadable
 
     def _parts_of(self, file: SampleFile) -> list[SamplePart] | str:
-        """Return the parts of a table, or why it cannot be read."""
+        """Return the parts of a table, or the reason why it cannot be read."""
         try:
             version = file.version
             cached = self._cuts.get(file.key)

@@ -1,4 +1,4 @@
-"""Text and values of each token, rounded to keep the page small.
+"""Text and values per token, rounded to keep the page small.
 
 Log-probs are rounded to 0.001 nats, log-ratios and KL to 0.0001, advantages to 0.001.
 """
@@ -31,29 +31,29 @@ COLUMNS = (
     *episodes.COLUMNS,
 )
 SCALES = {"logprob": 1e3, "log_ratio": 1e4, "advantage": 1e3, "kl": 1e4}
-_CHECKED = 20  # samples whose text a tokenizer must reproduce
+_CHECKED = 20  # samples to check whether a tokenizer reproduces their text
 _SPOILT = "\ufffd"  # decoded from incomplete characters
 
 
 class TokenTexts:
-    """Texts of tokens by a `tokenizer.json`, without running code of a model."""
+    """Texts of tokens from a `tokenizer.json`, without running model code."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         # Some tokenizers drop a leading space, so every token is decoded after another one.
         self._before = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._skip = len(self._decode([]))
-        self._known: dict[int, str] = {}
+        self._texts_by_id: dict[int, str] = {}
 
     def split(self, ids: np.ndarray, row_begins: Sequence[int] | np.ndarray = ()) -> list[str]:
-        """Return a text per token; the first token of a multi-token character has the character.
+        """Return a text per token; a multi-token character belongs to its first token.
 
-        No character goes across one of ``row_begins``, indices of ``ids`` in rising order.
+        Characters do not cross ``row_begins``, increasing indices into ``ids``.
         """
         unique, places = np.unique(ids, return_inverse=True)
-        known = [self._one(token) for token in unique.tolist()]
-        texts = [known[place] for place in places.tolist()]
-        spoilt = np.array([_SPOILT in text for text in known], bool)
+        unique_texts = [self._one(token) for token in unique.tolist()]
+        texts = [unique_texts[place] for place in places.tolist()]
+        spoilt = np.array([_SPOILT in text for text in unique_texts], bool)
         if spoilt.any():
             is_spoilt, is_first = spoilt[places], np.zeros(len(ids) + 1, bool)
             is_first[np.asarray(row_begins, int)] = True
@@ -65,20 +65,20 @@ class TokenTexts:
         return texts
 
     def gives_back(self, ids: np.ndarray, text: str) -> bool:
-        """Return True when ``ids`` decode to ``text``."""
+        """Return whether ``ids`` decode to ``text``."""
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True) == text
 
     def _one(self, token: int) -> str:
-        if token not in self._known:
-            self._known[token] = self._decode([token])[self._skip :]
-        return self._known[token]
+        if token not in self._texts_by_id:
+            self._texts_by_id[token] = self._decode([token])[self._skip :]
+        return self._texts_by_id[token]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode([*self._before, *ids], skip_special_tokens=False)
 
 
 def find_tokenizer(run: Path, config: dict[str, Any]) -> tuple[TokenTexts | None, str]:
-    """Find the tokenizer of a run on this machine; return it with its path, or None with the reason.
+    """Find a run's tokenizer on this machine; return it with its path, or None with the reason.
 
     The search covers the exported model, the checkpoints and the initial model.
     """
@@ -88,7 +88,7 @@ def find_tokenizer(run: Path, config: dict[str, Any]) -> tuple[TokenTexts | None
         if path.is_file():
             try:
                 return TokenTexts(Tokenizer.from_file(str(path))), str(path)
-            except Exception as error:  # the library raises a bare Exception for a file it cannot read
+            except Exception as error:  # the library raises a bare Exception for unreadable files
                 return None, f"{path} cannot be read ({error})"
     model = _section(config, "model").get("path")
     if model in ("sft", "demo:tiny", "demo:small", "demo:micro"):
@@ -107,7 +107,7 @@ def _places(run: Path, config: dict[str, Any]) -> list[Path]:
         from huggingface_hub import try_to_load_from_cache  # slow to import
         from huggingface_hub.errors import HFValidationError
 
-        with suppress(HFValidationError):  # a path that is no hub id, such as ./model
+        with suppress(HFValidationError):  # a path instead of a hub id, such as ./model
             cached = try_to_load_from_cache(first, "tokenizer.json", revision=model.get("revision"))
             files += [Path(cached)] if isinstance(cached, str) else []
     return files
@@ -119,7 +119,7 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def fits(table: pa.Table, texts: TokenTexts) -> bool:
-    """Return True when ``texts`` reproduces some sample: otherwise it is another tokenizer."""
+    """Return whether ``texts`` reproduces a sample; otherwise it is another tokenizer."""
     head = table.slice(0, _CHECKED)
     pairs = zip(episodes.read_tokens(head).last_actions(), texts_of(head, "completion"), strict=True)
     return any(text is not None and texts.gives_back(ids, text) for ids, text in pairs)
@@ -128,9 +128,9 @@ def fits(table: pa.Table, texts: TokenTexts) -> bool:
 def values(table: pa.Table, texts: TokenTexts) -> dict[str, Any]:
     """Return {"vocabulary": [...], "tokens": [[index, ...]], "logprob": [[...]], ...}.
 
-    Values are integers, multiplied by `SCALES`; null for a sample without any, and a single number for a
-    sample whose values are all equal. The rows of an episode follow each other: "rows" has the first token of
-    each, "given" begin and end of each stretch that was put in, whose values are null.
+    Values are integers, multiplied by `SCALES`; null for a sample without values, a single number if all are
+    equal. An episode's rows are consecutive: "rows" has the first token of each, "given" start and end of
+    each given span, whose values are null.
     """
     read, indices = episodes.read_tokens(table), dict[str, int]()
     vocabulary = [indices.setdefault(text, len(indices)) for text in texts.split(read.ids, read.row_begins)]

@@ -1,1 +1,1 @@
-"""Runs on shared clusters: submit, status, logs and stop, by the templates in `launch/`."""
+"""Runs on shared clusters: submit, status, logs and stop, using the templates in `launch/`."""

@@ -1,4 +1,4 @@
-"""Checks of a job before it is submitted, and the number and size of the nodes that it requests."""
+"""Checks a job before submission, and computes the number and size of its nodes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from grpo_dist.config.secrets import HIDDEN, masked, masked_setting, masked_text
 from grpo_dist.errors import UserError, expanded
 from grpo_dist.tools.submit.job import Job, Variable
 
-# Includes the other line ends of editors and YAML.
+# Includes other line breaks of editors and YAML.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LEAST_CPUS, _CPUS_PER_GPU = 16, 8
 _MOST = 100_000
-# Least and greatest value of each option.
+# Minimum and maximum of each option.
 _BOUNDS = {
     "gpus_per_node": (0, 1024), "cpus_per_node": (1, _MOST), "nodes": (1, _MOST), "memory_gib": (1, _MOST),
 }  # fmt: skip
 
 
 def check_resumes(checkpoint: CheckpointConfig, steps: int, run_dir: Path) -> None:
-    """Raise UserError for a run that cannot resume after an interruption, or is complete."""
+    """Raise UserError for a run that is complete or cannot resume after an interruption."""
     if checkpoint.resume == "never":
         raise UserError(
             "`checkpoint.resume` = never: a preempted job would start over in another directory; use "
@@ -37,17 +37,17 @@ def check_resumes(checkpoint: CheckpointConfig, steps: int, run_dir: Path) -> No
         )
     from grpo_dist.runs.run_directory import finished_steps  # imports torch
 
-    done = finished_steps(run_dir)
-    if done is not None and done >= steps:
+    num_finished = finished_steps(run_dir)
+    if num_finished is not None and num_finished >= steps:
         raise UserError(
-            f"{run_dir}: the run is complete ({done} steps); choose another `name`, or raise "
+            f"{run_dir}: the run is complete ({num_finished} steps); choose another `name`, or raise "
             "`steps` to continue"
         )
 
 
 def check_rewards_known(config: Config) -> None:
-    """Raise UserError for an unknown built-in reward, and for one that an estimator or another reward does
-    not go with. The user's own may exist only on the cluster.
+    """Raise UserError for an unknown built-in reward, or one that conflicts with an estimator or another
+    reward. User-supplied rewards may exist only on the cluster.
     """
     from grpo_dist.rewards.checks import combination_problems, graded_problems  # imports numpy
     from grpo_dist.rewards.registry import REWARDS, resolve_function
@@ -67,7 +67,7 @@ def check_rewards_known(config: Config) -> None:
 def check_no_secrets(job: Job) -> None:
     """Raise UserError for a secret in anything that others can read: configuration, overrides, variables.
 
-    `commands.submit` calls it for every target. One whose options hold free text calls `check_options`, too.
+    `commands.submit` calls it for every target. Targets with free-text options also call `check_options`.
     """
     plain = job.config.model_dump(mode="json")
     for place in _differing(plain, masked(plain), ()):
@@ -81,7 +81,7 @@ def check_no_secrets(job: Job) -> None:
 
 
 def check_options(options: Sequence[tuple[str, str]]) -> None:
-    """Raise UserError for a secret in ``options`` (name, text) of a target."""
+    """Raise UserError for a secret in a target's ``options`` (name, text)."""
     for option, text in options:
         masked_form = masked_setting(text) if text.startswith("-") else masked_text(text)
         if masked_form != text:
@@ -96,7 +96,7 @@ def _secret(what: str) -> UserError:
 
 
 def check_one_line(what: str, text: str) -> None:
-    """Raise UserError for a control character in ``text``, which becomes part of a line of a script."""
+    """Raise UserError for a control character in ``text``, which is inserted into a script line."""
     if _CONTROL.search(text):
         raise UserError(
             f"{what} = {text!r} has a line break or another control character, which could end its line; "
@@ -130,8 +130,8 @@ def check_output(output_dir: str, reason: str) -> None:
 
 
 def check_not_left_behind(inputs: Iterable[tuple[str, str, bool]], python: str | None) -> None:
-    """Raise UserError for data, a model or an interpreter with a path relative to this directory, which does
-    not travel. ``inputs``: as `Config.input_paths` yields them; ``python``: `environments.python`.
+    """Raise UserError for data, a model or an interpreter with a relative path, which is not uploaded.
+    ``inputs``: as `Config.input_paths` yields them; ``python``: `environments.python`.
     """
     named = [(key, value) for key, value, _ in inputs]
     if python is not None:
@@ -146,9 +146,9 @@ def check_not_left_behind(inputs: Iterable[tuple[str, str, bool]], python: str |
 
 
 def variables(named: Sequence[str]) -> tuple[Variable, ...]:
-    """Parse --env: ``NAME`` takes the value set here and hides it; ``NAME=value`` shows it.
+    """Parse --env: ``NAME`` takes the local value and hides it; ``NAME=value`` shows it.
 
-    Raises UserError for an unset variable, and for a secret on the command line, which other users can read.
+    Raises UserError for an unset variable, or a secret on the command line, which other users can read.
     """
     return tuple(map(_variable, named))
 
@@ -180,13 +180,11 @@ class NodeSizes:
 
     @property
     def cpus(self) -> int:
-        """CPUs of a node."""
+        """CPUs per node."""
         return self.cpus_per_node or max(_LEAST_CPUS, _CPUS_PER_GPU * (self.gpus_per_node or 0))
 
     def nodes_for(self, config: Config, target: str) -> tuple[int, str]:
-        """Return the number of nodes and a description of the placement. Raises UserError if ``nodes`` are
-        too few.
-        """
+        """Return the number of nodes and a description of the placement. Raises UserError if too few."""
         if self.gpus_per_node is None:
             raise UserError(f"--to {target}: give --gpus-per-node, the GPUs of a node (0: train on CPUs)")
         for name, (least, most) in _BOUNDS.items():
@@ -216,12 +214,12 @@ class NodeSizes:
 
 
 def format_option(field: str) -> str:
-    """Return the command-line option of a target's field: ``gpus_per_node`` is --gpus-per-node."""
+    """Return a field's command-line option: ``gpus_per_node`` -> --gpus-per-node."""
     return "--" + field.replace("_", "-")
 
 
 def _most_nodes(config: Config) -> int:
-    """Return the number of nodes at which each computing worker has its own; more cannot help."""
+    """Return the maximum useful number of nodes: one per computing worker."""
     models = sum(model.num_workers for model in config.rewards.models)
     models += sum(teacher.num_workers for teacher in config.distillation.teachers_with_workers)
     return config.rollout.num_workers + config.policy.num_workers + config.reference.num_workers + models

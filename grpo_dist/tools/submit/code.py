@@ -1,4 +1,4 @@
-"""The files that a Ray job carries: this code, the resolved configuration and the user's reward code."""
+"""The uploaded files of a Ray job: this code, the resolved configuration and user code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_dist.errors import UserError, expanded, searched
 from grpo_dist.runtime import __version__
 
 CONFIG = "config.yaml"
-# Names of files and directories that often hold keys; `launch/ray_runtime_env.yaml` repeats them.
+# Names of files and directories that often hold keys; also listed in `launch/ray_runtime_env.yaml`.
 KEYS = (
     "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.pem", "*.key", "*.ppk", "*.p12", "*.pfx", "*.jks",
     "*.keystore", "*.kdbx", "*.gpg", "*.asc", ".env", ".env.*", "*.env", ".netrc", "_netrc", ".pgpass",
@@ -30,9 +30,9 @@ KEYS = (
     ".ssh", ".aws", ".azure", ".gcloud", ".kube", ".gnupg", ".docker",
 )  # fmt: skip
 _PRIVATE_KEY = b"-----BEGIN "
-LIMIT_MIB = 100  # largest working directory that a Ray cluster accepts by default
+LIMIT_MIB = 100  # Ray's default limit for a working directory
 _PACKAGES = ("grpo_dist", "actors")
-# Lets the processes of engines find the plug-in where grpo-dist is not installed.
+# Lets engine processes find the vLLM plug-in if grpo-dist is not installed.
 _METADATA = {
     "METADATA": f"Metadata-Version: 2.1\nName: grpo-dist\nVersion: {__version__}\n",
     "entry_points.txt": "[vllm.general_plugins]\ngrpo_dist = actors.transfer.vllm_plugin:register\n",
@@ -43,7 +43,7 @@ _METADATA = {
 class Carried:
     """A directory and its files, in bytes by path.
 
-    ``left_out`` has the reason for each user file that stays here: it looks like a key, is a link or no file.
+    ``left_out``: reason per excluded user file: it looks like a key, is a link or not a file.
     """
 
     directory: Path
@@ -51,7 +51,7 @@ class Carried:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def notices(self) -> list[str]:
-        """Return lines such as ``left out: rewards/id_rsa (its name is that of a key)``."""
+        """Return lines such as ``left out: rewards/id_rsa (its name looks like a key)``."""
         return [f"left out: {json.dumps(name)[1:-1]} ({why})" for name, why in sorted(self.left_out.items())]
 
     def summary(self) -> str:
@@ -65,9 +65,9 @@ class Carried:
 
 
 def resolved(config: Config, *, grows: bool) -> str:
-    """Return the configuration as YAML with all defaults. The run joins the cluster on which its job starts.
+    """Return the configuration as YAML with all defaults, set to join the job's cluster.
 
-    ``grows``: that cluster may grow, so `cluster.grows_to` stays.
+    ``grows``: that cluster may grow, so keep `cluster.grows_to`.
     """
     plain = config.model_dump(mode="json")
     plain["cluster"] |= {"address": None} | ({} if grows else {"grows_to": None})
@@ -75,14 +75,14 @@ def resolved(config: Config, *, grows: bool) -> str:
 
 
 def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
-    """Copy everything into the empty directory ``into``.
+    """Copy all files into the empty directory ``into``.
 
-    ``excludes``: patterns of names to leave out, as in `launch/ray_runtime_env.yaml`.
+    ``excludes``: name patterns to leave out, as in `launch/ray_runtime_env.yaml`.
 
-    Raises UserError for code that cannot travel, and when the files are too large.
+    Raises UserError for code that cannot be uploaded, or too large files.
     """
     left_out: dict[str, str] = {}
-    files: dict[str, Path] = {}  # by their path in the job's directory
+    files: dict[str, Path] = {}  # by path in the job's directory
     patterns = (*excludes, f"/{Path(config.output_dir).name}", into.name)
     for directory in map(Path, _code_directories(config.code_paths)):
         files |= {os.path.normpath(file): file for file in _files(directory, patterns, left_out)}
@@ -107,7 +107,7 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
 
 
 def _code_directories(code_paths: Sequence[str]) -> Iterator[str]:
-    """Yield directories of a user's own code, relative to this directory; each once."""
+    """Yield the distinct directories of user code, relative to this directory."""
     directories: set[str] = set()
     for path_text in code_paths:
         path = expanded(path_text)
@@ -127,7 +127,7 @@ def _code_directories(code_paths: Sequence[str]) -> Iterator[str]:
 
 
 def _files(source: Path, excludes: Sequence[str], left_out: dict[str, str]) -> Iterator[Path]:
-    """Yield the files of a directory that travel; add to ``left_out`` what must not, and why."""
+    """Yield a directory's files to upload; add excluded files to ``left_out``, with the reason."""
     top = source.resolve()
     for directory, folders, names in os.walk(source, onerror=_unreadable, followlinks=True):
         at_top = Path(directory).resolve() == Path.cwd()
@@ -135,7 +135,7 @@ def _files(source: Path, excludes: Sequence[str], left_out: dict[str, str]) -> I
         fit = set()
         for name in (*folders, *names):
             path = Path(directory) / name
-            both = {name, path.resolve().name}  # a link is also excluded by the name of its target
+            both = {name, path.resolve().name}  # a link is also excluded by its target's name
             if why := _unfit(path, top):
                 left_out[os.path.relpath(path)] = why
             elif not any(fnmatch(each, pattern) for each in both for pattern in patterns):
@@ -152,7 +152,7 @@ def _unreadable(error: OSError) -> NoReturn:
 
 
 def _unfit(path: Path, top: Path) -> str:
-    """Return why ``path`` in the directory ``top`` must not travel, or ""."""
+    """Return why ``path`` in the directory ``top`` must not be uploaded, or ""."""
     real = path.resolve()
     if path.is_symlink():
         if not path.exists():
@@ -163,7 +163,7 @@ def _unfit(path: Path, top: Path) -> str:
             return "a link to a directory that it is in"
     names = {path.name.lower(), *(part.lower() for part in real.relative_to(top).parts)}
     if any(fnmatch(name, pattern) for name in names for pattern in KEYS):
-        return "its name is that of a key"
+        return "its name looks like a key"
     kind = os.stat(path).st_mode
     if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
         return "neither a file nor a directory"
@@ -180,7 +180,7 @@ def _is_private_key(path: Path) -> bool:
 
 
 def _check_size(sizes: Mapping[str, int]) -> None:
-    """Raise UserError where the files, in bytes by path, are more than a cluster accepts."""
+    """Raise UserError if the files, in bytes by path, exceed a cluster's limit."""
     mib = sum(sizes.values()) / 2**20
     if mib > LIMIT_MIB:
         largest = sorted(sizes.items(), key=lambda item: -item[1])[:5]

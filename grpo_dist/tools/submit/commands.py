@@ -21,7 +21,7 @@ from grpo_dist.tools.submit.checks import (
 )
 from grpo_dist.tools.submit.job import Job, SubmissionRecord, read_record, run_directory
 
-# The class that submits, and the module with `state`, `print_logs` and `stop` of a record.
+# Target class, and the module with `state`, `print_logs` and `stop` of a record.
 _TARGETS: dict[str, tuple[Any, ModuleType]] = {
     "ray": (ray_jobs.RayTarget, ray_jobs),
     "slurm": (slurm_jobs.SlurmTarget, slurm_jobs),
@@ -34,16 +34,16 @@ class Target(Protocol):
         """Raise UserError for a job that cannot be submitted."""
 
     def render(self, job: Job) -> str:
-        """Return exactly what would be submitted, with *** for secrets."""
+        """Return the exact submission, with *** for secrets."""
 
     def submit(self, job: Job) -> SubmissionRecord:
-        """Submit the job. Raises UserError when the run is already pending or running."""
+        """Submit the job. Raises UserError if the run is already pending or running."""
 
 
 def submit(
     path: str, overrides: Sequence[str], to: str, dry_run: bool, env: list[str] | None, **options: Any
 ) -> None:
-    """Check a job, then print or submit it. ``options``: from the command line, None if not given."""
+    """Check a job, then print or submit it. ``options``: command-line options, None if not given."""
     if "stages" in read_tree(Path(path)):
         raise UserError(
             f"{path}: a pipeline, and submit takes the configuration of one run; submit its stages in turn "
@@ -91,7 +91,7 @@ def stop(run_dir: str, overrides: Sequence[str] = ()) -> None:
 
 
 def _target(to: str, options: dict[str, Any]) -> Target:
-    """Build the target. Raises UserError for an option of another target."""
+    """Build the target. Raises UserError for another target's option."""
     set_options = {name: value for name, value in options.items() if value is not None}
     build, _ = _TARGETS[to]
     fields = build.__dataclass_fields__
@@ -104,7 +104,7 @@ def _target(to: str, options: dict[str, Any]) -> Target:
 
 
 def _submission(run_dir: str) -> tuple[SubmissionRecord, ModuleType]:
-    """Return the record of the last submission of a run, and the module of its target."""
+    """Return the record of a run's last submission, and its target's module."""
     record = read_record(Path(run_dir))
     if record is None:
         raise UserError(

@@ -1,5 +1,5 @@
-"""What every target shares: a job, the record of its submission that `status`, `logs` and `stop` read,
-programs of the cluster (sbatch, squeue, kubectl) with a deadline, and the files of `launch/`.
+"""Shared by all targets: a job, its submission record for `status`, `logs` and `stop`, cluster programs
+(sbatch, squeue, kubectl) with a deadline, and the files of `launch/`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from grpo_dist.runtime.files import read_json, write_text
 from grpo_dist.runtime.model_files import cache_dir
 
 RECORD = "submitted.json"
-_SHUTDOWN_S = 30  # beyond `checkpoint.grace_s`, for actors to end and files to close
-_LONGEST_NAME = 38  # 47 with the digest, the limit of KubeRay for a RayJob
-_DEADLINE_S = 120.0  # of a program
-# The files of `launch/`: beside the packages in a checkout, else where the wheel installed them.
+_SHUTDOWN_S = 30  # added to `checkpoint.grace_s`, for actors to end and files to close
+_LONGEST_NAME = 38  # 47 with the digest, KubeRay's limit for a RayJob
+_DEADLINE_S = 120.0  # deadline of a cluster program
+# The files of `launch/`: in the checkout, else installed by the wheel.
 _CHECKOUT = Path(__file__).resolve().parents[3] / "launch"
 _INSTALLED = "share/grpo-dist/launch"
 
@@ -42,7 +42,7 @@ class Variable:
 @dataclass(frozen=True)
 class Job:
     config: Config
-    path: Path  # absolute, of the configuration file
+    path: Path  # absolute path of the configuration file
     overrides: tuple[str, ...]
     environment: tuple[Variable, ...] = ()
 
@@ -52,27 +52,27 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name of the job, unique to its run directory and valid as a DNS label: ``my-run-1a2b3c4d``."""
+        """Job name, unique to the run directory and a valid DNS label: ``my-run-1a2b3c4d``."""
         digest = hashlib.sha256(str(self.run_dir).encode()).hexdigest()[:8]
         plain = re.sub(r"[^a-z0-9]+", "-", self.config.name.lower())[:_LONGEST_NAME].strip("-")
         return f"{plain if plain[:1].isalpha() else 'run-' + plain}"[:_LONGEST_NAME].strip("-") + f"-{digest}"
 
     @property
     def stop_patience(self) -> dict[str, str]:
-        """The variable that makes Ray wait for the checkpoint before it kills a stopped job."""
+        """Environment variable that makes Ray wait for the checkpoint before it kills a stopped job."""
         wait_s = int(self.config.checkpoint.grace_s) + _SHUTDOWN_S
         return {"RAY_JOB_STOP_WAIT_TIME_S": str(wait_s)}
 
 
 @dataclass(frozen=True)
 class SubmissionRecord:
-    """A submission: where it went, and as which job."""
+    """A submission: its target and job id."""
 
     target: str
     job: str  # its id on the cluster
     run_dir: str
     where: str = ""  # Ray: address; KubeRay: namespace
-    log: str = ""  # Slurm: the file
+    log: str = ""  # Slurm: log file
     submitted_at: str = ""  # UTC
 
     def write(self) -> None:
@@ -81,14 +81,14 @@ class SubmissionRecord:
         if run_dir.is_dir() or run_dir.parent.is_dir():
             try:
                 return write_text(run_dir / RECORD, text)
-            except OSError:  # perhaps only the cluster can write there; the job is submitted
+            except OSError:  # only the cluster may be able to write there; the job is already submitted
                 pass
         write_text(_elsewhere(run_dir), text)
 
 
 @dataclass(frozen=True)
 class JobState:
-    """State of a job. ``live``: it is pending or running."""
+    """State of a job. ``live``: pending or running."""
 
     text: str
     live: bool
@@ -116,35 +116,35 @@ def _read(path: Path) -> SubmissionRecord:
 
 
 def _elsewhere(run_dir: Path) -> Path:
-    """Return the path of the record when the storage of the cluster is not mounted on this machine."""
+    """Return the record's path if the cluster's storage is not mounted on this machine."""
     digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:16]
     return cache_dir() / "submitted" / f"{run_dir.name}-{digest}.json"
 
 
 class Refused(UserError):
-    """The program failed; the message is its own."""
+    """The program failed; has the program's message."""
 
 
 def ask(command: Sequence[str], *, stdin: str | None = None, is_printed: bool = False) -> str:
-    """Run ``command`` and return its output. ``is_printed``: print it as it comes instead, with no deadline.
+    """Run ``command`` and return its output. ``is_printed``: stream it to stdout instead, without deadline.
 
-    Raises Refused with its message when it fails, UserError when it is missing or does not answer.
+    Raises Refused with the program's message if it fails, UserError if it is missing or does not answer.
     """
     if shutil.which(command[0]) is None:
         raise UserError(
             f"{command[0]}: no such program here; submit from a machine that has it, such as a login node"
         )
     try:
-        done = subprocess.run(
+        run = subprocess.run(
             command, input=stdin, text=True, check=False,
             capture_output=not is_printed, timeout=None if is_printed else _DEADLINE_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise UserError(f"`{' '.join(command)}` did not answer within {_DEADLINE_S:g} s") from error
-    if done.returncode:
-        output = "" if is_printed else ": " + (done.stderr.strip() or done.stdout.strip()).replace("\n", " ")
-        raise Refused(f"`{' '.join(command)}` failed with exit code {done.returncode}{output}")
-    return "" if is_printed else done.stdout
+    if run.returncode:
+        output = "" if is_printed else ": " + (run.stderr.strip() or run.stdout.strip()).replace("\n", " ")
+        raise Refused(f"`{' '.join(command)}` failed with exit code {run.returncode}{output}")
+    return "" if is_printed else run.stdout
 
 
 def template(name: str) -> str:

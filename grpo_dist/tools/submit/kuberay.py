@@ -1,7 +1,7 @@
 """Kubernetes target: a RayJob for the KubeRay operator, from `launch/rayjob.yaml`, created with kubectl.
 
-A run has one RayJob, named after it, so that a second one cannot exist at the same time. The next submission
-replaces a finished one.
+A run has one RayJob, named after it, so a second one cannot exist at the same time. The next submission
+replaces a finished RayJob.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _OVER = ("Complete", "Failed", "ValidationFailed")
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*", re.ASCII)
 _SECRET = re.compile(_CLAIM.pattern + r"(:[A-Za-z_][A-Za-z0-9_]*)?")
-_NAMES = {  # that the cluster would refuse only when the finished RayJob of before is deleted
+_NAMES = {  # checked here: the cluster would refuse them only after deleting the previous RayJob
     "--image": (_IMAGE, "the name of an image, e.g. registry/grpo-dist:gpu"),
     "--namespace": (_CLAIM, "small letters, digits and -"),
     "--secret": (_SECRET, "the name of a Secret, or NAME:KEY"),
 }
 _MOUNT = re.compile(r"/[\w+@-][\w./+@-]*", re.ASCII)
-# What the image, Ray, the manifest and the kernel have in a pod.
+# Paths used by the image, Ray, the manifest and the kernel in a pod.
 _USED_BY_PODS = (
     "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/run", "/var/run", "/dev", "/proc", "/sys",
     "/tmp/ray", "/opt/grpo-dist",  # the image's working directory
 )  # fmt: skip
-_NO_TEXT = re.compile(r"[yYnN]$|[-+]?\.?\d", re.ASCII)  # to some parser of YAML: y, 1e3, 0o17
+_NO_TEXT = re.compile(r"[yYnN]$|[-+]?\.?\d", re.ASCII)  # not text to some YAML parser: y, 1e3, 0o17
 _GIB_PER_GPU, _GIB_ON_CPUS = 64, 32
-# On the volume, unless the user sets them.
+# Variables set to paths on the volume, unless the user sets them.
 _CACHES = {"HF_HOME": ".cache/huggingface", "GRPO_DIST_CACHE": ".cache/grpo-dist"}
 
 
@@ -46,7 +46,7 @@ class KubeRayTarget(NodeSizes):
     """Options of --to kuberay.
 
     ``volume``: CLAIM:/path. ``secret``: names of Secrets, or NAME:KEY for one key as a variable KEY.
-    ``memory_gib``: of a worker node.
+    ``memory_gib``: per worker node.
     """
 
     image: str | None = None
@@ -118,10 +118,10 @@ class KubeRayTarget(NodeSizes):
                 f"{job.run_dir}: its RayJob {job.name} exists ({_words(existing)}); end it with "
                 f"`grpo-dist stop {job.run_dir}`, or choose another `name`"
             )
-        # Delete the finished run, or the ConfigMap left by a deleted RayJob. With an old ConfigMap kubectl
-        # would still create the RayJob, which would run the old configuration.
-        left = "configmap" if existing is None else "rayjob,configmap"
-        ask([*kubectl, "delete", left, job.name, "--ignore-not-found", "--timeout=90s"])
+        # Delete the finished run, or a deleted RayJob's leftover ConfigMap. With an old ConfigMap kubectl
+        # would still create the RayJob, with the old configuration.
+        leftovers = "configmap" if existing is None else "rayjob,configmap"
+        ask([*kubectl, "delete", leftovers, job.name, "--ignore-not-found", "--timeout=90s"])
         ask([*kubectl, "create", "-f", "-"], stdin=self.render(job))
         return SubmissionRecord("kuberay", job.name, str(job.run_dir), where=self.namespace or "")
 
@@ -144,7 +144,7 @@ class KubeRayTarget(NodeSizes):
         (container,) = pod["containers"]
         container["image"] = self.image
         environment = {v.name: v.value for v in job.environment}
-        # Pods have no home in common, and the driver downloads and makes models for all of them.
+        # Pods share no home directory, and the driver downloads and creates models for all of them.
         secrets = {key for _, sign, key in (secret.partition(":") for secret in self.secret) if sign}
         caches = {name: f"{path}/{folder}" for name, folder in _CACHES.items() if name not in secrets}
         container["env"] = [{"name": name, "value": value} for name, value in (caches | environment).items()]
@@ -166,7 +166,7 @@ class KubeRayTarget(NodeSizes):
                 volume["configMap"] = {"name": job.name}
 
     def _size(self, pod: dict[str, Any], memory_gib: int, gpus: int) -> None:
-        """Set the limits of a worker's pod; a quarter of its memory is available as shared memory."""
+        """Set a worker pod's limits; a quarter of its memory is available as shared memory."""
         limits = {"cpu": str(self.cpus), "memory": f"{memory_gib}Gi"}
         pod["containers"][0]["resources"]["limits"] = limits | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
         volume = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
@@ -174,14 +174,14 @@ class KubeRayTarget(NodeSizes):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes block scalars for texts of several lines, and no aliases."""
+    """Writes block scalars for multi-line texts, and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Write a text. kubectl reads more plain words as numbers and booleans than this library does."""
+    """Write a text, quoted if needed: kubectl reads more plain words as numbers and booleans than PyYAML."""
     style = "|" if "\n" in text else '"' if _NO_TEXT.match(text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -197,13 +197,13 @@ def state(record: SubmissionRecord) -> JobState:
 
 
 def print_logs(record: SubmissionRecord, follow: bool) -> None:
-    """Print the log of the submitting pod, which repeats the output of the driver."""
+    """Print the submitting pod's log, which repeats the driver's output."""
     options = [f"job/{record.job}", "--tail=-1", *(["--follow"] if follow else [])]
     ask([*_kubectl(record.where), "logs", *options], is_printed=True)
 
 
 def stop(record: SubmissionRecord) -> None:
-    """Ask the driver on the head to end; delete a RayJob that has no driver yet."""
+    """Stop the driver on the head; delete a RayJob without a driver."""
     kubectl = _kubectl(record.where)
     status = (_rayjob(kubectl, record.job) or {}).get("status", {})
     if status.get("jobStatus") in ("PENDING", "RUNNING"):

@@ -1,6 +1,6 @@
 """``python -m grpo_dist.tools.submit.nodes COUNT --within SECONDS``: wait until COUNT nodes are alive.
 
-Polls the Ray cluster at RAY_ADDRESS, prints how many nodes are alive, and exits with 1 after SECONDS.
+Polls the Ray cluster at RAY_ADDRESS, prints the number of live nodes, and exits with 1 after SECONDS.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ray target: the Jobs API takes code and configuration, and runs the driver on the head node.
 
-The jobs of a run are NAME-1, NAME-2, ... Each resumes the one before, and none starts while another is
-pending or running. Of two simultaneous submissions the cluster accepts one, as both have the same number.
+A run's jobs are NAME-1, NAME-2, ... Each resumes the previous one, and none starts while another is pending
+or running. The cluster accepts only one of two simultaneous submissions, because both have the same number.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from grpo_dist.tools.submit.checks import check_not_left_behind, check_output
 from grpo_dist.tools.submit.code import CONFIG, Carried, gather
 from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord, read_record, template
 
-_MOST_CPUS = 100_000  # for the driver
-_DEADLINE_S = 60.0  # for an answer of the job server
+_MOST_CPUS = 100_000  # maximum for the driver
+_DEADLINE_S = 60.0  # for the job server's answers
 _NO_AGENT, _POLL_S = "No available agent", 1.0
 _ADDRESS = "RAY_API_SERVER_ADDRESS"
 _ENTRYPOINT = f"python -m grpo_dist.cli train {CONFIG}"
@@ -44,17 +44,17 @@ class RayTarget:
         """Raise UserError for a job that cannot be submitted. Does not contact the cluster."""
         if not 0 <= self.driver_cpus <= _MOST_CPUS:
             raise UserError(f"--driver-cpus {self.driver_cpus:g}: expected 0 to {_MOST_CPUS}")
-        check_output(job.config.output_dir, "a Ray job's own directory is removed after it")
+        check_output(job.config.output_dir, "a Ray job's directory is removed after it")
         check_not_left_behind(job.config.input_paths(), job.config.environments.python)
-        with _carried(job):  # checks that the code can travel
+        with _gather_files(job):  # checks that the code can be uploaded
             pass
 
     def render(self, job: Job) -> str:
-        with _carried(job) as carried:
+        with _gather_files(job) as carried:
             request = self._request(job, _next_number(job))
             request["runtime_env"]["working_dir"] = carried.summary()
             request["runtime_env"]["env_vars"] |= {v.name: HIDDEN for v in job.environment if v.hidden}
-            rendered = {"address": _named(self.address) or "(none given)", **request}
+            rendered = {"address": _resolve_address(self.address) or "(none given)", **request}
             text = yaml.safe_dump(rendered, sort_keys=False, width=110)
             notices = "".join(f"# {line}\n" for line in carried.notices())
             return f"{text}{notices}\n# {CONFIG}\n{(carried.directory / CONFIG).read_text()}"
@@ -64,15 +64,15 @@ class RayTarget:
         number = _next_number(job)
         with server_errors(client.get_address()):
             for other in client.list_jobs():
-                if not (taken := _number(other.submission_id, job)):
+                if not (job_number := _number(other.submission_id, job)):
                     continue
                 if not other.status.is_terminal():
                     raise UserError(
                         f"{job.run_dir}: its job {other.submission_id} is {other.status}; end it with "
                         f"`grpo-dist stop {job.run_dir}`, or choose another `name`"
                     )
-                number = max(number, taken + 1)
-            with _carried(job) as carried:
+                number = max(number, job_number + 1)
+            with _gather_files(job) as carried:
                 request = self._request(job, number)
                 request["runtime_env"]["working_dir"] = str(carried.directory)
                 for line in carried.notices():
@@ -81,7 +81,7 @@ class RayTarget:
         return SubmissionRecord("ray", submitted, str(job.run_dir), where=client.get_address())
 
     def _request(self, job: Job, number: int) -> dict[str, Any]:
-        """Return the arguments of the Jobs API, without the working directory."""
+        """Return the Jobs API's arguments, without the working directory."""
         environment = {variable.name: variable.value for variable in job.environment}
         return {
             "submission_id": f"{job.name}-{number}",
@@ -113,7 +113,7 @@ def print_logs(record: SubmissionRecord, follow: bool) -> None:
         if not follow:
             print(client.get_job_logs(record.job), end="", flush=True)
             return
-        client.get_job_info(record.job)  # a clear error if there is no such job
+        client.get_job_info(record.job)  # raises a clear error if the job does not exist
 
         async def tail() -> None:
             async for text in client.tail_job_logs(record.job):
@@ -129,13 +129,13 @@ def stop(record: SubmissionRecord) -> None:
 
 
 def runtime_env() -> dict[str, Any]:
-    """Return the runtime environment of `launch/ray_runtime_env.yaml`."""
+    """Return the runtime environment from `launch/ray_runtime_env.yaml`."""
     return yaml.safe_load(template("ray_runtime_env.yaml"))
 
 
 @contextmanager
-def _carried(job: Job) -> Iterator[Carried]:
-    """Gather the files of the job in a directory that exists during the block."""
+def _gather_files(job: Job) -> Iterator[Carried]:
+    """Gather the job's files in a directory that exists during the block."""
     with tempfile.TemporaryDirectory(prefix="grpo-dist-submit-") as directory:
         yield gather(job.config, Path(directory), runtime_env()["excludes"])
 
@@ -166,12 +166,12 @@ def _submit(client: Any, request: Mapping[str, Any]) -> str:
             time.sleep(_POLL_S)
 
 
-def _named(address: str | None) -> str | None:
+def _resolve_address(address: str | None) -> str | None:
     return address or os.environ.get(_ADDRESS) or os.environ.get("RAY_ADDRESS")
 
 
 def _server(address: str | None) -> str:
-    server = _named(address)
+    server = _resolve_address(address)
     if not server:
         raise UserError("--to ray: no cluster; give --address http://HEAD:8265, or set RAY_ADDRESS to that")
     if not server.startswith(("http://", "https://")):
@@ -211,7 +211,7 @@ def _client(address: str) -> Any:
 @contextmanager
 def server_errors(address: str) -> Iterator[None]:
     """Turn errors of the server, and an unreachable server, into UserError."""
-    # Slow to import; they come with ray[default].
+    # Slow to import; installed by ray[default].
     from aiohttp import ClientError
     from ray.exceptions import AuthenticationError
     from requests.exceptions import RequestException

@@ -1,6 +1,6 @@
-"""Slurm target: one sbatch file, `launch/slurm.sbatch` with the settings of the job.
+"""Slurm target: one sbatch file, `launch/slurm.sbatch` with the job's settings.
 
-All jobs of a run have the same name, and `singleton` lets only one of them run at a time.
+All jobs of a run have the same name, and `singleton` lets only one run at a time.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _READ = re.compile(r"=[\"']?[$`][^;&|\n]*")  # a variable set from another varia
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED", "STOPPED")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT")
 _LIVE = _WAITING + _RUNNING
-_EVERY_S = 2.0  # between two reads of the log
-_ASKED_EVERY_S = 10.0  # between two queries of the controller
+_EVERY_S = 2.0  # between reads of the log
+_ASKED_EVERY_S = 10.0  # between queries of the controller
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.ASCII | re.IGNORECASE)
-_SHUTDOWN_S = 120  # before the time limit, beyond `checkpoint.grace_s`
-_STARTS_S = 420  # for Ray, the engines and a step, before the run is asked to end
-# Options of sbatch that submit sets; its own stand behind those of the user, and hold.
+_SHUTDOWN_S = 120  # before the time limit, added to `checkpoint.grace_s`
+_STARTS_S = 420  # for Ray, the engines and a step, before the stop request
+# Options of sbatch that submit sets, after the user's options, which they override.
 _DECIDED = (
     "job-name", "dependency", "output", "error", "open-mode", "array", "signal", "chdir", "clusters", "time",
     "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "no-requeue",
 )  # fmt: skip
-# Short forms of those that submit does without, so that none of its own would win: a second log, several
-# tasks of one run, and a cluster where `status` and `stop` do not look.
+# Short forms of unsupported options, which submit does not override: a second log, several tasks per run, and
+# another cluster, where `status` and `stop` do not look.
 _WITHOUT = {"-e": "error", "-a": "array", "-n": "ntasks", "-M": "clusters"}
 
 
 @dataclass(frozen=True)
 class SlurmTarget(NodeSizes):
-    """Options of --to slurm. ``after``: run directories whose jobs must succeed before this one begins.
-    ``sbatch``: options of sbatch. ``setup``: shell commands to run first.
+    """Options of --to slurm. ``after``: run directories whose jobs must succeed first. ``sbatch``: options of
+    sbatch. ``setup``: shell commands to run first.
     """
 
     time: str = "24:00:00"
@@ -104,10 +104,10 @@ class SlurmTarget(NodeSizes):
             f"--chdir={shlex.quote(str(Path.cwd()))}",
             f"--output={shlex.quote(_pattern(job, 'slurm-%j.log'))}",
         ]
-        # The submitting environment is on a shared file system, so every node has its programs.
+        # The submitting environment is on a shared file system, available on every node.
         prepare = [f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"]
         prepare += [f"export {v.name}={shlex.quote(v.value)}" for v in job.environment if not v.hidden]
-        # Slurm passes the variables of the submitting shell to the job.
+        # Slurm passes the submitting shell's variables to the job.
         prepare += [f': "${{{v.name}?was not set there}}"' for v in job.environment if v.hidden]
         prepare += self.setup
         train = ["grpo-dist", "train", str(job.path), *job.overrides, "cluster.address=null"]
@@ -124,7 +124,7 @@ class SlurmTarget(NodeSizes):
 
 def state(record: SubmissionRecord) -> JobState:
     try:
-        # All states: a cluster without accounting knows an ended job only here, for some minutes.
+        # All states: without accounting, squeue alone knows an ended job, for some minutes.
         queue = ["squeue", "--noheader", "--states=all", "--jobs", record.job, "--format", "%T|%M|%R"]
         answer = ask(queue).strip()
     except Refused as error:
@@ -149,7 +149,7 @@ def state(record: SubmissionRecord) -> JobState:
 
 
 def print_logs(record: SubmissionRecord, follow: bool) -> None:
-    """Print the log file of the job; with ``follow`` also its new lines until the job ends."""
+    """Print the job's log file; with ``follow`` also new lines until the job ends."""
     path, read, over, asked_at = Path(record.log), 0, not follow, -_ASKED_EVERY_S
     while True:
         if not over and time.monotonic() - asked_at >= _ASKED_EVERY_S:
@@ -175,7 +175,7 @@ def stop(record: SubmissionRecord) -> None:
 
 
 def _succeeded(run_dir: str) -> str:
-    """Return the dependency on the last job of the run in ``run_dir``. Raises UserError if there is none."""
+    """Return the dependency on the last job of ``run_dir``. Raises UserError if there is none."""
     record = read_record(Path(run_dir))
     if record is None or record.target != "slurm":
         raise UserError(
@@ -185,26 +185,26 @@ def _succeeded(run_dir: str) -> str:
 
 
 def _live(job: Job) -> str:
-    """Return the id of a pending or running job of this run, or ""."""
+    """Return the id of this run's pending or running job, or ""."""
     answer = ask(["squeue", "--noheader", "--user", getpass.getuser(), "--name", job.name, "--format", "%i"])
     return answer.split()[0] if answer.split() else ""
 
 
 def _pattern(job: Job, name: str) -> str:
-    """Return the path of a file of the run, escaped for Slurm, which expands %j, %x and others."""
+    """Return a run file's path, escaped for Slurm, which expands %j, %x and others."""
     return str(job.run_dir).replace("%", "%%") + f"/{name}"
 
 
-# What a user may give to sbatch
+# Checks of the user's sbatch options
 
 
 def signal_before_end_s(grace_s: float) -> int:
-    """Return how many seconds before the time limit the run is asked to end. ``grace_s``: of `checkpoint`."""
+    """Return the seconds from the stop request to the time limit. ``grace_s``: `checkpoint.grace_s`."""
     return int(grace_s) + _SHUTDOWN_S
 
 
 def check_time(limit: str, grace_s: float) -> None:
-    """Raise UserError for a text that is no time limit, and for a limit that leaves no time to train."""
+    """Raise UserError for an invalid time limit, or one that leaves no time to train."""
     if not _TIME.fullmatch(limit):
         raise UserError(f"--time {limit!r}: expected a limit such as 90 (minutes), 24:00:00 or 7-00:00:00")
     least_s = signal_before_end_s(grace_s) + _STARTS_S
@@ -217,8 +217,8 @@ def check_time(limit: str, grace_s: float) -> None:
 
 
 def check_left_open(option: str) -> None:
-    """Raise UserError for an option of sbatch that submit sets, or that it does without. A directive may have
-    several options, which sbatch takes abbreviated: "--partition=gpu --mem=0".
+    """Raise UserError for a forbidden option of sbatch. A directive may have several options, possibly
+    abbreviated: "--partition=gpu --mem=0".
     """
     for word in option.split():
         name = word.removeprefix("--").partition("=")[0]

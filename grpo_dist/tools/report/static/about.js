@@ -23,9 +23,9 @@
     return first.map((name) => `${name.slice(5)}: ${share(report.first(run, name))} → ${share(report.last(run, name))}`).join("\n") || "–";
   }
 
-  const outcomes = { trained: "trained", no_signal: "without signal", unscored: "unscored", put_aside: "discarded by dynamic sampling", skipped: "skipped" };
+  const outcomes = { trained: "trained", no_signal: "zero-variance", unscored: "unscored", put_aside: "discarded by dynamic sampling", skipped: "skipped" };
 
-  // How many samples of all steps could not be scored.
+  // Number of unscored samples over all steps.
   function unscored(run) {
     const counts = run.columns.get("reward/unscored") || [];
     return counts.reduce((sum, count) => sum + (count ?? 0), 0).toLocaleString("en");
@@ -45,15 +45,15 @@
   }
 
   function notices() {
-    const found = [];
+    const notices = [];
     for (const run of report.runs) {
-      const own = [...run.manifest.about.notices];
+      const runNotices = [...run.manifest.about.notices];
       const left = run.manifest.about.left_out;
-      if (left.rollouts || left.tables) own.push(`rollouts: the newest are shown; ${left.rollouts.toLocaleString("en")} and those of ${left.tables} older table(s) are left out (--rollouts)`);
-      if (run.manifest.about.rows_dropped) own.push(`${run.manifest.about.rows_dropped} row(s) of the training data became no prompts (dropped.jsonl)`);
-      found.push(...own.map((text) => (report.runs.length > 1 ? `${run.label}: ${text}` : text)));
+      if (left.rollouts || left.tables) runNotices.push(`rollouts: the newest are shown; ${left.rollouts.toLocaleString("en")} and ${left.tables} older table(s) are left out (--rollouts)`);
+      if (run.manifest.about.rows_dropped) runNotices.push(`${run.manifest.about.rows_dropped} row(s) of the training data became no prompts (dropped.jsonl)`);
+      notices.push(...runNotices.map((text) => (report.runs.length > 1 ? `${run.label}: ${text}` : text)));
     }
-    return found.length ? make("ul", { classes: "notices" }, ...found.map((text) => make("li", { textContent: text }))) : null;
+    return notices.length ? make("ul", { classes: "notices" }, ...notices.map((text) => make("li", { textContent: text }))) : null;
   }
 
   function summary() {
@@ -77,7 +77,7 @@
 
   const many = () => report.runs.length > 1;
 
-  // Whether the setting of the only run is not its default.
+  // Whether a single run's setting differs from its default.
   const isChanged = (kind, key) => kind !== "config" || report.runs[0].manifest.about.changed.includes(key);
 
   function settings() {

@@ -53,12 +53,12 @@
   function drawErrors(plot, errors) {
     const context = plot.ctx;
     context.save();
-    errors.forEach((own, i) => {
-      if (!own || !plot.series[i].show) return;
+    errors.forEach((column, i) => {
+      if (!column || !plot.series[i].show) return;
       context.strokeStyle = plot.series[i]._stroke || plot.series[i].stroke(plot, i);
       context.lineWidth = 1.2 * devicePixelRatio;
       context.beginPath();
-      own.forEach((error, row) => {
+      column.forEach((error, row) => {
         const bar = report.interval(plot.data[i][row], error);
         if (!bar) return;
         const x = plot.valToPos(plot.data[0][row], "x", true);
@@ -80,9 +80,9 @@
   function range(item) {
     return (plot, low, high) => {
       if (low === null || high === null) return [0, 1];
-      item.errors.forEach((own, i) => {
-        if (!own || !plot.series[i].show) return;
-        own.forEach((error, row) => {
+      item.errors.forEach((column, i) => {
+        if (!column || !plot.series[i].show) return;
+        column.forEach((error, row) => {
           const bar = report.interval(plot.data[i][row], error);
           if (!bar) return;
           low = Math.min(low, bar[0]);
@@ -215,7 +215,7 @@
     }
   }
 
-  // New data for the same charts; zoom stays.
+  // Updates the charts' data and keeps the zoom.
   function refresh(item) {
     const { data, series, errors } = filled(item);
     if (series.map(({ label }) => label).join("\n") !== item.key || series.length !== item.plot.series.length) {

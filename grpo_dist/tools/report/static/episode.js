@@ -1,4 +1,4 @@
-// An episode as turns: what the policy wrote, each tool call with its result, what the environment answered.
+// An episode as turns: the policy's text, each tool call with its result, the environment's answer.
 "use strict";
 
 (() => {
@@ -12,7 +12,7 @@
     return seconds < 1 ? `${report.number(seconds * 1e3, 3)} ms` : `${report.number(seconds, 3)} s`;
   }
 
-  // The line of a call: what was called, its outcome and seconds; the whole result where no tokens show it.
+  // The line of a call: its name, outcome and seconds; the whole result if tokens do not show it.
   function call({ name, arguments: asked, result, outcome, seconds }, whole) {
     const head = make("div", { classes: "bar" }, make("code", { textContent: `${name || "?"}(${cut(line(asked))})` }), report.badge(outcome),
       make("span", { classes: "hint", textContent: time(seconds) }));
@@ -24,7 +24,7 @@
     return make("div", { classes: `said-by ${who}` }, make("div", { classes: "who", textContent: title }), ...inner);
   }
 
-  // Where each turn's action begins and ends among the tokens of all rows.
+  // Start and end of each turn's action among the tokens of all rows.
   function places(turns, data, sample) {
     let at = 0;
     return turns.map(({ row, end }) => {
@@ -36,14 +36,14 @@
     });
   }
 
-  // Fills ``box``. With ``data``, the token values, texts are tokens in colour, given ones shaded.
+  // Fills ``box``. With token values ``data``, texts are coloured tokens, given tokens shaded.
   report.episodeText = (box, turns, data, sample, look) => {
     const found = data ? places(turns, data, sample) : [];
     const total = data ? data.tokens[sample].length : 0;
     const text = (begin, end) => {
-      const own = make("div", { classes: "tokens" });
-      report.tokenText(own, data, sample, look, begin, end);
-      return own;
+      const tokenBox = make("div", { classes: "tokens" });
+      report.tokenText(tokenBox, data, sample, look, begin, end);
+      return tokenBox;
     };
     turns.forEach((turn, i) => {
       if (i && turn.row !== turns[i - 1].row) {
@@ -52,7 +52,7 @@
       const reward = turn.reward === null ? "" : ` · reward ${report.number(turn.reward)}`;
       const [begin, end] = found[i] ?? [0, 0];
       box.append(said("policy", `turn ${i + 1} · policy${reward}`, data ? text(begin, end) : make("div", { textContent: report.visible(turn.text) })));
-      // Given tokens behind the action; where the next row begins they are in its context.
+      // Given tokens after the action; before a new row they are in its context.
       const next = i + 1 < turns.length ? (turns[i + 1].row === turn.row ? found[i + 1]?.[0] : data?.rows[sample][turns[i + 1].row]) : total;
       const given = data && next > end;
       const inner = turn.calls.map((one) => call(one, !given));

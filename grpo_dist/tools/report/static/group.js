@@ -56,7 +56,7 @@
     byId("group-next").disabled = report.neighbour(row, 1) === null;
   }
 
-  // Fills the box of the problem: with the tokens of the prompt where they are known.
+  // Fills the problem's box, with the prompt's tokens if available.
   function asked(texts, group) {
     const prompt = texts?.prompt?.[group];
     const box = byId("group-problem");
@@ -79,7 +79,7 @@
     }
   }
 
-  // Opens the group that the page's address names: #rollouts/RUN/STEP/SET/UID. Returns whether it is there.
+  // Opens the group in the page's address, #rollouts/RUN/STEP/SET/UID. Returns whether it exists.
   report.openAddress = () => {
     const [, run, step, kind, uid] = location.hash.match(/^#rollouts\/(\d+)\/(\d+)\/([^/]+)\/([^/]+)$/)?.map(decoded) ?? [];
     if (uid === undefined) return false;

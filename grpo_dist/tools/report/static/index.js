@@ -1,4 +1,4 @@
-// All rollouts as columns, which filters and sorts a hundred thousand of them at once.
+// All rollouts as columns; filters and sorts a hundred thousand at once.
 "use strict";
 
 (() => {
@@ -8,7 +8,7 @@
   const dictionaries = {}; // column of words -> {values, places}
   for (const name of [...WORDS, ...NUMBERS]) columns[name] = [];
   for (const name of WORDS) dictionaries[name] = { values: [], places: new Map() };
-  const alive = []; // 0: of a part that was rewritten
+  const alive = []; // 0: the row's part was rewritten
   const parts = []; // [{run, entry, first, rows, data}]
   const current = new Map(); // "run/key" -> index in ``parts``
 
@@ -29,8 +29,8 @@
     const kind = place("kind", entry.kind);
     for (const name of WORDS) {
       if (name === "kind") continue;
-      const own = data[name].values.map((value) => place(name, value));
-      for (const index of data[name].index) columns[name].push(own[index]);
+      const places = data[name].values.map((value) => place(name, value));
+      for (const index of data[name].index) columns[name].push(places[index]);
     }
     for (const name of ["group", "sample", "length", "given", "turns", "calls", "reward", "advantage"]) for (const value of data[name]) columns[name].push(value ?? NaN);
     for (let i = 0; i < rows; i++) {
@@ -108,7 +108,7 @@
     return found;
   }
 
-  // Sorts ``rows`` by a column, those without a value last, and ties by run, step and position.
+  // Sorts ``rows`` by a column, missing values last, ties by run, step and position.
   function sort(rows, name, descending) {
     const sign = descending ? -1 : 1;
     const { run, step } = columns;

@@ -3,7 +3,7 @@
 
 (async () => {
   const { make, byId } = report;
-  const EVERY = 2000; // milliseconds between two requests to the server
+  const EVERY = 2000; // milliseconds between requests to the server
   const TABS = ["curves", "timeline", "rollouts", "events", "settings"];
   let tag = null;
 
@@ -34,10 +34,10 @@
   }
 
   function take(manifest) {
-    manifest.runs.forEach((own, number) => {
+    manifest.runs.forEach((runManifest, number) => {
       const run = (report.runs[number] ||= { number, colour: report.colours[number % report.colours.length], shown: true, pieces: {} });
-      run.manifest = own;
-      run.label = own.label;
+      run.manifest = runManifest;
+      run.label = runManifest.label;
     });
   }
 

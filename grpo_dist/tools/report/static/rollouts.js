@@ -66,9 +66,9 @@
     for (let number = first; number < index.parts.length; number++) {
       const part = index.parts[number];
       if (!index.alive[part.first]) continue;
-      const own = await report.textsOf(part).catch(() => null);
+      const partTexts = await report.textsOf(part).catch(() => null);
       if (mine !== turn) return false;
-      if (own) mark(found, part, own, test);
+      if (partTexts) mark(found, part, partTexts, test);
       if (performance.now() - rested > 40) {
         byId("searching").textContent = `searching … ${Math.round((100 * (number + 1)) / index.parts.length)}%`;
         await report.pause();
@@ -85,11 +85,11 @@
     return true;
   }
 
-  function mark(found, part, own, test) {
-    const groups = own.problem.map((problem, i) => test.test(problem) || test.test(own.answer[i]));
+  function mark(found, part, partTexts, test) {
+    const groups = partTexts.problem.map((problem, i) => test.test(problem) || test.test(partTexts.answer[i]));
     for (let i = 0; i < part.rows; i++) {
       const row = part.first + i;
-      if (groups[index.columns.group[row]] || test.test(own.completion[i]) || test.test(index.word("uid", row) || "") || saidIn(own.turns[i]).some((text) => test.test(text))) found[row] = 1;
+      if (groups[index.columns.group[row]] || test.test(partTexts.completion[i]) || test.test(index.word("uid", row) || "") || saidIn(partTexts.turns[i]).some((text) => test.test(text))) found[row] = 1;
     }
   }
 
@@ -133,7 +133,7 @@
     return found;
   }
 
-  // "math 1 · format 0.25"; "" where the total is all there is.
+  // "math 1 · format 0.25"; "" if there is only a total.
   function partsOf(row) {
     const { first, rewards } = index.parts[index.columns.part[row]];
     const known = Object.entries(rewards).filter(([, values]) => values[row - first] !== null || Number.isNaN(index.columns.reward[row]));

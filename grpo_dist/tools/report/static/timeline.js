@@ -4,7 +4,7 @@
 (() => {
   const { make, byId } = report;
   const colours = ["#4a90d0", "#e08a4a", "#59b377", "#a878c8", "#c9a63a", "#3fa6b0", "#d0607f", "#7d8894", "#8fb338", "#b07a50"];
-  const known = new Map(); // stage -> colour, in order of appearance
+  const stageColours = new Map(); // stage -> colour, in order of appearance
   const LANE = 20;
   const NAMES = 110;
   let run = null;
@@ -16,8 +16,8 @@
   let drag = null;
 
   const colour = (stage) => {
-    if (!known.has(stage)) known.set(stage, colours[known.size % colours.length]);
-    return known.get(stage);
+    if (!stageColours.has(stage)) stageColours.set(stage, colours[stageColours.size % colours.length]);
+    return stageColours.get(stage);
   };
 
   function stepsOf(of) {
@@ -81,14 +81,14 @@
 
   function inLanes(worker, spans) {
     spans.sort((a, b) => a.begin - b.begin);
-    const own = [];
+    const workerLanes = [];
     for (const span of spans) {
-      let lane = own.find(({ end }) => end <= span.begin + 1e-3);
-      if (!lane) own.push((lane = { worker, first: own.length === 0, spans: [], end: 0 }));
+      let lane = workerLanes.find(({ end }) => end <= span.begin + 1e-3);
+      if (!lane) workerLanes.push((lane = { worker, first: workerLanes.length === 0, spans: [], end: 0 }));
       lane.spans.push(span);
       lane.end = span.end;
     }
-    return own;
+    return workerLanes;
   }
 
   function legend() {

@@ -17,7 +17,7 @@
     kl: { title: "KL to the reference", columns: ["kl"], high: PURPLE, least: 0.05, signed: false, text: (v) => `KL ${report.number(v)} nats` },
   };
 
-  // Whether a token was put in by an environment; "given" has begin and end of each such stretch.
+  // Whether an environment inserted the token; "given" has start and end of each span.
   function isGiven(data, sample, token) {
     const ranges = data.given[sample];
     for (let i = 0; i < ranges.length; i += 2) if (token >= ranges[i] && token < ranges[i + 1]) return true;
@@ -27,8 +27,8 @@
   // The value of a token; null without one.
   function value(data, measure, sample, token) {
     if (isGiven(data, sample, token)) return null;
-    const own = data[measure]?.[sample];
-    const raw = Array.isArray(own) ? own[token] : own;
+    const values = data[measure]?.[sample];
+    const raw = Array.isArray(values) ? values[token] : values;
     return raw === null || raw === undefined ? null : raw / data.scales[measure];
   }
 
@@ -36,10 +36,10 @@
   function extent(data, measure, samples) {
     const sizes = [];
     for (const sample of samples) {
-      const own = data[measure]?.[sample];
-      if (own === null || own === undefined) continue;
-      const every = Array.isArray(own) ? Math.max(1, Math.floor(own.length / 2000)) : 1;
-      const some = Array.isArray(own) ? own : [own];
+      const recorded = data[measure]?.[sample];
+      if (recorded === null || recorded === undefined) continue;
+      const every = Array.isArray(recorded) ? Math.max(1, Math.floor(recorded.length / 2000)) : 1;
+      const some = Array.isArray(recorded) ? recorded : [recorded];
       for (let i = 0; i < some.length; i += every) if (some[i] !== null) sizes.push(Math.abs(some[i]) / data.scales[measure]);
     }
     sizes.sort((a, b) => a - b);
